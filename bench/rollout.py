@@ -45,8 +45,8 @@ sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the sta
 from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.plan import Location, Plan  # noqa: E402
 from hpcrl.queue.auth import make_keys  # noqa: E402
+from hpcrl.rollout.engines.engine_client import Generator, Sampling  # noqa: E402
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
-from hpcrl.rollout.engines.generate import Generator, Sampling  # noqa: E402
 from hpcrl.rollout.engines.stock_route import PATH  # noqa: E402
 from hpcrl.rollout.ledger.bank import Bank  # noqa: E402
 from hpcrl.rollout.ledger.held import Held  # noqa: E402

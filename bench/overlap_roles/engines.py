@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcrl.rollout.engines.loads import Loads
-from hpcrl.rollout.engines.occupancy import Occupancy
-from hpcrl.rollout.engines.steering import Reading
+from hpcrl.rollout.engines.concurrency_limit import Reading
+from hpcrl.rollout.engines.load import Loads, Occupancy
 from hpcrl.rollout.samplers.sampler import Asked
 from hpcrl.sample import COMPLETED, Sample
 

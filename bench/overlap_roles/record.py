@@ -25,8 +25,8 @@ sys.path[0] = str(REPO)
 
 import numpy as np  # noqa: E402
 
+from hpcrl.rollout.engines.engine_client import Generator, Sampling  # noqa: E402
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
-from hpcrl.rollout.engines.generate import Generator, Sampling  # noqa: E402
 from hpcrl.weights.engine_http import ask  # noqa: E402
 from tests.support.engines import Engines  # noqa: E402
 from tests.support.tiny import make_model  # noqa: E402

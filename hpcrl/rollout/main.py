@@ -27,13 +27,12 @@ from hpcrl.report.timeline.names import MAKE, REQUESTS
 from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
-from hpcrl.rollout.engines.desk import EngineDesk
+from hpcrl.rollout.engines.concurrency_limit import look
+from hpcrl.rollout.engines.engine_client import Generator
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import keep_engines
-from hpcrl.rollout.engines.generate import Generator
+from hpcrl.rollout.engines.membership import EngineDesk
 from hpcrl.rollout.engines.registry import Registry
-from hpcrl.rollout.engines.steering import look
-from hpcrl.rollout.engines.teacher import Teacher
 from hpcrl.rollout.evaluation.evaluations import Evaluations
 from hpcrl.rollout.making.ahead import AnyMaker, MadeAhead
 from hpcrl.rollout.making.maker import Maker
@@ -46,7 +45,7 @@ from hpcrl.rollout.samplers.custom import started
 from hpcrl.rollout.samplers.label import LabelSampler
 from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
-from hpcrl.rollout.samplers.taught import TaughtSampler
+from hpcrl.rollout.samplers.teacher_logprobs import TaughtSampler, Teacher
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.rollout.work import Work
 from hpcrl.run.engine_files import restart_limit

@@ -32,7 +32,7 @@ Export = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
 
 
 class Roster(Protocol):
-    """The registry of engines, as rank 0 asks it (`rollout/engines/desk.py`)."""
+    """The registry of engines, as rank 0 asks it (`rollout/engines/membership.py`)."""
 
     def engines(self) -> dict[str, Any]:
         """update, waiting: [index, life, host, port] each; starting: names; published: version."""

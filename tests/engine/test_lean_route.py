@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hpcrl.errors import PeerError
+from hpcrl.rollout.engines.engine_client import Completion, Generator, Sampling, seed_of
 from hpcrl.rollout.engines.engine_pool import EnginePool
-from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
 from hpcrl.sample import ABORTED, TRUNCATED
 from hpcrl.token_frames import ABORT, GENERATE
 from hpcrl.weights.engine_http import ask

@@ -22,8 +22,8 @@ import torch
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Location, Plan
-from hpcrl.rollout.engines import teacher
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers import teacher_logprobs
 from hpcrl.run.peers import EnginePeer, peer_file
 from hpcrl.sample import Sample
 from hpcrl.weights.engine_fleet import Fleet
@@ -98,14 +98,14 @@ def test_logprobs_are_at_the_sampling_temperature(shm: Side) -> None:
 def test_an_engine_can_be_a_teacher(shm: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its log-probs of a student's tokens are those of transformers."""
     address = shm.engines.address()
-    monkeypatch.setenv(teacher.KEY, shm.engines.key)
+    monkeypatch.setenv(teacher_logprobs.KEY, shm.engines.key)
     answer = np.asarray([40, 7, 90, 33, 1, 64], np.int32)
     nothing = np.zeros(len(answer), np.float32)
     sample = Sample(0, 0, np.asarray([*PROMPT, *answer], np.int32), len(answer), nothing, nothing, nothing)
 
     async def go() -> None:
         options = Options(opd_teacher_url=f"http://{address.host}:{address.port}", rollout_batch_size=8)
-        asked = teacher.Teacher(options, Tokenizer(shm.engines.options.hf_checkpoint or ""))
+        asked = teacher_logprobs.Teacher(options, Tokenizer(shm.engines.options.hf_checkpoint or ""))
         await asked.check()
         await asked.mark(sample, 0, "here")
         await asked.close()
@@ -113,7 +113,7 @@ def test_an_engine_can_be_a_teacher(shm: Side, monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(go())
     assert sample.teacher_error == ""
     wanted = shm.reference.logprobs(PROMPT, answer.tolist())
-    assert max(abs(a - b) for a, b in zip(sample.extra[teacher.NAME], wanted, strict=True)) <= CLOSE
+    assert max(abs(a - b) for a, b in zip(sample.extra[teacher_logprobs.NAME], wanted, strict=True)) <= CLOSE
 
 
 def test_the_models_own_sampling_defaults_are_not_used(shm: Side) -> None:

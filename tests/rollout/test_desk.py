@@ -16,10 +16,10 @@ from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import make_keys
-from hpcrl.rollout.engines import desk as desks
-from hpcrl.rollout.engines.desk import EngineDesk
+from hpcrl.rollout.engines import membership as desks
+from hpcrl.rollout.engines.engine_client import Generator
 from hpcrl.rollout.engines.engine_pool import EnginePool
-from hpcrl.rollout.engines.generate import Generator
+from hpcrl.rollout.engines.membership import EngineDesk
 from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.run.engine_files import (

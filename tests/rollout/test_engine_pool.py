@@ -22,9 +22,9 @@ from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import make_keys
-from hpcrl.rollout.engines import dispatch
+from hpcrl.rollout.engines import engine_client
+from hpcrl.rollout.engines.engine_client import Completion, Generator, Sampling, seed_of
 from hpcrl.rollout.engines.engine_pool import SLACK, EnginePool, PooledEngine
-from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
 from hpcrl.rollout.evaluation.evaluator import sampling_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
@@ -237,7 +237,7 @@ def test_waiting_requests_hear_that_no_engine_is_left(bench: Bench) -> None:
 
 
 def test_a_passing_trouble_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "PAUSE", 0.001)
+    monkeypatch.setattr(engine_client, "PAUSE", 0.001)
 
     def shaky(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
         return [CUT, web.json_response({"error": "try later"}, status=503), None][min(count, 2)]
@@ -248,7 +248,7 @@ def test_a_passing_trouble_is_tried_again(bench: Bench, monkeypatch: pytest.Monk
 
 
 def test_a_lasting_trouble_ends_after_a_few_attempts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "PAUSE", 0.001)
+    monkeypatch.setattr(engine_client, "PAUSE", 0.001)
     broken = lambda *_: web.json_response({"error": "no CUDA memory"}, status=500)  # noqa: E731
     with pytest.raises(PeerError, match="engine-0 on node7 failed a request 4 times.*no CUDA memory"):
         bench.run(one, broken)

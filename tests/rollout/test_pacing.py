@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.rollout.engines.steering import FULL, Reading, Steering, parse
+from hpcrl.rollout.engines.concurrency_limit import FULL, Reading, Steering, parse
 from hpcrl.rollout.making.pacing import Pacing
 
 

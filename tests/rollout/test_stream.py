@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import check_staleness
-from hpcrl.rollout.engines.steering import Reading
+from hpcrl.rollout.engines.concurrency_limit import Reading
 from hpcrl.rollout.ledger.bank import Bank
 from hpcrl.rollout.ledger.journal import account
 from hpcrl.rollout.making.maker import Made

@@ -17,11 +17,10 @@ from aiohttp import web
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, HpcrlError, PeerError, UsageError
-from hpcrl.rollout.engines import teacher as module
-from hpcrl.rollout.engines.teacher import KEY, NAME, Teacher
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers import teacher_logprobs as module
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
-from hpcrl.rollout.samplers.taught import TaughtSampler
+from hpcrl.rollout.samplers.teacher_logprobs import KEY, NAME, TaughtSampler, Teacher
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 from tests.support.tiny import make_tokenizer
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpcrl.rollout.endpoint.session import BadRequest, sampling_params
-from hpcrl.rollout.engines.generate import Sampling
+from hpcrl.rollout.engines.engine_client import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import Turn
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.chat import Dialogue
-from hpcrl.rollout.engines.generate import Completion, Generator, Sampling, seed_of
+from hpcrl.rollout.engines.engine_client import Completion, Generator, Sampling, seed_of
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, STOP, Turn
 from hpcrl.sample import ABORTED, TRUNCATED

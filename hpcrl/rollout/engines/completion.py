@@ -1,24 +1,32 @@
-"""What an engine answered to one request for a response, checked.
+"""A request for samples of one prompt, and what an engine answered to it, checked.
 
-Invariant: every token of a completion is within the vocabulary, has a finite log-prob where log-probs were asked for,
+Invariants: every token of a completion is within the vocabulary, has a finite log-prob where log-probs were asked for,
 and knows the policy version that it was sampled under; an engine that answers anything else is named in the error.
+Every sample asked for gets exactly one answer, a completion or an error, however often it was sent; a request is a pure
+function of its body, so sending it twice is safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hpcrl.errors import PeerError
 from hpcrl.models.routing import Routing
+from hpcrl.rollout.engines.engine_pool import PooledEngine
+from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
 
 if TYPE_CHECKING:
     from hpcrl.rollout.engines.engine_pool import PooledEngine
+
 
 STATUS = {"stop": COMPLETED, "length": TRUNCATED, "abort": ABORTED}
 CLAMPED = -9999.0  #: what vLLM writes for a log-prob that is not finite, or that it does not have
@@ -174,3 +182,73 @@ def read_experts(
 def garbage(engine: PooledEngine, what: str) -> PeerError:
     """The error for an answer that is none."""
     return PeerError(f"{engine} answered {what}", f"see {engine.log}")
+
+
+# ---- what is asked
+
+_NUMBERS = itertools.count()
+
+
+@dataclass(eq=False)
+class Call:
+    """One sample that somebody waits for.
+
+    ident: its name at engines; engine, request: that it was sent to, and with, last; flying: whether it is in flight
+    there; ended: somebody asked for its early end; moved: it was ended to go on at another engine.
+    """
+
+    seed: int | None
+    answer: asyncio.Future[Completion]
+    ident: str = field(default_factory=lambda: f"{os.getpid():x}-{next(_NUMBERS):x}")
+    engine: PooledEngine | None = None
+    request: Request | None = None
+    flying: bool = False
+    ended: bool = False
+    moved: bool = False
+
+
+@dataclass(eq=False)
+class Request:
+    """Samples of one prompt (int32 [n]) under one way of sampling.
+
+    begun: tokens at the end of `prompt` that are the response's own; max_tokens: that may still come; exact: whether
+    nothing else bounds the response; tries: how often it was sent before; task: that serves it.
+    """
+
+    prompt: np.ndarray
+    sampling: Sampling
+    begun: int
+    max_tokens: int
+    exact: bool
+    version: int
+    affinity: str | None
+    calls: list[Call]
+    tries: int = 0
+    task: asyncio.Task[None] | None = None
+
+    def part(self, calls: list[Call], tries: int | None = None) -> Request:
+        """The same, for some of its calls."""
+        tries = self.tries if tries is None else tries
+        return Request(
+            self.prompt,
+            self.sampling,
+            self.begun,
+            self.max_tokens,
+            self.exact,
+            self.version,
+            self.affinity,
+            calls,
+            tries,
+        )
+
+    def open(self) -> list[Call]:
+        """The calls that still wait for an answer."""
+        return [call for call in self.calls if not call.answer.done()]
+
+
+#: what a route does with each answer
+Deliver = Callable[[Call, Completion], None]
+
+
+class PassingTrouble(Exception):
+    """A request failed in a way that says nothing about the request: it may be sent again."""

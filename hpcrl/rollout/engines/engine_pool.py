@@ -23,8 +23,7 @@ from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
 from hpcrl.report.timeline.names import GENERATE
 from hpcrl.report.timeline.spans import NOWHERE, Timeline
-from hpcrl.rollout.engines.loads import Loads
-from hpcrl.rollout.engines.occupancy import Occupancy
+from hpcrl.rollout.engines.load import Loads, Occupancy
 from hpcrl.rollout.engines.registry import Registry
 from hpcrl.run.engine_files import EngineAdded, EngineReports
 from hpcrl.run.peers import IDLE, EnginePeer

@@ -20,7 +20,7 @@ from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
 from hpcrl.errors import DeadlineError, UsageError
 from hpcrl.queue.auth import http_key
 from hpcrl.rollout.async_tasks import cancel
-from hpcrl.rollout.engines.desk import EngineDesk
+from hpcrl.rollout.engines.membership import EngineDesk
 from hpcrl.run.engine_files import EngineEnd, leaves, tell_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.role import RoleContext, say

@@ -11,9 +11,8 @@ from dataclasses import replace
 import aiohttp
 
 from hpcrl import token_frames
-from hpcrl.rollout.engines.completion import Wanted, check, garbage, read_experts
+from hpcrl.rollout.engines.completion import Deliver, PassingTrouble, Request, Wanted, check, garbage, read_experts
 from hpcrl.rollout.engines.engine_pool import PooledEngine
-from hpcrl.rollout.engines.request import Deliver, PassingTrouble, Request
 from hpcrl.rollout.engines.stock_route import refuse
 from hpcrl.token_frames import Answer, FrameReader, GroupRequest, encode
 

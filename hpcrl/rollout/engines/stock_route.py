@@ -10,9 +10,8 @@ import msgspec
 import numpy as np
 
 from hpcrl.errors import PeerError
-from hpcrl.rollout.engines.completion import Completion, Wanted, check, garbage
+from hpcrl.rollout.engines.completion import Completion, Deliver, PassingTrouble, Request, Wanted, check, garbage
 from hpcrl.rollout.engines.engine_pool import PooledEngine
-from hpcrl.rollout.engines.request import Deliver, PassingTrouble, Request
 
 PATH, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 PREFIX = "generate-tokens-"  #: what vLLM puts before a request's name

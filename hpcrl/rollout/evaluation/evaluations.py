@@ -18,8 +18,8 @@ from hpcrl.report.timeline.names import EVALUATE
 from hpcrl.report.timeline.spans import Timeline
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.batch_assembly import check_staleness
+from hpcrl.rollout.engines.engine_client import Generator
 from hpcrl.rollout.engines.engine_pool import EnginePool
-from hpcrl.rollout.engines.generate import Generator
 from hpcrl.rollout.evaluation.evaluator import Evaluator
 from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
 from hpcrl.rollout.evaluation.results import answered_by

@@ -19,7 +19,7 @@ import numpy as np
 
 from hpcrl.config.eval_sets import EvalSet, eval_sets
 from hpcrl.config.options import Options
-from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
+from hpcrl.rollout.engines.engine_client import Generator, Sampling, seed_of
 from hpcrl.rollout.evaluation.results import results
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts

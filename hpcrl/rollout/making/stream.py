@@ -22,7 +22,7 @@ from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
 from hpcrl.rollout.batch_assembly import Rollout
-from hpcrl.rollout.engines.steering import Reading, Steering
+from hpcrl.rollout.engines.concurrency_limit import Reading, Steering
 from hpcrl.rollout.filters.own import DynamicFilter
 from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.rollout.ledger.held import Held

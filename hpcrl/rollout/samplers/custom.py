@@ -22,7 +22,7 @@ from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.rollout.endpoint.session import Asked as Turned
 from hpcrl.rollout.endpoint.session import Making, Session, sampling_params
 from hpcrl.rollout.engines.completion import completion_of
-from hpcrl.rollout.engines.generate import Generator, Sampling
+from hpcrl.rollout.engines.engine_client import Generator, Sampling
 from hpcrl.rollout.grading.frames import send_sample
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Said, Tally

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcrl.rollout.engines.generate import Completion
+from hpcrl.rollout.engines.engine_client import Completion
 from hpcrl.rollout.samplers.sampler import Asked
 from hpcrl.sample import COMPLETED, Sample
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hpcrl.config.options import Options
 from hpcrl.rollout.engines.completion import completion_of
-from hpcrl.rollout.engines.generate import Generator, Sampling, seed_of
+from hpcrl.rollout.engines.engine_client import Generator, Sampling, seed_of
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked

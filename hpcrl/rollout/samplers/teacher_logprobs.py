@@ -1,9 +1,11 @@
-"""A teacher behind an address: what it says of the tokens that the student sampled (--opd-type vllm).
+"""A teacher behind an address: its log-probs of the tokens that the student sampled (--opd-type vllm).
 
 It is any vLLM server: POST /v1/completions with the token ids of prompt and response and `prompt_logprobs`, which gives
-the log-prob of each of them at temperature 1.  Invariants: ids go out and are compared with what comes back, text
-never; a teacher whose tokens are others is refused before anything is sampled; every wait has a deadline that names the
-address.
+the log-prob of each of them at temperature 1.
+
+Invariants: ids go out and are compared with what comes back, text never; a teacher with another tokenizer is refused
+before anything is sampled; the teacher changes no token and no reward, and is not shown what nobody trains on (greedy
+and unfinished responses); every wait has a deadline that names the address.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DataError, PeerError, UsageError
 from hpcrl.rollout.grading.tally import Said, Tally
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
 from hpcrl.run.role import say
-from hpcrl.sample import Sample
+from hpcrl.sample import ABORTED, Sample
 
 KEY = "HPCRL_OPD_TEACHER_KEY"  #: environment variable with the server's key, if it asks for one
 NAME = "teacher_logprobs"
@@ -217,3 +220,18 @@ class Teacher:
             raise PeerError(
                 f"{self} answered {path} with what is no JSON: {text[:100].decode(errors='replace')!r}"
             ) from error
+
+
+class TaughtSampler:
+    """Shows every sample to the teacher once it is made."""
+
+    def __init__(self, maker: Sampler, teacher: Teacher) -> None:
+        self._maker = maker
+        self._teacher = teacher
+
+    async def make(self, asked: Asked) -> list[Sample]:
+        samples = await self._maker.make(asked)
+        if asked.index != GREEDY and not any(sample.status == ABORTED for sample in samples):
+            where = asked.group.prompt.where
+            await asyncio.gather(*(self._teacher.mark(sample, asked.rollout_id, where) for sample in samples))
+        return samples
