@@ -31,6 +31,14 @@ class TokenColumn(NamedTuple):
     dims: int = 0
 
 
+#: columns that every sample has, and the dtypes in which they are stored and sent; see `Sample` for what they are
+REQUIRED: dict[str, np.dtype] = {
+    "tokens": np.dtype("<i4"),
+    "loss_mask": np.dtype("u1"),
+    "logprobs": np.dtype("<f4"),
+    "versions": np.dtype("<i4"),
+}
+
 #: columns that only some runs have, for all of their samples; they lie in `Sample.extra` and `SampleBatch.extra`
 OPTIONAL: dict[str, TokenColumn] = {
     # float32 [response]: log-probs of the sampled tokens under a teacher, at the sampling temperature

@@ -42,10 +42,8 @@ from hpcrl.rollout.making.stream import Stream
 from hpcrl.rollout.prompts.own_source import OwnSource
 from hpcrl.rollout.sample_files import write_samples
 from hpcrl.rollout.samplers.custom import started
-from hpcrl.rollout.samplers.label import LabelSampler
-from hpcrl.rollout.samplers.sampler import Sampler
-from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
-from hpcrl.rollout.samplers.teacher_logprobs import TaughtSampler, Teacher
+from hpcrl.rollout.samplers.sampler import LabelSampler, Sampler, SingleTurnSampler
+from hpcrl.rollout.samplers.teacher_logprobs import Teacher, TeacherLogprobsSampler
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
 from hpcrl.rollout.work import Work
 from hpcrl.run.engine_files import restart_limit
@@ -81,7 +79,7 @@ class RolloutRole:
         asks = needs(self.options).teacher_server and work.file is not None  # what was saved has its teacher's words
         self.teacher = Teacher(self.options, work.tokenizer) if asks else None
         if self.teacher is not None:
-            self.sampler = TaughtSampler(self.sampler, self.teacher)
+            self.sampler = TeacherLogprobsSampler(self.sampler, self.teacher)
         samples = context.rundir.samples
         self.evaluations = Evaluations(
             self.options, work, self.pool, generator, samples, self.timeline, self._in_time, self._made

@@ -14,8 +14,7 @@ from hpcrl.errors import DataError
 from hpcrl.rollout.prompts.prompt_files import Prompt, Reading, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.samplers.label import LabelSampler
-from hpcrl.rollout.samplers.sampler import Asked
+from hpcrl.rollout.samplers.sampler import Asked, LabelSampler
 from tests.support.tiny import make_tokenizer
 
 PLAIN = (

@@ -19,7 +19,7 @@ from hpcrl.rollout.endpoint.server import LARGEST, Endpoint
 from hpcrl.rollout.endpoint.session import Making, Session
 from hpcrl.rollout.engines.engine_client import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.samplers.continuation import continuation
+from hpcrl.rollout.samplers.trajectory import continuation
 from hpcrl.sample import ABORTED
 from tests.support.two_ways import Policy, make_model, words
 

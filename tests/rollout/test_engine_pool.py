@@ -28,8 +28,7 @@ from hpcrl.rollout.engines.engine_pool import SLACK, EnginePool, PooledEngine
 from hpcrl.rollout.evaluation.evaluator import sampling_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.rollout.samplers.sampler import Asked
-from hpcrl.rollout.samplers.single_turn import SingleTurnSampler
+from hpcrl.rollout.samplers.sampler import Asked, SingleTurnSampler
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED

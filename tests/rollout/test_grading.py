@@ -17,7 +17,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.reward_names import own_reward, read_words
 from hpcrl.errors import DataError, HpcrlError, UsageError
-from hpcrl.rollout import process_pool
+from hpcrl.rollout import worker_pool
 from hpcrl.rollout.answers.boxed import boxed as find_boxed
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.grading.tally import Tally, grading_metrics
@@ -447,12 +447,12 @@ def test_no_reward_is_an_error() -> None:
 
 
 def test_processes_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.rollout.worker_process.sys.executable", "/bin/false")
+    monkeypatch.setattr("hpcrl.rollout.worker_pool.sys.executable", "/bin/false")
     with pytest.raises(HpcrlError, match="the process that grades with math did not start: exit status 1"):
         graded(sample("x"), rm_type="math")
 
 
 def test_an_import_that_never_ends_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_pool, "START", 1.0)
+    monkeypatch.setattr(worker_pool, "START", 1.0)
     with pytest.raises(HpcrlError, match="did not start: it was not ready within 1 s"):
         graded(sample("x"), custom_rm_path="tests.support.breakable.reward_never_imported.reward")

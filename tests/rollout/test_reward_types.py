@@ -16,7 +16,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.reward_names import declared, read_words, reward_names
 from hpcrl.errors import UsageError
-from hpcrl.rollout.grading.rewards import grade, load_reward
+from hpcrl.rollout.grading.worker import grade, load_reward
 from hpcrl.rollout.rewards import gpqa
 from hpcrl.sample import Sample
 from hpcrl.toolbox.plugins import PluginRoom

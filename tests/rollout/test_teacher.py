@@ -20,7 +20,7 @@ from hpcrl.errors import DataError, HpcrlError, PeerError, UsageError
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers import teacher_logprobs as module
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
-from hpcrl.rollout.samplers.teacher_logprobs import KEY, NAME, TaughtSampler, Teacher
+from hpcrl.rollout.samplers.teacher_logprobs import KEY, NAME, Teacher, TeacherLogprobsSampler
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 from tests.support.tiny import make_tokenizer
 
@@ -224,7 +224,7 @@ def test_every_finished_sample_but_the_greedy_one_is_shown(own: Tokenizer) -> No
         teacher = Teacher(Options(opd_teacher_url=server.url), own)
         await teacher.check()
         maker, group = (
-            TaughtSampler(Maker(), teacher),
+            TeacherLogprobsSampler(Maker(), teacher),
             type("Group", (), {"prompt": type("P", (), {"where": "train.jsonl, line 1"})}),
         )
         found = [await maker.make(Asked(group, index, 0, 0)) for index in (0, 1, GREEDY)]  # type: ignore[arg-type]

@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
-from hpcrl.rollout.samplers.continuation import continuation, opening, plain
-from hpcrl.rollout.samplers.trajectory import Trajectory
+from hpcrl.rollout.samplers.trajectory import Trajectory, continuation, opening, plain
 
 #: a call as Qwen's and Hermes' templates ask for it
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)

@@ -1,32 +1,134 @@
 """Grading: samples out to the grading processes, rewards back into them.
 
-Invariants: the event loop is never blocked; no grading takes more than its limits, and what a process had on its hands
-when it had to be killed is either charged to the one grading that it ran, or graded again, each alone; in deterministic
-mode a grading that fails is repeated alone with four times the limits before it counts, so that load cannot change a
-reward.
+Invariants: the event loop is never blocked; gradings that share a process run side by side, of others the first runs and
+the rest wait in their order; no grading takes more than its limits, and what a process was working on when it had to be
+killed is either charged to the one grading that it ran, or graded again, each alone; in deterministic mode a grading
+that fails is repeated alone with four times the limits before it counts, so that load cannot change a reward.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import os
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import msgspec
+import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.config.reward_names import RewardWord, own_reward, read_words
 from hpcrl.errors import DataError, HpcrlError, UsageError
-from hpcrl.rollout.grading.frames import ERROR, TIMEOUT, Outcome, Ready, Setup, Task, send_sample
-from hpcrl.rollout.grading.process import GradingProcess, Job
 from hpcrl.rollout.grading.tally import Said, Tally
 from hpcrl.rollout.own_hooks import BadSample, RolloutHooks
-from hpcrl.rollout.process_pool import ProcessPool
 from hpcrl.rollout.prompts.prompt_files import PromptFile
+from hpcrl.rollout.worker_messages import (
+    ERROR,
+    TIMEOUT,
+    GradingOutcome,
+    GradingReply,
+    GradingSetup,
+    GradingTask,
+    RewardsLoaded,
+    send_sample,
+)
+from hpcrl.rollout.worker_pool import ProcessPool, WorkerProcess
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
+
+
+@dataclass
+class GradingJob:
+    """A grading on its way.
+
+    shares: it may run beside others in one process; alone: it must not any more, as the process that it shared was
+    lost;
+    attempt: how often it failed; waited: seconds since it began, cpu: the process's CPU seconds then.
+    """
+
+    task: GradingTask
+    future: asyncio.Future[list[GradingOutcome]]
+    shares: bool
+    alone: bool = False
+    attempt: int = 0
+    waited: float = 0.0
+    cpu: float = 0.0
+
+
+class GradingProcess(WorkerProcess):
+    """A worker.  ready: whether it has loaded the rewards; starting: seconds since it was started, until then."""
+
+    def __init__(self, setup: GradingSetup) -> None:
+        super().__init__("hpcrl.rollout.grading.worker", setup, {"PYTHONHASHSEED": "0"})
+        self.jobs: dict[int, GradingJob] = {}
+        self.ready = False
+        self.starting = 0.0
+        self.base = 0  # bytes resident at its start
+        self._seen = psutil.Process(self.pid)
+
+    async def listen(self) -> RewardsLoaded:
+        """Send what it needs and wait until it is ready.  ConnectionError if it ends before."""
+        found = msgspec.msgpack.decode(await self.open(), type=RewardsLoaded)
+        with contextlib.suppress(psutil.Error):
+            self.base = self._seen.memory_info().rss
+        return found
+
+    async def reply(self) -> GradingReply:
+        """The next answer.  ConnectionError when the process has ended."""
+        return msgspec.msgpack.decode(await self.receive(), type=GradingReply)
+
+    def send(self, job: GradingJob) -> None:
+        self.jobs[job.task.id] = job
+        if job.shares or len(self.jobs) == 1:
+            self._begin(job)
+        self.write(job.task)
+
+    def finish(self, task: int) -> GradingJob:
+        """The job that has been answered; the next in the queue begins."""
+        job = self.jobs.pop(task)
+        if not job.shares and self.jobs:
+            self._begin(next(iter(self.jobs.values())))
+        return job
+
+    def _begin(self, job: GradingJob) -> None:
+        job.waited = 0.0
+        job.cpu = self.cpu_seconds()
+
+    @property
+    def working_on(self) -> list[GradingJob]:
+        """What runs now: all of those that share, the first of the others, which are done in order."""
+        jobs = list(self.jobs.values())
+        return jobs if jobs and jobs[0].shares else jobs[:1]
+
+    def takes(self, job: GradingJob, side_by_side: int, queue: int) -> bool:
+        """Whether it has room for the job: beside others that share, behind others that do not, or alone."""
+        if not self.ready or self.gone:
+            return False
+        if not self.jobs:
+            return True
+        first = next(iter(self.jobs.values()))
+        if job.alone or first.alone or job.shares != first.shares:
+            return False
+        return len(self.jobs) < (side_by_side if job.shares else queue)
+
+    def cpu_seconds(self) -> float:
+        """CPU time that it has used, its threads included (clock_getcpuclockid(3))."""
+        with contextlib.suppress(OSError):
+            return time.clock_gettime((~self.pid << 3) | 2)
+        return 0.0
+
+    def memory(self) -> int:
+        """Bytes resident beyond those at its start."""
+        try:
+            return self._seen.memory_info().rss - self.base
+        except psutil.Error:
+            return 0
+
 
 SIDE_BY_SIDE = 64  #: gradings by async rewards in one process at once
 QUEUE = 8  #: gradings by plain rewards that one process is given, so that it never waits for the next
@@ -39,7 +141,7 @@ class _Group:
     """The samples of one group that wait for the rest of it."""
 
     samples: list[Sample] = field(default_factory=list)
-    futures: list[asyncio.Future[Outcome]] = field(default_factory=list)
+    futures: list[asyncio.Future[GradingOutcome]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -52,7 +154,7 @@ class GradedBy:
     key: str | None = None
 
 
-class Grading(ProcessPool[GradingProcess, Job]):
+class Grading(ProcessPool[GradingProcess, GradingJob]):
     """The run's rewards.  Made, it has started its processes; `start` waits for the first of them."""
 
     def __init__(
@@ -76,7 +178,9 @@ class Grading(ProcessPool[GradingProcess, Job]):
         self._by_type = dict(_types_in(files, options))
         words = {item.word: item for item in (*self._words, *self._more, *self._by_type.values())}
         self._arrays = any(not item.file for item in words.values())
-        self._setup = Setup(options.model_dump_json().encode(), list(words), int(options.reward_memory_gb * 2**30))
+        self._setup = GradingSetup(
+            options.model_dump_json().encode(), list(words), int(options.reward_memory_gb * 2**30)
+        )
         count = options.reward_num_workers or max(1, min(8, len(os.sched_getaffinity(0)) - 1))
         super().__init__(lambda: GradingProcess(self._setup), count)
         self._waits: frozenset[str] = frozenset()
@@ -132,14 +236,14 @@ class Grading(ProcessPool[GradingProcess, Job]):
                 print(outcome.trace, file=sys.stderr, flush=True)
         tally.fail(where, text)
 
-    async def _before(self, sample: Sample, evaluation: bool) -> Outcome | None:
+    async def _before(self, sample: Sample, evaluation: bool) -> GradingOutcome | None:
         """Have the sample's hooks see it; how it failed, if it did."""
         if self._hooks is None:
             return None
         try:
             await self._hooks.before_reward(sample, evaluation)
         except BadSample as error:
-            return Outcome(failure=ERROR, text=error.text, trace=error.trace)
+            return GradingOutcome(failure=ERROR, text=error.text, trace=error.trace)
         return None
 
     def _words_for(self, sample: Sample, by: GradedBy) -> tuple[RewardWord, ...]:
@@ -147,14 +251,14 @@ class Grading(ProcessPool[GradingProcess, Job]):
             return (self._by_type[name.strip()],)
         return by.words
 
-    async def _alone(self, sample: Sample, words: Iterable[RewardWord], key: str | None) -> Outcome:
+    async def _alone(self, sample: Sample, words: Iterable[RewardWord], key: str | None) -> GradingOutcome:
         return (await self._submit([sample], [item.word for item in words], key))[0]
 
-    async def _with_group(self, sample: Sample, tally: Tally, reward_key: str | None) -> Outcome:
+    async def _with_group(self, sample: Sample, tally: Tally, reward_key: str | None) -> GradingOutcome:
         """The sample's outcome, once the rest of its group is there and all were graded in one call."""
         key = tally.what, sample.group
         group = self._groups.setdefault(key, _Group())
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[GradingOutcome] = asyncio.get_running_loop().create_future()
         group.samples.append(sample)
         group.futures.append(future)
         if len(group.samples) == tally.each:
@@ -172,13 +276,13 @@ class Grading(ProcessPool[GradingProcess, Job]):
             self._groups.pop(key, None)
             raise
 
-    async def _submit(self, samples: list[Sample], words: list[str], key: str | None) -> list[Outcome]:
+    async def _submit(self, samples: list[Sample], words: list[str], key: str | None) -> list[GradingOutcome]:
         if self._broken is not None:
             raise self._broken
         sent = [send_sample(sample, self._arrays) for sample in samples]
-        task = Task(next(self._numbers), words, key, self._options.reward_timeout, sent)
-        future: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Job(task, future, shares=self._waits.issuperset(words)))
+        task = GradingTask(next(self._numbers), words, key, self._options.reward_timeout, sent)
+        future: asyncio.Future[list[GradingOutcome]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(GradingJob(task, future, shares=self._waits.issuperset(words)))
         self._pump()
         return await future
 
@@ -197,7 +301,7 @@ class Grading(ProcessPool[GradingProcess, Job]):
             self._waiting.popleft()
             min(free, key=lambda process: len(process.jobs)).send(job)
 
-    async def _open(self, process: GradingProcess) -> Ready:
+    async def _open(self, process: GradingProcess) -> RewardsLoaded:
         ready = await process.listen()
         self._waits = frozenset(ready.waits)
         return ready
@@ -206,7 +310,7 @@ class Grading(ProcessPool[GradingProcess, Job]):
         reply = await process.reply()
         self._settle(process.finish(reply.id), reply.outcomes)
 
-    def _settle(self, job: Job, outcomes: list[Outcome]) -> None:
+    def _settle(self, job: GradingJob, outcomes: list[GradingOutcome]) -> None:
         """Hand over what came of a grading, or have it repeated."""
         if job.future.done():
             return
@@ -243,7 +347,7 @@ class Grading(ProcessPool[GradingProcess, Job]):
                 self._waiting.appendleft(job)
             else:
                 said = f"reward {' '.join(job.task.words)} {text or f'ended the process that graded it ({how})'}"
-                self._settle(job, [Outcome(failure=failure, text=said) for _ in job.task.samples])
+                self._settle(job, [GradingOutcome(failure=failure, text=said) for _ in job.task.samples])
         self._replace()
 
     # ---- limits
@@ -258,7 +362,7 @@ class Grading(ProcessPool[GradingProcess, Job]):
                 self._charge(process, "", *over)
                 return
 
-    def _over(self, process: GradingProcess, job: Job) -> tuple[str, str] | None:
+    def _over(self, process: GradingProcess, job: GradingJob) -> tuple[str, str] | None:
         """(how it fails, why) of a grading that is over a limit."""
         o, by = self._options, MORE if job.attempt else 1
         if job.waited > job.task.seconds + (PATIENCE if job.shares else 0):

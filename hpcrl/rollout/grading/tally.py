@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.grading.frames import ERROR, TIMEOUT
+from hpcrl.rollout.worker_messages import ERROR, TIMEOUT
 from hpcrl.sample import Sample
 
 

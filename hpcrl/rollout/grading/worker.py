@@ -1,35 +1,184 @@
 """A grading process: loads the rewards, then grades what it is sent until its socket closes.
 
-    python -m hpcrl.rollout.grading.worker FD        (started by process.py; FD is its end of a socket pair)
+    python -m hpcrl.rollout.grading.worker FD        (started by service.py; FD is its end of a socket pair)
 
-Invariants: it dies with the rollout process; after its start it cannot take more than a bounded amount of memory; what
-a reward prints goes to the rollout's log and never into the protocol.  A plain function has the process to itself,
-async ones run side by side.
+Invariants: what is wrong with a reward itself (its name, its module, its signature, its self-check) is a UsageError at
+the start; what is wrong with one grading is that grading's outcome, with the traceback of the user's code.  The process
+dies with the rollout process; after its start it cannot take more than a bounded amount of memory; what a reward prints
+goes to the rollout's log and never into the protocol.  A plain function has the process to itself, async ones run side
+by side.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import math
 import os
 import resource
 import socket
 import sys
 import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
+import numpy as np
 
+from hpcrl.config.dotted_path import is_async, place_of, settled, short, trace_of
 from hpcrl.config.options import Options
-from hpcrl.errors import HpcrlError
-from hpcrl.rollout.grading.frames import Ready, Reply, Setup, Task, receive_sample
-from hpcrl.rollout.grading.rewards import Reward, grade, load_reward
-from hpcrl.rollout.worker_process import frame, receive
+from hpcrl.config.plugin_points import load_own
+from hpcrl.config.reward_names import read_words
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.rollout.worker_messages import (
+    ERROR,
+    TIMEOUT,
+    GradingOutcome,
+    GradingReply,
+    GradingSetup,
+    GradingTask,
+    RewardsLoaded,
+    receive_sample,
+)
+from hpcrl.rollout.worker_pool import frame, receive
 from hpcrl.run.process import die_with_parent
+from hpcrl.sample import Sample
+
+LARGEST = 1e30  #: a reward beyond it would overflow float32 in the advantages
+
+
+class NoReward(Exception):
+    """What a reward returned is no reward."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward that can be called.  boxed: makes the response of the boxed part of one, None where the whole response
+    counts."""
+
+    word: str
+    function: Callable[..., Any]
+    waits: bool
+    key: str | None = None
+    group: bool = False
+    boxed: Callable[[str], str] | None = None
+
+    async def __call__(self, options: Options, samples: Sequence[Sample]) -> list[Any]:
+        """What it returns for each of the samples; of a --group-rm in one call."""
+        if self.group:
+            found = await settled(self.function(options, list(samples)))
+            try:
+                several = list(found)
+            except TypeError:
+                raise NoReward(f"returned {short(found)}, with --group-rm a list of {len(samples)} is wanted") from None
+            if isinstance(found, str | Mapping) or len(several) != len(samples):
+                raise NoReward(f"returned {short(found)}, with --group-rm a list of {len(samples)} is wanted")
+            return several
+        return [await settled(self.function(options, self._seen(sample))) for sample in samples]
+
+    def _seen(self, sample: Sample) -> Sample:
+        """The sample with the response that the reward looks at."""
+        if self.boxed is None:
+            return sample
+        from hpcrl.rollout.answers.boxed import boxed
+
+        content = boxed(sample.response)
+        return replace(sample, response="" if content is None else self.boxed(content))
+
+
+def load_reward(word: str, options: Options) -> Reward:
+    """The reward called `word`.  UsageError names it, and says what is wrong with it."""
+    if word == options.custom_rm_path:
+        function = load_own("custom_rm_path", word)
+        return Reward(word, function, is_async(function), group=options.group_rm)
+    (item,) = read_words(word)
+    if not item.file:
+        function = load_own("rm_type", word)
+        return Reward(word, function, is_async(function))
+    module = importlib.import_module(f"hpcrl.rollout.rewards.{item.file}")
+    if hasattr(module, "check"):
+        try:
+            module.check()
+        except ImportError as error:
+            raise UsageError(
+                f"--rm-type {word} needs the Python package {error.name}", "install it where the rollout process runs"
+            ) from error
+    keys = getattr(module, "KEYS", ())
+    boxed = getattr(module, "boxed", str) if item.boxed else None
+    return Reward(word, module.reward, is_async(module.reward), key=keys[0] if keys else None, boxed=boxed)
+
+
+# ---- one grading
+
+
+async def grade(
+    rewards: Sequence[Reward], options: Options, samples: Sequence[Sample], key: str | None, seconds: float
+) -> list[GradingOutcome]:
+    """The outcomes of all `rewards` on `samples`, one a sample."""
+    outcomes = [GradingOutcome(values={}, parts={}) for _ in samples]
+    for reward in rewards:
+        try:
+            async with asyncio.timeout(seconds) as deadline:
+                results = await reward(options, samples)
+            for outcome, result in zip(outcomes, results, strict=True):
+                outcome.values[reward.word] = _number(result, key or reward.key, outcome.parts)
+        except BaseException as error:  # whatever the user's function does
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            if isinstance(error, TimeoutError) and deadline.expired():
+                failed = GradingOutcome(
+                    failure=TIMEOUT, text=f"reward {reward.word} took more than --reward-timeout {seconds:g} s"
+                )
+            else:
+                failed = _failed(reward.word, error)
+            return [failed for _ in samples]
+    return outcomes
+
+
+def _failed(word: str, error: BaseException) -> GradingOutcome:
+    if isinstance(error, NoReward):
+        return GradingOutcome(failure=ERROR, text=f"reward {word} {error}")
+    if isinstance(error, MemoryError):
+        return GradingOutcome(
+            failure=ERROR, text=f"reward {word} needs more than --reward-memory-gb", trace=trace_of(error)
+        )
+    said = str(error) if isinstance(error, HpcrlError) else f"raised {type(error).__name__}: {error}"
+    return GradingOutcome(failure=ERROR, text=f"reward {word} {said[:500]}{place_of(error)}", trace=trace_of(error))
+
+
+def _number(result: Any, key: str | None, parts: dict[str, float]) -> float:
+    """The reward in what a function returned; of an object also its other numbers, into `parts`.  NoReward if it is
+    none."""
+    if isinstance(result, Mapping):
+        if key is None:
+            raise NoReward(f"returned an object with {', '.join(map(str, result))}: give --reward-key")
+        if key not in result:
+            raise NoReward(
+                f"returned an object with {', '.join(map(str, result)) or 'nothing'}, --reward-key {key} is not in it"
+            )
+        for name, value in result.items():
+            if isinstance(value, bool | int | float | np.number) and math.isfinite(value) and abs(value) <= LARGEST:
+                parts[str(name)] = float(value)
+        result = result[key]
+    try:
+        if isinstance(result, str | bytes):
+            raise TypeError
+        value = float(result)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise NoReward(f"returned {short(result)}, which is no number") from None
+    if not math.isfinite(value) or abs(value) > LARGEST:
+        raise NoReward(f"returned {value:g}: a reward must be finite, and at most {LARGEST:g}")
+    return value
+
+
+# ---- the process
 
 
 async def serve(fd: int) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 22)
-    setup = msgspec.msgpack.decode(await receive(reader), type=Setup)
+    setup = msgspec.msgpack.decode(await receive(reader), type=GradingSetup)
     options = Options.model_validate_json(setup.options)
     try:
         rewards = {word: load_reward(word, options) for word in setup.words}
@@ -39,15 +188,15 @@ async def serve(fd: int) -> None:
         )
         cause = error.__cause__
         trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
-        writer.write(frame(Ready(error=what, hint=hint, trace=trace)))
+        writer.write(frame(RewardsLoaded(error=what, hint=hint, trace=trace)))
         await writer.drain()
         return
     _bound_memory(setup.memory)
-    writer.write(frame(Ready(waits=[word for word, reward in rewards.items() if reward.waits])))
+    writer.write(frame(RewardsLoaded(waits=[word for word, reward in rewards.items() if reward.waits])))
     running: set[asyncio.Task[None]] = set()
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
-            task = msgspec.msgpack.decode(await receive(reader), type=Task)
+            task = msgspec.msgpack.decode(await receive(reader), type=GradingTask)
             work = _answer(writer, task, [rewards[word] for word in task.words], options)
             if all(rewards[word].waits for word in task.words):
                 pending = asyncio.create_task(work)
@@ -57,9 +206,9 @@ async def serve(fd: int) -> None:
                 await work
 
 
-async def _answer(writer: asyncio.StreamWriter, task: Task, rewards: list[Reward], options: Options) -> None:
+async def _answer(writer: asyncio.StreamWriter, task: GradingTask, rewards: list[Reward], options: Options) -> None:
     samples = [receive_sample(sent) for sent in task.samples]
-    writer.write(frame(Reply(task.id, await grade(rewards, options, samples, task.key, task.seconds))))
+    writer.write(frame(GradingReply(task.id, await grade(rewards, options, samples, task.key, task.seconds))))
     await writer.drain()
 
 

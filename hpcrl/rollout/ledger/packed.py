@@ -18,10 +18,7 @@ import numpy as np
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.ledger.held import Held
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.sample import Sample
-
-#: the columns of a sample and their dtypes
-COLUMNS = {"tokens": "<i4", "loss_mask": "u1", "logprobs": "<f4", "versions": "<i4"}
+from hpcrl.sample import REQUIRED, Sample
 
 
 class _Column(msgspec.Struct):
@@ -33,7 +30,7 @@ class _Column(msgspec.Struct):
 
 
 class PackedSample(msgspec.Struct):
-    """A sample; columns: bytes of COLUMNS; fields: what else it holds, by name."""
+    """A sample; columns: bytes of REQUIRED; fields: what else it holds, by name."""
 
     group: int
     index: int
@@ -56,7 +53,7 @@ class _Group(msgspec.Struct):
 
 #: what else a sample holds, as it is
 FIELDS = sorted(
-    {f.name for f in dataclasses.fields(Sample)} - {"group", "index", "response_length", "status", "extra", *COLUMNS}
+    {f.name for f in dataclasses.fields(Sample)} - {"group", "index", "response_length", "status", "extra", *REQUIRED}
 )
 _fields = attrgetter(*FIELDS)
 
@@ -89,7 +86,7 @@ def _name(group: Group) -> bytes:
 
 def pack(sample: Sample) -> PackedSample:
     """A sample as it is written."""
-    columns = {name: np.ascontiguousarray(getattr(sample, name), dtype).tobytes() for name, dtype in COLUMNS.items()}
+    columns = {name: np.ascontiguousarray(getattr(sample, name), dtype).tobytes() for name, dtype in REQUIRED.items()}
     extra = {
         name: _Column(array.dtype.str, list(array.shape), np.ascontiguousarray(array).tobytes())
         for name, array in sample.extra.items()
@@ -100,7 +97,7 @@ def pack(sample: Sample) -> PackedSample:
 
 def unpack(packed: PackedSample) -> Sample:
     """The sample again.  ValueError, KeyError or TypeError if it is none."""
-    columns = {name: np.frombuffer(packed.columns[name], dtype).copy() for name, dtype in COLUMNS.items()}
+    columns = {name: np.frombuffer(packed.columns[name], dtype).copy() for name, dtype in REQUIRED.items()}
     count = packed.response_length
     if (
         not len(columns["loss_mask"])

@@ -14,8 +14,7 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
-from hpcrl.rollout.samplers.continuation import continuation
-from hpcrl.rollout.samplers.trajectory import LENGTH, Trajectory, Turn
+from hpcrl.rollout.samplers.trajectory import LENGTH, Trajectory, Turn, continuation
 from hpcrl.sample import Sample
 
 FULL = "context_length_exceeded"  #: what the endpoint says when tokens leave no room for an answer

@@ -23,13 +23,12 @@ from hpcrl.rollout.endpoint.session import Asked as Turned
 from hpcrl.rollout.endpoint.session import Making, Session, sampling_params
 from hpcrl.rollout.engines.completion import completion_of
 from hpcrl.rollout.engines.engine_client import Generator, Sampling
-from hpcrl.rollout.grading.frames import send_sample
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Said, Tally
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.samplers.frames import ERROR, Call, Done, Made, arrays
+from hpcrl.rollout.samplers.function_pool import FunctionPool
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
-from hpcrl.rollout.samplers.worker_pool import WorkerPool
+from hpcrl.rollout.worker_messages import ERROR, CustomCall, CustomResult, ReturnedSample, columns_of, send_sample
 from hpcrl.run.role import say
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, Sample
 
@@ -38,7 +37,7 @@ FLAG = "--custom-generate-function-path"
 
 
 class CustomSampler:
-    """Made, it has started its processes; `start` waits for the first of them and opens the endpoint."""
+    """ReturnedSample, it has started its processes; `start` waits for the first of them and opens the endpoint."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class CustomSampler:
         self._tokenizer = tokenizer
         self._grading = grading
         self._train = Sampling.of(options, tokenizer)
-        self._pool = WorkerPool(options)
+        self._pool = FunctionPool(options)
         self._endpoint = Endpoint(host)
         self._generator: Generator | None = None
         self._context: Callable[[], int | None] = lambda: None
@@ -132,17 +131,17 @@ class CustomSampler:
 
     async def _call(
         self, asked: Asked, making: Making, prompt: Sample, patience: float
-    ) -> tuple[Done | None, list[Sample]]:
+    ) -> tuple[CustomResult | None, list[Sample]]:
         """What came of one call, and its samples if it did not fail; None, and what there is, if the run ended it
         early."""
         assert self._generator is not None, "use() comes first"
         sessions: list[tuple[str, Session]] = []
         earlier = [_asked(sample) for sample in asked.begun]
 
-        def call(number: int) -> Call:
+        def call(number: int) -> CustomCall:
             session = Session(making, self._generator, self._tokenizer, self._context, earlier)
             sessions.append((self._endpoint.open(session), session))
-            return Call(
+            return CustomCall(
                 number,
                 send_sample(prompt, arrays=True),
                 sampling_params(making.sampling),
@@ -168,12 +167,12 @@ class CustomSampler:
             for key, _ in sessions:
                 self._endpoint.close(key)
 
-    def _samples(self, done: Done, prompt: Sample, session: Session) -> tuple[Done, list[Sample]]:
+    def _samples(self, done: CustomResult, prompt: Sample, session: Session) -> tuple[CustomResult, list[Sample]]:
         """The samples that the function returned, or that the endpoint has seen made."""
         if done.samples is not None:
             return done, [_received(sent, prompt) for sent in done.samples]
         if not session.dialogues:
-            return Done(done.id, failure=ERROR, text="returned None, but asked nothing at the endpoint"), []
+            return CustomResult(done.id, failure=ERROR, text="returned None, but asked nothing at the endpoint"), []
         reward = math.nan if done.reward is None else done.reward
         found = []
         for dialogue in session.dialogues:
@@ -222,7 +221,7 @@ class CustomSampler:
 
     # ---- failures
 
-    def _failed(self, asked: Asked, prompt: Sample, done: Done) -> Sample:
+    def _failed(self, asked: Asked, prompt: Sample, done: CustomResult) -> Sample:
         """A response in place of one that could not be made: one token, which trains nothing, and reward 0."""
         where = asked.group.prompt.where
         text = f"{FLAG} {self._options.custom_generate_function_path} {done.text}"
@@ -277,11 +276,11 @@ def _asked(sample: Sample) -> Turned:
     return Turned(sample.tokens[: len(sample.tokens) - sample.response_length], completion_of(sample))
 
 
-def _received(sent: Made, prompt: Sample) -> Sample:
+def _received(sent: ReturnedSample, prompt: Sample) -> Sample:
     return replace(
         prompt,
         response_length=sent.response_length,
-        **arrays(sent),
+        **columns_of(sent),
         status=sent.status,
         response=sent.response,
         metadata=sent.metadata,

@@ -1,17 +1,26 @@
-"""What every maker of samples is: from a prompt of a group to one or several finished, graded samples.
+"""What a sampler is, from a prompt of a group to one or several finished, graded samples; and the two plain ones.
 
-Invariant: a sampler knows nothing of batches, filters or the ledger; whoever asks decides what becomes of its samples.
+Invariants: a sampler knows nothing of batches, filters or the ledger; its caller decides what becomes of its samples.
+Every request of `SingleTurnSampler` brings a seed made of --rollout-seed, rollout, group and index, so that no two
+samples share their noise, whichever engine answers.  In deterministic mode a sample depends on that seed, the weights
+and the prompt alone, and not on what else was in flight.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+
+from hpcrl.config.options import Options
+from hpcrl.rollout.engines.completion import completion_of
+from hpcrl.rollout.engines.engine_client import Completion, Generator, seed_of
 from hpcrl.rollout.engines.sampling import Sampling
-from hpcrl.rollout.grading.service import GradedBy
+from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.sample import Sample
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.sample import ABORTED, COMPLETED, Sample
 
 #: in place of a sample's index: the likeliest response, which is no sample but what samples are compared with
 GREEDY = -1
@@ -56,3 +65,60 @@ class Sampler(Protocol):
 
         ABORTED, and without a reward, if the engine was told to end it: then with the tokens that it has so far.
         """
+
+
+class SingleTurnSampler:
+    """Samples from the policy, graded by the reward where there is one."""
+
+    def __init__(self, options: Options, tokenizer: Tokenizer, generator: Generator, grading: Grading | None) -> None:
+        self._sampling = Sampling.of(options, tokenizer)
+        self._seed = options.rollout_seed
+        self._tokenizer = tokenizer
+        self._generator = generator
+        self._grading = grading
+        self._size = options.samples_per_rollout
+        self._each = options.n_samples_per_prompt
+
+    async def make(self, asked: Asked) -> list[Sample]:
+        group, index = asked.group, asked.index
+        seed = seed_of("train", self._seed, asked.rollout_id, group.number, index)
+        sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
+        completion = completion_of(*asked.begun) if asked.begun else None
+        if completion is None or completion.status == ABORTED:
+            completion = await self._generator.complete(
+                group.prompt.tokens, sampling, seed, asked.version, begun=completion
+            )
+        stops = frozenset(self._sampling.stop_token_ids)
+        skip = self._sampling.skip_special_tokens
+        response = self._tokenizer.decode(completion.tokens, stops, skip)
+        sample = completion.sample(group.number, index, group.prompt, response)
+        if sample.status == ABORTED:
+            return [sample]
+        asked.made.append(sample)
+        if self._grading is not None:
+            tally = self._grading.tally(f"rollout {asked.rollout_id}", self._size, self._each)
+            await self._grading.grade(sample, group.prompt.where, tally)
+        return [sample]
+
+
+class LabelSampler:
+    """What the prompt file holds: the label, or of a pair the better response (the label, reward 1) and the worse
+    (reward 0).
+
+    Of a conversation the whole rest is the response, and the mask says which tokens are the assistant's.
+    """
+
+    async def make(self, asked: Asked) -> list[Sample]:
+        prompt = asked.group.prompt
+        index = asked.index
+        pair = asked.group.prompt.rejected is not None
+        target = prompt.rejected if pair and index else prompt.target
+        assert target is not None, "the prompt file was read for learning what it holds"
+        nothing = np.zeros(len(target), np.float32)
+        versions = np.full(len(target), asked.version, np.int32)
+        response = "" if prompt.mask is not None else str(prompt.worse if pair and index else prompt.label)
+        sample = Completion(target, nothing, versions, COMPLETED).sample(asked.group.number, index, prompt, response)
+        if prompt.mask is not None:
+            sample.loss_mask = prompt.mask
+        sample.reward = float(pair and not index)
+        return [sample]

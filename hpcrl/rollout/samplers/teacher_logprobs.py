@@ -222,7 +222,7 @@ class Teacher:
             ) from error
 
 
-class TaughtSampler:
+class TeacherLogprobsSampler:
     """Shows every sample to the teacher once it is made."""
 
     def __init__(self, maker: Sampler, teacher: Teacher) -> None:

@@ -1,16 +1,19 @@
 """The tokens of one response over several turns, exactly as they were sampled and read.
 
-Invariants: a token that an engine sampled is never decoded and encoded again; what tools or an environment put in
-between is in the tokens, with loss mask 0 and log-prob 0; every token knows its policy version.
+Invariants: a token that an engine sampled is never decoded and encoded again, whatever a chat template would make of its
+text (another split into tokens, a thought left out, a space trimmed); what tools or an environment put in between is in
+the tokens, with loss mask 0 and log-prob 0; every token knows its policy version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample
 
 #: why a turn ended: by itself, or as it had no room left
@@ -91,3 +94,46 @@ class Trajectory:
             metadata=dict(asked.metadata),
             rewards={},
         )
+
+
+# ---- what a chat template writes between turns
+
+#: stands for the policy's turn while a template is rendered; no template and no tool writes it
+MARK = "\u2063hpcrl-turn\u2063"
+
+
+def opening(tokenizer: Tokenizer, messages: Messages, tools: Messages | None = None) -> np.ndarray:
+    """int32: the chat up to where the policy's turn begins.  ValueError with the template's words if it refuses the
+    messages."""
+    return tokenizer.encode([tokenizer.render(messages, generation=True, tools=tools)])[0]
+
+
+def continuation(
+    tokenizer: Tokenizer, before: Messages, after: Messages, last: int | None, tools: Messages | None = None
+) -> np.ndarray:
+    """int32: what follows a turn of the policy when `after` was said, up to where its next turn begins.
+
+    before: the messages up to that turn, without it; last: the turn's last token, so that the token that ends a turn is
+    not written twice, or None.  ValueError if the template refuses the messages, or leaves the turn's place out.
+    """
+    text = tokenizer.render([*before, {"role": "assistant", "content": MARK}, *after], generation=True, tools=tools)
+    _, mark, rest = text.rpartition(MARK)
+    if not mark:
+        raise ValueError(
+            "the chat template leaves out what the assistant said before a message: such a chat cannot be gone on with"
+        )
+    tokens = tokenizer.encode([rest])[0]
+    if last in tokenizer.eos_ids and len(tokens) and int(tokens[0]) in tokenizer.eos_ids:
+        return tokens[1:]  # the turn has its end already, be it another token than the template's
+    return tokens
+
+
+def plain(content: Any) -> str:
+    """A message's content as text: text itself, the text parts of a list, "" for null.  ValueError for other kinds."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(p["text"] for p in content)
+    raise ValueError("a message's content is neither text nor a list of text parts")

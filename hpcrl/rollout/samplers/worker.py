@@ -1,39 +1,147 @@
 """A process that runs the custom function: many calls at once, until its socket closes.
 
-    python -m hpcrl.rollout.samplers.worker FD        (started by worker_pool.py; FD is its end of a socket pair)
+    python -m hpcrl.rollout.samplers.worker FD        (started by function_pool.py; FD is its end of a socket pair)
 
 Invariants: it dies with the rollout process; what a function prints goes to the rollout's log and never into the
-protocol; what a function does or returns ends its own call alone.
+protocol; what a function does or returns ends its own call alone.  A sample that leaves here has arrays that fit each
+other, tokens of the model, finite log-probs and a mask of 0 and 1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import resource
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from hpcrl.config.custom_functions import is_async, said_of, takes, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.rollout.grading.frames import receive_sample
 from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
 from hpcrl.rollout.samplers.conversation import Arguments, Engine
-from hpcrl.rollout.samplers.frames import ERROR, TIMEOUT, Call, Cancel, Done, Ready, Setup
-from hpcrl.rollout.samplers.returned import NoSample, parts_of, reward_of, samples_of
-from hpcrl.rollout.worker_process import frame, receive
+from hpcrl.rollout.worker_messages import (
+    ERROR,
+    TIMEOUT,
+    CancelCall,
+    CustomCall,
+    CustomResult,
+    FunctionLoaded,
+    ReturnedSample,
+    SamplerSetup,
+    receive_sample,
+    send_returned,
+)
+from hpcrl.rollout.worker_pool import frame, receive
 from hpcrl.run.process import die_with_parent
+from hpcrl.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, Sample
+
+MOST = 256  #: samples of one response
+LARGEST = 1e30  #: as of a reward
+
+
+class NoSample(Exception):
+    """What a function returned is no sample."""
+
+
+def samples_of(returned: Any, vocab_size: int, longest: int) -> list[ReturnedSample]:
+    """The samples in what a function returned; longest: tokens of a response at most.  NoSample says what is wrong."""
+    several = list(returned) if isinstance(returned, list | tuple) else [returned]
+    if not several:
+        raise NoSample("returned an empty list: a response is one sample at least")
+    if len(several) > MOST:
+        raise NoSample(f"returned {len(several)} samples for one response, {MOST} at most are taken")
+    for sample in several:
+        if not isinstance(sample, Sample):
+            raise NoSample(f"returned a {type(sample).__name__}, not a sample, a list of samples, or None")
+    return [_checked(sample, vocab_size, longest) for sample in several]
+
+
+def _checked(sample: Sample, vocab_size: int, longest: int) -> ReturnedSample:
+    tokens = _column(sample, "tokens", np.int64)
+    count = sample.response_length
+    if not isinstance(count, int | np.integer) or not 0 < count < len(tokens):
+        raise NoSample(f"set response_length to {count!r}, of {len(tokens)} tokens of prompt and response together")
+    if count > longest:
+        raise NoSample(f"made a response of {count} tokens, --rollout-max-response-len is {longest}")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise NoSample(f"set a token outside of the model's vocabulary of {vocab_size}")
+    mask, logprobs, versions = (
+        _column(sample, name, kind)
+        for name, kind in (("loss_mask", np.int64), ("logprobs", np.float64), ("versions", np.int64))
+    )
+    for name, column in (("loss_mask", mask), ("logprobs", logprobs), ("versions", versions)):
+        if len(column) != count:
+            raise NoSample(f"set {len(column)} {name} for a response of {count} tokens")
+    if ((mask != 0) & (mask != 1)).any():
+        raise NoSample("set a loss_mask of something else than 0 and 1")
+    if not np.isfinite(logprobs).all():
+        raise NoSample("set a log-prob that is not finite")
+    if (versions < 0).any() or (versions >= 2**31).any():
+        raise NoSample("set a policy version that is none")
+    if sample.status not in (PENDING, COMPLETED, TRUNCATED, ABORTED):
+        raise NoSample(f"set the status {sample.status!r}: it is completed, truncated or aborted")
+    if sample.status == ABORTED:
+        raise NoSample("gave the response up (status aborted)")
+    status = COMPLETED if sample.status == PENDING else sample.status
+    if not isinstance(sample.metadata, dict):
+        raise NoSample("set metadata that is no dict")
+    whole = replace(
+        sample, response_length=int(count), status=status, response=_text(sample.response), rewards=parts_of(sample)
+    )
+    return send_returned(whole, reward_of(sample))
+
+
+def _column(sample: Sample, name: str, kind: type) -> np.ndarray:
+    try:
+        found = np.asarray([] if getattr(sample, name) is None else getattr(sample, name), kind)
+    except (TypeError, ValueError, OverflowError):
+        found = np.zeros((0, 0))
+    if found.ndim != 1:
+        raise NoSample(f"set {name} to what is no list of numbers")
+    return found
+
+
+def reward_of(sample: Sample) -> float | None:
+    """The reward that a function has set, None for none.  NoSample if it is no number."""
+    if sample.reward is None:
+        return None
+    try:
+        value = float(sample.reward)
+    except (TypeError, ValueError):
+        raise NoSample(f"set the reward to {sample.reward!r}, which is no number") from None
+    if not math.isfinite(value) or abs(value) > LARGEST:
+        raise NoSample(f"set the reward to {value:g}: it must be finite, and at most {LARGEST:g}")
+    return value
+
+
+def _text(response: Any) -> str:
+    return response.encode(errors="replace").decode() if isinstance(response, str) else str(response)
+
+
+def parts_of(sample: Sample) -> dict[str, float]:
+    """The named parts of the reward that a function has set, as far as they are finite.  NoSample if they are no
+    numbers."""
+    try:
+        return {str(name): float(value) for name, value in sample.rewards.items() if math.isfinite(float(value))}
+    except (AttributeError, TypeError, ValueError):
+        raise NoSample("set rewards to what is no dict of numbers") from None
+
+
+# ---- the process
 
 OPTION = "custom_generate_function_path"
-_REQUESTS = msgspec.msgpack.Decoder(Call | Cancel)
+_REQUESTS = msgspec.msgpack.Decoder(CustomCall | CancelCall)
 
 
 def load_generate(path: str) -> Callable[..., Any]:
@@ -46,7 +154,7 @@ def load_generate(path: str) -> Callable[..., Any]:
     return function
 
 
-class Work:
+class RunningCalls:
     """The calls that run."""
 
     def __init__(
@@ -67,26 +175,26 @@ class Work:
         ) as http:
             while True:
                 request = _REQUESTS.decode(await receive(reader))
-                if isinstance(request, Call):
+                if isinstance(request, CustomCall):
                     task = asyncio.create_task(self._run(request, http))
                     self._running[request.id] = task
                     task.add_done_callback(lambda _, number=request.id: self._running.pop(number, None))
                 elif task := self._running.get(request.id):
                     task.cancel()
 
-    async def _run(self, call: Call, http: aiohttp.ClientSession) -> None:
+    async def _run(self, call: CustomCall, http: aiohttp.ClientSession) -> None:
         try:
             done = await self._made(call, http)
         except asyncio.CancelledError:
-            done = Done(call.id, failure=TIMEOUT)
+            done = CustomResult(call.id, failure=TIMEOUT)
         except NoSample as error:
-            done = Done(call.id, failure=ERROR, text=str(error))
+            done = CustomResult(call.id, failure=ERROR, text=str(error))
         except BaseException as error:  # noqa: BLE001  (whatever the user's function does)
-            done = Done(call.id, failure=ERROR, text=f"raised {said_of(error)}", trace=trace_of(error))
+            done = CustomResult(call.id, failure=ERROR, text=f"raised {said_of(error)}", trace=trace_of(error))
         self._writer.write(frame(done))
         await self._writer.drain()
 
-    async def _made(self, call: Call, http: aiohttp.ClientSession) -> Done:
+    async def _made(self, call: CustomCall, http: aiohttp.ClientSession) -> CustomResult:
         engine = Engine(call.base_url, call.api_key, http)
         args = Arguments(
             self._options, engine, self._tokenizer, call.base_url, call.api_key, call.evaluation, call.version
@@ -99,13 +207,15 @@ class Work:
         if returned is None:
             if not isinstance(sample.metadata, dict):
                 raise NoSample("set metadata that is no dict")
-            return Done(call.id, reward=reward_of(sample), rewards=parts_of(sample), metadata=sample.metadata)
-        return Done(call.id, samples_of(returned, self._tokenizer.vocab_size, call.sampling_params["max_new_tokens"]))
+            return CustomResult(call.id, reward=reward_of(sample), rewards=parts_of(sample), metadata=sample.metadata)
+        return CustomResult(
+            call.id, samples_of(returned, self._tokenizer.vocab_size, call.sampling_params["max_new_tokens"])
+        )
 
 
 async def serve(fd: int) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 22)
-    setup = msgspec.msgpack.decode(await receive(reader), type=Setup)
+    setup = msgspec.msgpack.decode(await receive(reader), type=SamplerSetup)
     options = Options.model_validate_json(setup.options)
     try:
         function = load_generate(str(options.custom_generate_function_path))
@@ -115,12 +225,12 @@ async def serve(fd: int) -> None:
             (error.what, error.hint) if isinstance(error, HpcrlError) else (f"{type(error).__name__}: {error}", "")
         )
         trace = "" if error.__cause__ is None else trace_of(error.__cause__)
-        writer.write(frame(Ready(error=what, hint=hint, trace=trace)))
+        writer.write(frame(FunctionLoaded(error=what, hint=hint, trace=trace)))
         await writer.drain()
         return
-    writer.write(frame(Ready()))
+    writer.write(frame(FunctionLoaded()))
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        await Work(options, function, tokenizer, writer).serve(reader)
+        await RunningCalls(options, function, tokenizer, writer).serve(reader)
 
 
 def main() -> None:

@@ -16,16 +16,23 @@ import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.process_pool import ProcessPool
-from hpcrl.rollout.samplers.frames import ERROR, TIMEOUT, Call, Cancel, Done, Ready, Setup
-from hpcrl.rollout.worker_process import WorkerProcess
+from hpcrl.rollout.worker_messages import (
+    ERROR,
+    TIMEOUT,
+    CancelCall,
+    CustomCall,
+    CustomResult,
+    FunctionLoaded,
+    SamplerSetup,
+)
+from hpcrl.rollout.worker_pool import ProcessPool, WorkerProcess
 
 SIDE_BY_SIDE = 256  #: calls in one process at once
 PATIENCE = 2.0  #: seconds that a process has to heed a cancellation
 
 
 @dataclass
-class Job:
+class FunctionJob:
     """A call on its way.
 
     call: makes it anew, with a session of its own; waiting: whether engines work for it; seconds: that it may take
@@ -33,10 +40,10 @@ class Job:
     alone: it must share its process with none; waited: seconds that it took; told: seconds since it was cancelled.
     """
 
-    call: Callable[[int], Call]
+    call: Callable[[int], CustomCall]
     waiting: Callable[[], bool]
     seconds: float
-    future: asyncio.Future[Done]
+    future: asyncio.Future[CustomResult]
     alone: bool = False
     waited: float = 0.0
     told: float | None = None
@@ -45,35 +52,35 @@ class Job:
 class _Process(WorkerProcess):
     """One of them.  ready: whether it has loaded the function; starting: seconds since it was started, until then."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: SamplerSetup) -> None:
         super().__init__("hpcrl.rollout.samplers.worker", setup)
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, FunctionJob] = {}
         self.ready = False
         self.starting = 0.0
 
-    def takes(self, job: Job) -> bool:
+    def takes(self, job: FunctionJob) -> bool:
         if not self.ready or self.gone:
             return False
         alone = job.alone or any(other.alone for other in self.jobs.values())
         return not self.jobs if alone else len(self.jobs) < SIDE_BY_SIDE
 
 
-class WorkerPool(ProcessPool[_Process, Job]):
+class FunctionPool(ProcessPool[_Process, FunctionJob]):
     """The processes that run the custom function."""
 
     def __init__(self, options: Options) -> None:
         self._seconds = options.custom_generate_timeout
-        setup = Setup(options.model_dump_json().encode())
+        setup = SamplerSetup(options.model_dump_json().encode())
         self._numbers = itertools.count()
         super().__init__(lambda: _Process(setup), options.custom_generate_num_workers)
 
     async def run(
-        self, call: Callable[[int], Call], waiting: Callable[[], bool], patience: float = 1.0, alone: bool = False
-    ) -> Done:
+        self, call: Callable[[int], CustomCall], waiting: Callable[[], bool], patience: float = 1.0, alone: bool = False
+    ) -> CustomResult:
         """What comes of a call.  call: makes it for a number, each time anew; patience: times the limit of time."""
         if self._broken is not None:
             raise self._broken
-        job = Job(call, waiting, self._seconds * patience, asyncio.get_running_loop().create_future(), alone)
+        job = FunctionJob(call, waiting, self._seconds * patience, asyncio.get_running_loop().create_future(), alone)
         self._waiting.append(job)
         self._pump()
         try:
@@ -97,26 +104,26 @@ class WorkerPool(ProcessPool[_Process, Job]):
                 job.waited, job.told, process.jobs[number] = 0.0, None, job
                 process.write(job.call(number))
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: FunctionJob) -> None:
         """Nobody waits for a call any more."""
         for process in self._processes:
             for number, other in process.jobs.items():
                 if other is job and not process.gone:
                     job.told = job.told or 0.0
-                    process.write(Cancel(number))
+                    process.write(CancelCall(number))
 
-    async def _open(self, process: _Process) -> Ready:
-        return msgspec.msgpack.decode(await process.open(), type=Ready)
+    async def _open(self, process: _Process) -> FunctionLoaded:
+        return msgspec.msgpack.decode(await process.open(), type=FunctionLoaded)
 
     async def _take(self, process: _Process) -> None:
-        done = msgspec.msgpack.decode(await process.receive(), type=Done)
+        done = msgspec.msgpack.decode(await process.receive(), type=CustomResult)
         job = process.jobs.pop(done.id)
         if done.failure == TIMEOUT:
             done.text = done.text or self._late(job)
         if not job.future.done():
             job.future.set_result(done)
 
-    def _late(self, job: Job) -> str:
+    def _late(self, job: FunctionJob) -> str:
         return f"took more than --custom-generate-timeout {job.seconds:g} s besides its engines"
 
     def _lost(self, process: _Process, how: str) -> None:
@@ -139,7 +146,7 @@ class WorkerPool(ProcessPool[_Process, Job]):
                 job.alone = True
                 self._waiting.appendleft(job)
             else:
-                job.future.set_result(Done(-1, failure=failure, text=text))
+                job.future.set_result(CustomResult(-1, failure=failure, text=text))
         self._replace()
 
     # ---- time
@@ -157,4 +164,4 @@ class WorkerPool(ProcessPool[_Process, Job]):
                 job.waited += passed
                 if job.waited > job.seconds:
                     job.told = 0.0
-                    process.write(Cancel(number))
+                    process.write(CancelCall(number))
