@@ -42,9 +42,9 @@ from bench.overlap_roles.engines import Engines, Trace  # noqa: E402
 from bench.overlap_roles.virtual_time import simulate  # noqa: E402
 from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.rollout.batch_assembly import check_staleness  # noqa: E402
-from hpcrl.rollout.making.maker import Made, Maker  # noqa: E402
-from hpcrl.rollout.making.shelf import Shelf  # noqa: E402
-from hpcrl.rollout.making.stream import Stream  # noqa: E402
+from hpcrl.rollout.generation.batch_generator import BatchGenerator, GeneratedRollout  # noqa: E402
+from hpcrl.rollout.generation.continuous_generator import ContinuousGenerator  # noqa: E402
+from hpcrl.rollout.generation.group_store import GroupStore  # noqa: E402
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile  # noqa: E402
 from hpcrl.rollout.prompts.prompt_source import PromptSource  # noqa: E402
 from hpcrl.run.rundir import RunDir  # noqa: E402
@@ -98,15 +98,17 @@ class Rollouts:
         rundir = RunDir.create(root)
         rundir.begin()
         prompts = tuple(Prompt(i, i, np.asarray([i], np.int32)) for i in range(64))
-        self.shelf = Shelf(options, PromptSource(PromptFile(Path("p"), prompts, 0, ""), 3, True), rundir)
-        self.shelf._kept = False  # groups on disk are no matter of overlap, and would be most of what this costs
-        self.shelf.restore(0, None)
-        self.stream: Stream | None = None
-        self.maker: Maker | Stream = Maker(options, self.shelf, engines, engines.abort)
+        self.store = GroupStore(options, PromptSource(PromptFile(Path("p"), prompts, 0, ""), 3, True), rundir)
+        self.store._kept = False  # groups on disk are no matter of overlap, and would be most of what this costs
+        self.store.restore(0, None)
+        self.stream: ContinuousGenerator | None = None
+        self.maker: BatchGenerator | ContinuousGenerator = BatchGenerator(options, self.store, engines, engines.abort)
         if options.loop == "fully-async":
-            self.maker = self.stream = Stream(options, self.shelf, engines, engines.abort, engines.look, total)
-        self.made: dict[int, asyncio.Task[Made]] = {}
-        self.last: asyncio.Task[Made] | None = None
+            self.maker = self.stream = ContinuousGenerator(
+                options, self.store, engines, engines.abort, engines.look, total
+            )
+        self.made: dict[int, asyncio.Task[GeneratedRollout]] = {}
+        self.last: asyncio.Task[GeneratedRollout] | None = None
 
     async def generate(self, rollout_id: int, version: int, consumed: int) -> None:
         if self.stream is not None:
@@ -115,20 +117,20 @@ class Rollouts:
             await asyncio.wait([self.last])
         self.last = self.made[rollout_id] = asyncio.create_task(self._make(rollout_id, version, consumed))
 
-    async def _make(self, rollout_id: int, version: int, consumed: int) -> Made:
+    async def _make(self, rollout_id: int, version: int, consumed: int) -> GeneratedRollout:
         made = await self.maker.make(rollout_id, version, consumed)
         check_staleness(made.rollout.samples(), consumed, self.options.staleness_bound)
         return made
 
-    async def fetch(self, rollout_id: int) -> Made:
+    async def fetch(self, rollout_id: int) -> GeneratedRollout:
         return await self.made.pop(rollout_id)
 
     async def snapshot(self, rollout_id: int, settle: bool) -> None:
         if settle and self.last is not None:
             await asyncio.wait([self.last])
         if self.stream is not None:
-            self.stream.press()
-        self.shelf.train(rollout_id, 0)
+            self.stream.trainer_is_waiting()
+        self.store.train(rollout_id, 0)
 
 
 def least(count: int, waves: int, factor: float, trace: Trace, groups: int = 2000) -> float:

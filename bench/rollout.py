@@ -49,7 +49,7 @@ from hpcrl.rollout.engines.engine_client import Generator, Sampling  # noqa: E40
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
 from hpcrl.rollout.engines.stock_route import PATH  # noqa: E402
 from hpcrl.rollout.ledger.bank import Bank  # noqa: E402
-from hpcrl.rollout.ledger.held import Held  # noqa: E402
+from hpcrl.rollout.ledger.group_progress import GroupProgress  # noqa: E402
 from hpcrl.rollout.ledger.ledger import Ledger  # noqa: E402
 from hpcrl.rollout.prompts.prompt_files import Prompt  # noqa: E402
 from hpcrl.rollout.prompts.prompt_source import Group  # noqa: E402
@@ -137,7 +137,7 @@ def kept(found: Generator, folder: Path, tokens: int, prompt: int = 64) -> Calla
         parts = [found.complete(ids, how, group.number * EACH + index, 0) for index in range(EACH)]
         completions = await asyncio.gather(*parts)
         samples = {i: [completion.sample(group.number, i, asked, text)] for i, completion in enumerate(completions)}
-        await bank.keep(Held(group, samples))
+        await bank.keep(GroupProgress(group, samples))
         ledger.finish(group.number, 0)
         batch.append(group.number)
         if len(batch) == BATCH:

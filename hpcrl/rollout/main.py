@@ -34,11 +34,11 @@ from hpcrl.rollout.engines.external import keep_engines
 from hpcrl.rollout.engines.membership import EngineDesk
 from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.evaluation.evaluations import Evaluations
-from hpcrl.rollout.making.ahead import AnyMaker, MadeAhead
-from hpcrl.rollout.making.maker import Maker
-from hpcrl.rollout.making.own_maker import OwnMaker
-from hpcrl.rollout.making.shelf import Shelf
-from hpcrl.rollout.making.stream import Stream
+from hpcrl.rollout.generation.batch_generator import BatchGenerator
+from hpcrl.rollout.generation.continuous_generator import ContinuousGenerator
+from hpcrl.rollout.generation.custom_generator import CustomGenerator
+from hpcrl.rollout.generation.generated_ahead import GeneratedAhead, RolloutGenerator
+from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.prompts.own_source import OwnSource
 from hpcrl.rollout.sample_files import write_samples
 from hpcrl.rollout.samplers.custom import started
@@ -84,19 +84,19 @@ class RolloutRole:
         self.evaluations = Evaluations(
             self.options, work, self.pool, generator, samples, self.timeline, self._in_time, self._made
         )
-        self.shelf = Shelf(self.options, work.source, context.rundir)
-        self.maker: AnyMaker = Maker(self.options, self.shelf, self.sampler, generator.abort)
-        self.stream: Stream | None = None  # in the loop whose engines never wait
+        self.store = GroupStore(self.options, work.source, context.rundir)
+        self.maker: RolloutGenerator = BatchGenerator(self.options, self.store, self.sampler, generator.abort)
+        self.stream: ContinuousGenerator | None = None  # in the loop whose engines never wait
         if self.options.runs_ahead and self.options.loop == "fully-async":
             look_at = functools.partial(look, self.pool)
-            self.maker = self.stream = Stream(
-                self.options, self.shelf, self.sampler, generator.abort, look_at, work.total
+            self.maker = self.stream = ContinuousGenerator(
+                self.options, self.store, self.sampler, generator.abort, look_at, work.total
             )
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
-            self.maker = OwnMaker(self.options, self.shelf, self.sampler, function)
-        self.ahead: MadeAhead | None = None  # in the asynchronous loop that repeats bit for bit
+            self.maker = CustomGenerator(self.options, self.store, self.sampler, function)
+        self.ahead: GeneratedAhead | None = None  # in the asynchronous loop that repeats bit for bit
         if self.options.runs_ahead and self.options.deterministic_mode:
-            self.maker = self.ahead = MadeAhead(self.options, self.shelf, context.rundir, self.maker)
+            self.maker = self.ahead = GeneratedAhead(self.options, self.store, context.rundir, self.maker)
         methods = (self.begin, self.generate, self.snapshot, self.evaluations.evaluate, self.turn, self.finish)
         methods += (self.desk.engines, self.desk.engines_updated, self.desk.engines_lost)
         handlers = {method.__name__: self._guarded(method) for method in methods}
@@ -145,7 +145,7 @@ class RolloutRole:
                 if part is not None:
                     await part.close()
             await self.server.close()
-            self.shelf.close()
+            self.store.close()
             self.timeline.close()
 
     # ---- what the trainer calls
@@ -159,7 +159,7 @@ class RolloutRole:
                 )
         elif rollout_id:
             raise DataError(f"the run goes on at rollout {rollout_id}, but its checkpoint holds no data position")
-        self.shelf.restore(rollout_id, state)
+        self.store.restore(rollout_id, state)
         if self.ahead is not None:
             self.ahead.begin(rollout_id)
         self._next = rollout_id
@@ -208,10 +208,10 @@ class RolloutRole:
         if (settle or self._made_id <= rollout_id) and not await self._settled(patience):
             return {UNFINISHED: {}}
         if self.stream is not None:
-            self.stream.press()
+            self.stream.trainer_is_waiting()
         if rollout_id not in self._states:
             raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
-        await asyncio.to_thread(self.shelf.remove, self.shelf.learned(rollout_id, saved))
+        await asyncio.to_thread(self.store.remove, self.store.learned(rollout_id, saved))
         if self.ahead is not None:
             await asyncio.to_thread(self.ahead.prune, rollout_id, saved)
         self._states = {number: state for number, state in self._states.items() if number >= rollout_id}
@@ -246,7 +246,7 @@ class RolloutRole:
         source = self.work.source.own if isinstance(self.work.source, OwnSource) else self.work.source
         await self.work.hooks.filter(samples, made.dropped, source=source)
         # with what an own source has learned of the samples, unless more has been issued since
-        self._states[rollout_id] = made.state or self.shelf.state(rollout_id)
+        self._states[rollout_id] = made.state or self.store.state(rollout_id)
         check_staleness(samples, consumed, self.options.staleness_bound)
         if self.options.save_debug_rollout_data is not None:
             path = file_of(self.options.save_debug_rollout_data, rollout_id)

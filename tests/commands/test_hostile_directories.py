@@ -34,6 +34,7 @@ from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import RunDir
 from hpcrl.selftest.results import Results
+from tests.support.ledger_account import account
 
 DEEP = "[" * 200_000
 HUGE = "1" + "0" * 400

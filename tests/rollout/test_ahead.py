@@ -12,9 +12,9 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout, ages, check_staleness
-from hpcrl.rollout.ledger.journal import account
-from hpcrl.rollout.making.ahead import FOLDER, MadeAhead
+from hpcrl.rollout.generation.generated_ahead import FOLDER, GeneratedAhead
 from tests.rollout.test_making import Attempt, FakeSampler
+from tests.support.ledger_account import account
 
 VALUES: dict[str, Any] = {"loop": "async", "deterministic_mode": True, "save_interval": 1}
 
@@ -26,7 +26,7 @@ class Ahead(Attempt):
         self, path: Path, rollout: int = 0, state: Any = None, sampler: FakeSampler | None = None, **values: Any
     ) -> None:
         super().__init__(path, sampler or FakeSampler(), rollout, state, **(VALUES | values))
-        self.ahead = MadeAhead(self.options, self.shelf, self.rundir, self.maker)
+        self.ahead = GeneratedAhead(self.options, self.store, self.rundir, self.maker)
         self.ahead.begin(rollout)
 
     async def made(self, rollout_id: int) -> tuple[Rollout, Any]:
@@ -34,11 +34,11 @@ class Ahead(Attempt):
         says."""
         made = await self.ahead.make(rollout_id, max(0, rollout_id - 1), rollout_id)
         check_staleness(made.rollout.samples(), rollout_id, self.options.staleness_bound)
-        assert self.shelf.ledger.holds()
-        return made.rollout, self.shelf.state(rollout_id)
+        assert self.store.ledger.holds()
+        return made.rollout, self.store.state(rollout_id)
 
     def trained(self, rollout_id: int, saved: int = 0) -> None:
-        self.shelf.train(rollout_id, saved)
+        self.store.train(rollout_id, saved)
         self.ahead.prune(rollout_id, saved)
 
 

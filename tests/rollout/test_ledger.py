@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from hpcrl.errors import DataError
-from hpcrl.rollout.ledger.account import Begun, HandedOver, Line, Trained, account_of, read_lines
+from hpcrl.rollout.generation.batch_policies import BatchSelection
+from hpcrl.rollout.ledger.journal import AttemptBegun, HandedOver, Line, RolloutTrained
 from hpcrl.rollout.ledger.ledger import OTHER, REASONS, Ledger, numbers_in, ranges_of
-from hpcrl.rollout.making.filling import Filling
+from tests.support.ledger_account import account_of, read_lines
 
 SCHEDULES = 10_000
 
@@ -58,7 +59,9 @@ class Run:
                 self.ledger.reopen(number)
         ledger = self.ledger
         buffer, bank = ranges_of(ledger.buffer), ranges_of(ledger.bank)
-        begun = Begun(len(self.attempts), rollout, ledger.following, ledger.trained, ledger.dropped, buffer, bank)
+        begun = AttemptBegun(
+            len(self.attempts), rollout, ledger.following, ledger.trained, ledger.dropped, buffer, bank
+        )
         self.attempts.append([begun])
 
     def drop(self, number: int, reason: str, lost: dict[str, list[int]]) -> None:
@@ -72,7 +75,7 @@ class Run:
         chance = self.chance
         ledger = self.ledger
         lost = {}
-        filling = Filling(self.wanted, self.at_once, self.ordered)
+        filling = BatchSelection(self.wanted, self.at_once, self.ordered)
         killed_at = chance.randint(0, 12) if dies else -1
         in_flight: list[int] = []
         while not filling.full:
@@ -98,13 +101,13 @@ class Run:
             assert number not in self.trained and number not in self.dropped, "trained twice"
             self.trained[number] = self.rollout
         assert ledger.state(self.rollout) == state, "the snapshot told what training would do"
-        self.attempts[-1].append(Trained(self.rollout))
+        self.attempts[-1].append(RolloutTrained(self.rollout))
         self.rollout += 1
         if chance.random() < 0.6:
             self.checkpoints[self.rollout] = state
         return True
 
-    def _issue(self, count: int, filling: Filling, in_flight: list[int], lost: dict[str, list[int]]) -> None:
+    def _issue(self, count: int, filling: BatchSelection, in_flight: list[int], lost: dict[str, list[int]]) -> None:
         ledger, chance = self.ledger, self.chance
         waiting = ledger.waiting
         if self.partial and chance.random() < 0.3:  # a buffer filter: some later, some never
@@ -125,14 +128,14 @@ class Run:
             filling.add([number])
             in_flight.append(number)
 
-    def _judge(self, number: int, filling: Filling) -> None:
+    def _judge(self, number: int, filling: BatchSelection) -> None:
         if self.chance.random() < self.refuses:
             filling.refuse(number, self.chance.choice(["zero_std_0.0", "zero_std_1.0"]), second=self.seconds)
         else:
             self.ledger.finish(number, self.rollout)
             filling.keep(number)
 
-    def _settle(self, filling: Filling, in_flight: list[int], lost: dict[str, list[int]]) -> list[int]:
+    def _settle(self, filling: BatchSelection, in_flight: list[int], lost: dict[str, list[int]]) -> list[int]:
         """As the maker does it; the batch."""
         ledger = self.ledger
         for number in list(in_flight):
@@ -190,7 +193,7 @@ def test_in_order_the_batch_depends_on_the_verdicts_alone() -> None:
         verdicts = [chance.choice(["keep", "keep", "refuse", "second"]) for _ in range(400)]
         found = []
         for _ in range(3):
-            filling = Filling(wanted, at_once, ordered=True)
+            filling = BatchSelection(wanted, at_once, ordered=True)
             in_flight = []
             issued = 0
             while not filling.full:
@@ -210,7 +213,7 @@ def test_in_order_the_batch_depends_on_the_verdicts_alone() -> None:
 
 
 def test_a_batch_is_full_with_the_first_that_are_kept() -> None:
-    filling = Filling(2, 3, ordered=False)
+    filling = BatchSelection(2, 3, ordered=False)
     assert filling.due() == 3
     filling.add([7, 8, 9])
     filling.refuse(8, "zero_std_1.0")
@@ -231,7 +234,7 @@ def test_a_batch_is_full_with_the_first_that_are_kept() -> None:
 
 
 def test_refused_groups_fill_a_batch_only_if_their_filter_says_so_and_nothing_is_in_flight() -> None:
-    filling = Filling(2, 3, ordered=False)
+    filling = BatchSelection(2, 3, ordered=False)
     filling.add([0, 1, 2])
     filling.refuse(0, "zero", second=True)
     filling.refuse(1, "zero", second=True)
@@ -281,9 +284,9 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
 
 def test_the_account_names_what_is_lost_or_twice() -> None:
     good: list[Line] = [
-        Begun(0, 0, 0, 0, {}, [], []),
+        AttemptBegun(0, 0, 0, 0, {}, [], []),
         HandedOver(0, 4, [[0, 1]], {"zero": [[3, 3]]}, [[2, 2]], [[0, 1]]),
-        Trained(0),
+        RolloutTrained(0),
         HandedOver(1, 6, [[2, 2], [4, 4]], {}, [[5, 5]], [[2, 2], [4, 4]]),
     ]
     data = b"".join(msgspec.json.encode(line) + b"\n" for line in good)
@@ -300,21 +303,21 @@ def test_the_account_names_what_is_lost_or_twice() -> None:
     assert "1 groups are nowhere, the first is 3" in wrong(lambda lines: lines[1].dropped.clear())
     assert "group 8 was never issued" in wrong(lambda lines: lines[3].buffer.append([8, 8]))
     again = [
-        Begun(1, 1, 4, 2, {"zero": 1}, [[2, 2]], []),
+        AttemptBegun(1, 1, 4, 2, {"zero": 1}, [[2, 2]], []),
         HandedOver(1, 5, [[2, 2], [4, 4]], {}, [], [[2, 2], [4, 4]]),
-        Trained(1),
+        RolloutTrained(1),
     ]
     found = account_of([good, again])
     assert not found.wrong and (found.trained, found.again, found.following) == (4, 2, 5)
     other = [
-        Begun(0, 7, 4, 3, {}, [[2, 2]], []),
+        AttemptBegun(0, 7, 4, 3, {}, [[2, 2]], []),
         HandedOver(7, 5, [[2, 2], [4, 4]], {}, [], [[2, 2], [4, 4]]),
-        Trained(7),
+        RolloutTrained(7),
     ]
     found = account_of([other])
     assert not found.wrong and (found.trained, found.following) == (5, 5), "begun from a checkpoint of another run"
-    assert "does not go on where" in "; ".join(account_of([good, [Begun(1, 1, 4, 2, {}, [], [])]]).wrong)
-    assert "after a gap" in "; ".join(account_of([good, [Begun(1, 3, 6, 2, {}, [], [])]]).wrong)
+    assert "does not go on where" in "; ".join(account_of([good, [AttemptBegun(1, 1, 4, 2, {}, [], [])]]).wrong)
+    assert "after a gap" in "; ".join(account_of([good, [AttemptBegun(1, 3, 6, 2, {}, [], [])]]).wrong)
 
 
 def test_ranges() -> None:
@@ -328,7 +331,7 @@ def test_memory_stays_flat_over_many_groups() -> None:
     sizes = []
     tracemalloc.start()
     for rollout in range(100_000 // 48):
-        filling = Filling(wanted, 48, ordered=False)
+        filling = BatchSelection(wanted, 48, ordered=False)
         filling.add(range(ledger.following, ledger.following + 48))
         for number in range(ledger.following, ledger.following + 48):
             ledger.issue(number)

@@ -21,17 +21,17 @@ from hpcrl.rollout.batch_assembly import Rollout, check_staleness
 from hpcrl.rollout.engines.completion import completion_of
 from hpcrl.rollout.filters.own import DynamicFilter
 from hpcrl.rollout.filters.verdict import read_verdict
-from hpcrl.rollout.ledger import packed
+from hpcrl.rollout.generation.batch_generator import BatchGenerator
+from hpcrl.rollout.generation.group_store import GroupStore
+from hpcrl.rollout.ledger import bank
 from hpcrl.rollout.ledger.bank import Bank
-from hpcrl.rollout.ledger.held import Held, fit
-from hpcrl.rollout.ledger.journal import account
-from hpcrl.rollout.making.maker import Maker
-from hpcrl.rollout.making.shelf import Shelf
+from hpcrl.rollout.ledger.group_progress import GroupProgress, fit
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, Sample
+from tests.support.ledger_account import account
 
 LENGTH = 4  #: tokens of a finished response
 HERE = "tests.rollout.test_making"
@@ -101,20 +101,20 @@ class Attempt:
         prompts = tuple(Prompt(i, i, np.asarray([i, i + 1], np.int32)) for i in range(7))
         self.source = source or PromptSource(PromptFile(Path("p.jsonl"), prompts, 0, ""), 3, True)
         self.sampler = sampler
-        self.shelf = Shelf(self.options, self.source, self.rundir)
-        self.maker = Maker(self.options, self.shelf, sampler, sampler.abort)
-        self.shelf.restore(rollout, None if state is None else msgspec.json.decode(msgspec.json.encode(state)))
+        self.store = GroupStore(self.options, self.source, self.rundir)
+        self.maker = BatchGenerator(self.options, self.store, sampler, sampler.abort)
+        self.store.restore(rollout, None if state is None else msgspec.json.decode(msgspec.json.encode(state)))
 
     async def make(self, rollout_id: int, version: int) -> tuple[Rollout, dict[str, float]]:
         rollout, metrics, *_ = await self.maker.make(rollout_id, version)
         check_staleness(rollout.samples(), version, self.options.staleness_bound)
-        assert self.shelf.ledger.holds()
+        assert self.store.ledger.holds()
         return rollout, metrics
 
     async def step(self, rollout_id: int, version: int, saved: int = 0) -> tuple[Rollout, dict[str, float], Any]:
         rollout, metrics = await self.make(rollout_id, version)
-        state = self.shelf.state(rollout_id)
-        self.shelf.train(rollout_id, saved)
+        state = self.store.state(rollout_id)
+        self.store.train(rollout_id, saved)
         return rollout, metrics, state
 
 
@@ -225,7 +225,7 @@ def test_over_sampling_takes_the_first_and_drops_the_rest(tmp_path: Path) -> Non
         rollout, metrics, _ = await attempt.step(0, 0)
         assert numbers(rollout) == [0, 2, 3, 5] and metrics["rollout/groups_issued"] == 6
         rollout, _, _ = await attempt.step(1, 1)
-        assert not {1, 4} & set(numbers(rollout)) and attempt.shelf.ledger.dropped == {"surplus": 4}
+        assert not {1, 4} & set(numbers(rollout)) and attempt.store.ledger.dropped == {"surplus": 4}
         found = account(tmp_path / "run")
         assert not found.wrong and (found.trained, found.dropped, found.following) == (8, {"surplus": 4}, 12)
 
@@ -238,7 +238,7 @@ def test_a_filter_refuses_and_more_are_issued(tmp_path: Path) -> None:
         rollout, metrics, _ = await attempt.step(0, 0)
         assert len(numbers(rollout)) == 4 and not any(number % 5 == 0 for number in numbers(rollout))
         assert metrics["rollout/dynamic_filter/drop_zero_std_1.0"] >= 1
-        assert attempt.shelf.ledger.dropped["zero_std_1.0"] == metrics["rollout/dynamic_filter/drop_zero_std_1.0"]
+        assert attempt.store.ledger.dropped["zero_std_1.0"] == metrics["rollout/dynamic_filter/drop_zero_std_1.0"]
 
     asyncio.run(run())
 
@@ -249,7 +249,7 @@ def test_with_a_fallback_equal_rewards_fill_what_is_missing(tmp_path: Path) -> N
         attempt = Attempt(tmp_path / "run", FakeSampler(), dynamic_sampling_filter_path=name)
         rollout, metrics, _ = await attempt.step(0, 0)
         assert numbers(rollout) == [0, 1, 2, 3] and metrics["rollout/groups_issued"] == 4
-        assert attempt.shelf.ledger.dropped == {}
+        assert attempt.store.ledger.dropped == {}
 
     asyncio.run(run())
 
@@ -280,7 +280,7 @@ def test_what_is_left_over_goes_on_from_its_tokens(tmp_path: Path) -> None:
     async def run() -> None:
         attempt = Attempt(tmp_path / "run", FakeSampler(slow(1, 4)), **PARTIAL)
         await attempt.step(0, 0)
-        assert attempt.shelf.ledger.buffer == {1, 4} and attempt.shelf.ledger.dropped == {}
+        assert attempt.store.ledger.buffer == {1, 4} and attempt.store.ledger.dropped == {}
         rollout, metrics, version = await until_trained(attempt, 4, 1, 5)
         assert metrics["rollout/groups_continued"] == 2
         sample = next(s for s in rollout.samples() if (s.group, s.index) == (4, 2))
@@ -298,12 +298,12 @@ def test_finished_groups_beyond_need_are_the_next_batchs_first(tmp_path: Path) -
     async def run() -> None:
         attempt = Attempt(tmp_path / "run", FakeSampler(lambda a: 0.0 if a.group.number < 6 else 0.05), **PARTIAL)
         await attempt.step(0, 0)
-        waiting = attempt.shelf.ledger.waiting
-        assert waiting and not attempt.shelf.ledger.dropped
+        waiting = attempt.store.ledger.waiting
+        assert waiting and not attempt.store.ledger.dropped
         asked = len(attempt.sampler.asked)
         rollout, _, _ = await attempt.step(1, 1)
         assert set(waiting) <= set(numbers(rollout))
-        assert not {a.group.number for a in attempt.sampler.asked[asked:]} & (set(waiting) & attempt.shelf.ledger.bank)
+        assert not {a.group.number for a in attempt.sampler.asked[asked:]} & (set(waiting) & attempt.store.ledger.bank)
 
     asyncio.run(run())
 
@@ -351,7 +351,7 @@ def test_a_response_that_waits_for_its_reward_is_not_sampled_again(tmp_path: Pat
     async def run() -> None:
         attempt = Attempt(tmp_path / "run", Graded(), **PARTIAL)
         await attempt.step(0, 0)
-        assert 2 in attempt.shelf.ledger.buffer
+        assert 2 in attempt.store.ledger.buffer
         rollout, _, _ = await until_trained(attempt, 2, 1, 1)
         assert {v for s in rollout.samples() if s.group == 2 for v in s.versions.tolist()} == {0}
 
@@ -435,13 +435,13 @@ def test_a_buffer_filter_chooses_and_gives_up(tmp_path: Path) -> None:
         values = {"over_sampling_batch_size": 8, "partial_rollout": True, "buffer_filter_path": f"{HERE}.newest_first"}
         attempt = Attempt(tmp_path / "run", FakeSampler(slow(1, 2, 3)), **values)
         await attempt.step(0, 0)
-        assert attempt.shelf.ledger.buffer >= {1, 2, 3}
-        oldest = attempt.shelf.ledger.waiting[0]
+        assert attempt.store.ledger.buffer >= {1, 2, 3}
+        oldest = attempt.store.ledger.waiting[0]
         await attempt.step(1, 1)
         assert (
             CALLS == [1]
-            and attempt.shelf.ledger.dropped == {"buffer_filter": 1}
-            and oldest not in attempt.shelf.ledger.waiting
+            and attempt.store.ledger.dropped == {"buffer_filter": 1}
+            and oldest not in attempt.store.ledger.waiting
         )
         assert not account(tmp_path / "run").wrong
 
@@ -464,7 +464,7 @@ def test_a_buffer_filter_that_fails_is_replaced_by_the_front(tmp_path: Path, cap
 async def killed(attempt: Attempt, rollout_id: int, version: int, finished: int) -> None:
     """An attempt that is killed when `finished` groups of the rollout are."""
     making = asyncio.create_task(attempt.maker.make(rollout_id, version))
-    while len(attempt.shelf.ledger.bank) < finished:
+    while len(attempt.store.ledger.bank) < finished:
         await asyncio.sleep(0.002)
         assert not making.done()
     making.cancel()
@@ -531,7 +531,7 @@ def test_a_lost_or_damaged_file_costs_its_group_only(tmp_path: Path, capfd: pyte
         _, _, state = await first.step(0, 0)
         files = Bank(path / "bank")
         assert {1, 2, 3} <= set(files.numbers())
-        lost, damaged = (next(g for g in first.shelf._source.again([n])) for n in (1, 2))
+        lost, damaged = (next(g for g in first.store._source.again([n])) for n in (1, 2))
         kept = files.read(damaged)
         files.remove([lost.number, damaged.number])
         files.write([kept])
@@ -584,8 +584,8 @@ def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
         "label": 3,
     }
     finished = {1: [sample(1, [4, 4], extra=extra, response="ab", **fields), sample(1, [4])]}
-    held = Held(group(), finished, {0: (sample(0, [3, 4], ABORTED),)}, 0.25)
-    found = packed.decode(packed.encode(held), group())
+    held = GroupProgress(group(), finished, {0: (sample(0, [3, 4], ABORTED),)}, 0.25)
+    found = bank.decode(bank.encode(held), group())
     assert msgspec.msgpack.encode(found.baseline) == msgspec.msgpack.encode(0.25)
     for old, new in zip(held.all_samples(), found.all_samples(), strict=True):
         for name in ("tokens", "loss_mask", "logprobs", "versions"):
@@ -606,25 +606,25 @@ def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
         )
         assert [getattr(old, name) for name in rest] == [getattr(new, name) for name in rest]
     with pytest.raises(HpcrlError, match="another prompt"):
-        packed.decode(packed.encode(held), Group(3, Prompt(0, 0, np.asarray([5, 7], np.int32))))
+        bank.decode(bank.encode(held), Group(3, Prompt(0, 0, np.asarray([5, 7], np.int32))))
 
 
 def test_a_damaged_file_is_an_error_of_ours_whatever_is_wrong() -> None:
-    data = packed.encode(Held(group(), {0: [sample(0, [1, 1])]}))
+    data = bank.encode(GroupProgress(group(), {0: [sample(0, [1, 1])]}))
     chance = random.Random(1)
     for _ in range(2000):
         broken = bytearray(data)
         for _ in range(chance.randint(1, 4)):
             broken[chance.randrange(len(broken))] = chance.randrange(256)
         try:
-            packed.decode(bytes(broken[: chance.randint(1, len(broken))] if chance.random() < 0.5 else broken), group())
+            bank.decode(bytes(broken[: chance.randint(1, len(broken))] if chance.random() < 0.5 else broken), group())
         except HpcrlError:
             continue
 
 
 def test_groups_that_come_while_others_are_written_share_a_file_which_goes_with_the_last(tmp_path: Path) -> None:
-    def held(number: int, reward: float = 0.0) -> Held:
-        return Held(group(number), {0: [replace(sample(0, [1]), group=number, reward=reward)]})
+    def held(number: int, reward: float = 0.0) -> GroupProgress:
+        return GroupProgress(group(number), {0: [replace(sample(0, [1]), group=number, reward=reward)]})
 
     def files() -> list[str]:
         return sorted(path.name for path in tmp_path.iterdir())
@@ -655,7 +655,7 @@ def test_whoever_shares_a_file_that_cannot_be_written_is_told(tmp_path: Path) ->
     async def run() -> None:
         bank = Bank(tmp_path / "file" / "bank")
         (tmp_path / "file").write_text("")
-        held = [Held(group(number), {0: [sample(0, [1])]}) for number in range(4)]
+        held = [GroupProgress(group(number), {0: [sample(0, [1])]}) for number in range(4)]
         found = await asyncio.gather(*(bank.keep(one) for one in held), return_exceptions=True)
         assert [type(error) for error in found] == [NotADirectoryError] * 4
 
@@ -663,7 +663,7 @@ def test_whoever_shares_a_file_that_cannot_be_written_is_told(tmp_path: Path) ->
 
 
 def test_what_cannot_be_written_is_left_out_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert not Bank(tmp_path).write([Held(group(), {0: [sample(0, [1], metadata={"x": object()})]})])
+    assert not Bank(tmp_path).write([GroupProgress(group(), {0: [sample(0, [1], metadata={"x": object()})]})])
     assert Bank(tmp_path).numbers() == [] and "is not kept for a restart" in capfd.readouterr().err
 
 
@@ -684,7 +684,7 @@ def test_what_cannot_be_written_is_left_out_and_said(tmp_path: Path, capfd: pyte
 def test_what_a_policy_may_learn_from(
     versions: list[int], version: int, bound: int | None, parts: bool, kept: Any
 ) -> None:
-    found, lost = fit(Held(group(), {0: [sample(0, versions, reward=1.0)]}), version, bound, parts)
+    found, lost = fit(GroupProgress(group(), {0: [sample(0, versions, reward=1.0)]}), version, bound, parts)
     assert lost == (kept != "finished") and bool(found.finished) == (kept == "finished")
     if isinstance(kept, int):
         (part,) = found.begun[0]
@@ -696,7 +696,7 @@ def test_what_a_policy_may_learn_from(
 def test_columns_of_a_response_are_cut_with_it_and_go_on_with_it() -> None:
     experts = np.arange(5 * 2 * 1, dtype=np.uint8).reshape(5, 2, 1)
     extra = {"routed_experts": experts, "teacher_logprobs": np.arange(3, dtype=np.float32)}
-    found, _ = fit(Held(group(), {0: [sample(0, [4, 5, 6], extra=extra)]}), 5, None, parts=True)
+    found, _ = fit(GroupProgress(group(), {0: [sample(0, [4, 5, 6], extra=extra)]}), 5, None, parts=True)
     (part,) = found.begun[0]
     assert {name: len(column) for name, column in part.extra.items()} == {"routed_experts": 4, "teacher_logprobs": 2}
     begun = completion_of(part)

@@ -13,10 +13,10 @@ import pytest
 from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.rollout.ledger.journal import account
-from hpcrl.rollout.making.own_maker import OwnMaker
+from hpcrl.rollout.generation.custom_generator import CustomGenerator
 from tests.config.test_flags import GRPO
 from tests.rollout.test_making import Attempt, FakeSampler, Options, numbers
+from tests.support.ledger_account import account
 
 HERE = "tests.rollout.test_own_maker"
 
@@ -57,7 +57,7 @@ def attempt(path: Path, function_name: str, **values: Any) -> Attempt:
     values |= {"rollout_function_path": f"{HERE}.{function_name}"}
     found = Attempt(path, FakeSampler(), **values)
     function = load_own("rollout_function_path", f"{HERE}.{function_name}")
-    found.maker = OwnMaker(found.options, found.shelf, found.sampler, function)  # type: ignore[assignment]
+    found.maker = CustomGenerator(found.options, found.store, found.sampler, function)  # type: ignore[assignment]
     return found
 
 
@@ -71,7 +71,7 @@ def test_it_chooses_among_what_it_was_given(tmp_path: Path) -> None:
         assert numbers(rollout) == [9, 11, 13, 15]
         found = account(tmp_path / "run")
         assert found.trained == 8 and found.dropped == {"unused": 8} and not found.wrong
-        one.shelf.close()
+        one.store.close()
         again = attempt(tmp_path / "run", "every_second", rollout=1, state=state)
         rollout, _, _ = await again.step(1, 1)
         assert numbers(rollout) == [9, 11, 13, 15], "a run that goes on goes on with the next prompts"

@@ -18,7 +18,6 @@ from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.prompt_files.early_look import look_at
-from hpcrl.rollout.ledger.journal import account
 from hpcrl.rollout.prompts.own_source import MOST_DROPPED, OwnSource
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, read_training
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
@@ -27,6 +26,7 @@ from hpcrl.rollout.work import Work
 from tests.config.test_flags import GRPO
 from tests.rollout.test_making import PARTIAL, Attempt, FakeSampler, numbers, slow
 from tests.rollout.test_prompt_files import model, tokenizer
+from tests.support.ledger_account import account
 
 __all__ = ["model", "tokenizer"]
 HERE = "tests.rollout.test_own_source"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.rollout.engines.concurrency_limit import FULL, Reading, Steering, parse
-from hpcrl.rollout.making.pacing import Pacing
+from hpcrl.rollout.generation.batch_policies import StalenessControl
 
 
 class Loop:
@@ -19,7 +19,7 @@ class Loop:
     the engines late.
     """
 
-    def __init__(self, pacing: Pacing, interval: int, chance: random.Random, refuses: float) -> None:
+    def __init__(self, pacing: StalenessControl, interval: int, chance: random.Random, refuses: float) -> None:
         self.pacing = pacing
         self.interval = interval
         self.chance = chance
@@ -90,7 +90,7 @@ def test_over_random_runs_nothing_is_too_old_and_nothing_stands_still(
     """ahead: the batch after this one is asked for while this one is trained on."""
     chance = random.Random(seed)
     bound = interval * steps + more
-    loop = Loop(Pacing(wanted, bound, steps, late), interval, chance, refuses)  # type: ignore[arg-type]
+    loop = Loop(StalenessControl(wanted, bound, steps, late), interval, chance, refuses)  # type: ignore[arg-type]
     batches = done = waited = 0
     while done < 12:
         moved = loop.step()
@@ -118,7 +118,7 @@ def test_over_random_runs_nothing_is_too_old_and_nothing_stands_still(
 
 
 def test_the_first_batch_is_the_first_to_finish_and_the_slow_ones_are_not_passed_over_for_ever() -> None:
-    pacing = Pacing(wanted=2, bound=2, steps=1)
+    pacing = StalenessControl(wanted=2, bound=2, steps=1)
     assert pacing.due() == 6, "three batches of two: the last is two versions old"
     pacing.issue(range(6))
     for number in (5, 3):
@@ -142,7 +142,7 @@ def test_the_first_batch_is_the_first_to_finish_and_the_slow_ones_are_not_passed
 
 def test_what_would_come_too_late_is_waited_for_or_dropped_or_trained_later() -> None:
     for late, found in (("wait", None), ("drop", ([1, 2], [0])), ("train", ([1, 2], []))):
-        pacing = Pacing(wanted=2, bound=0, steps=1, late=late)  # type: ignore[arg-type]
+        pacing = StalenessControl(wanted=2, bound=0, steps=1, late=late)  # type: ignore[arg-type]
         pacing.issue([0, 1])
         if late != "train":
             assert pacing.due() == 0
@@ -158,15 +158,15 @@ def test_what_would_come_too_late_is_waited_for_or_dropped_or_trained_later() ->
 
 
 def test_what_an_earlier_attempt_began_is_gone_on_with_only_if_it_can_be_in_time() -> None:
-    pacing = Pacing(wanted=1, bound=2, steps=1, following=5, engines=5)
-    assert not pacing.go_on(0, 2), "three versions old already"
-    assert pacing.go_on(1, 3) and not pacing.go_on(2, 3), "the next batch has room for one"
-    assert pacing.go_on(3, 4) and not pacing.go_on(4, 4)
+    pacing = StalenessControl(wanted=1, bound=2, steps=1, following=5, engines=5)
+    assert not pacing.resume(0, 2), "three versions old already"
+    assert pacing.resume(1, 3) and not pacing.resume(2, 3), "the next batch has room for one"
+    assert pacing.resume(3, 4) and not pacing.resume(4, 4)
     assert pacing.due() == 1
 
 
 def test_steps_that_are_none_are_refused() -> None:
-    pacing = Pacing(1, 1, 1)
+    pacing = StalenessControl(1, 1, 1)
     pacing.issue([0])
     with pytest.raises(ValueError, match="issued already"):
         pacing.issue([0])

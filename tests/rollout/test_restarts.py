@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hpcrl.rollout.ledger.bank import Bank
-from hpcrl.rollout.ledger.journal import account
 from tests.rollout.test_rollout import EACH, GROUPS, Attempt, model  # noqa: F401  (a fixture)
 from tests.support.fake_engine import CUT, FakeEngine, partial
+from tests.support.ledger_account import account
 
 pytestmark = pytest.mark.process
 #: the rest of a batch is kept; groups whose rewards are all alike are refused

@@ -14,11 +14,11 @@ import pytest
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import check_staleness
 from hpcrl.rollout.engines.concurrency_limit import Reading
+from hpcrl.rollout.generation.batch_generator import GeneratedRollout
+from hpcrl.rollout.generation.continuous_generator import ContinuousGenerator
 from hpcrl.rollout.ledger.bank import Bank
-from hpcrl.rollout.ledger.journal import account
-from hpcrl.rollout.making.maker import Made
-from hpcrl.rollout.making.stream import Stream
 from tests.rollout.test_making import Attempt, FakeSampler, numbers
+from tests.support.ledger_account import account
 
 VALUES: dict[str, Any] = {"loop": "fully-async", "max_staleness": 2, "use_tis": True}
 
@@ -31,30 +31,30 @@ class Streaming(Attempt):
     ) -> None:
         super().__init__(path, sampler, rollout, state, **(VALUES | values))
         self.readings: list[Reading] = []
-        self.stream = Stream(self.options, self.shelf, sampler, sampler.abort, self.look, total)
+        self.stream = ContinuousGenerator(self.options, self.store, sampler, sampler.abort, self.look, total)
         self.states: dict[int, Any] = {}
 
     async def look(self) -> list[Reading]:
         return self.readings
 
-    async def batch(self, rollout_id: int, version: int, consumed: int) -> Made:
+    async def batch(self, rollout_id: int, version: int, consumed: int) -> GeneratedRollout:
         made = await asyncio.wait_for(self.stream.make(rollout_id, version, consumed), 20)
         check_staleness(made.rollout.samples(), consumed, self.options.staleness_bound)
-        assert self.shelf.ledger.holds()
+        assert self.store.ledger.holds()
         self.states[rollout_id] = msgspec.json.decode(msgspec.json.encode(made.state))
         return made
 
-    async def trains(self, first: int, last: int, saved: int = 0, pause: float = 0.0) -> list[Made]:
+    async def trains(self, first: int, last: int, saved: int = 0, pause: float = 0.0) -> list[GeneratedRollout]:
         """One ahead: the batch after a rollout is asked for while it is trained on; then the weights are published."""
         found = [await self.batch(first, first, first)]
         for rollout_id in range(first, last):
             following = asyncio.create_task(self.batch(rollout_id + 1, rollout_id, rollout_id + 1))
             await asyncio.sleep(pause)
-            self.shelf.train(rollout_id, saved)
-            self.stream.press()
+            self.store.train(rollout_id, saved)
+            self.stream.trainer_is_waiting()
             self.stream.publish(rollout_id + 1)
             found.append(await following)
-        self.shelf.train(last, saved)
+        self.store.train(last, saved)
         return found
 
 
@@ -72,9 +72,9 @@ def test_batches_leave_in_time_and_every_group_is_accounted_for(tmp_path: Path, 
         every = [number for one in made for number in numbers(one.rollout)]
         assert len(set(every)) == 8 * 4
         stale = sum(one.metrics["rollout/groups_stale"] for one in made)
-        assert stale == 0 if late == "wait" else stale == attempt.shelf.ledger.dropped.get("stale", 0)
+        assert stale == 0 if late == "wait" else stale == attempt.store.ledger.dropped.get("stale", 0)
         assert max(int(attempt.options.staleness_bound or 0), 2) == 2
-        left = attempt.shelf.ledger
+        left = attempt.store.ledger
         assert left.trained == 32 and left.following == 32 + stale, "no more is issued than the run needs"
         found = account(attempt.rundir.root)
         assert not found.wrong and found.trained == 32
@@ -104,7 +104,7 @@ def test_with_drop_it_is_ended_once_the_trainer_has_nothing_else(tmp_path: Path)
         )
         made = await attempt.trains(0, 4, pause=0.02)
         await attempt.stream.close()
-        assert attempt.shelf.ledger.dropped == {"stale": 1} and all(1 not in numbers(one.rollout) for one in made)
+        assert attempt.store.ledger.dropped == {"stale": 1} and all(1 not in numbers(one.rollout) for one in made)
 
     asyncio.run(run())
 
@@ -139,7 +139,7 @@ def test_refused_groups_are_made_up_for(tmp_path: Path) -> None:
         made = await attempt.trains(0, 5)
         await attempt.stream.close()
         assert all(number % 5 for one in made for number in numbers(one.rollout))
-        dropped = attempt.shelf.ledger.dropped
+        dropped = attempt.store.ledger.dropped
         assert sum(dropped.values()) > 3 and sum(len(one.dropped) for one in made) >= 3 * 3
         assert not account(attempt.rundir.root).wrong
 
@@ -155,14 +155,14 @@ def test_a_run_that_ends_early_loses_no_group_and_trains_none_twice(tmp_path: Pa
         path = tmp_path / "run"
         first = Streaming(path, drawn(seed))
         early = [*await first.trains(0, 2), await first.batch(3, 3, 3)]
-        first.shelf.train(3, saved=3)
+        first.store.train(3, saved=3)
         await (first.stream.stop() if stopped else first.stream.close())
         second = Streaming(path, drawn(seed + 10), 3, first.states[2])
         made = await second.trains(3, 7, saved=3)
         await second.stream.close()
         every = [number for one in (*early[:3], *made) for number in numbers(one.rollout)]
         assert len(every) == len(set(every)) == 32
-        ledger = second.shelf.ledger
+        ledger = second.store.ledger
         assert ledger.trained == 32 and ledger.holds()
         found = account(path)
         assert not found.wrong and found.trained == 32
@@ -254,14 +254,14 @@ def test_a_sampler_that_raises_ends_the_wait(tmp_path: Path) -> None:
 
 
 def test_engines_that_have_enough_get_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.rollout.making.stream.LOOK", 0.01)
+    monkeypatch.setattr("hpcrl.rollout.generation.continuous_generator.LOOK", 0.01)
 
     async def run() -> None:
         attempt = Streaming(tmp_path / "run", FakeSampler(lambda _: 60.0))
         attempt.readings = [Reading(3, 30, 0.2)]
         making = asyncio.create_task(attempt.stream.make(0, 0, 0))
         await asyncio.sleep(0.1)
-        issued = attempt.shelf.ledger.following
+        issued = attempt.store.ledger.following
         assert issued == 12, "what staleness allows, before anything was read"
         assert attempt.stream._steering.limit == 6
         making.cancel()

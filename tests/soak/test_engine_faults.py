@@ -22,6 +22,7 @@ import pytest
 from hpcrl.rollout.ledger.journal import account
 from hpcrl.run.engine_files import EngineView, read_views
 from tests.support.cluster import Cluster
+from tests.support.ledger_account import account
 from tests.support.runs import POLICY, metrics, recipe, rows
 from tests.support.slurm import Job, hpcrl, submit
 

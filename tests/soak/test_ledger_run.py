@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.rollout.ledger.journal import account
 from tests.rollout.test_making import Attempt, FakeSampler
+from tests.support.ledger_account import account
 from tests.support.runs import POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.soak

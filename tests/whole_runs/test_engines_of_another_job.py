@@ -10,6 +10,7 @@ import pytest
 from hpcrl.rollout.ledger.journal import account
 from hpcrl.run.engine_files import read_views
 from tests.support.cluster import Cluster
+from tests.support.ledger_account import account
 from tests.support.runs import POLICY, metrics, recipe
 from tests.support.slurm import Job, hpcrl, submit
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.rollout.ledger.journal import account
+from tests.support.ledger_account import account
 from tests.support.runs import NO_AGENT, POLICY, Run, metrics, recipe, rows, samples
 
 pytestmark = pytest.mark.vllm

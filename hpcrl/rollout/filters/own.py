@@ -18,7 +18,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.filters.verdict import Verdict, read_verdict
-from hpcrl.rollout.ledger.held import Held
+from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
 
@@ -81,18 +81,20 @@ class BufferFilter:
         self._choose = _load(options, "buffer_filter_path", "buffer", "choose")
         self.failed = 0
 
-    async def choose(self, rollout_id: int, waiting: Sequence[Held], count: int) -> tuple[list[Held], list[Held]]:
+    async def choose(
+        self, rollout_id: int, waiting: Sequence[GroupProgress], count: int
+    ) -> tuple[list[GroupProgress], list[GroupProgress]]:
         """(at most `count` groups to go on with, groups to drop: those that it took out of the list and did not
         return)."""
-        samples = [held.all_samples() for held in waiting]
-        held_of = {id(group): held for group, held in zip(samples, waiting, strict=True)}
+        samples = [progress.all_samples() for progress in waiting]
+        progress_of = {id(group): progress for group, progress in zip(samples, waiting, strict=True)}
         buffer = list(samples)
         try:
             returned = await settled(self._choose(self._options, rollout_id, buffer, count))
-            if not isinstance(returned, list | tuple) or any(id(group) not in held_of for group in returned):
+            if not isinstance(returned, list | tuple) or any(id(group) not in progress_of for group in returned):
                 raise TypeError(f"returned {short(returned)}, which is no list of groups of the buffer")
             left = {id(group) for group in buffer}
-            if not left <= held_of.keys() or len({id(group) for group in returned}) < len(returned):
+            if not left <= progress_of.keys() or len({id(group) for group in returned}) < len(returned):
                 raise TypeError("put a group into the buffer, or returned one twice")
         except Exception as error:  # noqa: BLE001  (the user's code)
             self.failed += 1
@@ -101,5 +103,5 @@ class BufferFilter:
                 print(trace_of(error), file=sys.stderr, flush=True)
             return list(waiting[:count]), []
         chosen = {id(group) for group in returned}
-        taken = [held_of[id(group)] for group in returned[:count]]
-        return taken, [held for key, held in held_of.items() if key not in left and key not in chosen]
+        taken = [progress_of[id(group)] for group in returned[:count]]
+        return taken, [progress for key, progress in progress_of.items() if key not in left and key not in chosen]

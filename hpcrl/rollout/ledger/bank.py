@@ -1,38 +1,147 @@
 """Groups on disk: RUN/bank/NUMBER.groups, a file for those that were written together.
 
-    length of the index (4 bytes, little-endian) | index: msgpack, [number of the group, bytes of it] each | the groups (`packed.py`)
+    length of the index (4 bytes, little-endian) | index: msgpack, [number of the group, bytes of it] each | the groups
 
-What comes while a file is being written goes into the next one: an fsync costs about as much for one group as for many.
-A group that is written again stands in two files; the newer counts.  A file is removed with the last group that stands
-in no newer one.
+A group is msgpack with declared types, the columns of its samples as they lie in memory.  What comes while a file is
+being written goes into the next one: an fsync costs about as much for one group as for many.  A group that is written
+again stands in two files; the newer counts.  A file is removed with the last group that stands in no newer one.
 
-Invariants: a file is whole or absent (written beside, flushed, renamed); a group that is damaged, or of another prompt,
-counts as absent, and is made again; the maps are changed under their lock, as groups are written in one thread and
-removed in another; nothing is being written once everybody who called `keep` has returned or was cancelled.
+Invariants: what is read is what was written, bit for bit, and reading runs nothing that the bytes say; a file is whole
+or absent (written under another name, flushed, renamed); a group that is damaged, or of another prompt, counts as
+absent, and is made again; the maps are changed under their lock, as groups are written in one thread and removed in
+another; nothing is being written once everybody who called `keep` has returned or was cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
+import math
 import struct
 import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from hpcrl.careful_files import open_regular
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import in_thread
-from hpcrl.rollout.ledger.held import Held
-from hpcrl.rollout.ledger.packed import decode, encode
+from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
-from hpcrl.run.storage_errors import PATIENCE
+from hpcrl.run.trouble.storage import PATIENCE
+from hpcrl.sample import REQUIRED, Sample
+
+
+class _Column(msgspec.Struct):
+    """A column of `Sample.extra`."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class PackedSample(msgspec.Struct):
+    """A sample; columns: bytes of REQUIRED; fields: what else it holds, by name."""
+
+    group: int
+    index: int
+    response_length: int
+    columns: dict[str, bytes]
+    status: str
+    fields: dict[str, Any]
+    extra: dict[str, _Column]
+
+
+class _Group(msgspec.Struct):
+    """prompt: BLAKE2b of its token ids; finished, begun: index of a response -> its samples."""
+
+    number: int
+    prompt: bytes
+    finished: dict[int, list[PackedSample]]
+    begun: dict[int, list[PackedSample]]
+    baseline: float | None
+
+
+#: what else a sample holds, as it is
+FIELDS = sorted(
+    {f.name for f in dataclasses.fields(Sample)} - {"group", "index", "response_length", "status", "extra", *REQUIRED}
+)
+_fields = attrgetter(*FIELDS)
+
+
+def encode(progress: GroupProgress) -> bytes:
+    """A group as bytes.  TypeError and the like for what msgpack does not know."""
+    every = lambda several: {index: [pack(sample) for sample in samples] for index, samples in several.items()}  # noqa: E731
+    baseline = None if math.isnan(progress.baseline) else progress.baseline
+    return msgspec.msgpack.encode(
+        _Group(progress.number, _name(progress.group), every(progress.finished), every(progress.begun), baseline)
+    )
+
+
+def decode(data: bytes, group: Group) -> GroupProgress:
+    """The group of these bytes.  HpcrlError if it is damaged, or of another group or prompt."""
+    try:
+        file = msgspec.msgpack.decode(data, type=_Group)
+        if (file.number, file.prompt) != (group.number, _name(group)):
+            raise HpcrlError(f"it is of group {file.number} with another prompt")
+        every = lambda several: {i: [unpack(sample) for sample in samples] for i, samples in several.items()}  # noqa: E731
+        begun = {index: tuple(samples) for index, samples in every(file.begun).items()}
+        return GroupProgress(group, every(file.finished), begun, math.nan if file.baseline is None else file.baseline)
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+        raise HpcrlError(f"it is damaged: {type(error).__name__}: {error}") from error
+
+
+def _name(group: Group) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(group.prompt.tokens, "<i4").tobytes(), digest_size=16).digest()
+
+
+def pack(sample: Sample) -> PackedSample:
+    """A sample as it is written."""
+    columns = {name: np.ascontiguousarray(getattr(sample, name), dtype).tobytes() for name, dtype in REQUIRED.items()}
+    extra = {
+        name: _Column(array.dtype.str, list(array.shape), np.ascontiguousarray(array).tobytes())
+        for name, array in sample.extra.items()
+    }
+    fields = dict(zip(FIELDS, _fields(sample), strict=True))
+    return PackedSample(sample.group, sample.index, sample.response_length, columns, sample.status, fields, extra)
+
+
+def unpack(packed: PackedSample) -> Sample:
+    """The sample again.  ValueError, KeyError or TypeError if it is none."""
+    columns = {name: np.frombuffer(packed.columns[name], dtype).copy() for name, dtype in REQUIRED.items()}
+    count = packed.response_length
+    if (
+        not len(columns["loss_mask"])
+        == len(columns["logprobs"])
+        == len(columns["versions"])
+        == count
+        <= len(columns["tokens"])
+    ):
+        raise ValueError(f"the columns of sample {packed.index} have other lengths than its response of {count} tokens")
+    fields = {name: value for name, value in packed.fields.items() if name in FIELDS}
+    extra = {name: _array(column) for name, column in packed.extra.items()}
+    return Sample(
+        packed.group, packed.index, response_length=count, status=packed.status, **columns, **fields, extra=extra
+    )
+
+
+def _array(column: _Column) -> np.ndarray:
+    dtype = np.dtype(column.dtype)
+    if dtype.hasobject:
+        raise ValueError(f"a column of {dtype}")
+    return np.frombuffer(column.data, dtype).reshape(column.shape).copy()
+
+
+# ---- files
 
 SUFFIX = ".groups"
 _LENGTH = struct.Struct("<I")
@@ -51,7 +160,7 @@ class _Place(NamedTuple):
 class _Together:
     """Groups that go into one file.  done: it is on disk, or could not be written for the reason `error`."""
 
-    groups: list[Held] = field(default_factory=list)
+    groups: list[GroupProgress] = field(default_factory=list)
     done: bool = False
     error: Exception | None = None
 
@@ -83,10 +192,10 @@ class Bank:
         self._look()
         return sorted(self._places)
 
-    async def keep(self, held: Held) -> None:
+    async def keep(self, progress: GroupProgress) -> None:
         """Have the group on disk, together with what else is to be written just now.  Errors as `write`."""
         mine = self._coming
-        mine.groups.append(held)
+        mine.groups.append(progress)
         async with self._writing:
             if not mine.done:
                 if self._coming is mine:
@@ -104,10 +213,10 @@ class Bank:
             together.error = error
         together.done = True
 
-    def write(self, groups: Iterable[Held]) -> list[int]:
+    def write(self, groups: Iterable[GroupProgress]) -> list[int]:
         """Have groups on disk, in one file; the numbers of those that could be written (an own sampler's metadata may
         be anything). HpcrlError if the disk does not take it."""
-        packed = {held.number: data for held in groups if (data := self._encode(held)) is not None}
+        packed = {progress.number: data for progress in groups if (data := self._encode(progress)) is not None}
         if not packed:
             return []
         self._look()
@@ -123,16 +232,16 @@ class Bank:
         self._sweep()
         return list(packed)
 
-    def _encode(self, held: Held) -> bytes | None:
+    def _encode(self, progress: GroupProgress) -> bytes | None:
         try:
-            return encode(held)
+            return encode(progress)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             if (text := f"{type(error).__name__}: {error}") not in self._unwritable:
                 self._unwritable.add(text)
-                say(f"group {held.number} is not kept for a restart: {text}")
+                say(f"group {progress.number} is not kept for a restart: {text}")
             return None
 
-    def read(self, group: Group) -> Held | None:
+    def read(self, group: Group) -> GroupProgress | None:
         """What is on disk of a group; None if there is nothing, or nothing that can be read."""
         self._look()
         if (place := self._places.get(group.number)) is None:

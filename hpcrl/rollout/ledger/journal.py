@@ -1,20 +1,57 @@
-"""What a run writes down of its groups: RUN/ledger/attempt-N.jsonl, a line for each event, and RUN/ledger.json, how it
-stands.
+"""What a run writes down of its groups: RUN/ledger/attempt-N.jsonl, a line for each event, and RUN/ledger.json, the state.
 
-Invariant: a line is written before what it tells of can be seen outside; `account` reads all attempts and says whether
-they add up.
+Each attempt writes a line when it begins, one for every rollout that it hands over, and one when that rollout is
+trained.  An attempt that begins at rollout r makes again what earlier ones did from r on.
+
+Invariant: a line is written before what it tells of can be seen outside.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
-from hpcrl.careful_files import SAMPLES, read_regular
-from hpcrl.rollout.ledger.account import Account, Line, account_of, read_lines
 from hpcrl.rollout.ledger.ledger import Ledger
 from hpcrl.run.rundir import RunDir, write_atomic
+
+Ranges = list[list[int]]
+
+
+class AttemptBegun(msgspec.Struct, tag="begun", tag_field="event"):
+    """An attempt goes on at `rollout`.  Of the groups, as [first, last] of numbers: buffer, bank.  kept: groups after
+    the checkpoint of which there was something on disk that could still be used; again: of how many groups it could
+    not."""
+
+    attempt: int
+    rollout: int
+    following: int
+    trained: int
+    dropped: dict[str, int]
+    buffer: Ranges
+    bank: Ranges
+    kept: Ranges = []
+    again: int = 0
+
+
+class HandedOver(msgspec.Struct, tag="rollout", tag_field="event"):
+    """`batch` was given to the trainer as `rollout`; the rest as it stood then: what is in flight as buffer, bank
+    without the batches of earlier rollouts."""
+
+    rollout: int
+    following: int
+    batch: Ranges
+    dropped: dict[str, Ranges]
+    buffer: Ranges
+    bank: Ranges
+
+
+class RolloutTrained(msgspec.Struct, tag="trained", tag_field="event"):
+    """The trainer has learned from `rollout`."""
+
+    rollout: int
+
+
+Line = AttemptBegun | HandedOver | RolloutTrained
+
 
 FOLDER, SUMMARY = "ledger", "ledger.json"
 
@@ -47,9 +84,3 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-
-def account(root: str | Path) -> Account:
-    """The account of the run in a directory."""
-    paths = sorted((Path(root) / FOLDER).glob("attempt-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))
-    return account_of(read_lines(read_regular(path, SAMPLES)) for path in paths)

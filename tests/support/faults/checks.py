@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpcrl.errors import HpcrlError
 from hpcrl.model_files.torch_dist import TorchDist
-from hpcrl.rollout.ledger.journal import account
+from tests.support.ledger_account import account
 from tests.support.runs import metrics, samples
 
 TRACKER = "latest_checkpointed_iteration.txt"

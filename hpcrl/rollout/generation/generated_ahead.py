@@ -20,20 +20,20 @@ from hpcrl.careful_files import SAMPLES, read_regular
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout
-from hpcrl.rollout.ledger.account import HandedOver
-from hpcrl.rollout.ledger.packed import PackedSample, pack, unpack
-from hpcrl.rollout.making.maker import Made
-from hpcrl.rollout.making.shelf import Shelf
+from hpcrl.rollout.generation.batch_generator import GeneratedRollout
+from hpcrl.rollout.generation.group_store import GroupStore
+from hpcrl.rollout.ledger.bank import PackedSample, pack, unpack
+from hpcrl.rollout.ledger.journal import HandedOver
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir, write_atomic
 
 FOLDER, SUFFIX = "ahead", ".made"
 
 
-class AnyMaker(Protocol):
+class RolloutGenerator(Protocol):
     """What makes one rollout after another."""
 
-    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made: ...
+    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> GeneratedRollout: ...
 
 
 class _File(msgspec.Struct):
@@ -50,12 +50,12 @@ class _File(msgspec.Struct):
     metrics: dict[str, float]
 
 
-class MadeAhead:
+class GeneratedAhead:
     """A maker whose rollouts are kept until no checkpoint can need them."""
 
-    def __init__(self, options: Options, shelf: Shelf, rundir: RunDir, maker: AnyMaker) -> None:
+    def __init__(self, options: Options, store: GroupStore, rundir: RunDir, maker: RolloutGenerator) -> None:
         self._options = options
-        self._shelf = shelf
+        self._store = store
         self._maker = maker
         self._folder = rundir.root / FOLDER
         self._first = -1  # the only rollout that this attempt may find made
@@ -74,19 +74,19 @@ class MadeAhead:
             if path != self.path(rollout_id):
                 path.unlink(missing_ok=True)
 
-    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made:
+    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> GeneratedRollout:
         """The rollout as an earlier attempt made it, if that is here; else made, and kept.  HpcrlError if it cannot be
         kept."""
         consumed = version if consumed is None else consumed
         made = await self._again(rollout_id, version, consumed) if rollout_id == self._first else None
         if made is None:
-            following = self._shelf.ledger.following
+            following = self._store.ledger.following
             made = await self._maker.make(rollout_id, version, consumed)
-            await asyncio.to_thread(self._write, rollout_id, following, consumed, made, self._shelf.state(rollout_id))
+            await asyncio.to_thread(self._write, rollout_id, following, consumed, made, self._store.state(rollout_id))
         self._consumed[rollout_id] = consumed
         return made
 
-    async def _again(self, rollout_id: int, version: int, consumed: int) -> Made | None:
+    async def _again(self, rollout_id: int, version: int, consumed: int) -> GeneratedRollout | None:
         path = self.path(rollout_id)
         try:
             found = msgspec.msgpack.decode(read_regular(path, SAMPLES), type=_File)
@@ -96,10 +96,10 @@ class MadeAhead:
         except (OSError, msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
             say(f"{path} is left out, and its rollout is made anew with other weights: {error}")
             return None
-        if (found.following, found.consumed) != (self._shelf.ledger.following, consumed):
+        if (found.following, found.consumed) != (self._store.ledger.following, consumed):
             say(f"{path} is left out: it is of another history than the checkpoint")
             return None
-        groups = await self._shelf.replay(found.line, version, consumed, found.source)
+        groups = await self._store.replay(found.line, version, consumed, found.source)
         rollout = Rollout(rollout_id, found.version, groups, self._options.n_samples_per_prompt)
         responses: dict[tuple[int, int], list[Any]] = {}
         for sample in samples:
@@ -109,9 +109,11 @@ class MadeAhead:
         say(
             f"rollout {rollout_id} is taken from {path}: it was made with the weights of policy version {found.version}"
         )
-        return Made(rollout, found.metrics, dropped, found.line)
+        return GeneratedRollout(rollout, found.metrics, dropped, found.line)
 
-    def _write(self, rollout_id: int, following: int, consumed: int, made: Made, source: dict[str, Any]) -> None:
+    def _write(
+        self, rollout_id: int, following: int, consumed: int, made: GeneratedRollout, source: dict[str, Any]
+    ) -> None:
         samples = [pack(sample) for sample in made.rollout.samples()]
         dropped = [pack(sample) for sample in made.dropped]
         file = _File(following, made.rollout.version, consumed, made.line, source, samples, dropped, made.metrics)

@@ -16,7 +16,7 @@ from hpcrl.sample import ABORTED, OPTIONAL, Sample
 
 
 @dataclass
-class Held:
+class GroupProgress:
     """finished: index of a response -> its graded samples; begun: index -> samples of one to be gone on with:
     unfinished (ABORTED), or finished and not graded.  baseline: the reward of the greedy response, NaN if there is none
     yet."""
@@ -53,7 +53,7 @@ class Held:
         return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
 
 
-def fit(held: Held, version: int, bound: int | None, parts: bool) -> tuple[Held, int]:
+def fit(progress: GroupProgress, version: int, bound: int | None, parts: bool) -> tuple[GroupProgress, int]:
     """(what a trainer at `version` may consume of it, how many responses have to be made again, from their start or
     from a cut).
 
@@ -64,14 +64,14 @@ def fit(held: Held, version: int, bound: int | None, parts: bool) -> tuple[Held,
     finished = {}
     begun = {}
     lost = 0
-    for index, samples in held.finished.items():
+    for index, samples in progress.finished.items():
         if all(_fits(sample, version, bound) for sample in samples):
             finished[index] = samples
             continue
         lost += 1
         if parts and (cut := _cut(samples, version, bound)) is not None:
             begun[index] = (cut,)
-    for index, several in held.begun.items():
+    for index, several in progress.begun.items():
         if parts and all(_fits(sample, version, bound) for sample in several):
             begun[index] = several
             continue
@@ -79,8 +79,8 @@ def fit(held: Held, version: int, bound: int | None, parts: bool) -> tuple[Held,
         if parts and (cut := _cut(list(several), version, bound)) is not None:
             begun[index] = (cut,)
     # the greedy response was given by whatever policy the others were
-    baseline = held.baseline if lost == 0 else math.nan
-    return replace(held, finished=finished, begun=begun, baseline=baseline), lost
+    baseline = progress.baseline if lost == 0 else math.nan
+    return replace(progress, finished=finished, begun=begun, baseline=baseline), lost
 
 
 def _fits(sample: Sample, version: int, bound: int | None) -> bool:

@@ -1,9 +1,8 @@
-"""The account of a run: from what its attempts wrote down, what became of every group.  Pure.
+"""The account of a run: from what its attempts wrote into RUN/ledger, what became of every group.
 
-Each attempt writes a line when it begins, one for every rollout that it hands over, and one when that rollout is
-trained.  An attempt that begins at rollout r makes again what earlier ones did from r on: their lines of those rollouts
-count no more.  What is left is one history, and in it every number below `following` is trained once, dropped once, or
-alive at the end.
+An attempt that begins at rollout r makes again what earlier ones did from r on: their lines of those rollouts count no
+more.  What is left is one history, and in it every number below `following` is trained once, dropped once, or alive at
+the end.
 """
 
 from __future__ import annotations
@@ -11,49 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
+from hpcrl.careful_files import SAMPLES, read_regular
+from hpcrl.rollout.ledger.journal import FOLDER, AttemptBegun, HandedOver, Line, RolloutTrained
 from hpcrl.rollout.ledger.ledger import numbers_in
 
-Ranges = list[list[int]]
-
-
-class Begun(msgspec.Struct, tag="begun", tag_field="event"):
-    """An attempt goes on at `rollout`.  Of the groups, as [first, last] of numbers: buffer, bank.  kept: groups after
-    the checkpoint of which there was something on disk that could still be used; again: of how many groups it could
-    not."""
-
-    attempt: int
-    rollout: int
-    following: int
-    trained: int
-    dropped: dict[str, int]
-    buffer: Ranges
-    bank: Ranges
-    kept: Ranges = []
-    again: int = 0
-
-
-class HandedOver(msgspec.Struct, tag="rollout", tag_field="event"):
-    """`batch` was given to the trainer as `rollout`; the rest as it stood then: what is in flight as buffer, bank
-    without the batches of earlier rollouts."""
-
-    rollout: int
-    following: int
-    batch: Ranges
-    dropped: dict[str, Ranges]
-    buffer: Ranges
-    bank: Ranges
-
-
-class Trained(msgspec.Struct, tag="trained", tag_field="event"):
-    """The trainer has learned from `rollout`."""
-
-    rollout: int
-
-
-Line = Begun | HandedOver | Trained
 _DECODER = msgspec.json.Decoder(Line)
 
 
@@ -89,7 +53,7 @@ def account_of(attempts: Iterable[Iterable[Line]]) -> Account:
         found.attempts += 1
         for line in lines:
             match line:
-                case Begun():
+                case AttemptBegun():
                     undone = [event for event in history if event.rollout >= line.rollout]
                     history = [event for event in history if event.rollout < line.rollout]
                     trained = {rollout for rollout in trained if rollout < line.rollout}
@@ -105,12 +69,12 @@ def account_of(attempts: Iterable[Iterable[Line]]) -> Account:
                             f"rollout {line.rollout} was handed over after rollout {history[-1].rollout}"
                         )
                     history.append(line)
-                case Trained():
+                case RolloutTrained():
                     trained.add(line.rollout)
     return _close(found, history, trained, base)
 
 
-def _agrees(begun: Begun, history: list[HandedOver]) -> list[str]:
+def _agrees(begun: AttemptBegun, history: list[HandedOver]) -> list[str]:
     """Whether an attempt begins where the history before it ends."""
     if not history:
         return []
@@ -124,7 +88,7 @@ def _agrees(begun: Begun, history: list[HandedOver]) -> list[str]:
     return []
 
 
-def _close(found: Account, history: list[HandedOver], trained: set[int], base: Begun | None) -> Account:
+def _close(found: Account, history: list[HandedOver], trained: set[int], base: AttemptBegun | None) -> Account:
     """Every number counted; what is not in exactly one place is named.
 
     base: where the run's first attempt began, if not at the start: from a checkpoint of another run, whose counts are
@@ -164,3 +128,9 @@ def _close(found: Account, history: list[HandedOver], trained: set[int], base: B
     if beyond := sorted(number for number in places if number >= found.following):
         found.wrong.append(f"group {beyond[0]} was never issued")
     return found
+
+
+def account(root: str | Path) -> Account:
+    """The account of the run in a directory."""
+    paths = sorted((Path(root) / FOLDER).glob("attempt-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))
+    return account_of(read_lines(read_regular(path, SAMPLES)) for path in paths)

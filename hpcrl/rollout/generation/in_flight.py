@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
-from hpcrl.rollout.ledger.held import Held
+from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
 
@@ -22,7 +22,7 @@ ENDS = 3  #: how often a response that ends early unasked is gone on with
 RETURN = 5.0  #: seconds that a sampler may take to return what its engine has ended
 
 
-class Crew:
+class InFlightGroups:
     """The groups of a rollout, or of several.  each: responses to a prompt; greedy: whether the likeliest response is
     wanted too; after: what is done with a finished group before it comes out of `next`, side by side too."""
 
@@ -33,7 +33,7 @@ class Crew:
         version: int,
         each: int,
         greedy: bool,
-        after: Callable[[Held], Awaitable[None]],
+        after: Callable[[GroupProgress], Awaitable[None]],
     ) -> None:
         self._sampler = sampler
         self._rollout_id = rollout_id
@@ -41,16 +41,16 @@ class Crew:
         self._each = each
         self._greedy = greedy
         self._after = after
-        self._running: dict[asyncio.Task[None], Held] = {}
+        self._running: dict[asyncio.Task[None], GroupProgress] = {}
         self._asked: dict[int, list[Asked]] = {}  # by group, what is asked for now
         self._done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._given_up: set[asyncio.Task[None]] = set()
         self._ending = False
 
-    def start(self, held: Held) -> None:
+    def start(self, progress: GroupProgress) -> None:
         """Make what the group lacks."""
-        task = asyncio.create_task(self._make(held))
-        self._running[task] = held
+        task = asyncio.create_task(self._make(progress))
+        self._running[task] = progress
         task.add_done_callback(self._done.put_nowait)
 
     def turn(self, rollout_id: int, version: int) -> None:
@@ -58,7 +58,7 @@ class Crew:
         self._rollout_id = rollout_id
         self._version = version
 
-    async def next(self) -> Held:
+    async def next(self) -> GroupProgress:
         """A group that is finished, waited for."""
         while (task := await self._done.get()) not in self._running:  # given up meanwhile
             pass
@@ -66,21 +66,21 @@ class Crew:
 
     def end(self, number: int) -> None:
         """Give a group up: whoever is cancelled ends its own request."""
-        task = next(task for task, held in self._running.items() if held.number == number)
+        task = next(task for task, progress in self._running.items() if progress.number == number)
         del self._running[task]
         self._asked.pop(number, None)
         task.cancel()
         self._given_up.add(task)
         task.add_done_callback(self._given_up.discard)
 
-    def _finished(self, task: asyncio.Task[None]) -> Held:
-        held = self._running.pop(task)
-        self._asked.pop(held.number, None)
+    def _finished(self, task: asyncio.Task[None]) -> GroupProgress:
+        progress = self._running.pop(task)
+        self._asked.pop(progress.number, None)
         if (error := task.exception()) is not None:
             raise as_hpcrl_error(error)
-        return held
+        return progress
 
-    async def stop(self, abort: Callable[[], Awaitable[None]] | None) -> list[Held]:
+    async def stop(self, abort: Callable[[], Awaitable[None]] | None) -> list[GroupProgress]:
         """End what is in flight: the groups, finished or not.  abort: how engines are told, so that what they have is
         kept."""
         self._ending = True
@@ -92,10 +92,10 @@ class Crew:
         for task in list(self._running):
             if not task.cancelled():
                 self._finished(task)
-        for held in groups:
-            for asked in self._asked.pop(held.number, ()):
-                if asked.made and asked.index not in held.finished and asked.index != GREEDY:
-                    held.begun[asked.index] = tuple(asked.made)
+        for progress in groups:
+            for asked in self._asked.pop(progress.number, ()):
+                if asked.made and asked.index not in progress.finished and asked.index != GREEDY:
+                    progress.begun[asked.index] = tuple(asked.made)
         self._running.clear()
         return groups
 
@@ -103,16 +103,16 @@ class Crew:
         """Wait, RETURN at most, until samplers have returned what engines have ended."""
         deadline = time.monotonic() + RETURN
         while time.monotonic() < deadline:
-            working = [task for task, held in self._running.items() if self._generates(task, held)]
+            working = [task for task, progress in self._running.items() if self._generates(task, progress)]
             if not working:
                 return
             await asyncio.wait(working, timeout=0.02)
 
-    def _generates(self, task: asyncio.Task[None], held: Held) -> bool:
+    def _generates(self, task: asyncio.Task[None], progress: GroupProgress) -> bool:
         """Whether a response of the group may still be at an engine: what only waits for its reward is graded another
         time; or all is done but what comes after."""
-        open_ = [asked for asked in self._asked.get(held.number, ()) if asked.index not in held.finished]
-        if held.complete(self._each, self._greedy):
+        open_ = [asked for asked in self._asked.get(progress.number, ()) if asked.index not in progress.finished]
+        if progress.complete(self._each, self._greedy):
             return not task.done()
         return not task.done() and any(not asked.made for asked in open_)
 
@@ -123,51 +123,53 @@ class Crew:
 
     # ---- one group
 
-    async def _make(self, held: Held) -> None:
+    async def _make(self, progress: GroupProgress) -> None:
         asked = [
-            Asked(held.group, index, self._rollout_id, self._version, begun=held.begun.get(index, ()))
+            Asked(progress.group, index, self._rollout_id, self._version, begun=progress.begun.get(index, ()))
             for index in range(self._each)
-            if index not in held.finished
+            if index not in progress.finished
         ]
-        if self._greedy and math.isnan(held.baseline):
-            asked.append(Asked(held.group, GREEDY, self._rollout_id, self._version))
-        self._asked[held.number] = asked
+        if self._greedy and math.isnan(progress.baseline):
+            asked.append(Asked(progress.group, GREEDY, self._rollout_id, self._version))
+        self._asked[progress.number] = asked
         async with asyncio.TaskGroup() as tasks:
             for one in asked:
-                tasks.create_task(self._one(held, one))
+                tasks.create_task(self._one(progress, one))
         if self._greedy:
-            for sample in held.samples():
-                sample.baseline = held.baseline
-        if held.complete(self._each, self._greedy):
-            await self._after(held)
+            for sample in progress.samples():
+                sample.baseline = progress.baseline
+        if progress.complete(self._each, self._greedy):
+            await self._after(progress)
 
-    async def _one(self, held: Held, asked: Asked) -> None:
+    async def _one(self, progress: GroupProgress, asked: Asked) -> None:
         for _ in range(ENDS):
             samples = await self._sampler.make(asked)
             if any(sample.status == ABORTED for sample in samples):
                 if asked.index != GREEDY and any(sample.response_length for sample in samples):
-                    held.begun[asked.index] = tuple(samples)
+                    progress.begun[asked.index] = tuple(samples)
                 if self._ending:
                     return
-                begun = held.begun.get(asked.index, ()) if asked.index != GREEDY else ()
+                begun = progress.begun.get(asked.index, ()) if asked.index != GREEDY else ()
                 again = Asked(asked.group, asked.index, asked.rollout_id, asked.version, begun=begun)
-                self._asked[held.number] = [again if other is asked else other for other in self._asked[held.number]]
+                self._asked[progress.number] = [
+                    again if other is asked else other for other in self._asked[progress.number]
+                ]
                 asked = again
                 continue
-            self._take(held, asked.index, samples)
+            self._take(progress, asked.index, samples)
             return
         raise HpcrlError(
-            f"response {asked.index} of group {held.number} ended early {ENDS} times, and nobody had asked for it"
+            f"response {asked.index} of group {progress.number} ended early {ENDS} times, and nobody had asked for it"
         )
 
-    def _take(self, held: Held, index: int, samples: list[Sample]) -> None:
+    def _take(self, progress: GroupProgress, index: int, samples: list[Sample]) -> None:
         for sample in samples:
-            if sample.status not in (COMPLETED, TRUNCATED) or sample.group != held.number:
+            if sample.status not in (COMPLETED, TRUNCATED) or sample.group != progress.number:
                 raise HpcrlError(
-                    f"the sampler returned a {sample.status} sample of group {sample.group} as response {index} of group {held.number}"
+                    f"the sampler returned a {sample.status} sample of group {sample.group} as response {index} of group {progress.number}"
                 )
         if index == GREEDY:
-            held.baseline = sum(sample.reward for sample in samples) / len(samples)
+            progress.baseline = sum(sample.reward for sample in samples) / len(samples)
             return
-        held.begun.pop(index, None)
-        held.finished[index] = samples
+        progress.begun.pop(index, None)
+        progress.finished[index] = samples

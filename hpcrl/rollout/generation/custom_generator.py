@@ -19,9 +19,9 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.engines.completion import Completion
-from hpcrl.rollout.ledger.held import Held
-from hpcrl.rollout.making.maker import Made
-from hpcrl.rollout.making.shelf import Shelf
+from hpcrl.rollout.generation.batch_generator import GeneratedRollout
+from hpcrl.rollout.generation.group_store import GroupStore
+from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import Asked, Sampler
 from hpcrl.sample import COMPLETED, PENDING, TRUNCATED, Sample
 
@@ -34,34 +34,37 @@ class RolloutSource:
     def __init__(
         self,
         options: Options,
-        shelf: Shelf,
+        store: GroupStore,
         sampler: Sampler,
         rollout_id: int,
         version: int,
         consumed: int | None = None,
     ) -> None:
         self._options = options
-        self._shelf = shelf
+        self._store = store
         self._sampler = sampler
         self._rollout_id = rollout_id
         self._version = version
         self._consumed = consumed
-        self.held: dict[int, Held] = {}
+        self.progress: dict[int, GroupProgress] = {}
 
     async def get_samples(self, count: int) -> list[list[Sample]]:
         """--n-samples-per-prompt samples of each of the next `count` prompts: with prompt, label and metadata, status
         "pending"."""
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"get_samples({short(count)}): a number from 1 is wanted")
-        finished, unfinished = await self._shelf.take(count, self._rollout_id, self._version, self._consumed)
-        self.held |= {held.number: held for held in (*finished, *unfinished)}
-        return [self._pending(held) for held in sorted((*finished, *unfinished), key=lambda held: held.number)]
+        finished, unfinished = await self._store.take(count, self._rollout_id, self._version, self._consumed)
+        self.progress |= {progress.number: progress for progress in (*finished, *unfinished)}
+        return [
+            self._pending(progress)
+            for progress in sorted((*finished, *unfinished), key=lambda progress: progress.number)
+        ]
 
-    def _pending(self, held: Held) -> list[Sample]:
+    def _pending(self, progress: GroupProgress) -> list[Sample]:
         found = []
         for index in range(self._options.n_samples_per_prompt):
-            sample = Completion.empty(PENDING).sample(held.number, index, held.group.prompt, "")
-            found += held.finished.get(index, [sample])  # an earlier attempt may have left some on disk
+            sample = Completion.empty(PENDING).sample(progress.number, index, progress.group.prompt, "")
+            found += progress.finished.get(index, [sample])  # an earlier attempt may have left some on disk
         return found
 
     async def generate(self, sample: Sample) -> list[Sample]:
@@ -69,10 +72,10 @@ class RolloutSource:
         is."""
         if sample.status != PENDING:
             return [sample]
-        if sample.group not in self.held:
+        if sample.group not in self.progress:
             raise ValueError(f"group {sample.group} is none of this rollout's")
         return await self._sampler.make(
-            Asked(self.held[sample.group].group, sample.index, self._rollout_id, self._version)
+            Asked(self.progress[sample.group].group, sample.index, self._rollout_id, self._version)
         )
 
     async def generate_group(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -81,12 +84,12 @@ class RolloutSource:
         return [sample for several in found for sample in several]
 
 
-class OwnMaker:
+class CustomGenerator:
     """Makes one rollout after another by the function of --rollout-function-path."""
 
-    def __init__(self, options: Options, shelf: Shelf, sampler: Sampler, function: Callable[..., Any]) -> None:
+    def __init__(self, options: Options, store: GroupStore, sampler: Sampler, function: Callable[..., Any]) -> None:
         self._options = options
-        self._shelf = shelf
+        self._store = store
         self._sampler = sampler
         self._function = function
         self._shown = f"--rollout-function-path {options.rollout_function_path}"
@@ -95,31 +98,35 @@ class OwnMaker:
         """Who is awaited, for an error."""
         return f"what {self._shown} makes"
 
-    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made:
+    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> GeneratedRollout:
         """The rollout, as `Maker.make`.  HpcrlError if the function raises, or returns no whole batch of what it was
         given."""
-        source = RolloutSource(self._options, self._shelf, self._sampler, rollout_id, version, consumed)
+        source = RolloutSource(self._options, self._store, self._sampler, rollout_id, version, consumed)
         with named(self._shown):
             found = await settled(self._function(self._options, rollout_id, source, evaluation=False))
         groups = getattr(found, "samples", found)
         metrics = getattr(found, "metrics", None) or {}
-        batch = [self._held(source, group) for group in self._whole(groups)]
-        if len({held.number for held in batch}) < len(batch):
+        batch = [self._progress_of(source, group) for group in self._whole(groups)]
+        if len({progress.number for progress in batch}) < len(batch):
             raise HpcrlError(f"{self._shown} returned a group twice")
-        batch.sort(key=lambda held: held.number)
-        for held in batch:
-            if held.number in self._shelf.ledger.in_flight:
-                await self._shelf.write(held)
-                self._shelf.finish(held)
-        unused = [held for number, held in source.held.items() if number not in {kept.number for kept in batch}]
-        self._shelf.drop(unused, UNUSED)
-        line = self._shelf.hand_over(rollout_id, batch)
-        rollout = Rollout(rollout_id, version, [held.group for held in batch], self._options.n_samples_per_prompt)
-        for held in batch:
-            for samples in held.finished.values():
+        batch.sort(key=lambda progress: progress.number)
+        for progress in batch:
+            if progress.number in self._store.ledger.in_flight:
+                await self._store.write(progress)
+                self._store.finish(progress)
+        unused = [
+            progress for number, progress in source.progress.items() if number not in {kept.number for kept in batch}
+        ]
+        self._store.drop(unused, UNUSED)
+        line = self._store.hand_over(rollout_id, batch)
+        rollout = Rollout(
+            rollout_id, version, [progress.group for progress in batch], self._options.n_samples_per_prompt
+        )
+        for progress in batch:
+            for samples in progress.finished.values():
                 rollout.add(samples)
-        dropped = [sample for held in unused for sample in held.all_samples()]
-        return Made(rollout, self._numbers(metrics), dropped, line)
+        dropped = [sample for progress in unused for sample in progress.all_samples()]
+        return GeneratedRollout(rollout, self._numbers(metrics), dropped, line)
 
     def _whole(self, groups: Any) -> list[list[Sample]]:
         wanted = self._options.rollout_batch_size
@@ -134,11 +141,11 @@ class OwnMaker:
             )
         return groups
 
-    def _held(self, source: RolloutSource, group: list[Sample]) -> Held:
+    def _progress_of(self, source: RolloutSource, group: list[Sample]) -> GroupProgress:
         """What a returned group is here, with its samples."""
         number = getattr(group[0], "group", None)
-        held = source.held.get(number) if isinstance(number, int) else None
-        if held is None or not all(isinstance(sample, Sample) and sample.group == number for sample in group):
+        progress = source.progress.get(number) if isinstance(number, int) else None
+        if progress is None or not all(isinstance(sample, Sample) and sample.group == number for sample in group):
             raise HpcrlError(f"{self._shown} returned a group that is none of those it was given: {short(group)}")
         found: dict[int, list[Sample]] = {}
         for sample in group:
@@ -153,8 +160,8 @@ class OwnMaker:
             raise HpcrlError(
                 f"{self._shown} returned of group {number} the responses {has}, not all {self._options.n_samples_per_prompt}"
             )
-        held.finished = found
-        return held
+        progress.finished = found
+        return progress
 
     def _numbers(self, metrics: Any) -> dict[str, float]:
         try:

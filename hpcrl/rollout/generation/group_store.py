@@ -16,10 +16,9 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.rollout.filters.own import BufferFilter
-from hpcrl.rollout.ledger.account import Begun, HandedOver, Trained
 from hpcrl.rollout.ledger.bank import Bank
-from hpcrl.rollout.ledger.held import Held, fit
-from hpcrl.rollout.ledger.journal import Journal
+from hpcrl.rollout.ledger.group_progress import GroupProgress, fit
+from hpcrl.rollout.ledger.journal import AttemptBegun, HandedOver, Journal, RolloutTrained
 from hpcrl.rollout.ledger.ledger import Ledger, numbers_in, ranges_of
 from hpcrl.rollout.prompts.own_source import OwnSource
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
@@ -31,7 +30,7 @@ FOLDER = "bank"
 FILTERED = "buffer_filter"  #: the reason of groups that a buffer filter drops
 
 
-class Shelf:
+class GroupStore:
     """The groups of one attempt that are not at work."""
 
     def __init__(self, options: Options, source: PromptSource | OwnSource | SavedRollouts, rundir: RunDir) -> None:
@@ -46,7 +45,7 @@ class Shelf:
         self._bank = Bank(rundir.root / FOLDER)
         self._journal: Journal | None = None
         self._choose = BufferFilter(options) if options.buffer_filter_path else None
-        self._held: dict[int, Held] = {}  # of the buffer, and of the bank until a rollout has it
+        self._progress: dict[int, GroupProgress] = {}  # of the buffer, and of the bank until a rollout has it
         self._on_disk: set[int] = set()  # of what the source is still to hand out, after going back
         self._trained: dict[int, tuple[int, int]] = {}  # files of trained groups -> (policy that learned, oldest token)
         self._rollout = 0
@@ -72,13 +71,13 @@ class Shelf:
         """Look at what is on disk, now that the policy version is known."""
         self._begins = False
         kept, again = await asyncio.to_thread(self._adopt, version) if self._kept else ([], 0)
-        for group in self._source.again([number for number in self.ledger.waiting if number not in self._held]):
+        for group in self._source.again([number for number in self.ledger.waiting if number not in self._progress]):
             again += 1
-            self._hold(Held(group))
+            self._hold(GroupProgress(group))
         ledger = self.ledger
         self._journal = Journal(self._rundir)
         self._journal.write(
-            Begun(
+            AttemptBegun(
                 self._rundir.attempt,
                 self._rollout,
                 ledger.following,
@@ -110,35 +109,35 @@ class Shelf:
             if found is None:
                 useless.append(group.number)
                 continue
-            held, lost = fit(found, version, self._options.staleness_bound, self._parts)
-            again += group.number not in alive and held.empty
-            if held.empty:
+            progress, lost = fit(found, version, self._options.staleness_bound, self._parts)
+            again += group.number not in alive and progress.empty
+            if progress.empty:
                 useless.append(group.number)
             elif lost:
-                changed.append(held)
+                changed.append(progress)
             if group.number in alive:
-                self._hold(held)
-            elif not held.empty:
+                self._hold(progress)
+            elif not progress.empty:
                 kept.append(group.number)
         self._bank.write(changed)
         self._bank.remove([*useless, *(set(numbers) - {group.number for group in groups})])
         self._on_disk = set(kept)
         return kept, again
 
-    def _hold(self, held: Held) -> None:
+    def _hold(self, progress: GroupProgress) -> None:
         """Keep what there is of a group of the buffer or bank, and have it in the right one of the two."""
-        self._held[held.number] = held
-        if held.number in self.ledger.bank and not self._complete(held):
-            self.ledger.reopen(held.number)
+        self._progress[progress.number] = progress
+        if progress.number in self.ledger.bank and not self._complete(progress):
+            self.ledger.reopen(progress.number)
 
-    def _complete(self, held: Held) -> bool:
-        return held.complete(self._options.n_samples_per_prompt, self._greedy)
+    def _complete(self, progress: GroupProgress) -> bool:
+        return progress.complete(self._options.n_samples_per_prompt, self._greedy)
 
     # ---- taking
 
     async def take(
         self, count: int, rollout_id: int, version: int, consumed: int | None = None
-    ) -> tuple[list[Held], list[Held]]:
+    ) -> tuple[list[GroupProgress], list[GroupProgress]]:
         """(finished groups, groups to work on), `count` together: what was left over first, then the source's next.
 
         version: of the engines' policy; consumed: of the trainer's when it learns from `rollout_id`, as a rule the
@@ -151,34 +150,34 @@ class Shelf:
         bound = self._options.staleness_bound
         bound = None if bound is None else bound - (self._versions[rollout_id] - version)
         finished, unfinished = [], []
-        for held in await self._waiting(count, rollout_id, version, bound):
-            if held.number in self.ledger.bank:
-                self.ledger.claim(held.number, rollout_id)
-                finished.append(held)
+        for progress in await self._waiting(count, rollout_id, version, bound):
+            if progress.number in self.ledger.bank:
+                self.ledger.claim(progress.number, rollout_id)
+                finished.append(progress)
             else:
-                self.ledger.resume(held.number)
-                unfinished.append(held)
+                self.ledger.resume(progress.number)
+                unfinished.append(progress)
         for group in self._source.take(count - len(finished) - len(unfinished)):
             self.ledger.issue(group.number)
             unfinished.append(await self._issued(group, version, bound))
         return finished, unfinished
 
-    async def _waiting(self, count: int, rollout_id: int, version: int, bound: int | None) -> list[Held]:
+    async def _waiting(self, count: int, rollout_id: int, version: int, bound: int | None) -> list[GroupProgress]:
         """At most `count` of what was left over, without what has become too old meanwhile: behind `version` by more
         than `bound`."""
         waiting = [
-            fit(self._held[number], version, bound, self._parts)[0]
+            fit(self._progress[number], version, bound, self._parts)[0]
             for number in self.ledger.waiting
-            if number in self._held
+            if number in self._progress
         ]
-        for held in waiting:
-            self._hold(held)
+        for progress in waiting:
+            self._hold(progress)
         if not waiting:
             return []
         if self._choose is None:
             taken, dropped = waiting[:count], []
         else:
-            bare = [held for held in waiting if held.empty][
+            bare = [progress for progress in waiting if progress.empty][
                 :count
             ]  # as good as new: there is nothing to show to a filter
             taken, dropped = await self._choose.choose(
@@ -186,49 +185,49 @@ class Shelf:
             )
             taken = bare + taken
         self.drop(dropped, FILTERED)
-        for held in taken:
-            del self._held[held.number]
+        for progress in taken:
+            del self._progress[progress.number]
         return taken
 
-    async def _issued(self, group: Group, version: int, bound: int | None) -> Held:
+    async def _issued(self, group: Group, version: int, bound: int | None) -> GroupProgress:
         """A group of the source, with what an earlier attempt has left of it on disk."""
         if group.number in self._on_disk:
             self._on_disk.remove(group.number)
-            if (held := await asyncio.to_thread(self._bank.read, group)) is not None:
-                return fit(held, version, bound, self._parts)[0]
-        return Held(group)
+            if (progress := await asyncio.to_thread(self._bank.read, group)) is not None:
+                return fit(progress, version, bound, self._parts)[0]
+        return GroupProgress(group)
 
     # ---- keeping
 
-    async def write(self, held: Held) -> None:
+    async def write(self, progress: GroupProgress) -> None:
         """Have what there is of a group on disk."""
-        if self._kept and not held.empty:
-            await self._bank.keep(held)
+        if self._kept and not progress.empty:
+            await self._bank.keep(progress)
 
-    def finish(self, held: Held) -> None:
+    def finish(self, progress: GroupProgress) -> None:
         """A group that was worked on is finished, and good, and written: in the bank."""
-        self.ledger.finish(held.number, self._rollout)
+        self.ledger.finish(progress.number, self._rollout)
 
-    async def put_back(self, groups: Iterable[Held]) -> None:
+    async def put_back(self, groups: Iterable[GroupProgress]) -> None:
         """These were worked on and are not finished, or are finished and not needed: they wait, on disk."""
         groups = list(groups)
-        await asyncio.gather(*(self.write(held) for held in groups if held.number in self.ledger.in_flight))
-        for held in groups:
-            if held.number in self.ledger.in_flight:  # else it is in the bank, and on disk
-                self.ledger.put_back(held.number)
+        await asyncio.gather(*(self.write(progress) for progress in groups if progress.number in self.ledger.in_flight))
+        for progress in groups:
+            if progress.number in self.ledger.in_flight:  # else it is in the bank, and on disk
+                self.ledger.put_back(progress.number)
             else:
-                self.ledger.release(held.number)
-            self._held[held.number] = held
+                self.ledger.release(progress.number)
+            self._progress[progress.number] = progress
 
-    def drop(self, groups: Iterable[Held], reason: str) -> None:
-        for held in groups:
-            if held.number in self.ledger.claimed:
-                self.ledger.release(held.number)
-            self.ledger.drop(held.number, reason)
-            self._dropped.setdefault(reason, []).append(held.number)
-            self._held.pop(held.number, None)
+    def drop(self, groups: Iterable[GroupProgress], reason: str) -> None:
+        for progress in groups:
+            if progress.number in self.ledger.claimed:
+                self.ledger.release(progress.number)
+            self.ledger.drop(progress.number, reason)
+            self._dropped.setdefault(reason, []).append(progress.number)
+            self._progress.pop(progress.number, None)
             if self._kept:
-                self._bank.remove([held.number])
+                self._bank.remove([progress.number])
 
     # ---- the trainer's side
 
@@ -236,19 +235,19 @@ class Shelf:
         """The trainer is at policy `version` when it learns from `rollout_id`."""
         self._versions[rollout_id] = version
 
-    def hand_over(self, rollout_id: int, batch: Sequence[Held]) -> HandedOver:
+    def hand_over(self, rollout_id: int, batch: Sequence[GroupProgress]) -> HandedOver:
         """`batch` goes to the trainer as `rollout_id`; what is written down of it."""
         ledger = self.ledger
-        for held in batch:
-            if self._kept and (span := held.versions()) is not None:
-                self._trained[held.number] = self._versions[rollout_id], span[0]
+        for progress in batch:
+            if self._kept and (span := progress.versions()) is not None:
+                self._trained[progress.number] = self._versions[rollout_id], span[0]
         dropped = {reason: ranges_of(numbers) for reason, numbers in self._dropped.items()}
         self._dropped = {}
         buffer = ledger.buffer | ledger.in_flight  # where a restart finds what is in flight
         before = {
             number for number, rollout in ledger.claimed.items() if rollout < rollout_id
         }  # handed over, not yet trained
-        numbers = ranges_of(held.number for held in batch)
+        numbers = ranges_of(progress.number for progress in batch)
         line = HandedOver(
             rollout_id, ledger.following, numbers, dropped, ranges_of(buffer), ranges_of(ledger.bank - before)
         )
@@ -294,7 +293,7 @@ class Shelf:
         files are of no use."""
         self.ledger.train(rollout_id)
         self._versions = {rollout: version for rollout, version in self._versions.items() if rollout > rollout_id}
-        self._write(Trained(rollout_id))
+        self._write(RolloutTrained(rollout_id))
         if self._journal is not None:
             self._journal.summarize(self.ledger)
         # of use to whoever goes back to that checkpoint is only what it had not learned from, and what its policy
@@ -305,7 +304,7 @@ class Shelf:
             del self._trained[number]
         return spent
 
-    def _write(self, line: HandedOver | Trained) -> None:
+    def _write(self, line: HandedOver | RolloutTrained) -> None:
         if self._journal is not None:
             self._journal.write(line)
 

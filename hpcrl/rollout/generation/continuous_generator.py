@@ -25,11 +25,11 @@ from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.engines.concurrency_limit import Reading, Steering
 from hpcrl.rollout.filters.own import DynamicFilter
 from hpcrl.rollout.filters.verdict import Verdict
-from hpcrl.rollout.ledger.held import Held
-from hpcrl.rollout.making.crew import Crew
-from hpcrl.rollout.making.maker import Made
-from hpcrl.rollout.making.pacing import Pacing
-from hpcrl.rollout.making.shelf import Shelf
+from hpcrl.rollout.generation.batch_generator import GeneratedRollout
+from hpcrl.rollout.generation.batch_policies import StalenessControl
+from hpcrl.rollout.generation.group_store import GroupStore
+from hpcrl.rollout.generation.in_flight import InFlightGroups
+from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.sample import Sample
 
@@ -40,15 +40,15 @@ LOOK = 1.0  #: seconds between two looks at the engines' own metrics
 
 
 @dataclass(eq=False)
-class Wish:
+class BatchRequest:
     """A rollout that is asked for, and the trainer's version when it learns from it."""
 
     rollout_id: int
     consumed: int
-    made: asyncio.Future[Made]
+    made: asyncio.Future[GeneratedRollout]
 
 
-class Stream:
+class ContinuousGenerator:
     """Makes one rollout after another out of what is always at work.
 
     abort: ends every sample in flight at the engines, what is there of them is returned; look: what the engines say of
@@ -59,30 +59,32 @@ class Stream:
     def __init__(
         self,
         options: Options,
-        shelf: Shelf,
+        store: GroupStore,
         sampler: Sampler,
         abort: Callable[[], Awaitable[None]],
         look: Callable[[], Awaitable[Sequence[Reading]]],
         total: int,
     ) -> None:
         self._options = options
-        self._shelf = shelf
+        self._store = store
         self._sampler = sampler
         self._abort = abort
         self._look = look
         self._total = total
         self._filter = DynamicFilter(options) if options.dynamic_sampling_filter_path else None
         steps = options.steps_per_rollout
-        self._pacing = Pacing(options.rollout_batch_size, options.staleness_limit, steps, options.stale_samples)
+        self._staleness = StalenessControl(
+            options.rollout_batch_size, options.staleness_limit, steps, options.stale_samples
+        )
         self._steering = Steering(options.n_samples_per_prompt)
-        self._crew: Crew | None = None
+        self._running: InFlightGroups | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
-        self._wish: Wish | None = None
+        self._request: BatchRequest | None = None
         self._next = 0  # the rollout that leaves next
-        self._pressed = True  # whether the trainer waits
-        self._working: dict[int, Held] = {}
-        self._finished: dict[int, Held] = {}
+        self._trainer_waits = True  # whether the trainer waits
+        self._working: dict[int, GroupProgress] = {}
+        self._finished: dict[int, GroupProgress] = {}
         self._verdicts: dict[int, Verdict] = {}
         self._dropped: list[Sample] = []
         self._counts: dict[str, int] = {}  # since the last batch: groups that were dropped, by reason; "remade"
@@ -99,62 +101,66 @@ class Stream:
 
     def publish(self, version: int) -> None:
         """The engines have the weights of policy `version`."""
-        self._pacing.publish(version)
+        self._staleness.publish(version)
         self._wake.set()
 
-    def press(self) -> None:
+    def trainer_is_waiting(self) -> None:
         """The trainer has nothing to do until the next batch."""
-        self._pressed = True
+        self._trainer_waits = True
         self._wake.set()
 
-    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> Made:
+    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> GeneratedRollout:
         """The next batch, for a trainer at policy `consumed`; samples of it have tokens of several policies, `version`
         at most."""
-        wish = Wish(rollout_id, version if consumed is None else consumed, asyncio.get_running_loop().create_future())
+        request = BatchRequest(
+            rollout_id, version if consumed is None else consumed, asyncio.get_running_loop().create_future()
+        )
         self._next = rollout_id
-        self._wish = wish
-        self._pacing.following = wish.consumed
+        self._request = request
+        self._staleness.following = request.consumed
         self.publish(version)
-        if self._crew is None:
+        if self._running is None:
             o = self._options
             self._idle_since = time.monotonic()
-            self._crew = Crew(self._sampler, rollout_id, version, o.n_samples_per_prompt, needs(o).greedy, self._judge)
-            self._tasks = [asyncio.create_task(self._work(self._crew)), asyncio.create_task(self._steer())]
+            self._running = InFlightGroups(
+                self._sampler, rollout_id, version, o.n_samples_per_prompt, needs(o).greedy, self._judge
+            )
+            self._tasks = [asyncio.create_task(self._work(self._running)), asyncio.create_task(self._steer())]
         try:
-            await asyncio.wait([wish.made, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([request.made, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks:
-                if task.done() and not wish.made.done():
+                if task.done() and not request.made.done():
                     raise as_hpcrl_error(task.exception() or HpcrlError("the making of rollouts has ended")) from None
-            return wish.made.result()
+            return request.made.result()
         finally:
-            self._wish = None
+            self._request = None
 
     async def stop(self) -> None:
         """End what is at work, and keep what there is of it for a run that goes on."""
         await cancel(*self._tasks)
-        if self._crew is None:
+        if self._running is None:
             return
         left = []
-        for held in await self._crew.stop(self._abort):
-            if held.number in self._working:
-                left.append(self._working.pop(held.number))
-        await self._shelf.put_back(left)
+        for progress in await self._running.stop(self._abort):
+            if progress.number in self._working:
+                left.append(self._working.pop(progress.number))
+        await self._store.put_back(left)
 
     async def close(self) -> None:
         """Cancel whatever is at work."""
         await cancel(*self._tasks)
-        if self._crew is not None:
-            await self._crew.close()
+        if self._running is not None:
+            await self._running.close()
 
     # ---- at work
 
-    async def _work(self, crew: Crew) -> None:
-        finishing = asyncio.create_task(crew.next())
+    async def _work(self, running: InFlightGroups) -> None:
+        finishing = asyncio.create_task(running.next())
         try:
             while True:
                 self._wake.clear()
-                await self._issue(crew)
-                self._hand_over(crew)
+                await self._issue(running)
+                self._hand_over(running)
                 waking = asyncio.create_task(self._wake.wait())
                 try:
                     await asyncio.wait([finishing, waking], return_when=asyncio.FIRST_COMPLETED)
@@ -162,7 +168,7 @@ class Stream:
                     waking.cancel()
                 if finishing.done():
                     self._place(finishing.result())
-                    finishing = asyncio.create_task(crew.next())
+                    finishing = asyncio.create_task(running.next())
         finally:
             finishing.cancel()
 
@@ -174,115 +180,118 @@ class Stream:
 
     def _in_flight(self) -> int:
         """Samples that are not finished."""
-        return sum(self._options.n_samples_per_prompt - len(held.finished) for held in self._working.values())
+        return sum(self._options.n_samples_per_prompt - len(progress.finished) for progress in self._working.values())
 
-    async def _issue(self, crew: Crew) -> None:
+    async def _issue(self, running: InFlightGroups) -> None:
         """Start as many groups as staleness, the engines and the rest of the run allow."""
-        needed = (self._total - self._next) * self._options.rollout_batch_size - self._pacing.outstanding
-        count = min(self._pacing.due(), needed)
+        needed = (self._total - self._next) * self._options.rollout_batch_size - self._staleness.outstanding
+        count = min(self._staleness.due(), needed)
         if count > 0 and self._steering.limit is not None:
             count = self._steering.room(self._in_flight(), count)
         if count <= 0:
             return
-        version = self._pacing.engines
-        crew.turn(self._next, version)
-        finished, unfinished = await self._shelf.take(count, self._next, version, self._pacing.following)
-        for held in finished:
-            self._shelf.ledger.release(held.number)
+        version = self._staleness.engines
+        running.turn(self._next, version)
+        finished, unfinished = await self._store.take(count, self._next, version, self._staleness.following)
+        for progress in finished:
+            self._store.ledger.release(progress.number)
         if not self._working:
             self._idle += time.monotonic() - self._idle_since
             self._idle_since = time.monotonic()
-        for held in [*finished, *unfinished]:
-            self._start(crew, held)
+        for progress in [*finished, *unfinished]:
+            self._start(running, progress)
 
-    def _start(self, crew: Crew, held: Held) -> None:
+    def _start(self, running: InFlightGroups, progress: GroupProgress) -> None:
         """Go on with what there is of a group, if that can be in time; else begin it again."""
-        span = held.versions()
-        done = held.number in self._shelf.ledger.bank
-        if span is not None and not self._pacing.go_on(held.number, span[0]):
+        span = progress.versions()
+        done = progress.number in self._store.ledger.bank
+        if span is not None and not self._staleness.resume(progress.number, span[0]):
             if done:
-                self._shelf.ledger.reopen(held.number)
-                self._shelf.ledger.resume(held.number)
-            held = Held(held.group)
+                self._store.ledger.reopen(progress.number)
+                self._store.ledger.resume(progress.number)
+            progress = GroupProgress(progress.group)
             span, done = None, False
             self._count("remade")
         if span is None:
-            self._pacing.issue([held.number])
+            self._staleness.issue([progress.number])
         if done:
-            self._finished[held.number] = held
-            self._pacing.finish(held.number)
+            self._finished[progress.number] = progress
+            self._staleness.finish(progress.number)
         else:
-            self._working[held.number] = held
-            crew.start(held)
+            self._working[progress.number] = progress
+            running.start(progress)
 
-    async def _judge(self, held: Held) -> None:
+    async def _judge(self, progress: GroupProgress) -> None:
         """What the filter says of a finished group; a good one is on disk then."""
         found = Verdict(True)
         if self._filter is not None:
-            found = await self._filter.judge(self._next, held.number, held.samples())
+            found = await self._filter.judge(self._next, progress.number, progress.samples())
         if found.keep:
-            await self._shelf.write(held)
-        self._verdicts[held.number] = found
+            await self._store.write(progress)
+        self._verdicts[progress.number] = found
 
-    def _place(self, held: Held) -> None:
+    def _place(self, progress: GroupProgress) -> None:
         """Keep a finished group, or refuse it."""
-        found = self._verdicts.pop(held.number, None)
-        if self._working.pop(held.number, None) is None or found is None:  # given up in this very turn
+        found = self._verdicts.pop(progress.number, None)
+        if self._working.pop(progress.number, None) is None or found is None:  # given up in this very turn
             return
         if found.keep:
-            self._shelf.finish(held)
-            self._shelf.ledger.release(held.number)  # for whichever batch it comes to
-            self._finished[held.number] = held
-            self._pacing.finish(held.number)
+            self._store.finish(progress)
+            self._store.ledger.release(progress.number)  # for whichever batch it comes to
+            self._finished[progress.number] = progress
+            self._staleness.finish(progress.number)
         else:
-            self._give_up(held, found.reason)
+            self._give_up(progress, found.reason)
         if not self._working:
             self._idle_since = time.monotonic()
 
-    def _give_up(self, held: Held, reason: str) -> None:
-        self._pacing.leave(held.number)
-        self._shelf.drop([held], reason)
-        self._dropped += held.samples()
+    def _give_up(self, progress: GroupProgress, reason: str) -> None:
+        self._staleness.leave(progress.number)
+        self._store.drop([progress], reason)
+        self._dropped += progress.samples()
         self._count(reason)
 
     def _count(self, what: str) -> None:
         self._counts[what] = self._counts.get(what, 0) + 1
 
-    def _hand_over(self, crew: Crew) -> None:
+    def _hand_over(self, running: InFlightGroups) -> None:
         """The batch that is asked for, if it is full."""
-        wish = self._wish
-        if wish is None or wish.made.done() or (batch := self._pacing.batch()) is None:
+        request = self._request
+        if request is None or request.made.done() or (batch := self._staleness.batch()) is None:
             return
-        if batch.late and not self._pressed:
+        if batch.late and not self._trainer_waits:
             return  # there is time yet
         for number in batch.late:
-            crew.end(number)
+            running.end(number)
             self._verdicts.pop(number, None)
             self._give_up(self._working.pop(number), STALE)
         groups = [self._finished.pop(number) for number in sorted(batch.groups)]
-        oldest = wish.consumed - self._options.staleness_limit
-        for held in groups:
-            self._pacing.leave(held.number)
-            self._shelf.ledger.claim(held.number, wish.rollout_id)
-            if (span := held.versions()) is not None and span[
+        oldest = request.consumed - self._options.staleness_limit
+        for progress in groups:
+            self._staleness.leave(progress.number)
+            self._store.ledger.claim(progress.number, request.rollout_id)
+            if (span := progress.versions()) is not None and span[
                 0
             ] < oldest:  # only where that is wanted: --stale-samples train
                 self._count(STALE)
-        self._pacing.took(wish.consumed)
-        self._shelf.consumed(wish.rollout_id, wish.consumed)
-        line = self._shelf.hand_over(wish.rollout_id, groups)
+        self._staleness.took(request.consumed)
+        self._store.consumed(request.rollout_id, request.consumed)
+        line = self._store.hand_over(request.rollout_id, groups)
         rollout = Rollout(
-            wish.rollout_id, wish.consumed, [held.group for held in groups], self._options.n_samples_per_prompt
+            request.rollout_id,
+            request.consumed,
+            [progress.group for progress in groups],
+            self._options.n_samples_per_prompt,
         )
-        for held in groups:
-            for samples in held.finished.values():
+        for progress in groups:
+            for samples in progress.finished.values():
                 rollout.add(samples)
         dropped = self._dropped
         self._dropped = []
-        state = self._shelf.state(wish.rollout_id)
-        wish.made.set_result(Made(rollout, self._metrics(), dropped, line, state))
-        self._next = wish.rollout_id + 1
-        self._pressed = False
+        state = self._store.state(request.rollout_id)
+        request.made.set_result(GeneratedRollout(rollout, self._metrics(), dropped, line, state))
+        self._next = request.rollout_id + 1
+        self._trainer_waits = False
         self._wake.set()  # there is room for more
 
     def _metrics(self) -> dict[str, float]:
