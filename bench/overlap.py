@@ -102,9 +102,11 @@ class Rollouts:
         self.store._kept = False  # groups on disk are no matter of overlap, and would be most of what this costs
         self.store.restore(0, None)
         self.stream: ContinuousGenerator | None = None
-        self.maker: BatchGenerator | ContinuousGenerator = BatchGenerator(options, self.store, engines, engines.abort)
+        self.generator: BatchGenerator | ContinuousGenerator = BatchGenerator(
+            options, self.store, engines, engines.abort
+        )
         if options.loop == "fully-async":
-            self.maker = self.stream = ContinuousGenerator(
+            self.generator = self.stream = ContinuousGenerator(
                 options, self.store, engines, engines.abort, engines.look, total
             )
         self.made: dict[int, asyncio.Task[GeneratedRollout]] = {}
@@ -118,7 +120,7 @@ class Rollouts:
         self.last = self.made[rollout_id] = asyncio.create_task(self._make(rollout_id, version, consumed))
 
     async def _make(self, rollout_id: int, version: int, consumed: int) -> GeneratedRollout:
-        made = await self.maker.make(rollout_id, version, consumed)
+        made = await self.generator.make(rollout_id, version, consumed)
         check_staleness(made.rollout.samples(), consumed, self.options.staleness_bound)
         return made
 

@@ -41,7 +41,7 @@ def tokenizer_in(directory: Path):
 
 def index(directory: Path, path: str) -> dict[str, float]:
     from hpcrl.prompt_files.rows import JsonlRows
-    from hpcrl.rollout.prompts.mixing import epoch_order
+    from hpcrl.rollout.prompts.prompt_source import epoch_order
 
     before, begun = rss(), time.monotonic()
     rows = JsonlRows(Path(path))

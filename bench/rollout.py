@@ -4,7 +4,7 @@ server.
     python bench/rollout.py [--rounds 5] [--groups 500] [--long 100000] [--only simulated|real]
 
 Simulated engines (bench/rollout_roles/simulated.py, a process of its own) answer at once; 1,000 samples in groups of 8
-are kept in flight.  Shown is the processor time of this process for each sample: `Generator.complete` over our own
+are kept in flight.  Shown is the processor time of this process for each sample: `EngineClient.complete` over our own
 route, the same with the group in the ledger and in the bank (a file that is flushed to the disk, and removed later),
 the same without the bank over vLLM's route, and raw aiohttp, which posts the same request to vLLM's route and reads the
 bytes of the answer without looking at them.  Then our own route and the bank with 8 to 1,024 engines, and the memory of
@@ -45,8 +45,9 @@ sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the sta
 from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.plan import Location, Plan  # noqa: E402
 from hpcrl.queue.auth import make_keys  # noqa: E402
-from hpcrl.rollout.engines.engine_client import Generator, Sampling  # noqa: E402
+from hpcrl.rollout.engines.engine_client import EngineClient  # noqa: E402
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
+from hpcrl.rollout.engines.sampling import Sampling  # noqa: E402
 from hpcrl.rollout.engines.stock_route import PATH  # noqa: E402
 from hpcrl.rollout.ledger.bank import Bank  # noqa: E402
 from hpcrl.rollout.ledger.group_progress import GroupProgress  # noqa: E402
@@ -78,7 +79,7 @@ def simulated(count: int, tokens: int) -> Iterator[list[int]]:
 
 
 @contextlib.asynccontextmanager
-async def generator(root: Path, ports: list[int], lean: bool) -> AsyncIterator[Generator]:
+async def generator(root: Path, ports: list[int], lean: bool) -> AsyncIterator[EngineClient]:
     """What the rollout process has, for engines on these ports."""
     rundir = RunDir.create(root)
     rundir.begin()
@@ -91,7 +92,7 @@ async def generator(root: Path, ports: list[int], lean: bool) -> AsyncIterator[G
     )
     try:
         await pool.connect()
-        yield Generator(pool, 128)
+        yield EngineClient(pool, 128)
     finally:
         await pool.close()
 
@@ -107,7 +108,7 @@ async def closed_loop(groups: int, in_flight: int, one: Callable[[int], Awaitabl
     await asyncio.gather(*(worker() for _ in range(max(1, in_flight // EACH))))
 
 
-def complete(found: Generator, tokens: int, prompt: int = 64, each: int = EACH) -> Callable[[int], Awaitable[None]]:
+def complete(found: EngineClient, tokens: int, prompt: int = 64, each: int = EACH) -> Callable[[int], Awaitable[None]]:
     """A group, as the samplers ask for it."""
     how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,), min_tokens=tokens)
 
@@ -120,7 +121,7 @@ def complete(found: Generator, tokens: int, prompt: int = 64, each: int = EACH) 
     return one
 
 
-def kept(found: Generator, folder: Path, tokens: int, prompt: int = 64) -> Callable[[int], Awaitable[None]]:
+def kept(found: EngineClient, folder: Path, tokens: int, prompt: int = 64) -> Callable[[int], Awaitable[None]]:
     """A group from its issue until the trainer has learned from it: asked for, in the ledger, and on disk until a batch
     later."""
     how = Sampling(temperature=1.0, max_tokens=tokens, stop=(), stop_token_ids=(1,), min_tokens=tokens)
@@ -263,7 +264,7 @@ async def _real(engines: Any, server: psutil.Process, rounds: int, tokens: int) 
     try:
         await pool.connect()
         (engine,) = pool.engines
-        found = Generator(pool, 128)
+        found = EngineClient(pool, 128)
         groups, size = (64, 24) if tokens == 8 else (32, 24)
 
         async def own() -> None:

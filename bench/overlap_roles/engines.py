@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcrl.rollout.engines.concurrency_limit import Reading
+from hpcrl.rollout.engines.concurrency_limit import EngineMetrics
 from hpcrl.rollout.engines.load import Loads, Occupancy
 from hpcrl.rollout.samplers.sampler import Asked
 from hpcrl.sample import COMPLETED, Sample
@@ -120,10 +120,10 @@ class Engines:
                 turn.set_result(None)
                 return
 
-    async def look(self) -> list[Reading]:
+    async def look(self) -> list[EngineMetrics]:
         """What engines say of themselves."""
         waiting = sum(not turn.done() for *_, turn in self._waiting) / len(self._loads)
-        return [Reading(self._loads[number], waiting, 0.0) for number in range(len(self._loads))]
+        return [EngineMetrics(self._loads[number], waiting, 0.0) for number in range(len(self._loads))]
 
     async def abort(self) -> None:
         """Nothing is ended early here."""

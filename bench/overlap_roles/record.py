@@ -25,8 +25,9 @@ sys.path[0] = str(REPO)
 
 import numpy as np  # noqa: E402
 
-from hpcrl.rollout.engines.engine_client import Generator, Sampling  # noqa: E402
+from hpcrl.rollout.engines.engine_client import EngineClient  # noqa: E402
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
+from hpcrl.rollout.engines.sampling import Sampling  # noqa: E402
 from hpcrl.weights.engine_http import ask  # noqa: E402
 from tests.support.engines import Engines  # noqa: E402
 from tests.support.tiny import make_model  # noqa: E402
@@ -35,7 +36,7 @@ EACH, LONGEST = 8, 768
 TRACE = REPO / "bench" / "overlap_trace.json"
 
 
-async def responses(generator: Generator, groups: int, in_flight: int) -> list[tuple[int, float]]:
+async def responses(generator: EngineClient, groups: int, in_flight: int) -> list[tuple[int, float]]:
     """(tokens, seconds) of each response, group after group."""
     found: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
     numbers = iter(range(groups))
@@ -64,7 +65,7 @@ async def record(root: Path, model: Path, groups: int, in_flight: int) -> tuple[
         pool = EnginePool(engines.rundir, engines.plan, engines.options)
         try:
             await pool.connect()
-            return await responses(Generator(pool, 128), groups, in_flight), version
+            return await responses(EngineClient(pool, 128), groups, in_flight), version
         finally:
             await pool.close()
     finally:

@@ -1,8 +1,9 @@
-"""Decisions about a rollout: what is still wanted, when it is complete, who trains on what.  Pure; no clock, no
-network.
+"""Decisions about a rollout: what is still wanted, when it is complete, who trains on what.  Pure; no clock, no network.
 
 Invariants: what leaves here is in the order of group and index, whatever order the samples came in, so the same samples
 make the same batch; no batch leaves whose staleness exceeds its bound; every sample of a batch is in exactly one share.
+Every optimizer step gets the same number of responses, and all samples of each of its own; where their samples do not
+divide over the ranks, a step is filled up with samples that train nothing, count in no group and in no mean.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.microbatches import Schedule, make_schedule
 from hpcrl.queue.share_format import Share
-from hpcrl.rollout.fan_out import in_steps
 from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.sample import COMPLETED, TRUNCATED, Sample, SampleBatch
+from hpcrl.sample import COMPLETED, OPTIONAL, PENDING, STATUSES, TRUNCATED, Sample, SampleBatch, responses_of
 
 AGES = 8  #: policy versions that are told apart in metrics
 
@@ -192,3 +192,59 @@ def ages(samples: Sequence[Sample], version: int) -> dict[str, float]:
     ]
     shares = {f"staleness/share/{age}": count / max(len(stale), 1) for age, count in counts}
     return shares | {f"staleness/tokens/{age}": count for age, count in counts}
+
+
+# ---- responses of several samples
+
+
+def in_steps(batch: SampleBatch, steps: int, multiple: int) -> tuple[SampleBatch, list[int]]:
+    """(the batch, filled up, samples of each optimizer step).
+
+    Step i takes the i-th part of the responses, in order; multiple: what divides the samples of a step.  Where every
+    response is one sample the batch is as it was, whether its steps divide or not: the schedule says so.
+    """
+    numbers = responses_of(batch.rows)
+    responses = int(numbers[-1]) + 1 if len(numbers) else 0
+    if responses == len(batch) or responses % steps:
+        each, rest = divmod(len(batch), steps)
+        return batch, [each] * (steps - 1) + [each + rest]
+    ends = np.searchsorted(numbers, np.arange(1, steps + 1) * (responses // steps))
+    order = []
+    sizes = []
+    first = 0
+    for end in ends.tolist():
+        lacking = -(end - first) % multiple
+        order += [*range(first, end), *[len(batch) + end - 1] * lacking]  # beyond the batch: the filling of that row
+        sizes.append(end - first + lacking)
+        first = end
+    if len(order) == len(batch):
+        return batch, sizes
+    filling = _filling(batch)
+    return _joined(batch, filling).take(order), sizes
+
+
+def _filling(batch: SampleBatch) -> SampleBatch:
+    """For every sample one of a token of prompt and one of response, of the same response, which is not trained on."""
+    rows = batch.rows.copy()
+    rows["length"], rows["response_length"], rows["status"] = 2, 1, STATUSES.index(PENDING)
+    starts = batch.token_offsets[:-1]
+    responses = batch.response_offsets
+    count = len(rows)
+    tokens = batch.tokens[(starts[:, None] + np.arange(2)).ravel()]
+    versions = batch.versions[np.maximum(responses[1:] - 1, 0)]
+    extra = {}
+    for name, column in batch.extra.items():
+        most = 2 if OPTIONAL[name].of == "length" else 1
+        at = (batch.offsets_of(name)[:-1, None] + np.arange(most)).ravel()
+        extra[name] = column[np.minimum(at, len(column) - 1)]
+    return SampleBatch(rows, tokens, np.zeros(count, np.uint8), np.zeros(count, np.float32), versions, extra)
+
+
+def _joined(first: SampleBatch, second: SampleBatch) -> SampleBatch:
+    columns = (
+        np.concatenate([getattr(first, n), getattr(second, n)])
+        for n in ("rows", "tokens", "loss_mask", "logprobs", "versions")
+    )
+    return SampleBatch(
+        *columns, {name: np.concatenate([first.extra[name], second.extra[name]]) for name in first.extra}
+    )

@@ -27,25 +27,24 @@ from hpcrl.report.timeline.names import MAKE, REQUESTS
 from hpcrl.report.timeline.spans import role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
-from hpcrl.rollout.engines.concurrency_limit import look
-from hpcrl.rollout.engines.engine_client import Generator
+from hpcrl.rollout.engines.concurrency_limit import read_metrics
+from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import keep_engines
-from hpcrl.rollout.engines.membership import EngineDesk
+from hpcrl.rollout.engines.membership import EngineMembership
 from hpcrl.rollout.engines.registry import Registry
-from hpcrl.rollout.evaluation.evaluations import Evaluations
+from hpcrl.rollout.evaluation.evaluation_service import EvaluationService
 from hpcrl.rollout.generation.batch_generator import BatchGenerator
 from hpcrl.rollout.generation.continuous_generator import ContinuousGenerator
 from hpcrl.rollout.generation.custom_generator import CustomGenerator
 from hpcrl.rollout.generation.generated_ahead import GeneratedAhead, RolloutGenerator
 from hpcrl.rollout.generation.group_store import GroupStore
-from hpcrl.rollout.prompts.own_source import OwnSource
-from hpcrl.rollout.sample_files import write_samples
+from hpcrl.rollout.inputs import RolloutInputs
+from hpcrl.rollout.prompts.custom_source import CustomSource
 from hpcrl.rollout.samplers.custom import started
 from hpcrl.rollout.samplers.sampler import LabelSampler, Sampler, SingleTurnSampler
 from hpcrl.rollout.samplers.teacher_logprobs import Teacher, TeacherLogprobsSampler
-from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout
-from hpcrl.rollout.work import Work
+from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout, write_samples
 from hpcrl.run.engine_files import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -58,47 +57,49 @@ TERMINATED = 128 + signal.SIGTERM
 class RolloutRole:
     """One attempt's rollout process, between `begin` and `finish`."""
 
-    def __init__(self, context: RoleContext, work: Work) -> None:
+    def __init__(self, context: RoleContext, work: RolloutInputs) -> None:
         self.context = context
         self.options = context.options
         self.work = work
         self.timeline = role_timeline(context.rundir, "rollout", 0, context.plan.rollout.host)
         registry = Registry(restart_limit(context.options, context.plan))
         self.pool = EnginePool(context.rundir, context.plan, context.options, self.timeline, registry)
-        self.desk = EngineDesk(context.rundir, self.pool)
-        generator = Generator(self.pool, work.tokenizer.vocab_size)
+        self.membership = EngineMembership(context.rundir, self.pool)
+        client = EngineClient(self.pool, work.tokenizer.vocab_size)
         self.sampler: Sampler = LabelSampler()
         if work.custom is not None:
-            work.custom.use(generator, lambda: self.pool.model_len)
+            work.custom.use(client, lambda: self.pool.model_len)
         if isinstance(work.source, SavedRollouts):
             self.sampler = work.source
         elif work.samples and work.custom is not None:
             self.sampler = work.custom
         elif work.samples and work.file is not None:
-            self.sampler = SingleTurnSampler(self.options, work.tokenizer, generator, work.grading)
+            self.sampler = SingleTurnSampler(self.options, work.tokenizer, client, work.grading)
         asks = needs(self.options).teacher_server and work.file is not None  # what was saved has its teacher's words
         self.teacher = Teacher(self.options, work.tokenizer) if asks else None
         if self.teacher is not None:
             self.sampler = TeacherLogprobsSampler(self.sampler, self.teacher)
         samples = context.rundir.samples
-        self.evaluations = Evaluations(
-            self.options, work, self.pool, generator, samples, self.timeline, self._in_time, self._made
+        self.evaluations = EvaluationService(
+            self.options, work, self.pool, client, samples, self.timeline, self._in_time, self._made
         )
         self.store = GroupStore(self.options, work.source, context.rundir)
-        self.maker: RolloutGenerator = BatchGenerator(self.options, self.store, self.sampler, generator.abort)
-        self.stream: ContinuousGenerator | None = None  # in the loop whose engines never wait
+        self.generator: RolloutGenerator = BatchGenerator(self.options, self.store, self.sampler, client.abort)
+        self.continuous: ContinuousGenerator | None = None  # in the loop whose engines never wait
         if self.options.runs_ahead and self.options.loop == "fully-async":
-            look_at = functools.partial(look, self.pool)
-            self.maker = self.stream = ContinuousGenerator(
-                self.options, self.store, self.sampler, generator.abort, look_at, work.total
+            look_at = functools.partial(read_metrics, self.pool)
+            self.generator = self.continuous = ContinuousGenerator(
+                self.options, self.store, self.sampler, client.abort, look_at, work.total
             )
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
-            self.maker = CustomGenerator(self.options, self.store, self.sampler, function)
-        self.ahead: GeneratedAhead | None = None  # in the asynchronous loop that repeats bit for bit
+            self.generator = CustomGenerator(self.options, self.store, self.sampler, function)
+        self.generated_ahead: GeneratedAhead | None = None  # in the asynchronous loop that repeats bit for bit
         if self.options.runs_ahead and self.options.deterministic_mode:
-            self.maker = self.ahead = GeneratedAhead(self.options, self.store, context.rundir, self.maker)
+            self.generator = self.generated_ahead = GeneratedAhead(
+                self.options, self.store, context.rundir, self.generator
+            )
         methods = (self.begin, self.generate, self.snapshot, self.evaluations.evaluate, self.turn, self.finish)
-        methods += (self.desk.engines, self.desk.engines_updated, self.desk.engines_lost)
+        methods += (self.membership.engines, self.membership.engines_updated, self.membership.engines_lost)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -115,7 +116,7 @@ class RolloutRole:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
         watch = asyncio.create_task(self._watch())
-        keep = asyncio.create_task(keep_engines(self.desk, self.context))
+        keep = asyncio.create_task(keep_engines(self.membership, self.context))
         keep.add_done_callback(self._made)
         starting = asyncio.create_task(started(self.work.grading, self.work.custom))
         try:
@@ -137,8 +138,8 @@ class RolloutRole:
         finally:
             await cancel(starting, watch, keep, self._making)
             await self.evaluations.close()
-            if self.stream is not None:
-                await self.stream.close()
+            if self.continuous is not None:
+                await self.continuous.close()
             self.pool.occupancy.close()
             await self.pool.close()
             for part in (self.teacher, self.work.custom, self.work.grading):
@@ -160,8 +161,8 @@ class RolloutRole:
         elif rollout_id:
             raise DataError(f"the run goes on at rollout {rollout_id}, but its checkpoint holds no data position")
         self.store.restore(rollout_id, state)
-        if self.ahead is not None:
-            self.ahead.begin(rollout_id)
+        if self.generated_ahead is not None:
+            self.generated_ahead.begin(rollout_id)
         self._next = rollout_id
         if self._stopping:
             await self.server.stop_at(rollout_id)
@@ -174,14 +175,14 @@ class RolloutRole:
         made.
 
         consumed: the policy version of the trainer when it learns from them; None: the same.  patience: as for
-        `Evaluations.evaluate`.
+        `EvaluationService.evaluate`.
         """
         if self._stopping and not self._last_ahead(rollout_id):
             return {}
         if rollout_id != self._next:
             raise HpcrlError(f"rollout {rollout_id} was asked for, but {self._next} is next")
-        if self.stream is not None:
-            self.stream.publish(version)
+        if self.continuous is not None:
+            self.continuous.publish(version)
         if not await self._settled(patience):
             return {UNFINISHED: {}}
         if self._stopping and not self._last_ahead(rollout_id):
@@ -203,17 +204,17 @@ class RolloutRole:
         """The trainer has learned from `rollout_id`: where the data stands after it; its samples are on disk by then.
 
         saved: the policy version of the newest checkpoint; settle: wait until what is made ahead is made, too;
-        patience: as for `Evaluations.evaluate`.
+        patience: as for `EvaluationService.evaluate`.
         """
         if (settle or self._made_id <= rollout_id) and not await self._settled(patience):
             return {UNFINISHED: {}}
-        if self.stream is not None:
-            self.stream.trainer_is_waiting()
+        if self.continuous is not None:
+            self.continuous.trainer_is_waiting()
         if rollout_id not in self._states:
             raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
         await asyncio.to_thread(self.store.remove, self.store.learned(rollout_id, saved))
-        if self.ahead is not None:
-            await asyncio.to_thread(self.ahead.prune, rollout_id, saved)
+        if self.generated_ahead is not None:
+            await asyncio.to_thread(self.generated_ahead.prune, rollout_id, saved)
         self._states = {number: state for number, state in self._states.items() if number >= rollout_id}
         return self._states[rollout_id]
 
@@ -226,8 +227,8 @@ class RolloutRole:
         """End this process, once the answer is out."""
         if self._making is not None:
             await asyncio.wait([self._making])
-        if self.stream is not None:
-            await self.stream.close()
+        if self.continuous is not None:
+            await self.continuous.close()
         say(f"finished at rollout {rollout_id}")
         asyncio.get_running_loop().call_later(POLL, self._settle, 0)
         return {}
@@ -238,12 +239,12 @@ class RolloutRole:
         await self.pool.connect()
         begun, at = time.monotonic(), self.timeline.now()
         waited = begun - (self._idle_since or begun)
-        if self.stream is not None and self._idle_since is not None:
+        if self.continuous is not None and self._idle_since is not None:
             begun = self._idle_since  # it never stops making
-        late = lambda: f"{self.maker} of rollout {rollout_id}"  # noqa: E731
-        made = await self._in_time(self.maker.make(rollout_id, version, consumed), late)
+        late = lambda: f"{self.generator} of rollout {rollout_id}"  # noqa: E731
+        made = await self._in_time(self.generator.make(rollout_id, version, consumed), late)
         samples = made.rollout.samples()
-        source = self.work.source.own if isinstance(self.work.source, OwnSource) else self.work.source
+        source = self.work.source.own if isinstance(self.work.source, CustomSource) else self.work.source
         await self.work.hooks.filter(samples, made.dropped, source=source)
         # with what an own source has learned of the samples, unless more has been issued since
         self._states[rollout_id] = made.state or self.store.state(rollout_id)
@@ -311,18 +312,18 @@ class RolloutRole:
         end = self._next
         if self._making is not None and not self._making.done() and self._handed_over != end - 1:
             end -= 1
-            if self.ahead is None:
+            if self.generated_ahead is None:
                 await cancel(self._making)
                 self._next = end
-        if self.stream is not None:
-            await self.stream.stop()
+        if self.continuous is not None:
+            await self.continuous.stop()
         self._end_at = end
         await self.server.stop_at(end)
 
     def _last_ahead(self, rollout_id: int) -> bool:
         """Whether a run that is asked to stop still makes this rollout, so that one that goes on learns from the same
         samples."""
-        return self.ahead is not None and rollout_id == self._end_at
+        return self.generated_ahead is not None and rollout_id == self._end_at
 
     def _guarded(
         self, method: Callable[..., Awaitable[dict[str, Any]]]
@@ -357,12 +358,12 @@ def main() -> int:
     context = open_role()
     ended = 0
 
-    async def serve(work: Work) -> int:
+    async def serve(work: RolloutInputs) -> int:
         return await RolloutRole(context, work).run()
 
     def body() -> None:
         nonlocal ended
-        ended = asyncio.run(serve(Work(context)))
+        ended = asyncio.run(serve(RolloutInputs(context)))
 
     return act("rollout", context, 0, body) or ended
 

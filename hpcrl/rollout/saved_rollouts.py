@@ -1,9 +1,13 @@
-"""Rollouts in files, to be trained from again: --save-debug-rollout-data and --load-debug-rollout-data.
+"""Samples in files: RUN/samples to be read, and whole rollouts to be trained on again.
+
+RUN/samples has one JSON object a sample: what was asked, answered and earned.  --save-debug-rollout-data writes, and
+--load-debug-rollout-data reads:
 
     magic, number of frames, length of each (little-endian), then the frames: a share of the queue that holds the whole rollout
     (`queue/share_format.py`), and what the trainer does not need of each sample, as msgpack
 
-Invariants: what is read is what was written, bit for bit, so training from it gives the same losses; nothing is
+Invariants: a sample file depends on the samples alone (no times, no engine names), so a repeated step writes the same
+bytes.  Of a rollout, what is read is what was written, bit for bit, so training on it gives the same losses; nothing is
 unpickled, and whatever a file holds, `read_rollout` returns whole samples or raises DataError and nothing else.
 """
 
@@ -26,6 +30,7 @@ from hpcrl.queue.share_format import Share, WireError, decode, encode
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampler import GREEDY, Asked
 from hpcrl.run.rundir import write_atomic
+from hpcrl.run.trouble.storage import PATIENCE
 from hpcrl.sample import STATUSES, Sample, SampleBatch
 
 MAGIC = b"HPCRLRO1"
@@ -34,7 +39,7 @@ _HEAD = struct.Struct("<8sI")
 _SIZE = struct.Struct("<Q")
 
 
-class Words(msgspec.Struct, forbid_unknown_fields=True):
+class SampleTexts(msgspec.Struct, forbid_unknown_fields=True):
     """What a sample has beside the columns of its share."""
 
     prompt: Any = None
@@ -66,7 +71,7 @@ def write_rollout(path: Path, rollout_id: int, version: int, samples: Sequence[S
     """Write the file, whole.  HpcrlError if the disk does not take it."""
     batch = SampleBatch.of(list(samples))
     whole = Share(rollout_id, version, batch, [[list(range(len(batch)))]], [len(batch)], [int(batch.loss_mask.sum())])
-    words = [Words(*(getattr(sample, name) for name in Words.__struct_fields__)) for sample in samples]
+    words = [SampleTexts(*(getattr(sample, name) for name in SampleTexts.__struct_fields__)) for sample in samples]
     frames = [*map(bytes, encode(whole)), msgspec.msgpack.encode(words)]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     head = _HEAD.pack(MAGIC, len(frames)) + b"".join(_SIZE.pack(len(frame)) for frame in frames)
@@ -84,7 +89,7 @@ def read_rollout(path: Path) -> SavedRollout:
     try:
         *frames, words = _frames(memoryview(data))
         share = decode(frames)
-        every = msgspec.msgpack.decode(words, type=list[Words])
+        every = msgspec.msgpack.decode(words, type=list[SampleTexts])
         if len(every) != len(share.batch) or not np.array_equal(share.own, np.arange(len(share.table))):
             raise ValueError(f"{len(every)} samples in words, {len(share.batch)} in columns, of {len(share.table)}")
         samples = [_sample(share.batch.take([number]), words) for number, words in enumerate(every)]
@@ -112,7 +117,7 @@ def _frames(data: memoryview) -> list[memoryview]:
     return found
 
 
-def _sample(one: SampleBatch, words: Words) -> Sample:
+def _sample(one: SampleBatch, words: SampleTexts) -> Sample:
     """The only sample of a batch."""
     row = one.rows[0]
     return Sample(
@@ -231,3 +236,39 @@ class SavedRollouts:
                 "save the rollouts with the same --advantage-estimator",
             )
         return replace(sample, group=asked.group.number, index=GREEDY, reward=sample.baseline)
+
+
+# ---- RUN/samples
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Write the file, whole.  HpcrlError if the disk does not take it."""
+    write_atomic(path, b"".join(msgspec.json.encode(_record(sample)) + b"\n" for sample in samples), patience=PATIENCE)
+
+
+def _record(sample: Sample) -> dict[str, object]:
+    """versions: the policy versions that its tokens were sampled under, each once; baseline: where one was asked for;
+    removed,
+    rewards, grading, grading_error: where there are any."""
+    more = {
+        "removed": sample.remove_sample,
+        "rewards": sample.rewards,
+        "grading": sample.grading,
+        "grading_error": sample.grading_error,
+    }
+    baseline = {} if math.isnan(sample.baseline) else {"baseline": sample.baseline}
+    return {
+        "group": sample.group,
+        "index": sample.index,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "reward": sample.reward,
+        **baseline,
+        "prompt_len": len(sample.tokens) - sample.response_length,
+        "response_len": sample.response_length,
+        "status": sample.status,
+        "versions": np.unique(sample.versions).tolist(),
+        "metadata": sample.metadata,
+        **{name: value for name, value in more.items() if value},
+    }

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from hpcrl.errors import PeerError
-from hpcrl.rollout.engines.engine_client import Completion, Generator, Sampling, seed_of
+from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
+from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.sample import ABORTED, TRUNCATED
 from hpcrl.token_frames import ABORT, GENERATE
 from hpcrl.weights.engine_http import ask
@@ -24,7 +26,7 @@ from tests.support.tiny import make_model
 
 pytestmark = pytest.mark.vllm
 TOKENS = np.asarray(PROMPT, np.int32)
-Job = Callable[[Generator, EnginePool], Any]
+Job = Callable[[EngineClient, EnginePool], Any]
 
 
 def sampling(count: int, **fields: Any) -> Sampling:
@@ -57,7 +59,7 @@ def run(engines: Engines, job: Job, lean: bool = True) -> Any:
             await pool.connect()
             for engine in pool.engines:
                 engine.lean = lean
-            return await asyncio.wait_for(job(Generator(pool, 128), pool), 60)
+            return await asyncio.wait_for(job(EngineClient(pool, 128), pool), 60)
         finally:
             await pool.close()
 
@@ -65,7 +67,7 @@ def run(engines: Engines, job: Job, lean: bool = True) -> Any:
 
 
 def group(how: Sampling, count: int = 6, version: int = 0) -> Job:
-    async def job(generator: Generator, pool: EnginePool) -> list[Completion]:
+    async def job(generator: EngineClient, pool: EnginePool) -> list[Completion]:
         return list(await asyncio.gather(*(generator.complete(TOKENS, how, seed_of(i), version) for i in range(count))))
 
     return job
@@ -118,7 +120,7 @@ def test_what_is_aborted_is_the_beginning_of_what_would_have_come(side: Side) ->
         side.step()
     whole = run(side.engines, group(endless(400), 4))
 
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         asked = [asyncio.create_task(generator.complete(TOKENS, endless(400), seed_of(i), 0)) for i in range(4)]
         held = asyncio.create_task(
             generator.complete(TOKENS, endless(60, logprobs=False, evaluation=True), seed_of(9), 0)
@@ -145,7 +147,7 @@ def test_what_is_aborted_is_the_beginning_of_what_would_have_come(side: Side) ->
 
 
 def test_vllms_own_route_is_ended_early_too(side: Side) -> None:
-    async def job(generator: Generator, pool: EnginePool) -> list[Completion]:
+    async def job(generator: EngineClient, pool: EnginePool) -> list[Completion]:
         asked = [asyncio.create_task(generator.complete(TOKENS, endless(400), seed_of(i), 0)) for i in range(4)]
         await asyncio.sleep(0.15)
         await generator.abort()
@@ -167,7 +169,7 @@ def sampled(side: Side) -> float:
 
 
 def test_who_waits_no_more_is_not_worked_for(side: Side) -> None:
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         before = sampled(side)
         asked = [asyncio.create_task(generator.complete(TOKENS, endless(900), seed_of(i), 0)) for i in range(6)]
         await asyncio.sleep(0.3)
@@ -200,7 +202,7 @@ def test_who_waits_no_more_is_not_worked_for(side: Side) -> None:
     ],
 )
 def test_what_vllm_refuses_is_an_error_in_its_words(side: Side, prompt: list[int], how: Sampling, words: str) -> None:
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         with pytest.raises(PeerError, match=rf"engine-0 on .* refused {GENERATE}: HTTP 400: .*({words})"):
             await generator.complete(np.asarray(prompt, np.int32), how, 1, 0)
 

@@ -21,7 +21,7 @@ from hpcrl.config.options import Options
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import Routing, find_routing
 from hpcrl.rollout.engines.completion import Completion
-from hpcrl.rollout.engines.engine_client import Sampling, seed_of
+from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.sample import SampleBatch
 from tests.engine.test_lean_route import run

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.errors import DataError, UsageError
-from hpcrl.rollout.answers import calculus, selfcheck
+from hpcrl.rollout.answers import calculus, labels
 from hpcrl.rollout.answers.boxed import boxed
 from hpcrl.rollout.answers.compare import equivalent
 from hpcrl.rollout.answers.labels import is_right, right_answers
@@ -242,14 +242,14 @@ def test_model_text_is_not_evaluated(tmp_path: Any) -> None:
 
 
 def test_the_self_check_names_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    selfcheck.check()
+    labels.check()
     monkeypatch.setattr(calculus, "same", lambda label, answer: False)
     with pytest.raises(UsageError, match=r"call \\sum_\{k=1\}\^\{4\} k and 10 different; installed are math-verify \d"):
-        selfcheck.check()
+        labels.check()
 
     def raises(label: str, answer: str) -> bool:
         raise TypeError("verify() got an unexpected keyword argument 'timeout_seconds'")
 
     monkeypatch.setattr(calculus, "same", raises)
     with pytest.raises(UsageError, match="raise TypeError: verify.*math-verify .*latex2sympy2_extended"):
-        selfcheck.check()
+        labels.check()

@@ -17,7 +17,7 @@ from hpcrl.errors import PeerError
 from hpcrl.rollout.endpoint.chat import answer, calls_in
 from hpcrl.rollout.endpoint.server import LARGEST, Endpoint
 from hpcrl.rollout.endpoint.session import Making, Session
-from hpcrl.rollout.engines.engine_client import Sampling
+from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import continuation
 from hpcrl.sample import ABORTED

@@ -23,8 +23,10 @@ from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageE
 from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.rollout.engines import engine_client
-from hpcrl.rollout.engines.engine_client import Completion, Generator, Sampling, seed_of
+from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import SLACK, EnginePool, PooledEngine
+from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.evaluation.evaluator import sampling_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
@@ -50,7 +52,7 @@ class Bench:
 
     def run(
         self,
-        job: Callable[[Generator, EnginePool], Any],
+        job: Callable[[EngineClient, EnginePool], Any],
         *scripts: Script | None,
         model_len: int | None = None,
         **options: Any,
@@ -68,7 +70,7 @@ class Bench:
             pool = EnginePool(rundir, plan, Options(**({"request_timeout": 5, "engine_restarts": 0} | options)))
             try:
                 await pool.connect()
-                return await job(Generator(pool, 128), pool)
+                return await job(EngineClient(pool, 128), pool)
             finally:
                 await pool.close()
 
@@ -106,12 +108,12 @@ def bare_pool(engines: int, limit: int) -> EnginePool:
     return pool
 
 
-async def one(generator: Generator, pool: EnginePool) -> Completion:
+async def one(generator: EngineClient, pool: EnginePool) -> Completion:
     return await generator.complete(PROMPT, SAMPLING, 11, version=4)
 
 
-def many(count: int) -> Callable[[Generator, EnginePool], Any]:
-    async def job(generator: Generator, pool: EnginePool) -> list[Completion]:
+def many(count: int) -> Callable[[EngineClient, EnginePool], Any]:
+    async def job(generator: EngineClient, pool: EnginePool) -> list[Completion]:
         return list(await asyncio.gather(*(generator.complete(PROMPT, SAMPLING, seed, 4) for seed in range(count))))
 
     return job
@@ -184,7 +186,7 @@ def test_the_least_loaded_engine_is_next(bench: Bench) -> None:
 
 
 def test_who_waits_no_more_is_passed_over(bench: Bench) -> None:
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         first, second, third = (asyncio.create_task(generator.complete(PROMPT, SAMPLING, seed, 4)) for seed in range(3))
         while bench.engines[0].in_flight < 1:
             await asyncio.sleep(0.01)
@@ -227,7 +229,7 @@ def test_waiting_requests_hear_that_no_engine_is_left(bench: Bench) -> None:
         engine.healthy = False
         return CUT
 
-    async def job(generator: Generator, pool: EnginePool) -> list[Any]:
+    async def job(generator: EngineClient, pool: EnginePool) -> list[Any]:
         asked = (generator.complete(PROMPT, SAMPLING, seed, 4) for seed in range(20))
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
 
@@ -268,7 +270,7 @@ def test_a_slow_engine_meets_the_deadline(bench: Bench) -> None:
 
 
 def test_a_cancelled_request_leaves_its_engine(bench: Bench) -> None:
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         tasks = [asyncio.create_task(generator.complete(PROMPT, SAMPLING, seed, 4)) for seed in range(6)]
         while bench.engines[0].in_flight < 2:
             await asyncio.sleep(0.01)
@@ -399,7 +401,7 @@ def ints(*values: int) -> bytes:
 def test_bytes_that_are_no_frames_of_samples_are_an_error_that_names_the_engine(
     lean: Bench, data: bytes, words: str
 ) -> None:
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         asked = (generator.complete(PROMPT, SAMPLING, seed, 4) for seed in range(2))
         *_, error = await asyncio.gather(*asked, return_exceptions=True)
         assert isinstance(error, PeerError) and "engine-0 on node7 answered" in str(error) and words in str(error), str(
@@ -425,7 +427,7 @@ def test_a_group_is_one_request_and_each_sample_its_own(lean: Bench) -> None:
 
 
 def test_some_of_a_group_may_be_given_up(lean: Bench) -> None:
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         asked = [asyncio.create_task(generator.complete(PROMPT, SAMPLING, seed, 4)) for seed in range(4)]
         await in_flight(lean.engines, 4)
         asked[1].cancel()
@@ -554,7 +556,7 @@ async def in_flight(engines: list[FakeEngine], count: int) -> None:
 def test_abort_ends_all_but_evaluations_with_what_was_there(bench: Bench, deaf: int) -> None:
     """A request that the engine has not seen yet, or does not end at the first word, is told again."""
 
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         bench.engines[0].deaf = deaf
         asked = [asyncio.create_task(generator.complete(PROMPT, SAMPLING, seed, 4)) for seed in range(5)]
         held_out = asyncio.create_task(generator.complete(PROMPT, replace(SAMPLING, evaluation=True), 9, 4))
@@ -583,7 +585,7 @@ def test_abort_of_nothing_is_over_at_once(bench: Bench) -> None:
 
 
 def test_abort_waits_for_no_dead_engine(bench: Bench) -> None:
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         asked = asyncio.create_task(generator.complete(PROMPT, SAMPLING, 1, 4))
         await in_flight(bench.engines, 1)
         aborting = asyncio.create_task(generator.abort())
@@ -596,7 +598,7 @@ def test_abort_waits_for_no_dead_engine(bench: Bench) -> None:
 
 
 def test_an_engine_that_does_not_end_what_it_is_told_to_is_named(bench: Bench) -> None:
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         asked = asyncio.create_task(generator.complete(PROMPT, SAMPLING, 1, 4))
         await in_flight(bench.engines, 1)
         pool.request_timeout = 0.3
@@ -614,7 +616,7 @@ def test_a_response_goes_on_from_its_exact_tokens(bench: Bench) -> None:
         np.asarray([7, 8], np.int32), np.asarray([-0.5, -1.5], np.float32), np.asarray([2, 3], np.int32), ABORTED
     )
 
-    async def job(generator: Generator, pool: EnginePool) -> Completion:
+    async def job(generator: EngineClient, pool: EnginePool) -> Completion:
         return await generator.complete(PROMPT, SAMPLING, 11, 4, begun=begun)
 
     found = bench.run(job, None)
@@ -642,7 +644,7 @@ def test_a_group_goes_to_one_engine_unless_others_would_idle(bench: Bench) -> No
     async def slow(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:
         await asyncio.sleep(0.1)
 
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         prompts = [np.asarray([3, 20 + i], np.int32) for i in range(6)]
         await asyncio.gather(*(generator.complete(p, SAMPLING, seed, 4) for p in prompts for seed in range(4)))
 
@@ -653,7 +655,7 @@ def test_a_group_goes_to_one_engine_unless_others_would_idle(bench: Bench) -> No
 
 
 def test_a_key_stays_with_its_engine_while_that_is_not_much_busier(bench: Bench) -> None:
-    async def job(generator: Generator, pool: EnginePool) -> None:
+    async def job(generator: EngineClient, pool: EnginePool) -> None:
         for turn in range(6):
             prompt = np.asarray([3] * (turn + 1), np.int32)
             keys = ["a", "b"]
@@ -712,7 +714,7 @@ def test_no_two_requests_share_their_noise_without_deterministic_mode_either(ben
 
         async def grade(self, *_: Any) -> None: ...
 
-    async def job(generator: Generator, pool: EnginePool) -> list[int]:
+    async def job(generator: EngineClient, pool: EnginePool) -> list[int]:
         sampler = SingleTurnSampler(Options(), tokenizer, generator, Grading())
         groups = [Group(number, prompt) for number in range(2)]
         await asyncio.gather(*(sampler.make(Asked(g, i, r, 0)) for r in range(2) for g in groups for i in range(8)))

@@ -16,8 +16,7 @@ from hpcrl.config.eval_sets import EvalSet, eval_sets
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.report.page.panels import own_metrics
-from hpcrl.rollout.evaluation.evaluator import sampling_of
-from hpcrl.rollout.evaluation.results import interval, majority, pass_at_k, pass_rates, results, wilson
+from hpcrl.rollout.evaluation.evaluator import interval, majority, pass_at_k, pass_rates, results, sampling_of, wilson
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample
 
 BASE: dict[str, Any] = {"eval_interval": 1, "rm_type": "math", "label_key": "label"}

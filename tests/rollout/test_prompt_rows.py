@@ -18,9 +18,8 @@ from hpcrl.config.prompt_words import PromptWord, read_word
 from hpcrl.errors import DataError, UsageError
 from hpcrl.prompt_files.row_checks import Keys, read_row
 from hpcrl.prompt_files.rows import first_rows, open_rows
-from hpcrl.rollout.prompts.mixing import epoch_order, shares
 from hpcrl.rollout.prompts.prompt_files import PromptFile, read_training
-from hpcrl.rollout.prompts.prompt_source import PromptSource
+from hpcrl.rollout.prompts.prompt_source import PromptSource, epoch_order, shares
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from tests.support.tiny import make_tokenizer
 

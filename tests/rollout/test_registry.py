@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hpcrl.rollout.engines.registry import FAILED_UPDATES, Member, Registry
+from hpcrl.rollout.engines.registry import FAILED_UPDATES, EngineMember, Registry
 
 
 class World:
@@ -61,7 +61,7 @@ class World:
                 if self.chance.random() < 0.5:
                     self.registry.drained(index)
 
-    def update(self, members: list[Member], alone: bool) -> None:
+    def update(self, members: list[EngineMember], alone: bool) -> None:
         """What the sender does: whoever dies in the middle is dropped and told of, the others get it whole.
 
         One that joins alone may be given newer weights than the others have: the trainer may be ahead of them.
@@ -87,7 +87,7 @@ class World:
 def test_only_engines_with_the_published_weights_ever_answer(seed: int) -> None:
     for run in range(75):
         world = World(1000 * seed + run)
-        before: dict[int, Member] = {}
+        before: dict[int, EngineMember] = {}
         for _ in range(60):
             world.step()
             for index, member in world.registry.members.items():

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.engines.engine_client import Completion, Sampling
+from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
 from tests.support.tiny import CHAT, SPECIAL

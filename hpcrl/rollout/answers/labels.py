@@ -1,14 +1,18 @@
-r"""What a label says the right answers are.
+"""What a label says the right answers are, and whether an answer is one of them.
 
-A label is text, a number, true or false, or a list of them: then each is right.  Where a text label has a \boxed{...},
+A label is text, a number, true or false, or a list of them: then each is right.  Where a text label has a \\boxed{...},
 that is the answer.
+
+Invariant: a package that reads or compares otherwise than this code expects is an error that names the versions, at the
+start (`check`), and not a run whose rewards are all 0.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.errors import DataError
+from hpcrl.errors import DataError, UsageError
+from hpcrl.rollout.answers import calculus
 from hpcrl.rollout.answers.boxed import boxed
 from hpcrl.rollout.answers.compare import equivalent
 
@@ -31,3 +35,39 @@ def right_answers(label: Any) -> list[str]:
 def is_right(answer: str | None, label: Any) -> bool:
     """Whether `answer` is one of the label's right answers; no answer and an empty label never are."""
     return bool(answer) and any(equivalent(answer, right) for right in right_answers(label))
+
+
+# ---- before any answer is graded
+
+#: (answer, label, whether they are the same)
+PAIRS = (
+    ("1/2", "0.5", True),
+    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", True),
+    ("(x+1)^2", "x^2+2x+1", True),
+    (r"\{1,2\}", r"\{2,1\}", True),
+    (r"\sum_{k=1}^{4} k", "10", True),
+    ("1/3", "0.5", False),
+    ("2516_9", "2516_8", False),
+    ("silent", "listen", False),
+    ("0=0", "x+y=1", False),
+    (r"\sum_{k=1}^{4} k", "11", False),
+)
+
+
+def check() -> None:
+    """UsageError names the pair that is judged wrongly, and the versions.  ImportError if a package is missing."""
+    for answer, label, truth in PAIRS:
+        try:
+            found = equivalent(answer, label)
+        except ImportError:
+            raise
+        except Exception as error:
+            raise _broken(f"raise {type(error).__name__}: {error} on {answer} and {label}") from error
+        if found != truth:
+            raise _broken(f"call {answer} and {label} {'the same' if found else 'different'}")
+
+
+def _broken(what: str) -> UsageError:
+    return UsageError(
+        f"the packages that compare answers {what}", f"installed are {calculus.versions()}; see docs/rewards.md"
+    )

@@ -1,37 +1,148 @@
 """The HTTP server of the rollout process through which custom functions and agents ask the policy.
 
-    POST /v1/chat/completions, /v1/completions   as OpenAI has them, as far as request_fields.py says
+    POST /v1/chat/completions, /v1/completions   as OpenAI has them, as far as `read_fields` says
     POST /v1/tokens                              {"tokens": [...], "sampling_params": {...}}: exact tokens, log-probs, versions
     GET  /v1/models                              the one model
 
 Invariants: every request brings the key of a response that is being made, which opens nothing else and ends with it; it
 listens on the rollout's address of the plan alone, on a port that the system chose; bodies are bounded, and every wait
-has a deadline.
+has a deadline.  A field that is not honoured is an error that names it, never ignored; how tokens are sampled is the
+run's choice, so that they can be trained on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint import chat
 from hpcrl.rollout.endpoint.chat import Dialogue
-from hpcrl.rollout.endpoint.request_fields import (
-    CHAT,
-    COMPLETION,
-    chat_logprobs,
-    check_logprobs,
-    completion_logprobs,
-    read_fields,
-)
-from hpcrl.rollout.endpoint.session import DIALOGUES, BadRequest, Session
+from hpcrl.rollout.endpoint.session import DIALOGUES, BadRequest, Session, sampling_params
+from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, Trajectory, Turn
+
+#: fields that a route honours, and of these the ones that bound an answer's tokens, the first that is given
+CHAT = ("messages", "tools", "max_completion_tokens", "max_tokens", "stop", "logprobs")
+COMPLETION = ("prompt", "max_tokens", "stop", "logprobs")
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+#: fields that say nothing of the answer
+_LABELS = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
+#: fields with the values that ask for nothing else than what is done anyway
+_USUAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "skip_special_tokens": (True,),
+    "ignore_eos": (False,),
+}
+_WHY = {
+    "n": "n is 1 here: ask several times",
+    "stream": "stream is not served: leave it out",
+    "top_logprobs": "top_logprobs is not served: there are log-probs of the sampled tokens alone",
+    "tool_choice": "tool_choice is not served, but for auto: the policy calls a tool or does not",
+    "response_format": "response_format is not served, but for text: what the policy says is not constrained",
+}
+
+
+def read_fields(body: Mapping[str, Any], served: tuple[str, ...], sampling: Sampling) -> dict[str, Any]:
+    """The max_new_tokens and stop that a request asks for.  served: of its route.  BadRequest for what is not served.
+
+    A field that is null counts as left out.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    run = sampling_params(sampling)
+    for name, value in given.items():
+        if name in served or name in _LABELS or _changes_nothing(name, value, given):
+            continue
+        if name in run and name not in ("stop", "stop_token_ids", "max_new_tokens"):
+            if not _equal(value, run[name]):
+                raise BadRequest(
+                    f"{name} {value!r} is not served: the run samples at {run[name]:g}, and tokens that are sampled otherwise "
+                    "cannot be trained on; leave it out"
+                )
+            continue
+        raise BadRequest(_WHY.get(name, f"{name} is not served: leave it out"))
+    params = {"stop": given["stop"]} if "stop" in given else {}
+    most = next((given[name] for name in _LENGTHS if name in served and name in given), None)
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise BadRequest(f"{most!r} is no number of tokens")
+    return params | ({} if most is None else {"max_new_tokens": most})
+
+
+def _changes_nothing(name: str, value: Any, given: Mapping[str, Any]) -> bool:
+    if name == "tool_choice" and value == "none":
+        return not given.get("tools")
+    return any(_equal(value, usual) for usual in _USUAL.get(name, ()))
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Equal, and not merely because JSON's true is Python's 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+# ---- log-probs of an answer
+
+
+def chat_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Turn) -> dict[str, Any] | None:
+    """What a chat's choice has under logprobs: every sampled token, what ended the turn included; None if not asked
+    for."""
+    if not body.get("logprobs"):
+        return None
+    rows = [
+        {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
+        for text, value in zip(_texts(tokenizer, turn), turn.logprobs.tolist(), strict=True)
+    ]
+    return {"content": rows, "refusal": None}
+
+
+def completion_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Turn) -> dict[str, Any] | None:
+    """What a completion's choice has under logprobs; None if not asked for.  BadRequest for others than the sampled
+    tokens'."""
+    asked = body.get("logprobs")
+    if asked is None or asked is False:
+        return None
+    texts = _texts(tokenizer, turn)
+    offsets = [0, *np.cumsum([len(text) for text in texts]).tolist()][: len(texts)]
+    return {"tokens": texts, "token_logprobs": turn.logprobs.tolist(), "top_logprobs": None, "text_offset": offsets}
+
+
+def check_logprobs(body: Mapping[str, Any], chat: bool) -> None:
+    """BadRequest unless log-probs are asked for as they are served: a switch of a chat, 0 alternatives of a
+    completion."""
+    asked = body.get("logprobs")
+    if chat and not isinstance(asked, bool | None):
+        raise BadRequest(f"logprobs {asked!r} is neither true nor false")
+    if not chat and not (asked is None or asked is False or _equal(asked, 0)):
+        raise BadRequest(f"logprobs {asked!r} is not served: 0 gives those of the sampled tokens, there are no others")
+
+
+def _texts(tokenizer: Tokenizer, turn: Turn) -> list[str]:
+    return [tokenizer.spell(token) for token in turn.tokens.tolist()]
+
+
+def _bytes(text: str) -> list[int] | None:
+    """None for a token that is part of a character alone: its text does not say which."""
+    return None if "\ufffd" in text else list(text.encode())
+
+
+# ---- the server
 
 MODEL = "policy"
 LARGEST = 1 << 24  #: bytes of a request

@@ -21,7 +21,9 @@ import numpy as np
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.chat import Dialogue
-from hpcrl.rollout.engines.engine_client import Completion, Generator, Sampling, seed_of
+from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.engines.engine_client import EngineClient
+from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, STOP, Turn
 from hpcrl.sample import ABORTED, TRUNCATED
@@ -74,7 +76,7 @@ class Session:
     """
 
     making: Making
-    generator: Generator
+    client: EngineClient
     tokenizer: Tokenizer
     context: Callable[[], int | None]
     earlier: Sequence[Asked] = ()
@@ -118,7 +120,7 @@ class Session:
                 affinity = "/".join(
                     map(str, self.making.seed)
                 )  # all turns to the engine that has their beginning in its cache
-                found = await self.generator.complete(ids, sampling, seed, self.making.version, begun, affinity)
+                found = await self.client.complete(ids, sampling, seed, self.making.version, begun, affinity)
         except HpcrlError as error:
             self.broken = self.broken or error
             raise

@@ -98,7 +98,7 @@ def completion_of(sample: Sample) -> Completion:
     )
 
 
-class Wanted(NamedTuple):
+class ExpectedAnswer(NamedTuple):
     """What an answer must agree with.
 
     max_tokens: asked for; version: of the weights when it was asked for; exact: whether the limit is the only reason
@@ -114,7 +114,7 @@ class Wanted(NamedTuple):
 
 def check(
     engine: PooledEngine,
-    wanted: Wanted,
+    wanted: ExpectedAnswer,
     reason: str,
     tokens: np.ndarray,
     logprobs: np.ndarray | None,
@@ -190,7 +190,7 @@ _NUMBERS = itertools.count()
 
 
 @dataclass(eq=False)
-class Call:
+class SampleCall:
     """One sample that somebody waits for.
 
     ident: its name at engines; engine, request: that it was sent to, and with, last; flying: whether it is in flight
@@ -201,14 +201,14 @@ class Call:
     answer: asyncio.Future[Completion]
     ident: str = field(default_factory=lambda: f"{os.getpid():x}-{next(_NUMBERS):x}")
     engine: PooledEngine | None = None
-    request: Request | None = None
-    flying: bool = False
+    request: PromptRequest | None = None
+    in_flight: bool = False
     ended: bool = False
-    moved: bool = False
+    migrated: bool = False
 
 
 @dataclass(eq=False)
-class Request:
+class PromptRequest:
     """Samples of one prompt (int32 [n]) under one way of sampling.
 
     begun: tokens at the end of `prompt` that are the response's own; max_tokens: that may still come; exact: whether
@@ -222,14 +222,14 @@ class Request:
     exact: bool
     version: int
     affinity: str | None
-    calls: list[Call]
+    calls: list[SampleCall]
     tries: int = 0
     task: asyncio.Task[None] | None = None
 
-    def part(self, calls: list[Call], tries: int | None = None) -> Request:
+    def part(self, calls: list[SampleCall], tries: int | None = None) -> PromptRequest:
         """The same, for some of its calls."""
         tries = self.tries if tries is None else tries
-        return Request(
+        return PromptRequest(
             self.prompt,
             self.sampling,
             self.begun,
@@ -241,13 +241,13 @@ class Request:
             tries,
         )
 
-    def open(self) -> list[Call]:
+    def open(self) -> list[SampleCall]:
         """The calls that still wait for an answer."""
         return [call for call in self.calls if not call.answer.done()]
 
 
 #: what a route does with each answer
-Deliver = Callable[[Call, Completion], None]
+Deliver = Callable[[SampleCall, Completion], None]
 
 
 class PassingTrouble(Exception):

@@ -28,7 +28,7 @@ WAITING = "vllm:num_requests_waiting"
 CACHE = "vllm:kv_cache_usage_perc"
 
 
-class Reading(NamedTuple):
+class EngineMetrics(NamedTuple):
     """What an engine says: requests that it works on, requests that wait there, share of its KV cache in use."""
 
     running: float
@@ -37,13 +37,13 @@ class Reading(NamedTuple):
 
 
 @dataclass
-class Steering:
+class ConcurrencyLimit:
     """The limit of samples in flight.  group: samples of a group; limit: None as long as nothing bounds it."""
 
     group: int
     limit: int | None = None
 
-    def read(self, readings: Sequence[Reading], in_flight: int) -> None:
+    def read(self, readings: Sequence[EngineMetrics], in_flight: int) -> None:
         """Take in what living engines say; in_flight: samples asked for and not answered, the engines' and ours."""
         if not readings:
             self.limit = None
@@ -61,7 +61,7 @@ class Steering:
         return max(0, min(wanted, (self.limit - in_flight) // self.group))
 
 
-def parse(text: str) -> Reading | None:
+def parse(text: str) -> EngineMetrics | None:
     """A reading from Prometheus' text, summed over labels (the fullest cache); None if it has not all of it."""
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
@@ -73,17 +73,17 @@ def parse(text: str) -> Reading | None:
                 return None
     if len(found) < 3:
         return None
-    return Reading(sum(found[RUNNING]), sum(found[WAITING]), max(found[CACHE]))
+    return EngineMetrics(sum(found[RUNNING]), sum(found[WAITING]), max(found[CACHE]))
 
 
-async def look(pool: EnginePool) -> list[Reading]:
+async def read_metrics(pool: EnginePool) -> list[EngineMetrics]:
     """What the living engines say; an engine that does not answer in time is left out: others find out what is wrong
     there."""
     found = await asyncio.gather(*(_ask(engine) for engine in pool.engines))
     return [reading for reading in found if reading is not None]
 
 
-async def _ask(engine: PooledEngine) -> Reading | None:
+async def _ask(engine: PooledEngine) -> EngineMetrics | None:
     try:
         async with engine.session.get(engine.at(PATH), timeout=aiohttp.ClientTimeout(total=SECONDS)) as answer:
             return parse(await answer.text()) if answer.status == 200 else None

@@ -23,7 +23,7 @@ import numpy as np
 
 from hpcrl.errors import DataError, DeadlineError, PeerError
 from hpcrl.rollout.engines import lean_route, stock_route
-from hpcrl.rollout.engines.completion import Call, Completion, PassingTrouble, Request, Wanted
+from hpcrl.rollout.engines.completion import Completion, ExpectedAnswer, PassingTrouble, PromptRequest, SampleCall
 from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.sample import ABORTED, TRUNCATED
@@ -39,19 +39,19 @@ class Dispatcher:
     def __init__(self, pool: EnginePool, vocab_size: int) -> None:
         self._pool = pool
         self._vocab_size = vocab_size
-        self._gathering: dict[Hashable, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._gathering: dict[Hashable, PromptRequest] = {}
+        self._waiting: deque[PromptRequest] = deque()
         self._queued = 0  # calls in `_waiting`, those that nobody waits for any more included
-        self._sent: dict[asyncio.Task[None], Request] = {}
+        self._sent: dict[asyncio.Task[None], PromptRequest] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._woken = False
         pool.changed = self._wake
         pool.hand_back = self.hand_back
 
-    def submit(self, key: Hashable, seed: int | None, make: Callable[[list[Call]], Request]) -> Call:
+    def submit(self, key: Hashable, seed: int | None, make: Callable[[list[SampleCall]], PromptRequest]) -> SampleCall:
         """One sample of the request that `make` builds, together with all that are submitted under `key` in this
         turn."""
-        call = Call(seed, asyncio.get_running_loop().create_future())
+        call = SampleCall(seed, asyncio.get_running_loop().create_future())
         request = self._gathering.get(key)
         if request is None:
             self._gathering[key] = make([call])
@@ -60,10 +60,10 @@ class Dispatcher:
             request.calls.append(call)
         return call
 
-    def give_up(self, call: Call) -> None:
+    def give_up(self, call: SampleCall) -> None:
         """Whoever asked for `call` waits no more: end it at its engine; a request that nobody waits for, as a whole."""
         call.answer.cancel()
-        if not call.flying or call.request is None or call.engine is None:
+        if not call.in_flight or call.request is None or call.engine is None:
             return
         if not call.request.open() and call.request.task is not None:
             call.request.task.cancel()
@@ -103,22 +103,22 @@ class Dispatcher:
             except PeerError as error:  # no engine will ever serve: nobody else need wait for one
                 _fail(request, error)
 
-    def _put_back(self, request: Request) -> None:
+    def _put_back(self, request: PromptRequest) -> None:
         self._waiting.appendleft(request)
         self._queued += len(request.calls)
 
-    def _send(self, engine: PooledEngine, request: Request) -> None:
+    def _send(self, engine: PooledEngine, request: PromptRequest) -> None:
         for part in [request] if engine.lean else [request.part([call]) for call in request.calls]:
             part.task = asyncio.create_task(self._serve(engine, part))
             for call in part.calls:
                 call.engine = engine
                 call.request = part
-                call.flying = True
-                call.moved = False
+                call.in_flight = True
+                call.migrated = False
             self._sent[part.task] = part
             part.task.add_done_callback(self._sent.pop)
 
-    async def _serve(self, engine: PooledEngine, request: Request) -> None:
+    async def _serve(self, engine: PooledEngine, request: PromptRequest) -> None:
         """Send one request, and see to it that each of its calls gets its answer."""
         trouble = ""
         try:
@@ -135,11 +135,13 @@ class Dispatcher:
         if trouble:
             await self._again(engine, request, trouble)
 
-    async def _try(self, engine: PooledEngine, request: Request) -> str:
+    async def _try(self, engine: PooledEngine, request: PromptRequest) -> str:
         """What went wrong, if that says nothing about the request.  HpcrlError if it was refused, or answered by
         garbage."""
         limit = self._pool.request_timeout
-        wanted = Wanted(self._vocab_size, request.sampling.logprobs, request.max_tokens, request.version, request.exact)
+        wanted = ExpectedAnswer(
+            self._vocab_size, request.sampling.logprobs, request.max_tokens, request.version, request.exact
+        )
         try:
             async with asyncio.timeout(limit):
                 await _route(engine).ask(engine, request, wanted, self._deliver)
@@ -152,7 +154,7 @@ class Dispatcher:
             raise DeadlineError(what, f"see {engine.log}") from error
         return ""
 
-    async def _again(self, engine: PooledEngine, request: Request, trouble: str) -> None:
+    async def _again(self, engine: PooledEngine, request: PromptRequest, trouble: str) -> None:
         """Let what is unanswered wait for another try, after a pause: a server that answered 500 closes its connections
         first."""
         tries = request.tries + 1
@@ -171,16 +173,16 @@ class Dispatcher:
 
     # ---- back
 
-    def _deliver(self, call: Call, completion: Completion) -> None:
+    def _deliver(self, call: SampleCall, completion: Completion) -> None:
         self._release(call)
         if not call.answer.done():
             call.answer.set_result(completion)
 
-    def _release(self, call: Call) -> None:
+    def _release(self, call: SampleCall) -> None:
         """`call` is in flight no more."""
-        if call.flying and call.engine is not None:
+        if call.in_flight and call.engine is not None:
             # or else each would hold the other until a collection
-            call.flying = False
+            call.in_flight = False
             call.request = None
             self._pool.give_back(call.engine)
             if self._waiting:
@@ -198,7 +200,7 @@ class Dispatcher:
         calls = [call for request in requests if not request.sampling.evaluation for call in request.open()]
         for call in calls:
             call.ended = True
-            if not call.flying:
+            if not call.in_flight:
                 call.answer.set_result(Completion.empty())
         if left := await self._end(calls, deadline):
             limit = f"--request-timeout {self._pool.request_timeout:g} s"
@@ -210,15 +212,17 @@ class Dispatcher:
         One that is not ended in time is begun again, once its engine is gone.
         """
         open_calls = [call for request in self._sent.values() for call in request.open()]
-        calls = [call for call in open_calls if call.flying and call.engine is not None and call.engine.index == index]
+        calls = [
+            call for call in open_calls if call.in_flight and call.engine is not None and call.engine.index == index
+        ]
         for call in calls:
-            call.moved = True
+            call.migrated = True
         errand = asyncio.create_task(self._end(calls, time.monotonic() + self._pool.request_timeout))
         self._errands.add(errand)
         errand.add_done_callback(self._errands.discard)
         return len(calls)
 
-    async def _end(self, calls: list[Call], deadline: float) -> list[Call]:
+    async def _end(self, calls: list[SampleCall], deadline: float) -> list[SampleCall]:
         """Tell engines to end these until they have; those that have not by `deadline`."""
         pause = AGAIN[0]
         while calls := [call for call in calls if not call.answer.done()]:
@@ -241,25 +245,23 @@ def _route(engine: PooledEngine) -> ModuleType:
     return lean_route if engine.lean else stock_route
 
 
-def _by_engine(calls: list[Call]) -> dict[PooledEngine, list[str]]:
+def _by_engine(calls: list[SampleCall]) -> dict[PooledEngine, list[str]]:
     found: dict[PooledEngine, list[str]] = {}
     for call in calls:
-        if call.flying and call.engine is not None:
+        if call.in_flight and call.engine is not None:
             found.setdefault(call.engine, []).append(call.ident)
     return found
 
 
-def _fail(request: Request, error: Exception) -> None:
+def _fail(request: PromptRequest, error: Exception) -> None:
     for call in request.open():
         call.answer.set_exception(error)
 
 
-__all__ = ["Completion", "Generator", "Sampling", "seed_of"]
-
 ABORTS = 3  #: how often a response that an engine ends unasked is begun again
 
 
-class Generator:
+class EngineClient:
     """Samples responses from the engines."""
 
     def __init__(self, pool: EnginePool, vocab_size: int) -> None:
@@ -304,8 +306,8 @@ class Generator:
             prompt = np.concatenate([prompt, begun.tokens]).astype(np.int32, copy=False)
             seed = None if seed is None else seed_of(seed, there)
 
-        def request(calls: list[Call]) -> Request:
-            return Request(prompt, sampling, there, left, room is not None, version, affinity, calls)
+        def request(calls: list[SampleCall]) -> PromptRequest:
+            return PromptRequest(prompt, sampling, there, left, room is not None, version, affinity, calls)
 
         key = (prompt.tobytes(), sampling, left, version, affinity)
         for _ in range(ABORTS):
@@ -317,7 +319,7 @@ class Generator:
                 raise
             if completion.status != ABORTED or call.ended:
                 return completion.after(begun)
-            if call.moved:
+            if call.migrated:
                 return await self.complete(whole, sampling, noise, version, completion.after(begun), affinity)
         where = call.engine
         raise PeerError(f"{where} aborted one request {ABORTS} times", f"see {where.log}" if where else "")

@@ -20,7 +20,7 @@ from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
 from hpcrl.errors import DeadlineError, UsageError
 from hpcrl.queue.auth import http_key
 from hpcrl.rollout.async_tasks import cancel
-from hpcrl.rollout.engines.membership import EngineDesk
+from hpcrl.rollout.engines.membership import EngineMembership
 from hpcrl.run.engine_files import EngineEnd, leaves, tell_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.role import RoleContext, say
@@ -30,11 +30,11 @@ POLL = 1.0  #: seconds between two questions whether it lives
 NAME = "policy"  #: what the engines of hpcrl call their model
 
 
-async def keep_engines(desk: EngineDesk, context: RoleContext) -> None:
-    """Keep the registry true, and watch the engines that nobody else does; as `EngineDesk.keep`."""
+async def keep_engines(membership: EngineMembership, context: RoleContext) -> None:
+    """Keep the registry true, and watch the engines that nobody else does; as `EngineMembership.keep`."""
     first = len(context.plan.engines)
     found = [ExternalEngine(context, first + number, text) for number, text in enumerate(context.plan.external)]
-    tasks = [asyncio.create_task(work) for work in (desk.keep(), *(engine.keep() for engine in found))]
+    tasks = [asyncio.create_task(work) for work in (membership.keep(), *(engine.keep() for engine in found))]
     try:
         await asyncio.gather(*tasks)
     finally:

@@ -11,7 +11,15 @@ from dataclasses import replace
 import aiohttp
 
 from hpcrl import token_frames
-from hpcrl.rollout.engines.completion import Deliver, PassingTrouble, Request, Wanted, check, garbage, read_experts
+from hpcrl.rollout.engines.completion import (
+    Deliver,
+    ExpectedAnswer,
+    PassingTrouble,
+    PromptRequest,
+    check,
+    garbage,
+    read_experts,
+)
 from hpcrl.rollout.engines.engine_pool import PooledEngine
 from hpcrl.rollout.engines.stock_route import refuse
 from hpcrl.token_frames import Answer, FrameReader, GroupRequest, encode
@@ -21,7 +29,7 @@ _BYTES = {"Content-Type": "application/octet-stream"}
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
-async def ask(engine: PooledEngine, request: Request, wanted: Wanted, deliver: Deliver) -> None:
+async def ask(engine: PooledEngine, request: PromptRequest, wanted: ExpectedAnswer, deliver: Deliver) -> None:
     """Ask `engine` for all samples of `request`.
 
     PeerError if it refuses or answers garbage; PassingTrouble or aiohttp.ClientError for what may be tried again.
@@ -53,7 +61,9 @@ async def ask(engine: PooledEngine, request: Request, wanted: Wanted, deliver: D
         raise garbage(engine, f"{sum(there)} of the {len(calls)} samples that were asked for")
 
 
-def _deliver(engine: PooledEngine, request: Request, answer: Answer, wanted: Wanted, deliver: Deliver) -> None:
+def _deliver(
+    engine: PooledEngine, request: PromptRequest, answer: Answer, wanted: ExpectedAnswer, deliver: Deliver
+) -> None:
     if answer.reason == "error":
         raise PassingTrouble(answer.error)
     try:

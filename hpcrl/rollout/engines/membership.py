@@ -16,7 +16,7 @@ from typing import Any
 
 from hpcrl.errors import PeerError
 from hpcrl.rollout.engines.engine_pool import EnginePool
-from hpcrl.rollout.engines.registry import Member, Registry
+from hpcrl.rollout.engines.registry import EngineMember, Registry
 from hpcrl.run.engine_files import EngineView, hand_back_requests, let_leave, removal_requests, write_views
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
@@ -28,7 +28,7 @@ VIEW = 5.0  #: seconds after which the view from outside is written again
 LAST_WORDS = 8.0  #: seconds that a supervisor may take to say why the last engine has ended
 
 
-class EngineDesk:
+class EngineMembership:
     """Of one attempt; `keep` runs as long as the rollout process does."""
 
     def __init__(self, rundir: RunDir, pool: EnginePool) -> None:
@@ -74,7 +74,7 @@ class EngineDesk:
         self._pool.refresh()
         return {}
 
-    def _where(self, member: Member) -> list[Any]:
+    def _where(self, member: EngineMember) -> list[Any]:
         peer = self._pool.peers[member.index]
         return [member.index, member.life, peer.host, peer.port]
 
@@ -141,7 +141,7 @@ class EngineDesk:
             self._written = time.monotonic(), views
             write_views(self._rundir, self._registry.published, views)
 
-    def _view(self, m: Member) -> EngineView:
+    def _view(self, m: EngineMember) -> EngineView:
         requests = self._pool.requests(m.index)
         return EngineView(
             index=m.index, host=m.host, state=m.state, version=m.version, requests=requests, restarts=m.life, why=m.why

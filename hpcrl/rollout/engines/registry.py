@@ -28,8 +28,8 @@ FAILED_UPDATES = 3
 
 
 @dataclass
-class Member:
-    """One engine.  life: as `run/engine_files.py` counts; version: that it holds, None: not one of ours; why: it is
+class EngineMember:
+    """One engine.  life: as `run/engines/lives.py` counts; version: that it holds, None: not one of ours; why: it is
     not well;
     planned: whether the run waits for it before it begins."""
 
@@ -58,7 +58,7 @@ class Registry:
     limit: int = 0
     trusting: bool = False
     published: int | None = None
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, EngineMember] = field(default_factory=dict)
 
     # ---- events
 
@@ -67,7 +67,7 @@ class Registry:
         number."""
         if index in self.members:
             raise ValueError(f"there is an engine {index} already")
-        self.members[index] = Member(index, host, planned=self.published is None)
+        self.members[index] = EngineMember(index, host, planned=self.published is None)
 
     def up(self, index: int, life: int) -> None:
         """Its supervisor says that it answers, in this life."""
@@ -154,32 +154,32 @@ class Registry:
         if (member := self.members[index]).state == "draining":
             member.state = "gone"
 
-    def _of(self, index: int, life: int) -> Member | None:
+    def _of(self, index: int, life: int) -> EngineMember | None:
         member = self.members.get(index)
         return None if member is None or member.state == "gone" or life < member.life else member
 
-    def _current(self, member: Member) -> bool:
+    def _current(self, member: EngineMember) -> bool:
         return self.trusting or (member.version is not None and member.version >= (self.published or 0))
 
     # ---- decisions
 
-    def serving(self) -> list[Member]:
+    def serving(self) -> list[EngineMember]:
         """Who is given requests."""
         return [m for m in self.members.values() if m.state == "serving"]
 
-    def waiting(self) -> list[Member]:
+    def waiting(self) -> list[EngineMember]:
         """Who answers nothing for want of weights."""
         return [m for m in self.members.values() if m.state == "joining"]
 
-    def to_update(self) -> list[Member]:
+    def to_update(self) -> list[EngineMember]:
         """Who gets the weights of the next update."""
         return [m for m in self.members.values() if m.state in ("joining", "serving", "draining")]
 
-    def starting(self) -> list[Member]:
+    def starting(self) -> list[EngineMember]:
         """Who has not come up in its first life, and is waited for."""
         return [m for m in self.members.values() if m.state == "starting" and m.planned]
 
-    def in_doubt(self) -> list[Member]:
+    def in_doubt(self) -> list[EngineMember]:
         """Who is to be asked whether it is well."""
         return [m for m in self.members.values() if m.state == "suspect"]
 

@@ -10,7 +10,15 @@ import msgspec
 import numpy as np
 
 from hpcrl.errors import PeerError
-from hpcrl.rollout.engines.completion import Completion, Deliver, PassingTrouble, Request, Wanted, check, garbage
+from hpcrl.rollout.engines.completion import (
+    Completion,
+    Deliver,
+    ExpectedAnswer,
+    PassingTrouble,
+    PromptRequest,
+    check,
+    garbage,
+)
 from hpcrl.rollout.engines.engine_pool import PooledEngine
 
 PATH, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
@@ -49,7 +57,7 @@ class _Answer(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Answer)
 
 
-async def ask(engine: PooledEngine, request: Request, wanted: Wanted, deliver: Deliver) -> None:
+async def ask(engine: PooledEngine, request: PromptRequest, wanted: ExpectedAnswer, deliver: Deliver) -> None:
     """Ask `engine` for the one sample of `request`.
 
     PeerError if it refuses or answers garbage; PassingTrouble or aiohttp.ClientError for what may be tried again.
@@ -94,7 +102,7 @@ async def abort(engine: PooledEngine, idents: list[str]) -> None:
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
-def _read(engine: PooledEngine, data: bytes, wanted: Wanted) -> Completion:
+def _read(engine: PooledEngine, data: bytes, wanted: ExpectedAnswer) -> Completion:
     try:
         choice = _DECODER.decode(data).choices[0]
         tokens = np.asarray(choice.token_ids, np.int64)

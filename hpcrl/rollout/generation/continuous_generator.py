@@ -22,9 +22,8 @@ from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
 from hpcrl.rollout.batch_assembly import Rollout
-from hpcrl.rollout.engines.concurrency_limit import Reading, Steering
-from hpcrl.rollout.filters.own import DynamicFilter
-from hpcrl.rollout.filters.verdict import Verdict
+from hpcrl.rollout.engines.concurrency_limit import ConcurrencyLimit, EngineMetrics
+from hpcrl.rollout.filters.custom_filters import DynamicFilter, FilterVerdict
 from hpcrl.rollout.generation.batch_generator import GeneratedRollout
 from hpcrl.rollout.generation.batch_policies import StalenessControl
 from hpcrl.rollout.generation.group_store import GroupStore
@@ -62,7 +61,7 @@ class ContinuousGenerator:
         store: GroupStore,
         sampler: Sampler,
         abort: Callable[[], Awaitable[None]],
-        look: Callable[[], Awaitable[Sequence[Reading]]],
+        look: Callable[[], Awaitable[Sequence[EngineMetrics]]],
         total: int,
     ) -> None:
         self._options = options
@@ -76,7 +75,7 @@ class ContinuousGenerator:
         self._staleness = StalenessControl(
             options.rollout_batch_size, options.staleness_limit, steps, options.stale_samples
         )
-        self._steering = Steering(options.n_samples_per_prompt)
+        self._concurrency = ConcurrencyLimit(options.n_samples_per_prompt)
         self._running: InFlightGroups | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
@@ -85,7 +84,7 @@ class ContinuousGenerator:
         self._trainer_waits = True  # whether the trainer waits
         self._working: dict[int, GroupProgress] = {}
         self._finished: dict[int, GroupProgress] = {}
-        self._verdicts: dict[int, Verdict] = {}
+        self._verdicts: dict[int, FilterVerdict] = {}
         self._dropped: list[Sample] = []
         self._counts: dict[str, int] = {}  # since the last batch: groups that were dropped, by reason; "remade"
         self._idle = 0.0
@@ -125,7 +124,7 @@ class ContinuousGenerator:
             self._running = InFlightGroups(
                 self._sampler, rollout_id, version, o.n_samples_per_prompt, needs(o).greedy, self._judge
             )
-            self._tasks = [asyncio.create_task(self._work(self._running)), asyncio.create_task(self._steer())]
+            self._tasks = [asyncio.create_task(self._work(self._running)), asyncio.create_task(self._follow_metrics())]
         try:
             await asyncio.wait([request.made, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks:
@@ -172,10 +171,10 @@ class ContinuousGenerator:
         finally:
             finishing.cancel()
 
-    async def _steer(self) -> None:
+    async def _follow_metrics(self) -> None:
         while True:
             await asyncio.sleep(LOOK)
-            self._steering.read(await self._look(), self._in_flight())
+            self._concurrency.read(await self._look(), self._in_flight())
             self._wake.set()
 
     def _in_flight(self) -> int:
@@ -186,8 +185,8 @@ class ContinuousGenerator:
         """Start as many groups as staleness, the engines and the rest of the run allow."""
         needed = (self._total - self._next) * self._options.rollout_batch_size - self._staleness.outstanding
         count = min(self._staleness.due(), needed)
-        if count > 0 and self._steering.limit is not None:
-            count = self._steering.room(self._in_flight(), count)
+        if count > 0 and self._concurrency.limit is not None:
+            count = self._concurrency.room(self._in_flight(), count)
         if count <= 0:
             return
         version = self._staleness.engines
@@ -223,7 +222,7 @@ class ContinuousGenerator:
 
     async def _judge(self, progress: GroupProgress) -> None:
         """What the filter says of a finished group; a good one is on disk then."""
-        found = Verdict(True)
+        found = FilterVerdict(True)
         if self._filter is not None:
             found = await self._filter.judge(self._next, progress.number, progress.samples())
         if found.keep:
@@ -306,6 +305,6 @@ class ContinuousGenerator:
             "rollout/groups_remade": float(counts.pop("remade", 0)),
             "perf/rollout_wait_time": idle,
         }
-        if self._steering.limit is not None:
-            found["rollout/requests_limit"] = float(self._steering.limit)
+        if self._concurrency.limit is not None:
+            found["rollout/requests_limit"] = float(self._concurrency.limit)
         return found | {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in counts.items()}

@@ -53,16 +53,16 @@ class _File(msgspec.Struct):
 class GeneratedAhead:
     """A maker whose rollouts are kept until no checkpoint can need them."""
 
-    def __init__(self, options: Options, store: GroupStore, rundir: RunDir, maker: RolloutGenerator) -> None:
+    def __init__(self, options: Options, store: GroupStore, rundir: RunDir, generator: RolloutGenerator) -> None:
         self._options = options
         self._store = store
-        self._maker = maker
+        self._generator = generator
         self._folder = rundir.root / FOLDER
         self._first = -1  # the only rollout that this attempt may find made
         self._consumed: dict[int, int] = {}  # of the files of this attempt
 
     def __str__(self) -> str:
-        return str(self._maker)
+        return str(self._generator)
 
     def path(self, rollout_id: int) -> Path:
         return self._folder / f"{rollout_id:08d}{SUFFIX}"
@@ -81,7 +81,7 @@ class GeneratedAhead:
         made = await self._again(rollout_id, version, consumed) if rollout_id == self._first else None
         if made is None:
             following = self._store.ledger.following
-            made = await self._maker.make(rollout_id, version, consumed)
+            made = await self._generator.make(rollout_id, version, consumed)
             await asyncio.to_thread(self._write, rollout_id, following, consumed, made, self._store.state(rollout_id))
         self._consumed[rollout_id] = consumed
         return made

@@ -15,12 +15,12 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
-from hpcrl.rollout.filters.own import BufferFilter
+from hpcrl.rollout.filters.custom_filters import BufferFilter
 from hpcrl.rollout.ledger.bank import Bank
 from hpcrl.rollout.ledger.group_progress import GroupProgress, fit
 from hpcrl.rollout.ledger.journal import AttemptBegun, HandedOver, Journal, RolloutTrained
 from hpcrl.rollout.ledger.ledger import Ledger, numbers_in, ranges_of
-from hpcrl.rollout.prompts.own_source import OwnSource
+from hpcrl.rollout.prompts.custom_source import CustomSource
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.saved_rollouts import SavedRollouts
 from hpcrl.run.role import say
@@ -33,7 +33,7 @@ FILTERED = "buffer_filter"  #: the reason of groups that a buffer filter drops
 class GroupStore:
     """The groups of one attempt that are not at work."""
 
-    def __init__(self, options: Options, source: PromptSource | OwnSource | SavedRollouts, rundir: RunDir) -> None:
+    def __init__(self, options: Options, source: PromptSource | CustomSource | SavedRollouts, rundir: RunDir) -> None:
         self._options = options
         self._source = source
         self._rundir = rundir

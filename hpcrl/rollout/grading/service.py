@@ -24,8 +24,8 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.config.reward_names import RewardWord, own_reward, read_words
 from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.rollout.custom_hooks import BadSample, RolloutHooks
 from hpcrl.rollout.grading.tally import Said, Tally
-from hpcrl.rollout.own_hooks import BadSample, RolloutHooks
 from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.rollout.worker_messages import (
     ERROR,

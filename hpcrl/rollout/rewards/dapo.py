@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.answers import selfcheck
+from hpcrl.rollout.answers import labels
 from hpcrl.rollout.answers.boxed import boxed as find_boxed
 from hpcrl.rollout.answers.labels import is_right
 from hpcrl.sample import Sample
 
 KEYS = ("score", "acc")
-check = selfcheck.check
+check = labels.check
 TAIL = 300  #: characters at the end of the response that are looked at
 _ANSWER = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
 _MARKS = re.compile(r"<\|[^|>]*\|>|\*\*")  #: special tokens that were decoded, and Markdown's bold

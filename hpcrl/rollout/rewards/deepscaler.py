@@ -6,12 +6,12 @@ That is the text after the last </think>, or else after ###Response; a response 
 from __future__ import annotations
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.answers import selfcheck
+from hpcrl.rollout.answers import labels
 from hpcrl.rollout.answers.boxed import boxed as find_boxed
 from hpcrl.rollout.answers.labels import is_right
 from hpcrl.sample import Sample
 
-check = selfcheck.check
+check = labels.check
 THOUGHT, RESPONSE = "</think>", "###Response"
 
 

@@ -3,12 +3,12 @@ r"""--rm-type math: 1 if the last \boxed{...} of the response says the same as t
 from __future__ import annotations
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.answers import selfcheck
+from hpcrl.rollout.answers import labels
 from hpcrl.rollout.answers.boxed import boxed as find_boxed
 from hpcrl.rollout.answers.labels import is_right
 from hpcrl.sample import Sample
 
-check = selfcheck.check
+check = labels.check
 
 
 def reward(options: Options, sample: Sample) -> float:

@@ -22,7 +22,8 @@ from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.rollout.endpoint.session import Asked as Turned
 from hpcrl.rollout.endpoint.session import Making, Session, sampling_params
 from hpcrl.rollout.engines.completion import completion_of
-from hpcrl.rollout.engines.engine_client import Generator, Sampling
+from hpcrl.rollout.engines.engine_client import EngineClient
+from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Said, Tally
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
@@ -53,15 +54,15 @@ class CustomSampler:
         self._train = Sampling.of(options, tokenizer)
         self._pool = FunctionPool(options)
         self._endpoint = Endpoint(host)
-        self._generator: Generator | None = None
+        self._client: EngineClient | None = None
         self._context: Callable[[], int | None] = lambda: None
         self._tallies: dict[str, Tally] = {}
         self._bad_prompts: set[str] = set()
         self._said = Said()
 
-    def use(self, generator: Generator, context: Callable[[], int | None]) -> None:
+    def use(self, client: EngineClient, context: Callable[[], int | None]) -> None:
         """The engines; context: tokens that they can hold, None while that is not known."""
-        self._generator = generator
+        self._client = client
         self._context = context
 
     async def start(self) -> None:
@@ -134,12 +135,12 @@ class CustomSampler:
     ) -> tuple[CustomResult | None, list[Sample]]:
         """What came of one call, and its samples if it did not fail; None, and what there is, if the run ended it
         early."""
-        assert self._generator is not None, "use() comes first"
+        assert self._client is not None, "use() comes first"
         sessions: list[tuple[str, Session]] = []
         earlier = [_asked(sample) for sample in asked.begun]
 
         def call(number: int) -> CustomCall:
-            session = Session(making, self._generator, self._tokenizer, self._context, earlier)
+            session = Session(making, self._client, self._tokenizer, self._context, earlier)
             sessions.append((self._endpoint.open(session), session))
             return CustomCall(
                 number,

@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.engines.completion import completion_of
-from hpcrl.rollout.engines.engine_client import Completion, Generator, seed_of
-from hpcrl.rollout.engines.sampling import Sampling
+from hpcrl.rollout.engines.completion import Completion, completion_of
+from hpcrl.rollout.engines.engine_client import EngineClient
+from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
@@ -70,11 +70,11 @@ class Sampler(Protocol):
 class SingleTurnSampler:
     """Samples from the policy, graded by the reward where there is one."""
 
-    def __init__(self, options: Options, tokenizer: Tokenizer, generator: Generator, grading: Grading | None) -> None:
+    def __init__(self, options: Options, tokenizer: Tokenizer, client: EngineClient, grading: Grading | None) -> None:
         self._sampling = Sampling.of(options, tokenizer)
         self._seed = options.rollout_seed
         self._tokenizer = tokenizer
-        self._generator = generator
+        self._client = client
         self._grading = grading
         self._size = options.samples_per_rollout
         self._each = options.n_samples_per_prompt
@@ -85,7 +85,7 @@ class SingleTurnSampler:
         sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
         completion = completion_of(*asked.begun) if asked.begun else None
         if completion is None or completion.status == ABORTED:
-            completion = await self._generator.complete(
+            completion = await self._client.complete(
                 group.prompt.tokens, sampling, seed, asked.version, begun=completion
             )
         stops = frozenset(self._sampling.stop_token_ids)

@@ -225,12 +225,12 @@ class Teacher:
 class TeacherLogprobsSampler:
     """Shows every sample to the teacher once it is made."""
 
-    def __init__(self, maker: Sampler, teacher: Teacher) -> None:
-        self._maker = maker
+    def __init__(self, sampler: Sampler, teacher: Teacher) -> None:
+        self._sampler = sampler
         self._teacher = teacher
 
     async def make(self, asked: Asked) -> list[Sample]:
-        samples = await self._maker.make(asked)
+        samples = await self._sampler.make(asked)
         if asked.index != GREEDY and not any(sample.status == ABORTED for sample in samples):
             where = asked.group.prompt.where
             await asyncio.gather(*(self._teacher.mark(sample, asked.rollout_id, where) for sample in samples))

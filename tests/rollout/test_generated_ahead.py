@@ -13,7 +13,7 @@ import pytest
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout, ages, check_staleness
 from hpcrl.rollout.generation.generated_ahead import FOLDER, GeneratedAhead
-from tests.rollout.test_making import Attempt, FakeSampler
+from tests.rollout.test_batch_generator import Attempt, FakeSampler
 from tests.support.ledger_account import account
 
 VALUES: dict[str, Any] = {"loop": "async", "deterministic_mode": True, "save_interval": 1}
@@ -26,7 +26,7 @@ class Ahead(Attempt):
         self, path: Path, rollout: int = 0, state: Any = None, sampler: FakeSampler | None = None, **values: Any
     ) -> None:
         super().__init__(path, sampler or FakeSampler(), rollout, state, **(VALUES | values))
-        self.ahead = GeneratedAhead(self.options, self.store, self.rundir, self.maker)
+        self.ahead = GeneratedAhead(self.options, self.store, self.rundir, self.generator)
         self.ahead.begin(rollout)
 
     async def made(self, rollout_id: int) -> tuple[Rollout, Any]:

@@ -16,10 +16,10 @@ from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import make_keys
-from hpcrl.rollout.engines import membership as desks
-from hpcrl.rollout.engines.engine_client import Generator
+from hpcrl.rollout.engines import membership as membership_module
+from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
-from hpcrl.rollout.engines.membership import EngineDesk
+from hpcrl.rollout.engines.membership import EngineMembership
 from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.run.engine_files import (
@@ -65,8 +65,8 @@ class Office:
         async def go() -> None:
             options = Options(request_timeout=20)
             self.pool = EnginePool(self.rundir, self.plan, options, registry=Registry(2))
-            self.desk, self.generator = EngineDesk(self.rundir, self.pool), Generator(self.pool, 128)
-            keeping = asyncio.create_task(self.desk.keep())
+            self.membership, self.generator = EngineMembership(self.rundir, self.pool), EngineClient(self.pool, 128)
+            keeping = asyncio.create_task(self.membership.keep())
             try:
                 await asyncio.wait_for(job(self), 30)
             finally:
@@ -79,8 +79,8 @@ class Office:
         return await self.generator.complete(np.asarray([3, 20, 21], np.int32), SAMPLING, seed, 4)
 
     async def update(self, version: int, alone: bool = False) -> list[Any]:
-        found = (await self.desk.engines())["waiting" if alone else "update"]
-        await self.desk.engines_updated(found, version, alone)
+        found = (await self.membership.engines())["waiting" if alone else "update"]
+        await self.membership.engines_updated(found, version, alone)
         return [index for index, *_ in found]
 
     async def until(self, state: str, index: int = 0) -> None:
@@ -90,16 +90,16 @@ class Office:
 
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(desks, "CORE", "/health")  # all that a fake engine has
-    monkeypatch.setattr(desks, "DOUBT", 0.1)
-    monkeypatch.setattr(desks, "LOOK", 0.05)
+    monkeypatch.setattr(membership_module, "CORE", "/health")  # all that a fake engine has
+    monkeypatch.setattr(membership_module, "DOUBT", 0.1)
+    monkeypatch.setattr(membership_module, "LOOK", 0.05)
     with ExitStack() as made:
         yield made
 
 
 def test_nobody_is_asked_before_it_has_the_weights(tmp_path: Path, stack: ExitStack) -> None:
     async def job(office: Office) -> None:
-        assert (await office.desk.engines())["starting"] == ["engine-0 on a", "engine-1 on a"]
+        assert (await office.membership.engines())["starting"] == ["engine-0 on a", "engine-1 on a"]
         office.up(0, office.engines[0])
         office.up(1, office.engines[1])
         asked = asyncio.create_task(office.answer())
@@ -156,7 +156,7 @@ def test_one_in_doubt_that_is_well_serves_again_or_joins_anew(tmp_path: Path, st
         assert office.pool.registry.members[0].state == "suspect"
         office.engines[0].healthy = True
         await office.until("serving")
-        await office.desk.engines_lost([[0, 0, "late"]])
+        await office.membership.engines_lost([[0, 0, "late"]])
         await office.until("joining")
 
     Office(tmp_path, stack, None).run(job)
@@ -173,7 +173,7 @@ def test_engines_are_added_and_let_go(tmp_path: Path, stack: ExitStack) -> None:
         index = claim(office.rundir, office.plan, EngineAdded(host="b", slots=(0,)))
         while index not in office.pool.registry.members:
             await asyncio.sleep(0.02)
-        assert (await office.desk.engines())["starting"] == [], "nobody waits for it to start"
+        assert (await office.membership.engines())["starting"] == [], "nobody waits for it to start"
         office.up(index, office.engine())
         await office.until("joining", index)
         assert await office.update(4, alone=True) == [1]
@@ -195,12 +195,12 @@ def test_engines_are_added_and_let_go(tmp_path: Path, stack: ExitStack) -> None:
 def test_without_any_engine_left_the_run_ends(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desks, "LAST_WORDS", 0.2)
+    monkeypatch.setattr(membership_module, "LAST_WORDS", 0.2)
 
     async def job(office: Office) -> None:
         office.pool.registry.ended(0, 0, "killed", False)
         with pytest.raises(PeerError, match="no engine is left: engine-0 on a killed"):
-            await office.desk.keep()
+            await office.membership.keep()
 
     Office(tmp_path, stack, None).run(job)
 

@@ -14,13 +14,13 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_points
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.rollout.custom_hooks import BadSample, RolloutHooks
 from hpcrl.rollout.grading.service import Grading
-from hpcrl.rollout.own_hooks import BadSample, RolloutHooks
 from hpcrl.sample import Sample, SampleBatch
 from tests.config.test_flags import GRPO, SFT
 from tests.test_customise import sample
 
-HERE = "tests.rollout.test_own_hooks"
+HERE = "tests.rollout.test_custom_hooks"
 
 
 def hooks(**paths: Any) -> RolloutHooks:
@@ -69,7 +69,7 @@ def test_hooks_of_a_sample_change_or_replace_it_in_order() -> None:
 @pytest.mark.parametrize(
     ("response", "words"),
     [
-        ("bad", "raised KeyError: 'mine' (test_own_hooks.py:"),
+        ("bad", "raised KeyError: 'mine' (test_custom_hooks.py:"),
         ("odd", "returned 3, a Sample or"),
         ("cut", "3 response tokens whose columns"),
     ],
@@ -251,7 +251,7 @@ def test_train_data_is_samples_or_slimes() -> None:
         ),
         (
             {"custom_convert_samples_to_train_data_path": "raises"},
-            "raises raised RuntimeError: mine (test_own_hooks.py:",
+            "raises raised RuntimeError: mine (test_custom_hooks.py:",
         ),
     ],
 )

@@ -32,7 +32,7 @@ MOST_DROPPED = 1000  #: prompts in a row that are too long before it is an error
 TYPES = "rm_types"  #: attribute of the class: the rewards that its rows' metadata may name
 
 
-class OwnSource:
+class CustomSource:
     """Hands out groups of what the class gives.  own: its object."""
 
     def __init__(self, options: Options, tokenizer: Tokenizer, function: Callable[..., Any]) -> None:

@@ -18,18 +18,18 @@ from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.prompt_files.early_look import look_at
-from hpcrl.rollout.prompts.own_source import MOST_DROPPED, OwnSource
+from hpcrl.rollout.inputs import RolloutInputs
+from hpcrl.rollout.prompts.custom_source import MOST_DROPPED, CustomSource
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, read_training
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.work import Work
 from tests.config.test_flags import GRPO
-from tests.rollout.test_making import PARTIAL, Attempt, FakeSampler, numbers, slow
+from tests.rollout.test_batch_generator import PARTIAL, Attempt, FakeSampler, numbers, slow
 from tests.rollout.test_prompt_files import model, tokenizer
 from tests.support.ledger_account import account
 
 __all__ = ["model", "tokenizer"]
-HERE = "tests.rollout.test_own_source"
+HERE = "tests.rollout.test_custom_source"
 ROWS: list[Any] = [
     {"input": "1+1=", "label": "2", "metadata": {"from": "a"}},
     {"input": [{"role": "user", "content": "1+2="}], "label": 3},
@@ -114,9 +114,9 @@ class Async(Counting):
     async def take(self, count: int) -> Any: ...
 
 
-def own(tokenizer: Tokenizer, called: str, **values: Any) -> OwnSource:
+def own(tokenizer: Tokenizer, called: str, **values: Any) -> CustomSource:
     options = Options(**({"data_source_path": f"{HERE}.{called}"} | values))
-    return OwnSource(options, tokenizer, load_own("data_source_path", f"{HERE}.{called}"))
+    return CustomSource(options, tokenizer, load_own("data_source_path", f"{HERE}.{called}"))
 
 
 def json_of(state: Any) -> Any:
@@ -177,7 +177,7 @@ def test_its_numbers_are_logged_and_its_rewards_named(tokenizer: Tokenizer) -> N
         ("type", ", prompt 4: metadata rm_type is 'f1', which is none of the class's rm_types"),
         ("long", ", prompt 4: the prompt is 99 tokens long, the limit is 50"),
         ("empty", ", prompt 4: the prompt is empty"),
-        ("raises", ": take(4) raised IndexError: list index out of range (test_own_source.py:"),
+        ("raises", ": take(4) raised IndexError: list index out of range (test_custom_source.py:"),
     ],
 )
 def test_what_it_gives_is_checked(tokenizer: Tokenizer, how: str, words: str) -> None:
@@ -275,14 +275,14 @@ def test_a_position_of_another_source_is_refused(tokenizer: Tokenizer) -> None:
 
 
 def test_how_long_a_run_is(model: Path) -> None:
-    def work(name: str, **values: Any) -> Work:
+    def work(name: str, **values: Any) -> RolloutInputs:
         base = {"hf_checkpoint": str(model), "loss_type": "sft_loss", "label_key": "label", "rollout_batch_size": 4}
         options = Options(**(base | {"data_source_path": f"{HERE}.{name}"} | values))
-        return Work(SimpleNamespace(options=options, plan=SimpleNamespace(engine_count=0)))  # type: ignore[arg-type]
+        return RolloutInputs(SimpleNamespace(options=options, plan=SimpleNamespace(engine_count=0)))  # type: ignore[arg-type]
 
     assert work("Listed", num_epoch=3).total == 6 and work("Counting", num_rollout=5).total == 5
     found = work("Counting", num_rollout=5)
-    assert isinstance(found.source, OwnSource) and found.source.take(1)[0].prompt.target.tolist()[-1] == 1  # type: ignore[union-attr]
+    assert isinstance(found.source, CustomSource) and found.source.take(1)[0].prompt.target.tolist()[-1] == 1  # type: ignore[union-attr]
     with pytest.raises(
         UsageError, match="does not say how many prompts an epoch has; give --num-rollout, or the class a __len__"
     ):

@@ -13,11 +13,11 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import check_staleness
-from hpcrl.rollout.engines.concurrency_limit import Reading
+from hpcrl.rollout.engines.concurrency_limit import EngineMetrics
 from hpcrl.rollout.generation.batch_generator import GeneratedRollout
 from hpcrl.rollout.generation.continuous_generator import ContinuousGenerator
 from hpcrl.rollout.ledger.bank import Bank
-from tests.rollout.test_making import Attempt, FakeSampler, numbers
+from tests.rollout.test_batch_generator import Attempt, FakeSampler, numbers
 from tests.support.ledger_account import account
 
 VALUES: dict[str, Any] = {"loop": "fully-async", "max_staleness": 2, "use_tis": True}
@@ -30,11 +30,11 @@ class Streaming(Attempt):
         self, path: Path, sampler: FakeSampler, rollout: int = 0, state: Any = None, total: int = 8, **values: Any
     ) -> None:
         super().__init__(path, sampler, rollout, state, **(VALUES | values))
-        self.readings: list[Reading] = []
+        self.readings: list[EngineMetrics] = []
         self.stream = ContinuousGenerator(self.options, self.store, sampler, sampler.abort, self.look, total)
         self.states: dict[int, Any] = {}
 
-    async def look(self) -> list[Reading]:
+    async def look(self) -> list[EngineMetrics]:
         return self.readings
 
     async def batch(self, rollout_id: int, version: int, consumed: int) -> GeneratedRollout:
@@ -258,7 +258,7 @@ def test_engines_that_have_enough_get_no_more(tmp_path: Path, monkeypatch: pytes
 
     async def run() -> None:
         attempt = Streaming(tmp_path / "run", FakeSampler(lambda _: 60.0))
-        attempt.readings = [Reading(3, 30, 0.2)]
+        attempt.readings = [EngineMetrics(3, 30, 0.2)]
         making = asyncio.create_task(attempt.stream.make(0, 0, 0))
         await asyncio.sleep(0.1)
         issued = attempt.store.ledger.following

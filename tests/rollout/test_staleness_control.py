@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.rollout.engines.concurrency_limit import FULL, Reading, Steering, parse
+from hpcrl.rollout.engines.concurrency_limit import FULL, ConcurrencyLimit, EngineMetrics, parse
 from hpcrl.rollout.generation.batch_policies import StalenessControl
 
 
@@ -180,19 +180,19 @@ def test_steps_that_are_none_are_refused() -> None:
 
 
 def test_the_limit_follows_what_the_engines_say() -> None:
-    steering = Steering(group=8)
+    steering = ConcurrencyLimit(group=8)
     assert steering.room(10**6, 5) == 5, "nothing is known"
-    steering.read([Reading(64, 0, 0.5), Reading(60, 0, 0.4)], 124)
+    steering.read([EngineMetrics(64, 0, 0.5), EngineMetrics(60, 0, 0.4)], 124)
     assert steering.limit is None
-    steering.read([Reading(64, 100, 0.5), Reading(60, 40, 0.4)], 264)
+    steering.read([EngineMetrics(64, 100, 0.5), EngineMetrics(60, 40, 0.4)], 264)
     assert steering.limit == 124 + 16 and steering.room(264, 5) == 0 and steering.room(120, 5) == 2
-    steering.read([Reading(64, 0, 0.5), Reading(60, 2, 0.4)], 100)
+    steering.read([EngineMetrics(64, 0, 0.5), EngineMetrics(60, 2, 0.4)], 100)
     assert steering.limit == 140, "it is not reached: nothing says that it is too low"
-    steering.read([Reading(64, 0, 0.5), Reading(60, 2, 0.4)], 130)
+    steering.read([EngineMetrics(64, 0, 0.5), EngineMetrics(60, 2, 0.4)], 130)
     assert steering.limit == 156
-    steering.read([Reading(20, 0, FULL), Reading(0, 0, 0.1)], 130)
+    steering.read([EngineMetrics(20, 0, FULL), EngineMetrics(0, 0, 0.1)], 130)
     assert steering.limit == 36
-    steering.read([Reading(0, 0, 1.0)], 0)
+    steering.read([EngineMetrics(0, 0, 1.0)], 0)
     assert steering.limit == 8, "never below what keeps an engine at work"
     steering.read([], 0)
     assert steering.limit is None
@@ -208,6 +208,6 @@ vllm:num_requests_waiting_by_reason{engine="0",reason="x"} 9.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 5e-1
 """
-    assert parse(text) == Reading(7, 1, 0.5)
+    assert parse(text) == EngineMetrics(7, 1, 0.5)
     assert parse("") is None and parse(text.replace("5e-1", "much")) is None
     assert parse(text.partition("vllm:kv_cache")[0]) is None

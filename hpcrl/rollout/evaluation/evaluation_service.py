@@ -18,13 +18,12 @@ from hpcrl.report.timeline.names import EVALUATE
 from hpcrl.report.timeline.spans import Timeline
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.batch_assembly import check_staleness
-from hpcrl.rollout.engines.engine_client import Generator
+from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
-from hpcrl.rollout.evaluation.evaluator import Evaluator
-from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
-from hpcrl.rollout.evaluation.results import answered_by
-from hpcrl.rollout.sample_files import write_samples
-from hpcrl.rollout.work import Work
+from hpcrl.rollout.evaluation.custom_evaluator import CustomEvaluator, Evaluated
+from hpcrl.rollout.evaluation.evaluator import Evaluator, answered_by
+from hpcrl.rollout.inputs import RolloutInputs
+from hpcrl.rollout.saved_rollouts import write_samples
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
 
@@ -32,15 +31,15 @@ from hpcrl.sample import Sample
 InTime = Callable[[Coroutine[Any, Any, dict[str, Any]], Callable[[], str]], Coroutine[Any, Any, dict[str, Any]]]
 
 
-class Evaluations:
+class EvaluationService:
     """Of one attempt.  samples: the folder where responses are written; failed: is told of a task that has ended."""
 
     def __init__(
         self,
         options: Options,
-        work: Work,
+        work: RolloutInputs,
         pool: EnginePool,
-        generator: Generator,
+        client: EngineClient,
         samples: Path,
         timeline: Timeline,
         in_time: InTime,
@@ -54,11 +53,11 @@ class Evaluations:
         self._in_time = in_time
         self._failed = failed
         self._evaluator: Evaluator | None = None
-        self._own: OwnEvaluator | None = None
+        self._own: CustomEvaluator | None = None
         if work.held_out:
-            self._evaluator = Evaluator(options, work.tokenizer, generator, work.grading, work.custom)
+            self._evaluator = Evaluator(options, work.tokenizer, client, work.grading, work.custom)
             if (own := work.hooks.eval_function) is not None:
-                self._own = OwnEvaluator(options, self._evaluator, work.held_out, own)
+                self._own = CustomEvaluator(options, self._evaluator, work.held_out, own)
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._to_the_end = False  # a stop does not end it: nothing comes after it, or nobody makes up for it
         self._stopping = False

@@ -9,10 +9,10 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_points
 from hpcrl.errors import UsageError
 from hpcrl.queue import sockets
+from hpcrl.rollout.custom_hooks import RolloutHooks
 from hpcrl.rollout.evaluation.evaluator import HeldOut, read_held_out
 from hpcrl.rollout.grading.service import Grading
-from hpcrl.rollout.own_hooks import RolloutHooks
-from hpcrl.rollout.prompts.own_source import OwnSource
+from hpcrl.rollout.prompts.custom_source import CustomSource
 from hpcrl.rollout.prompts.prompt_files import PromptFile, read_training
 from hpcrl.rollout.prompts.prompt_source import PromptSource, count_rollouts
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
@@ -21,7 +21,7 @@ from hpcrl.rollout.saved_rollouts import SavedRollouts
 from hpcrl.run.role import RoleContext
 
 
-class Work:
+class RolloutInputs:
     """Everything that is read before the run begins.  DataError and UsageError say what is wrong with it."""
 
     def __init__(self, context: RoleContext) -> None:
@@ -34,7 +34,7 @@ class Work:
         self.custom: CustomSampler | None = None  # makes samples with the user's function
         self.file: PromptFile | None = None
         if options.load_debug_rollout_data is not None:
-            self.source: PromptSource | OwnSource | SavedRollouts = SavedRollouts(options)
+            self.source: PromptSource | CustomSource | SavedRollouts = SavedRollouts(options)
             self.total, self.said = self.source.total, str(self.source)
             return
         if self.samples and not context.plan.engine_count:
@@ -63,7 +63,7 @@ class Work:
     def _open_source(self, options: Options) -> None:
         """Where the prompts come from, and how many rollouts they make."""
         if self.hooks.data_source is not None and not options.only_evaluates:
-            own = OwnSource(options, self.tokenizer, self.hooks.data_source)
+            own = CustomSource(options, self.tokenizer, self.hooks.data_source)
             self.source = own
             self.file = own.file()
             if (length := own.length()) is None and options.num_rollout is None:

@@ -83,7 +83,7 @@ class Evaluated(NamedTuple):
     numbers: dict[str, dict[str, float]]
 
 
-class OwnEvaluator:
+class CustomEvaluator:
     """Evaluates by the function of --eval-function-path."""
 
     def __init__(

@@ -19,8 +19,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.batch_assembly import Rollout, check_staleness
 from hpcrl.rollout.engines.completion import completion_of
-from hpcrl.rollout.filters.own import DynamicFilter
-from hpcrl.rollout.filters.verdict import read_verdict
+from hpcrl.rollout.filters.custom_filters import DynamicFilter, read_verdict
 from hpcrl.rollout.generation.batch_generator import BatchGenerator
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.ledger import bank
@@ -34,7 +33,7 @@ from hpcrl.sample import ABORTED, COMPLETED, Sample
 from tests.support.ledger_account import account
 
 LENGTH = 4  #: tokens of a finished response
-HERE = "tests.rollout.test_making"
+HERE = "tests.rollout.test_batch_generator"
 
 
 class FakeSampler:
@@ -102,11 +101,11 @@ class Attempt:
         self.source = source or PromptSource(PromptFile(Path("p.jsonl"), prompts, 0, ""), 3, True)
         self.sampler = sampler
         self.store = GroupStore(self.options, self.source, self.rundir)
-        self.maker = BatchGenerator(self.options, self.store, sampler, sampler.abort)
+        self.generator = BatchGenerator(self.options, self.store, sampler, sampler.abort)
         self.store.restore(rollout, None if state is None else msgspec.json.decode(msgspec.json.encode(state)))
 
     async def make(self, rollout_id: int, version: int) -> tuple[Rollout, dict[str, float]]:
-        rollout, metrics, *_ = await self.maker.make(rollout_id, version)
+        rollout, metrics, *_ = await self.generator.make(rollout_id, version)
         check_staleness(rollout.samples(), version, self.options.staleness_bound)
         assert self.store.ledger.holds()
         return rollout, metrics
@@ -414,7 +413,7 @@ def test_a_filter_may_fail_on_a_group_but_not_on_most(tmp_path: Path, capfd: pyt
 
     asyncio.run(run())
     said = capfd.readouterr().err
-    assert "group 1 is dropped" in said and "I do not like it" in said and "test_making.py" in said
+    assert "group 1 is dropped" in said and "I do not like it" in said and "test_batch_generator.py" in said
 
 
 def test_a_wrong_path_ends_the_run_at_its_start(tmp_path: Path) -> None:
@@ -463,7 +462,7 @@ def test_a_buffer_filter_that_fails_is_replaced_by_the_front(tmp_path: Path, cap
 
 async def killed(attempt: Attempt, rollout_id: int, version: int, finished: int) -> None:
     """An attempt that is killed when `finished` groups of the rollout are."""
-    making = asyncio.create_task(attempt.maker.make(rollout_id, version))
+    making = asyncio.create_task(attempt.generator.make(rollout_id, version))
     while len(attempt.store.ledger.bank) < finished:
         await asyncio.sleep(0.002)
         assert not making.done()

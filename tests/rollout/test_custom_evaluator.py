@@ -17,17 +17,17 @@ from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.report.timeline.spans import Timeline
+from hpcrl.rollout.custom_hooks import RolloutHooks
 from hpcrl.rollout.engines.completion import Completion
-from hpcrl.rollout.evaluation.evaluations import Evaluations
+from hpcrl.rollout.evaluation.custom_evaluator import CustomEvaluator, Evaluated
+from hpcrl.rollout.evaluation.evaluation_service import EvaluationService
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
-from hpcrl.rollout.evaluation.own_evaluator import Evaluated, OwnEvaluator
-from hpcrl.rollout.own_hooks import RolloutHooks
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.sample import COMPLETED, Sample
 from tests.config.test_flags import GRPO
 from tests.support.tiny import make_tokenizer
 
-HERE = "tests.rollout.test_own_evaluator"
+HERE = "tests.rollout.test_custom_evaluator"
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ async def of_no_set(options: Any, rollout_id: int, data_source: Any, *, evaluati
 
 def attempt(
     path: Path, tokenizer: Tokenizer, function: str, **values: Any
-) -> tuple[OwnEvaluator, Evaluator, list[HeldOut]]:
+) -> tuple[CustomEvaluator, Evaluator, list[HeldOut]]:
     words = []
     for name, count in (("a", 3), ("b", 2)):
         (path / f"{name}.jsonl").write_text(
@@ -134,7 +134,11 @@ def attempt(
     options = Options(**(base | {"eval_function_path": f"{HERE}.{function}"} | values))
     held = read_held_out(options, tokenizer)
     evaluator = Evaluator(options, tokenizer, Engines(), Grades())  # type: ignore[arg-type]
-    return OwnEvaluator(options, evaluator, held, load_own("eval_function_path", f"{HERE}.{function}")), evaluator, held
+    return (
+        CustomEvaluator(options, evaluator, held, load_own("eval_function_path", f"{HERE}.{function}")),
+        evaluator,
+        held,
+    )
 
 
 def told(samples: list[Sample]) -> list[Any]:
@@ -184,15 +188,15 @@ def test_what_is_logged_of_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
         _work=work,
         _samples=tmp_path,
     )
-    found = asyncio.run(Evaluations.make(role, 3, 5))  # type: ignore[arg-type]
+    found = asyncio.run(EvaluationService.make(role, 3, 5))  # type: ignore[arg-type]
     assert (found["a"]["accuracy"], found["a"]["n"], found["a"]["mine"]) == (0.25, 6, 7.0) and "ci_low" in found["a"]
     assert found["b"]["accuracy"] == 0.75 and found["other"] == {"accuracy": 0.5, "solved": 3.0}
     rows = [json.loads(line) for line in (tmp_path / "eval-a-3.jsonl").read_text().splitlines()]
     assert [row["group"] for row in rows] == [0, 0, 1, 1, 2, 2] and not (tmp_path / "eval-b-3.jsonl").exists()
     role._own = None
-    usually = asyncio.run(Evaluations.make(role, 3, 5))  # type: ignore[arg-type]
+    usually = asyncio.run(EvaluationService.make(role, 3, 5))  # type: ignore[arg-type]
     assert usually.keys() == {"a", "b"} and "mine" not in usually["a"]
-    beside = asyncio.run(Evaluations.make(role, 3, 5, beside=True))  # type: ignore[arg-type]
+    beside = asyncio.run(EvaluationService.make(role, 3, 5, beside=True))  # type: ignore[arg-type]
     assert beside["a"] == usually["a"] | {"policy_version": 5, "policy_version_max": 5, "policy_version_ratio": 1}
 
 
@@ -213,7 +217,7 @@ def test_what_is_logged_of_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
         ("rewards", "returned rewards of the set a that are no finite numbers: [1.0, inf]"),
         ("beside", "returned 1 rewards beside 6 samples of the set a"),
         ("metrics", "returned the metric 'solved', SET/NAME of a set that it returned is wanted"),
-        ("raises", "raised AttributeError: 'Sample' object has no attribute 'nothing' (test_own_evaluator.py:"),
+        ("raises", "raised AttributeError: 'Sample' object has no attribute 'nothing' (test_custom_evaluator.py:"),
     ],
 )
 def test_what_it_returns_is_checked(tmp_path: Path, tokenizer: Tokenizer, how: str, words: str) -> None:

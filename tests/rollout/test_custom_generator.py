@@ -15,10 +15,10 @@ from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.generation.custom_generator import CustomGenerator
 from tests.config.test_flags import GRPO
-from tests.rollout.test_making import Attempt, FakeSampler, Options, numbers
+from tests.rollout.test_batch_generator import Attempt, FakeSampler, Options, numbers
 from tests.support.ledger_account import account
 
-HERE = "tests.rollout.test_own_maker"
+HERE = "tests.rollout.test_custom_generator"
 
 
 async def every_second(options: Any, rollout_id: int, data_source: Any, *, evaluation: bool) -> Any:
@@ -104,7 +104,7 @@ def test_without_choice_it_is_the_usual_rollout(tmp_path: Path) -> None:
         ("missing", "returned of group 0 the responses 1, 2, not all 3"),
         ("strange", "returned a group that is none of those it was given"),
         ("metrics", "returned metrics {'a': 'text'}, names with finite numbers"),
-        ("raises", "raised AttributeError: 'Sample' object has no attribute 'nothing' (test_own_maker.py:"),
+        ("raises", "raised AttributeError: 'Sample' object has no attribute 'nothing' (test_custom_generator.py:"),
     ],
 )
 def test_what_it_returns_is_checked(tmp_path: Path, how: str, words: str) -> None:
