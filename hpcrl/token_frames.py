@@ -40,7 +40,7 @@ class GroupRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     params: dict[str, Any]
 
 
-class Answer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class SampleAnswer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """How sample number `index` of a request ended.
 
     reason: vLLM's finish reason, or "error" with the error's text; tokens: int32 [n], logprobs: float32 [n] or empty
@@ -68,7 +68,7 @@ class Answer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUEST = msgspec.msgpack.Decoder(GroupRequest)
 _NAMES = msgspec.msgpack.Decoder(list[str])
-_ANSWER = msgspec.msgpack.Decoder(Answer)
+_ANSWER = msgspec.msgpack.Decoder(SampleAnswer)
 encode = _ENCODER.encode
 
 
@@ -85,7 +85,7 @@ def read_names(data: bytes) -> list[str]:
     return _NAMES.decode(data)
 
 
-def frame(answer: Answer) -> bytes:
+def frame(answer: SampleAnswer) -> bytes:
     """An answer as it goes over the wire."""
     body = _ENCODER.encode(answer)
     return _LENGTH.pack(len(body)) + body
@@ -97,7 +97,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[Answer]:
+    def feed(self, data: bytes) -> Iterator[SampleAnswer]:
         """The answers that are whole with `data`.  ValueError for what is none."""
         data, at = self._rest + data if self._rest else data, 0
         while len(data) - at >= _LENGTH.size:

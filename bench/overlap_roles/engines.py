@@ -16,7 +16,7 @@ import numpy as np
 
 from hpcrl.rollout.engines.concurrency_limit import EngineMetrics
 from hpcrl.rollout.engines.load import Loads, Occupancy
-from hpcrl.rollout.samplers.sampler import Asked
+from hpcrl.rollout.samplers.sampler import ResponseRequest
 from hpcrl.sample import COMPLETED, Sample
 
 
@@ -94,7 +94,7 @@ class Engines:
 
     # ---- samples
 
-    async def make(self, asked: Asked) -> list[Sample]:
+    async def make(self, asked: ResponseRequest) -> list[Sample]:
         """A response, as a sampler makes it."""
         tokens, seconds = self._trace.of(asked.group.number, asked.index)
         while self._loads[engine := self._loads.least()] >= self._each:
@@ -128,7 +128,7 @@ class Engines:
     async def abort(self) -> None:
         """Nothing is ended early here."""
 
-    def _sample(self, asked: Asked, count: int, begun: float) -> Sample:
+    def _sample(self, asked: ResponseRequest, count: int, begun: float) -> Sample:
         due = np.linspace(begun, self._loop.time(), count + 1)[1:]
         versions = np.asarray(self._versions, np.int32)[np.searchsorted(self._at, due, "right") - 1]
         return Sample(

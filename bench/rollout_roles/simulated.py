@@ -16,7 +16,7 @@ import sys
 import msgspec
 import numpy as np
 
-from hpcrl.token_frames import GENERATE, Answer, frame, read_request
+from hpcrl.token_frames import GENERATE, SampleAnswer, frame, read_request
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -65,7 +65,7 @@ class Engine(asyncio.Protocol):
         if index == count:
             self.transport.write(b"0\r\n\r\n")
             return
-        data = frame(Answer(index, "length", self.tokens, self.logprobs, [("0", 0, len(self.tokens) // 4)]))
+        data = frame(SampleAnswer(index, "length", self.tokens, self.logprobs, [("0", 0, len(self.tokens) // 4)]))
         self.transport.write(b"%x\r\n" % len(data) + data + b"\r\n")
         asyncio.get_running_loop().call_soon(self.piece, index + 1, count)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.engine.routed_experts import Experts, ExpertSource, asks_for_experts
-from hpcrl.token_frames import ABORT, GENERATE, Answer, frame, read_names, read_request
+from hpcrl.token_frames import ABORT, GENERATE, SampleAnswer, frame, read_names, read_request
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -163,7 +163,7 @@ class ResponseStream:
                 name = self._queues[index].request_id
                 answer.routing, answer.experts = await self._experts.of(name, output.outputs[0])  # type: ignore[union-attr]
         except Exception as error:  # noqa: BLE001  (the client is to hear of it)
-            answer = Answer(index, "error", error=f"{type(error).__name__}: {error}")
+            answer = SampleAnswer(index, "error", error=f"{type(error).__name__}: {error}")
         self._ready.append(frame(answer))
         self._more.set()
 
@@ -174,7 +174,7 @@ class ResponseStream:
         self._more.set()
 
 
-def answer_of(index: int, output: CompletionOutput) -> Answer:
+def answer_of(index: int, output: CompletionOutput) -> SampleAnswer:
     """A finished sample as it goes over the wire; its log-probs are those of the sampled tokens, which vLLM puts
     first."""
     logprobs: Any = output.logprobs
@@ -185,7 +185,7 @@ def answer_of(index: int, output: CompletionOutput) -> Answer:
             flat = [flat[at] for at in logprobs.start_indices]
         values = np.asarray(flat, "<f4").tobytes()
     spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
-    return Answer(index, output.finish_reason or "", np.asarray(output.token_ids, "<i4").tobytes(), values, spans)
+    return SampleAnswer(index, output.finish_reason or "", np.asarray(output.token_ids, "<i4").tobytes(), values, spans)
 
 
 async def _body(receive: Receive) -> bytes:

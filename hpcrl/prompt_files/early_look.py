@@ -15,7 +15,7 @@ from hpcrl.config.prompt_words import PromptWord, read_words
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.findings import Finding
 from hpcrl.prompt_files.row_checks import Keys, read_row
-from hpcrl.prompt_files.rows import first_rows
+from hpcrl.prompt_files.rows import first_parquet_rows, first_rows
 
 FIRST = 100  #: rows of each file that are looked at
 
@@ -65,8 +65,6 @@ def _look(word: PromptWord, keys: Keys) -> None:
     if path.suffix == ".jsonl":
         rows = first_rows(path, FIRST)
     elif path.suffix == ".parquet":
-        from hpcrl.prompt_files.parquet_rows import first_parquet_rows
-
         rows = first_parquet_rows(path, FIRST)
     else:
         raise DataError(

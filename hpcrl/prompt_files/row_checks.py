@@ -77,7 +77,7 @@ def needs_label(options: Options, words: Sequence[RewardWord]) -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """What a row says.  raw: the prompt as it stands there; text or messages: the prompt; tools: their schemas."""
 
     raw: Any
@@ -89,7 +89,7 @@ class Row:
     learned: tuple[Any, ...] = ()
 
 
-def read_row(where: str, row: dict[str, Any], keys: Keys) -> Row:
+def read_row(where: str, row: dict[str, Any], keys: Keys) -> PromptRow:
     """Check a row.  where: its file and line, for the DataError."""
     metadata = _metadata(where, row, keys)
     label = _label(where, row, keys, metadata)
@@ -102,7 +102,7 @@ def read_row(where: str, row: dict[str, Any], keys: Keys) -> Row:
     raw = _wanted(where, row, keys.input, "--input-key")
     text, messages = _prompt(where, raw, keys)
     tools = _tools(where, row, keys)
-    return Row(raw, text, messages, label, metadata, tools, tuple(row[key] for key in keys.learned))
+    return PromptRow(raw, text, messages, label, metadata, tools, tuple(row[key] for key in keys.learned))
 
 
 def _wanted(where: str, row: dict[str, Any], key: str, flag: str) -> Any:

@@ -1,7 +1,9 @@
-"""A prompt file as numbered rows, each read when it is asked for.
+"""A prompt file as numbered rows, each read when it is asked for: .jsonl, or parquet with the package pyarrow (an extra:
+pip install hpcrl[parquet]).
 
-Invariant: of a .jsonl file only where its rows begin is held (8 bytes a row); what a row says is decided by the bytes
-that the size and SHA-256 were taken of, or the file is refused as changed.
+Invariants: of a .jsonl file only where its rows begin is held (8 bytes a row); what a row says is decided by the bytes
+that the size and SHA-256 were taken of, or the file is refused as changed.  A parquet table lies in memory as Arrow's
+columns, not as Python objects; a row becomes Python values when it is asked for.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import msgspec
 import numpy as np
 
 from hpcrl.config.prompt_words import KINDS, PromptWord
-from hpcrl.errors import DataError
+from hpcrl.errors import DataError, HpcrlError
 
 BOM = b"\xef\xbb\xbf"
 
 
-class Rows(Protocol):
+class PromptRows(Protocol):
     """The rows of one prompt file, or of a slice of it.  size: bytes, sha256: of the whole file."""
 
     path: Path
@@ -44,7 +46,7 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(word: PromptWord) -> Rows:
+def open_rows(word: PromptWord) -> PromptRows:
     """The rows that a word names.  DataError if the file cannot be read, is of no known kind, or the slice is empty."""
     path = Path(word.path)
     if path.suffix not in KINDS:
@@ -54,9 +56,7 @@ def open_rows(word: PromptWord) -> Rows:
         )
     try:
         if path.suffix == ".parquet":
-            from hpcrl.prompt_files.parquet_rows import ParquetRows
-
-            rows: Rows = ParquetRows(path, word.rows)
+            rows: PromptRows = ParquetRows(path, word.rows)
         else:
             rows = JsonlRows(path, word.rows)
     except OSError as error:
@@ -138,7 +138,7 @@ def _blank(text: bytes, number: int) -> bool:
 
 
 def first_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of the first rows of a .jsonl file, without reading the rest.  DataError as `Rows`."""
+    """(where, row) of the first rows of a .jsonl file, without reading the rest.  DataError as `PromptRows`."""
     found = 0
     try:
         with path.open("rb") as file:
@@ -168,3 +168,73 @@ def kind_of_json(value: Any) -> str:
     """A JSON value's kind, for a message."""
     names = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")
+
+
+# ---- parquet
+
+
+class ParquetRows:
+    """The rows of a parquet file, or of a slice of it."""
+
+    def __init__(self, path: Path, rows: slice = slice(None)) -> None:
+        """Read it.  HpcrlError without pyarrow; DataError if the file is no parquet; OSError if it cannot be read."""
+        try:
+            import pyarrow as arrow
+            import pyarrow.parquet as parquet
+        except ImportError:
+            raise HpcrlError(
+                f"{path}: reading parquet needs the package pyarrow", "pip install 'hpcrl[parquet]'"
+            ) from None
+        self.path = path
+        self.size = path.stat().st_size
+        self.sha256 = sha256_of(path)
+        try:
+            table = parquet.ParquetFile(path, memory_map=True).read()
+        except arrow.ArrowException as error:
+            raise DataError(f"{path} is no parquet file: {error}") from error
+        taken = range(table.num_rows)[rows]
+        self._first = taken[0] if len(taken) else 0
+        self._batches = table.slice(self._first, len(taken)).combine_chunks()
+
+    def __len__(self) -> int:
+        return self._batches.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        (row,) = self._batches.slice(index, 1).to_pylist()
+        return _without_nulls(row)
+
+    def line(self, index: int) -> int:
+        return self._first + index + 1
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {self.line(index)}"
+
+
+def first_parquet_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of the first rows, without reading the rest; none where pyarrow is not installed."""
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        return
+    try:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=count)
+        rows = next(batches, None)
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is no parquet file: {error}") from error
+    for number, row in enumerate([] if rows is None else rows.to_pylist(), 1):
+        yield f"{path}, row {number}", _without_nulls(row)
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, and nulls inside of its columns left out: Arrow gives every object of a column the keys of all of
+    them."""
+    return {key: _clean(value) for key, value in row.items()}
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    return value

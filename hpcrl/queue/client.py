@@ -55,7 +55,7 @@ class QueueClient:
         self._timeout = timeout
         self._credit = credit
         self._name = secrets.token_hex(8)
-        self._parts: dict[int, dict[int, tuple[messages.Part, list[zmq.Frame]]]] = {}
+        self._parts: dict[int, dict[int, tuple[messages.SharePart, list[zmq.Frame]]]] = {}
         self._done = self._calls = -1
         self._awaited: messages.FromClient | None = (
             None  # what is not answered yet, and is said again after a reconnect
@@ -239,7 +239,7 @@ class QueueClient:
             case messages.Failed() if self._concerns_us(message):
                 self._awaited = None
                 raise messages.error_of(message)
-            case messages.Part():
+            case messages.SharePart():
                 self._keep(message, pieces)
             case messages.Welcome():
                 self._check_welcome(message)
@@ -270,11 +270,11 @@ class QueueClient:
             return message
         return (
             self._complete(rollout_id)
-            if isinstance(message, messages.Part) and message.rollout_id == rollout_id
+            if isinstance(message, messages.SharePart) and message.rollout_id == rollout_id
             else None
         )
 
-    def _keep(self, part: messages.Part, pieces: list[zmq.Frame]) -> None:
+    def _keep(self, part: messages.SharePart, pieces: list[zmq.Frame]) -> None:
         """Keep a part that is new.  Parts of the fetched share are acknowledged, so that more come; those of later
         shares are not before their fetch, so that no more than the credit ever waits here."""
         if part.rollout_id <= self._done:

@@ -82,7 +82,7 @@ class Fetch(_Message, tag="fetch"):
     have: list[Count] = []
 
 
-class Part(_Message, tag="part"):
+class SharePart(_Message, tag="part"):
     """One part of a share; its pieces follow as frames.
 
     parts: number of parts; sizes: bytes of each frame of the whole share (`share_format.encode`), whose concatenation
@@ -142,7 +142,7 @@ class Pong(_Message, tag="pong"):
 
 
 FromClient = Hello | Fetch | Ack | Call | Ping
-FromServer = Welcome | WhoAreYou | Part | StoppedAt | Reply | Failed | Pong
+FromServer = Welcome | WhoAreYou | SharePart | StoppedAt | Reply | Failed | Pong
 
 _pack = msgspec.msgpack.Encoder().encode
 _from_client = msgspec.msgpack.Decoder(FromClient).decode

@@ -1,18 +1,122 @@
-"""What the server keeps for each data-parallel rank: who sits there, what it still has to get, what it asked.
+"""What the server keeps for each data-parallel rank: its client, the shares that it still has to get, what it asked.
 
-Pure book-keeping.  Invariants: a rank has one client at a time, the one that came last, and one that was replaced never
-comes back; a call of that client is new once.
+Pure book-keeping, without sockets or clocks of its own.  Invariants: a rank has one client at a time, the one that came
+last, and one that was replaced never comes back; a call of that client is new once.  Shares leave in order of their
+rollout id; at most `credit` parts are sent and not acknowledged; a share is let go only when all its parts are
+acknowledged by one client, or when the client asks for a later one, so that a client that dies in between leaves nothing
+half delivered.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Plan
-from hpcrl.queue.messages import PROTOCOL, Failed, Hello, Reply, StoppedAt, failed
-from hpcrl.queue.outbox import Outbox
-from hpcrl.queue.share_format import WireError
+from hpcrl.queue.messages import PROTOCOL, Failed, Hello, Reply, SharePart, StoppedAt, failed, split
+from hpcrl.queue.share_format import Buffer, WireError
+
+
+@dataclass
+class _Share:
+    """One share: its parts, the time each was last sent, and those that have arrived."""
+
+    sizes: list[int]
+    parts: list[list[memoryview]]
+    sent: dict[int, float] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
+    repeats: int = 0
+
+    @property
+    def under_way(self) -> int:
+        return len(self.sent.keys() - self.arrived)
+
+
+class PendingShares:
+    """The shares of one rank, from `put` until they are acknowledged.
+
+    lease: seconds that a part may be under way to a client that says that it lacks it, before it is sent again; doubled
+    with every repetition, so that a slow network is not flooded.
+    """
+
+    def __init__(self, lease: float, part_bytes: int) -> None:
+        self._lease = lease
+        self._part_bytes = part_bytes
+        self._shares: dict[int, _Share] = {}
+        self._credit = 0  # nothing leaves before the client has given credit
+        self.last_put = self.last_done = -1
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def __contains__(self, rollout_id: int) -> bool:
+        return rollout_id in self._shares
+
+    def put(self, rollout_id: int, frames: Sequence[Buffer]) -> None:
+        """Keep a share until it is acknowledged.  ValueError if its id does not come after those before."""
+        if rollout_id <= self.last_put:
+            raise ValueError(f"the share of rollout {rollout_id} was put after that of rollout {self.last_put}")
+        self._shares[rollout_id] = _Share(
+            [memoryview(frame).nbytes for frame in frames], split(frames, self._part_bytes)
+        )
+        self.last_put = rollout_id
+
+    def reconnected(self, same_client: bool) -> None:
+        """Nothing is under way any more, no credit is left; a new client has none of what an earlier one
+        acknowledged."""
+        self._credit = 0
+        for share in self._shares.values():
+            share.sent.clear()
+            if not same_client:
+                share.arrived.clear()
+
+    def want(self, rollout_id: int, credit: int, have: Iterable[int], now: float) -> None:
+        """The client waits for this rollout: it has those before, and `have` of this one.  See `PendingShares` for the
+        lease."""
+        self._credit = credit
+        for earlier in [number for number in self._shares if number < rollout_id]:
+            self._let_go(earlier)
+        self.last_done = max(self.last_done, rollout_id - 1)
+        for part in have:
+            self.acknowledge(rollout_id, part)
+        if share := self._shares.get(rollout_id):
+            overdue = [
+                part
+                for part, when in share.sent.items()
+                if part not in share.arrived and now - when > self._lease * 2**share.repeats
+            ]
+            share.repeats += bool(overdue)
+            for part in overdue:
+                del share.sent[part]
+
+    def acknowledge(self, rollout_id: int, part: int) -> None:
+        """The part has arrived.  What is not known (any more) is no error: acknowledgements are repeated too."""
+        share = self._shares.get(rollout_id)
+        if share is None or part >= len(share.parts):
+            return
+        share.arrived.add(part)
+        if len(share.arrived) == len(share.parts):
+            self._let_go(rollout_id)
+
+    def due(self, now: float) -> Iterator[tuple[SharePart, list[memoryview]]]:
+        """Messages to send now, with their pieces; each counts as under way from here on."""
+        room = self._credit - sum(share.under_way for share in self._shares.values())
+        for rollout_id, share in self._shares.items():
+            for part, pieces in enumerate(share.parts):
+                if room <= 0:
+                    return
+                if part not in share.sent and part not in share.arrived:
+                    share.sent[part] = now
+                    room -= 1
+                    yield SharePart(rollout_id, part, len(share.parts), share.sizes), pieces
+
+    def _let_go(self, rollout_id: int) -> None:
+        del self._shares[rollout_id]
+        self.last_done = max(self.last_done, rollout_id)
+
+
+# ---- the rank
 
 #: calls of one rank that may run at the same time; malformed messages of one rank that are logged
 MAX_CALLS, MAX_COMPLAINTS = 16, 20
@@ -65,7 +169,7 @@ class Calls:
 class Rank:
     """One data-parallel rank, across connections."""
 
-    def __init__(self, number: int, outbox: Outbox) -> None:
+    def __init__(self, number: int, outbox: PendingShares) -> None:
         self.number = number
         self.outbox = outbox
         self.calls = Calls()

@@ -22,8 +22,7 @@ import zmq.asyncio
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue import auth, messages, sockets
-from hpcrl.queue.outbox import Outbox
-from hpcrl.queue.rank_state import MAX_CALLS, Calls, Rank, Seat
+from hpcrl.queue.rank_state import MAX_CALLS, Calls, PendingShares, Rank, Seat
 from hpcrl.queue.share_format import Buffer, Share, WireError, encode
 from hpcrl.run.peers import RolloutPeer, publish
 from hpcrl.run.role import say
@@ -36,7 +35,7 @@ class QueueServer:
     """The server of one attempt; every method runs in one event loop.
 
     handlers: method -> coroutine function from parameters to result, both dicts of what msgpack can carry; each call is
-    a task of its own.  depth: shares that a rank may leave unacknowledged before `put` waits; lease: see `Outbox`;
+    a task of its own.  depth: shares that a rank may leave unacknowledged before `put` waits; lease: see `PendingShares`;
     part_bytes: greatest part of a share.
     """
 
@@ -55,7 +54,7 @@ class QueueServer:
         self._plan = plan
         self._handlers = dict(handlers)
         self._depth = depth
-        self._ranks = [Rank(number, Outbox(lease, part_bytes)) for number in range(dp_size)]
+        self._ranks = [Rank(number, PendingShares(lease, part_bytes)) for number in range(dp_size)]
         self._seats: dict[bytes, Seat] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop: int | None = None

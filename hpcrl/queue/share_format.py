@@ -94,7 +94,7 @@ class Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     shape: tuple[Count, ...] = ()
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShareHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Frame 0."""
 
     format: int
@@ -115,7 +115,7 @@ class _Format(msgspec.Struct, frozen=True):
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_format = msgspec.msgpack.Decoder(_Format).decode
-_unpack_header = msgspec.msgpack.Decoder(Header).decode
+_unpack_header = msgspec.msgpack.Decoder(ShareHeader).decode
 
 
 # ---- to bytes
@@ -140,7 +140,7 @@ def encode(share: Share) -> list[Buffer]:
         }
         columns = [Column(name, str(dtype), len(array)) for (name, dtype), array in zip(COLUMNS, arrays, strict=True)]
         columns += [Column(name, str(array.dtype), len(array), array.shape[1:]) for name, array in extra.items()]
-        header = Header(
+        header = ShareHeader(
             FORMAT,
             share.rollout_id,
             share.version,
@@ -191,7 +191,7 @@ def decode(frames: Sequence[Buffer]) -> Share:
     )
 
 
-def _header(frame: Buffer) -> Header:
+def _header(frame: Buffer) -> ShareHeader:
     try:
         found = _unpack_format(frame).format
         if found != FORMAT:
@@ -263,7 +263,7 @@ def _spread(runs: np.ndarray, tokens: int) -> np.ndarray:
 # ---- what must hold of every share
 
 
-def _check(header: Header, batch: SampleBatch, table: np.ndarray, own: np.ndarray) -> None:
+def _check(header: ShareHeader, batch: SampleBatch, table: np.ndarray, own: np.ndarray) -> None:
     """WireError unless table, rows, columns, micro-batches and numbers fit each other."""
     _check_own(table, own)
     if batch.rows.tobytes() != table[own].tobytes():
@@ -324,7 +324,7 @@ def _check_values(batch: SampleBatch) -> None:
             _refuse(~np.isfinite(column.reshape(len(column), -1)).all(1), name + " {}: not finite")
 
 
-def _check_micro_batches(header: Header, count: int, samples: int) -> None:
+def _check_micro_batches(header: ShareHeader, count: int, samples: int) -> None:
     steps = header.micro_batches
     for name, entries in (("step_samples", header.step_samples), ("step_tokens", header.step_tokens)):
         if len(entries) != len(steps):

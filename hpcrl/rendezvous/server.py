@@ -17,8 +17,7 @@ import zmq
 from hpcrl.errors import UsageError
 from hpcrl.queue import auth
 from hpcrl.queue.sockets import HANDSHAKE, endpoint
-from hpcrl.rendezvous.frames import MAX_ASK, to_ask, to_bytes
-from hpcrl.rendezvous.table import Table
+from hpcrl.rendezvous.table import MAX_ASK, Table, to_ask, to_bytes
 
 ZAP = "inproc://zeromq.zap.01"  #: where libzmq asks who may come in (ZeroMQ RFC 27)
 

@@ -23,7 +23,7 @@ from torch.distributed import DistStoreError, Store
 
 from hpcrl.queue import auth
 from hpcrl.queue.sockets import HEARTBEAT, HEARTBEAT_TIMEOUT, endpoint
-from hpcrl.rendezvous.frames import Answer, Ask, Verb, to_answer, to_bytes
+from hpcrl.rendezvous.table import StoreReply, StoreRequest, Verb, to_answer, to_bytes
 
 LOOK = 2.0  #: seconds between two calls of `check` while an answer is awaited
 #: seconds that a look at the server's port may take; between two of them pass LOOK, twice that, four times, ...
@@ -109,7 +109,7 @@ class KeyedStore(Store):
         values: list[bytes] | None = None,
         amount: int = 0,
         seconds: float = 0,
-    ) -> Answer:
+    ) -> StoreReply:
         """Ask, and wait for the answer."""
         seconds = seconds or self.timeout.total_seconds()
         connection = self._connection()
@@ -117,7 +117,7 @@ class KeyedStore(Store):
         end = time.monotonic() + seconds
         knock = time.monotonic()
         pause = LOOK
-        connection.send(to_bytes(Ask(number, verb, keys or [], values or [], amount)))
+        connection.send(to_bytes(StoreRequest(number, verb, keys or [], values or [], amount)))
         while True:
             left = end - time.monotonic()
             if connection.poll(max(0, int(1000 * min(left, LOOK)))):

@@ -28,7 +28,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DataError
 from hpcrl.queue.share_format import Share, WireError, decode, encode
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.rollout.samplers.sampler import GREEDY, Asked
+from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.trouble.storage import PATIENCE
 from hpcrl.sample import STATUSES, Sample, SampleBatch
@@ -219,7 +219,7 @@ class SavedRollouts:
 
     # ---- as a sampler
 
-    async def make(self, asked: Asked) -> list[Sample]:
+    async def make(self, asked: ResponseRequest) -> list[Sample]:
         """The samples of one response as they were saved."""
         if asked.index == GREEDY:
             return [self._greedy(asked)]
@@ -227,7 +227,7 @@ class SavedRollouts:
         later = np.int32(asked.version - version)
         return [replace(sample, group=asked.group.number, versions=sample.versions + later) for sample in found]
 
-    def _greedy(self, asked: Asked) -> Sample:
+    def _greedy(self, asked: ResponseRequest) -> Sample:
         """A sample whose reward is the greedy response's.  DataError if none was saved."""
         sample = self._response(asked.group.number, 0)[1][0]
         if math.isnan(sample.baseline):

@@ -21,8 +21,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue import messages
 from hpcrl.queue.share_format import WireError, decode, encode
-from hpcrl.rendezvous.frames import Ask, to_ask, to_bytes
-from hpcrl.rendezvous.table import Table
+from hpcrl.rendezvous.table import StoreRequest, Table, to_ask, to_bytes
 from hpcrl.report.file_tail import last_lines
 from hpcrl.report.metrics import parse_record
 from hpcrl.run.job_files import JobState
@@ -92,7 +91,7 @@ DECODERS: dict[str, tuple[list[bytes], Callable[[bytes], Any], tuple[type[Except
     "messages of clients": ([messages.pack(m) for m in MESSAGES], messages.read_from_client, (WireError,)),
     "messages of the server": ([messages.pack(messages.Failed("no"))], messages.read_from_server, (WireError,)),
     "a store": (
-        [to_bytes(Ask(1, "set", ["a"], [b"b"])), to_bytes(Ask(1, "add", ["n"], [], 3))],
+        [to_bytes(StoreRequest(1, "set", ["a"], [b"b"])), to_bytes(StoreRequest(1, "add", ["n"], [], 3))],
         of_store,
         (msgspec.MsgspecError, ValueError),
     ),

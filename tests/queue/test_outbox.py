@@ -10,21 +10,20 @@ import pytest
 from hpcrl.errors import PeerError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue.messages import PROTOCOL, Hello, Reply, join
-from hpcrl.queue.outbox import Outbox
-from hpcrl.queue.rank_state import Calls, Rank
+from hpcrl.queue.rank_state import Calls, PendingShares, Rank
 
 PLAN = Plan("run", 3, (Location("127.0.0.1", (0,)),), (), Location("127.0.0.1", ()))
 
 
-def outbox(*shares: int) -> Outbox:
+def outbox(*shares: int) -> PendingShares:
     """Shares of so many parts of 10 bytes, rollout ids from 0."""
-    box = Outbox(lease=60, part_bytes=10)
+    box = PendingShares(lease=60, part_bytes=10)
     for rollout_id, parts in enumerate(shares):
         box.put(rollout_id, [bytes([rollout_id]) * (10 * parts)])
     return box
 
 
-def due(box: Outbox, now: float = 0.0) -> list[tuple[int, int]]:
+def due(box: PendingShares, now: float = 0.0) -> list[tuple[int, int]]:
     return [(part.rollout_id, part.part) for part, _ in box.due(now)]
 
 

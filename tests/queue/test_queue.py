@@ -23,7 +23,7 @@ from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageE
 from hpcrl.plan import Location, Plan
 from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.client import QueueClient
-from hpcrl.queue.messages import Ack, Call, Failed, Fetch, Part, Ping, Pong, Reply, Welcome, WhoAreYou
+from hpcrl.queue.messages import Ack, Call, Failed, Fetch, Ping, Pong, Reply, SharePart, Welcome, WhoAreYou
 from hpcrl.queue.share_format import WireError
 from hpcrl.run.peers import RolloutPeer, find, publish
 from hpcrl.run.rundir import RunDir
@@ -131,7 +131,7 @@ def count_parts(client: QueueClient, monkeypatch: pytest.MonkeyPatch, times: int
     came: list[int] = []
     keep = client._keep
 
-    def spy(part: Part, pieces: list[zmq.Frame]) -> None:
+    def spy(part: SharePart, pieces: list[zmq.Frame]) -> None:
         came.append(part.rollout_id)
         for _ in range(times):
             keep(part, pieces)
@@ -386,7 +386,7 @@ def test_credit_bounds_what_is_under_way(served: Served) -> None:
     served.put(0, share(0, answers=LONG), share(0, seed=1))
     with raw(served) as dealer:
         tell(dealer, hello(served), Fetch(0, credit=2))
-        assert [type(hear(dealer)) for _ in range(3)] == [Welcome, Part, Part]
+        assert [type(hear(dealer)) for _ in range(3)] == [Welcome, SharePart, SharePart]
         assert hear(dealer, 0.05) is None
         tell(dealer, Ack(0, 1))
         assert hear(dealer).part == 2
@@ -397,7 +397,7 @@ def test_a_part_that_is_not_acknowledged_comes_again_after_its_lease(served: Ser
     served.put(0, share(0), share(0, seed=1))
     with raw(served) as dealer:
         tell(dealer, hello(served), Fetch(0))
-        assert [type(hear(dealer)) for _ in range(2)] == [Welcome, Part]
+        assert [type(hear(dealer)) for _ in range(2)] == [Welcome, SharePart]
         tell(dealer, Fetch(0))
         assert hear(dealer, 0.05) is None
         time.sleep(0.3)
@@ -430,7 +430,7 @@ def test_hello_twice_sends_nothing_twice(served: Served) -> None:
     served.put(0, share(0), share(0, seed=1))
     with raw(served) as dealer:
         tell(dealer, hello(served), Fetch(0), hello(served), Fetch(0))
-        assert [type(hear(dealer)) for _ in range(3)] == [Welcome, Part, Welcome]
+        assert [type(hear(dealer)) for _ in range(3)] == [Welcome, SharePart, Welcome]
         assert hear(dealer, 0.05) is None
 
 

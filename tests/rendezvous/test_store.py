@@ -17,9 +17,9 @@ import zmq
 
 from hpcrl.errors import PeerError, UsageError
 from hpcrl.queue.auth import ClientKeys, ServerKeys
-from hpcrl.rendezvous.frames import Ask, to_bytes
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.rendezvous.store import KeyedStore
+from hpcrl.rendezvous.table import StoreRequest, to_bytes
 
 HERE = "127.0.0.1"
 ADDRESSES = "default_pg/0//cpu//0/1"  #: where gloo's rank 1 tells where it listens
@@ -120,7 +120,11 @@ def test_a_stranger_plants_no_address(meeting: Meeting, disguise: Any) -> None:
         stranger.linger = 0
         disguise(stranger, meeting)
         stranger.connect(f"tcp://{HERE}:{meeting.server.port}")
-        for ask in (Ask(1, "set", [ADDRESSES], [b"mine"]), Ask(2, "delete", [ADDRESSES]), Ask(3, "get", [ADDRESSES])):
+        for ask in (
+            StoreRequest(1, "set", [ADDRESSES], [b"mine"]),
+            StoreRequest(2, "delete", [ADDRESSES]),
+            StoreRequest(3, "get", [ADDRESSES]),
+        ):
             stranger.send(to_bytes(ask), zmq.DONTWAIT)
         assert not stranger.poll(300)
     assert meeting.member().get(ADDRESSES) == b"of the rank"
@@ -147,13 +151,13 @@ def test_what_a_member_says_does_not_end_the_server(meeting: Meeting) -> None:
         b"\xc1",
         b"x" * 1000,
         to_bytes([1, "exec", ["x"]]),
-        to_bytes(Ask(1, "add", ["x", "y"])),
-        to_bytes(Ask(1, "swap")),
+        to_bytes(StoreRequest(1, "add", ["x", "y"])),
+        to_bytes(StoreRequest(1, "swap")),
     ):
         member._connection().send(frame)
     member._connection().send_multipart([b"two", b"frames"])
     member.set("word", "no number")
-    member._connection().send(to_bytes(Ask(1, "add", ["word"])))
+    member._connection().send(to_bytes(StoreRequest(1, "add", ["word"])))
     assert member.get("x") == b"1"
 
 

@@ -27,7 +27,7 @@ from hpcrl.rollout.ledger.bank import Bank
 from hpcrl.rollout.ledger.group_progress import GroupProgress, fit
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
-from hpcrl.rollout.samplers.sampler import GREEDY, Asked
+from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 from tests.support.ledger_account import account
@@ -43,10 +43,10 @@ class FakeSampler:
     from a part.
     """
 
-    def __init__(self, takes: Callable[[Asked], float | None] = lambda _: 0.0, part: int = 2) -> None:
+    def __init__(self, takes: Callable[[ResponseRequest], float | None] = lambda _: 0.0, part: int = 2) -> None:
         self.takes = takes
         self.part = part
-        self.asked: list[Asked] = []
+        self.asked: list[ResponseRequest] = []
         self._end = asyncio.Event()
 
     async def abort(self) -> None:
@@ -54,7 +54,7 @@ class FakeSampler:
         await asyncio.sleep(0)
         self._end = asyncio.Event()
 
-    async def make(self, asked: Asked) -> list[Sample]:
+    async def make(self, asked: ResponseRequest) -> list[Sample]:
         self.asked.append(asked)
         old = asked.begun[0] if asked.begun else None
         have = 0 if old is None else old.response_length
@@ -65,7 +65,7 @@ class FakeSampler:
         await asyncio.sleep(seconds)
         return [self._sample(asked, old, LENGTH, COMPLETED)]
 
-    def _sample(self, asked: Asked, old: Sample | None, count: int, status: str) -> Sample:
+    def _sample(self, asked: ResponseRequest, old: Sample | None, count: int, status: str) -> Sample:
         prompt = asked.group.prompt.tokens
         have = 0 if old is None else old.response_length
         response = [1000 * asked.group.number + 10 * asked.index + i for i in range(count)]
@@ -181,11 +181,11 @@ def test_the_filter_that_the_guides_print_keeps_and_drops() -> None:
 FILTER = {"dynamic_sampling_filter_path": "check_reward_nonzero_std"}
 
 
-def slow(*groups: int) -> Callable[[Asked], float | None]:
+def slow(*groups: int) -> Callable[[ResponseRequest], float | None]:
     """Responses of these groups do not end by themselves, at first; groups of later rollouts take longer than what goes
     on."""
 
-    def takes(asked: Asked) -> float | None:
+    def takes(asked: ResponseRequest) -> float | None:
         number = asked.group.number
         return None if number in groups and not asked.begun else 0.0 if number < 7 else 0.1
 
@@ -338,7 +338,7 @@ def test_what_is_too_old_is_made_again(tmp_path: Path) -> None:
 
 def test_a_response_that_waits_for_its_reward_is_not_sampled_again(tmp_path: Path) -> None:
     class Graded(FakeSampler):
-        async def make(self, asked: Asked) -> list[Sample]:
+        async def make(self, asked: ResponseRequest) -> list[Sample]:
             if asked.begun and asked.begun[0].status == COMPLETED:
                 return list(asked.begun)
             samples = await super().make(asked)

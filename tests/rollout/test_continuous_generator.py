@@ -263,7 +263,7 @@ def test_engines_that_have_enough_get_no_more(tmp_path: Path, monkeypatch: pytes
         await asyncio.sleep(0.1)
         issued = attempt.store.ledger.following
         assert issued == 12, "what staleness allows, before anything was read"
-        assert attempt.stream._steering.limit == 6
+        assert attempt.stream._concurrency.limit == 6
         making.cancel()
         await asyncio.gather(making, return_exceptions=True)
         await attempt.stream.close()

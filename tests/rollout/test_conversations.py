@@ -11,10 +11,10 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
-from hpcrl.rollout.prompts.prompt_files import Prompt, Reading, read_prompts
+from hpcrl.rollout.prompts.prompt_files import Prompt, ReadOptions, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.samplers.sampler import Asked, LabelSampler
+from hpcrl.rollout.samplers.sampler import LabelSampler, ResponseRequest
 from tests.support.tiny import make_tokenizer
 
 PLAIN = (
@@ -52,7 +52,7 @@ def learn(
     (path / "talk.jsonl").write_text(json.dumps({"messages": messages}))
     options = Options(loss_type="sft_loss", input_key="messages", apply_chat_template=True, **values)
     tokenizer = Tokenizer(path)
-    (prompt,) = read_prompts(path / "talk.jsonl", Reading.of(options, tokenizer), tokenizer).prompts
+    (prompt,) = read_prompts(path / "talk.jsonl", ReadOptions.of(options, tokenizer), tokenizer).prompts
     return tokenizer, prompt
 
 
@@ -76,7 +76,7 @@ def test_the_sample_carries_the_mask(tmp_path: Path) -> None:
     import asyncio
 
     _, prompt = learn(tmp_path, PLAIN, TALK)
-    (sample,) = asyncio.run(LabelSampler().make(Asked(Group(0, prompt), 0, 0, 0)))
+    (sample,) = asyncio.run(LabelSampler().make(ResponseRequest(Group(0, prompt), 0, 0, 0)))
     assert (sample.loss_mask == prompt.mask).all() and 0 < sample.loss_mask.sum() < len(sample.loss_mask)
     assert sample.response_length == len(prompt.target)
 

@@ -57,7 +57,7 @@ def attempt(path: Path, function_name: str, **values: Any) -> Attempt:
     values |= {"rollout_function_path": f"{HERE}.{function_name}"}
     found = Attempt(path, FakeSampler(), **values)
     function = load_own("rollout_function_path", f"{HERE}.{function_name}")
-    found.maker = CustomGenerator(found.options, found.store, found.sampler, function)  # type: ignore[assignment]
+    found.generator = CustomGenerator(found.options, found.store, found.sampler, function)  # type: ignore[assignment]
     return found
 
 

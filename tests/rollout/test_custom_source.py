@@ -213,7 +213,7 @@ def test_a_restart_goes_on_with_the_same_prompts(tokenizer: Tokenizer, tmp_path:
         after = {
             asked.group.number: asked.group.prompt.raw for asked in one.sampler.asked if asked.group.number > max(given)
         }
-        one.shelf.close()
+        one.store.close()
 
         calls = Chance.calls
         # groups 8 and 9 end only when the batch is full, so that 1 and 4 are in it, however slow the machine is
@@ -233,7 +233,7 @@ def test_a_restart_goes_on_with_the_same_prompts(tokenizer: Tokenizer, tmp_path:
             "what an earlier attempt has left on disk of another prompt is not gone on with"
         )
         found = account(tmp_path / "run")
-        assert not found.wrong and again.shelf.ledger.holds()
+        assert not found.wrong and again.store.ledger.holds()
 
     asyncio.run(run())
 

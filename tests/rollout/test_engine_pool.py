@@ -30,11 +30,11 @@ from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.evaluation.evaluator import sampling_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.rollout.samplers.sampler import Asked, SingleTurnSampler
+from hpcrl.rollout.samplers.sampler import ResponseRequest, SingleTurnSampler
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
-from hpcrl.token_frames import Answer, FrameReader, frame
+from hpcrl.token_frames import FrameReader, SampleAnswer, frame
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of, until_aborted
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))
@@ -361,7 +361,7 @@ def answer(**fields: Any) -> bytes:
     """A frame of three good tokens with some fields of its choice replaced."""
     tokens = np.asarray([5, 6, 7], "<i4").tobytes()
     logprobs = np.asarray([-1, -2, -3], "<f4").tobytes()
-    return frame(Answer(**({"index": 0, "reason": "stop", "tokens": tokens, "logprobs": logprobs} | fields)))
+    return frame(SampleAnswer(**({"index": 0, "reason": "stop", "tokens": tokens, "logprobs": logprobs} | fields)))
 
 
 def floats(*values: float) -> bytes:
@@ -416,7 +416,7 @@ def test_a_group_is_one_request_and_each_sample_its_own(lean: Bench) -> None:
     """What fails of it is asked again, not what was answered."""
 
     def one_fails(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
-        return frame(Answer(3, "error", error="EngineGenerateError: later")) if count == 3 else None
+        return frame(SampleAnswer(3, "error", error="EngineGenerateError: later")) if count == 3 else None
 
     found = lean.run(many(8), one_fails)
     assert lean.engines[0].groups[0] == 8 and sum(lean.engines[0].groups[1:]) <= 5
@@ -441,7 +441,7 @@ def test_some_of_a_group_may_be_given_up(lean: Bench) -> None:
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.integers(1, 9))
 def test_frames_are_read_whatever_the_pieces(tokens: list[bytes], piece: int) -> None:
-    sent = [Answer(index, "stop", data, data[::-1], [("3", 0, len(data))]) for index, data in enumerate(tokens)]
+    sent = [SampleAnswer(index, "stop", data, data[::-1], [("3", 0, len(data))]) for index, data in enumerate(tokens)]
     data, reader = b"".join(map(frame, sent)), FrameReader()
     assert [one for at in range(0, len(data), piece) for one in reader.feed(data[at : at + piece])] == sent
     assert reader.rest == 0
@@ -717,7 +717,9 @@ def test_no_two_requests_share_their_noise_without_deterministic_mode_either(ben
     async def job(generator: EngineClient, pool: EnginePool) -> list[int]:
         sampler = SingleTurnSampler(Options(), tokenizer, generator, Grading())
         groups = [Group(number, prompt) for number in range(2)]
-        await asyncio.gather(*(sampler.make(Asked(g, i, r, 0)) for r in range(2) for g in groups for i in range(8)))
+        await asyncio.gather(
+            *(sampler.make(ResponseRequest(g, i, r, 0)) for r in range(2) for g in groups for i in range(8))
+        )
         return [len(engine.bodies) for engine in bench.engines]
 
     assert sum(counts := bench.run(job, None, None, None, None)) == 32 and min(counts) > 0

@@ -15,7 +15,7 @@ from bench.overlap_roles.engines import Engines, Trace
 from bench.overlap_roles.virtual_time import simulate
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.rollout.samplers.sampler import Asked
+from hpcrl.rollout.samplers.sampler import ResponseRequest
 
 TRACE = Trace(Path(__file__).parents[2] / "bench" / "overlap_trace.json")
 
@@ -55,7 +55,7 @@ def test_a_pause_makes_a_response_longer_and_its_tokens_newer() -> None:
     async def run() -> tuple[float, list[int]]:
         engines = Engines(1, 2, TRACE)
         prompt = Prompt(0, 0, np.asarray([1], np.int32))
-        task = asyncio.create_task(engines.make(Asked(Group(0, prompt), 0, 0, 0)))
+        task = asyncio.create_task(engines.make(ResponseRequest(Group(0, prompt), 0, 0, 0)))
         await asyncio.sleep(seconds / 2)
         await engines.update(5, 10.0)
         (sample,) = await task

@@ -9,8 +9,7 @@ import pytest
 
 from hpcrl.config.prompt_words import PromptWord
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.prompt_files.parquet_rows import first_parquet_rows
-from hpcrl.prompt_files.rows import open_rows
+from hpcrl.prompt_files.rows import first_parquet_rows, open_rows
 
 ROWS = [
     {"prompt": [{"role": "user", "content": "1"}], "label": "1", "metadata": {"a": 1}},

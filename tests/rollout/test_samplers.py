@@ -23,7 +23,7 @@ from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
-from hpcrl.rollout.samplers.sampler import Asked, HeldOutSet
+from hpcrl.rollout.samplers.sampler import HeldOutSet, ResponseRequest
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 from tests.support.two_ways import Policy, make_model, words
 
@@ -69,11 +69,13 @@ async def sampler(
             await grading.close()
 
 
-def asked(model: Path, index: int = 1, number: int = 0, label: str = "", held_out: HeldOutSet | None = None) -> Asked:
+def asked(
+    model: Path, index: int = 1, number: int = 0, label: str = "", held_out: HeldOutSet | None = None
+) -> ResponseRequest:
     tokenizer = Tokenizer(model)
     text = tokenizer.render([{"role": "user", "content": "1+1="}], generation=True)
     prompt = Prompt(number + 1, "1+1=", tokenizer.encode([text])[0], label, where=f"p.jsonl, line {number + 1}")
-    return Asked(Group(number, prompt), index, 3, 7, held_out)
+    return ResponseRequest(Group(number, prompt), index, 3, 7, held_out)
 
 
 def check(sample: Sample) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
 from hpcrl.rollout.batch_assembly import Rollout, make_shares
-from hpcrl.rollout.samplers.sampler import GREEDY, Asked
+from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.saved_rollouts import SavedRollouts, read_rollout, write_rollout
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample
 
@@ -82,7 +82,7 @@ def replay(saved: SavedRollouts, opts: Options, rollout_id: int, version: int) -
 
     async def fill() -> None:
         for group, index in rollout.wanted():
-            rollout.add(await saved.make(Asked(group, index, rollout_id, version)))
+            rollout.add(await saved.make(ResponseRequest(group, index, rollout_id, version)))
 
     asyncio.run(fill())
     return rollout
@@ -124,12 +124,12 @@ def test_the_greedy_reward_is_kept(tmp_path: Path) -> None:
     write(tmp_path, baseline=0.25)
     saved = SavedRollouts(options(tmp_path))
     group = saved.take(GROUPS)[1]
-    (found,) = asyncio.run(saved.make(Asked(group, GREEDY, 0, 0)))
+    (found,) = asyncio.run(saved.make(ResponseRequest(group, GREEDY, 0, 0)))
     assert found.reward == 0.25
     write(tmp_path)
     saved = SavedRollouts(options(tmp_path))
     with pytest.raises(DataError, match="group 1 has no greedy response"):
-        asyncio.run(saved.make(Asked(saved.take(GROUPS)[1], GREEDY, 0, 0)))
+        asyncio.run(saved.make(ResponseRequest(saved.take(GROUPS)[1], GREEDY, 0, 0)))
 
 
 @pytest.mark.parametrize("more", [{"rollout_batch_size": 4}, {"n_samples_per_prompt": 3}])

@@ -19,7 +19,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DataError, HpcrlError, PeerError, UsageError
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers import teacher_logprobs as module
-from hpcrl.rollout.samplers.sampler import GREEDY, Asked
+from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.samplers.teacher_logprobs import KEY, NAME, Teacher, TeacherLogprobsSampler
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 from tests.support.tiny import make_tokenizer
@@ -217,17 +217,17 @@ def test_a_teacher_that_is_none_is_refused(own: Tokenizer) -> None:
 
 def test_every_finished_sample_but_the_greedy_one_is_shown(own: Tokenizer) -> None:
     class Maker:
-        async def make(self, asked: Asked) -> list[Sample]:
+        async def make(self, asked: ResponseRequest) -> list[Sample]:
             return [replace(sample(i), status=ABORTED if asked.index == 1 else COMPLETED) for i in range(2)]
 
     async def go(server: Server) -> list[list[Sample]]:
         teacher = Teacher(Options(opd_teacher_url=server.url), own)
         await teacher.check()
-        maker, group = (
+        generator, group = (
             TeacherLogprobsSampler(Maker(), teacher),
             type("Group", (), {"prompt": type("P", (), {"where": "train.jsonl, line 1"})}),
         )
-        found = [await maker.make(Asked(group, index, 0, 0)) for index in (0, 1, GREEDY)]  # type: ignore[arg-type]
+        found = [await generator.make(ResponseRequest(group, index, 0, 0)) for index in (0, 1, GREEDY)]  # type: ignore[arg-type]
         await teacher.close()
         return found
 

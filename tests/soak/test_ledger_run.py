@@ -86,18 +86,18 @@ def test_memory_stays_flat_over_many_groups(tmp_path: Path, files: bool, groups:
             "partial_rollout": True,
         }
         attempt = Attempt(tmp_path / "run", sampler, **values)
-        attempt.shelf._kept = files
+        attempt.store._kept = files
         sizes, rollout_id = [], 0
         tracemalloc.start()
-        while attempt.shelf.ledger.following < groups:
+        while attempt.store.ledger.following < groups:
             await attempt.step(rollout_id, rollout_id, saved=rollout_id)
             sampler.asked.clear()
             rollout_id += 1
-            if len(sizes) < attempt.shelf.ledger.following // (groups // 5):
+            if len(sizes) < attempt.store.ledger.following // (groups // 5):
                 gc.collect()
                 sizes.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
-        assert attempt.shelf.ledger.holds()
+        assert attempt.store.ledger.holds()
         return sizes
 
     sizes = asyncio.run(run())

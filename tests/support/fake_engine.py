@@ -19,7 +19,7 @@ from aiohttp import web
 from hpcrl import token_frames
 from hpcrl.queue.auth import http_key
 from hpcrl.run.rundir import RunDir
-from hpcrl.token_frames import Answer
+from hpcrl.token_frames import SampleAnswer
 
 #: an answer that closes the connection instead
 CUT = object()
@@ -67,7 +67,7 @@ def in_frame(index: int, answer: dict[str, Any]) -> bytes:
     spans = [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
     tokens = np.asarray(choice["token_ids"], "<i4").tobytes()
     logprobs = np.asarray([entry["logprob"] for entry in content], "<f4").tobytes()
-    return token_frames.frame(Answer(index, choice["finish_reason"], tokens, logprobs, spans))
+    return token_frames.frame(SampleAnswer(index, choice["finish_reason"], tokens, logprobs, spans))
 
 
 async def until_aborted(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Making:
         return self.sampling.max_tokens
 
 
-class Asked(NamedTuple):
+class AskedTurn(NamedTuple):
     """tokens: int32 that the policy was asked with; answer: what it said, ABORTED if that was ended early."""
 
     tokens: np.ndarray
@@ -79,8 +79,8 @@ class Session:
     client: EngineClient
     tokenizer: Tokenizer
     context: Callable[[], int | None]
-    earlier: Sequence[Asked] = ()
-    turns: list[Asked] = field(default_factory=list)
+    earlier: Sequence[AskedTurn] = ()
+    turns: list[AskedTurn] = field(default_factory=list)
     dialogues: list[Dialogue] = field(default_factory=list)
     broken: HpcrlError | None = None
     ended: bool = False
@@ -141,7 +141,7 @@ class Session:
 
     def _keep(self, ids: np.ndarray, found: Completion) -> None:
         self._kept += len(ids) + len(found.tokens)
-        self.turns = [*self.turns, Asked(ids, found)] if self._kept <= KEPT else []
+        self.turns = [*self.turns, AskedTurn(ids, found)] if self._kept <= KEPT else []
 
     def text(self, tokens: np.ndarray, skip_special: bool = False) -> str:
         """A turn's text, without the token that ended it; skip_special: nor any special token."""

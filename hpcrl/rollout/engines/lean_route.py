@@ -22,7 +22,7 @@ from hpcrl.rollout.engines.completion import (
 )
 from hpcrl.rollout.engines.engine_pool import PooledEngine
 from hpcrl.rollout.engines.stock_route import refuse
-from hpcrl.token_frames import Answer, FrameReader, GroupRequest, encode
+from hpcrl.token_frames import FrameReader, GroupRequest, SampleAnswer, encode
 
 PATH = token_frames.GENERATE
 _BYTES = {"Content-Type": "application/octet-stream"}
@@ -62,7 +62,7 @@ async def ask(engine: PooledEngine, request: PromptRequest, wanted: ExpectedAnsw
 
 
 def _deliver(
-    engine: PooledEngine, request: PromptRequest, answer: Answer, wanted: ExpectedAnswer, deliver: Deliver
+    engine: PooledEngine, request: PromptRequest, answer: SampleAnswer, wanted: ExpectedAnswer, deliver: Deliver
 ) -> None:
     if answer.reason == "error":
         raise PassingTrouble(answer.error)

@@ -25,7 +25,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut
-from hpcrl.rollout.samplers.sampler import Asked
+from hpcrl.rollout.samplers.sampler import ResponseRequest
 from hpcrl.sample import COMPLETED, PENDING, TRUNCATED, Sample
 
 
@@ -38,7 +38,7 @@ class HeldOutSource:
         self.sets = {held.name: held for held in sets}
         ends = np.cumsum([0, *(len(held.file) for held in sets)]).tolist()
         self.first = dict(zip(self.sets, ends, strict=False))  #: set -> the number of its first group
-        self._asked: dict[tuple[int, int], tuple[HeldOut, Asked]] = {}
+        self._asked: dict[tuple[int, int], tuple[HeldOut, ResponseRequest]] = {}
 
     @property
     def names(self) -> list[str]:

@@ -28,11 +28,11 @@ from hpcrl.rollout.engines.engine_client import EngineClient, Sampling, seed_of
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.grading.tally import grading_metrics
-from hpcrl.rollout.prompts.prompt_files import PromptFile, Reading, read_prompts
+from hpcrl.rollout.prompts.prompt_files import PromptFile, ReadOptions, read_prompts
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
-from hpcrl.rollout.samplers.sampler import Asked, HeldOutSet
+from hpcrl.rollout.samplers.sampler import HeldOutSet, ResponseRequest
 from hpcrl.sample import TRUNCATED, Sample
 
 
@@ -59,7 +59,7 @@ def read_held_out(options: Options, tokenizer: Tokenizer) -> list[HeldOut]:
         HeldOut(
             held,
             read_prompts(
-                held.word, Reading.of_set(held, tokenizer, drop), tokenizer.given(held.apply_chat_template_kwargs)
+                held.word, ReadOptions.of_set(held, tokenizer, drop), tokenizer.given(held.apply_chat_template_kwargs)
             ),
         )
         for held in eval_sets(options)
@@ -108,7 +108,7 @@ class Evaluator:
             running = [tasks.create_task(self.one(held, asked)) for asked in self.asked(held, version)]
         return [task.result() for task in running]
 
-    def asked(self, held: HeldOut, version: int) -> Iterator[Asked]:
+    def asked(self, held: HeldOut, version: int) -> Iterator[ResponseRequest]:
         """Every response that a set wants, in the order of the file."""
         each = held.of.n_samples
         by = GradedBy(held.of.rewards, held.of.own_types, held.of.reward_key)
@@ -116,9 +116,9 @@ class Evaluator:
         whole = HeldOutSet(held.name, len(held.file) * each, each, sampling, by)
         for number, prompt in enumerate(held.file.prompts):
             for index in range(each):
-                yield Asked(Group(number, prompt), index, -1, version, whole)
+                yield ResponseRequest(Group(number, prompt), index, -1, version, whole)
 
-    async def one(self, held: HeldOut, asked: Asked) -> Sample:
+    async def one(self, held: HeldOut, asked: ResponseRequest) -> Sample:
         """A graded response of a set."""
         assert asked.held_out is not None
         number = asked.group.number

@@ -22,7 +22,7 @@ from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.generation.batch_generator import GeneratedRollout
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.ledger.group_progress import GroupProgress
-from hpcrl.rollout.samplers.sampler import Asked, Sampler
+from hpcrl.rollout.samplers.sampler import ResponseRequest, Sampler
 from hpcrl.sample import COMPLETED, PENDING, TRUNCATED, Sample
 
 UNUSED = "unused"  #: the reason of groups that the function was given and did not return
@@ -75,7 +75,7 @@ class RolloutSource:
         if sample.group not in self.progress:
             raise ValueError(f"group {sample.group} is none of this rollout's")
         return await self._sampler.make(
-            Asked(self.progress[sample.group].group, sample.index, self._rollout_id, self._version)
+            ResponseRequest(self.progress[sample.group].group, sample.index, self._rollout_id, self._version)
         )
 
     async def generate_group(self, samples: Sequence[Sample]) -> list[Sample]:

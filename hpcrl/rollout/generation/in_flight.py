@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
 from hpcrl.rollout.ledger.group_progress import GroupProgress
-from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
+from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
 
 ENDS = 3  #: how often a response that ends early unasked is gone on with
@@ -42,7 +42,7 @@ class InFlightGroups:
         self._greedy = greedy
         self._after = after
         self._running: dict[asyncio.Task[None], GroupProgress] = {}
-        self._asked: dict[int, list[Asked]] = {}  # by group, what is asked for now
+        self._asked: dict[int, list[ResponseRequest]] = {}  # by group, what is asked for now
         self._done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._given_up: set[asyncio.Task[None]] = set()
         self._ending = False
@@ -125,12 +125,12 @@ class InFlightGroups:
 
     async def _make(self, progress: GroupProgress) -> None:
         asked = [
-            Asked(progress.group, index, self._rollout_id, self._version, begun=progress.begun.get(index, ()))
+            ResponseRequest(progress.group, index, self._rollout_id, self._version, begun=progress.begun.get(index, ()))
             for index in range(self._each)
             if index not in progress.finished
         ]
         if self._greedy and math.isnan(progress.baseline):
-            asked.append(Asked(progress.group, GREEDY, self._rollout_id, self._version))
+            asked.append(ResponseRequest(progress.group, GREEDY, self._rollout_id, self._version))
         self._asked[progress.number] = asked
         async with asyncio.TaskGroup() as tasks:
             for one in asked:
@@ -141,7 +141,7 @@ class InFlightGroups:
         if progress.complete(self._each, self._greedy):
             await self._after(progress)
 
-    async def _one(self, progress: GroupProgress, asked: Asked) -> None:
+    async def _one(self, progress: GroupProgress, asked: ResponseRequest) -> None:
         for _ in range(ENDS):
             samples = await self._sampler.make(asked)
             if any(sample.status == ABORTED for sample in samples):
@@ -150,7 +150,7 @@ class InFlightGroups:
                 if self._ending:
                     return
                 begun = progress.begun.get(asked.index, ()) if asked.index != GREEDY else ()
-                again = Asked(asked.group, asked.index, asked.rollout_id, asked.version, begun=begun)
+                again = ResponseRequest(asked.group, asked.index, asked.rollout_id, asked.version, begun=begun)
                 self._asked[progress.number] = [
                     again if other is asked else other for other in self._asked[progress.number]
                 ]

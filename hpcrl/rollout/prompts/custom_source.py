@@ -24,7 +24,7 @@ from hpcrl.config.custom_functions import is_async, named, short
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.prompt_files.rows import kind_of_json
-from hpcrl.rollout.prompts.prompt_files import Drawn, PromptFile, Reading
+from hpcrl.rollout.prompts.prompt_files import Drawn, PromptFile, ReadOptions
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ class CustomSource:
         """UsageError if it cannot be made, or lacks a method."""
         self._path = options.data_source_path
         self._shown = f"--data-source-path {options.data_source_path}"
-        self._reading = Reading.of(options, tokenizer)
+        self._reading = ReadOptions.of(options, tokenizer)
         self._tokenizer = tokenizer.given(options.apply_chat_template_kwargs)
         if self._reading.keys.chat_template:
             self._tokenizer.need_template(self._tokenizer.template_kwargs)

@@ -21,9 +21,9 @@ from hpcrl.config.eval_sets import EvalSet
 from hpcrl.config.options import Options
 from hpcrl.config.prompt_words import PromptWord, read_words
 from hpcrl.errors import DataError, UsageError
-from hpcrl.prompt_files.row_checks import Keys, Row, read_row
-from hpcrl.prompt_files.rows import Rows, open_rows
-from hpcrl.rollout.prompts.rendering import Rendered, Tokens, encode, render
+from hpcrl.prompt_files.row_checks import Keys, PromptRow, read_row
+from hpcrl.prompt_files.rows import PromptRows, open_rows
+from hpcrl.rollout.prompts.rendering import EncodedRow, RenderedRow, encode, render
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
 CHUNK = 1024  #: rows that are encoded at once
@@ -76,7 +76,7 @@ class PromptFile:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How to read a prompt file.
 
     limit: tokens of a prompt at most; context: of prompt and target together; None: no limit.  drop: what is longer is
@@ -92,7 +92,7 @@ class Reading:
     flags: str = "--rollout-max-prompt-len or --rollout-max-context-len"
 
     @classmethod
-    def of(cls, options: Options, tokenizer: Tokenizer) -> Reading:
+    def of(cls, options: Options, tokenizer: Tokenizer) -> ReadOptions:
         """Of the training prompts.  UsageError if the reward or the loss needs labels and no key is given."""
         context = options.rollout_max_context_len or tokenizer.context
         return cls(
@@ -103,7 +103,7 @@ class Reading:
         )
 
     @classmethod
-    def of_set(cls, held: EvalSet, tokenizer: Tokenizer, drop: bool = True) -> Reading:
+    def of_set(cls, held: EvalSet, tokenizer: Tokenizer, drop: bool = True) -> ReadOptions:
         """Of a held-out set."""
         context = held.max_context_len or tokenizer.context
         return cls(
@@ -128,12 +128,12 @@ def read_training(options: Options, tokenizer: Tokenizer) -> PromptFile:
     words = read_words(options.prompt_data, "--prompt-data")
     if not words:
         raise UsageError("--prompt-data is not given")
-    reading = Reading.of(options, tokenizer)
+    reading = ReadOptions.of(options, tokenizer)
     given = tokenizer.given(options.apply_chat_template_kwargs)
     return joined(words, [read_prompts(word, reading, given) for word in words])
 
 
-def read_prompts(word: PromptWord | str | Path, reading: Reading, tokenizer: Tokenizer) -> PromptFile:
+def read_prompts(word: PromptWord | str | Path, reading: ReadOptions, tokenizer: Tokenizer) -> PromptFile:
     """Read and check a prompt file.  DataError names the file, and the line if one is at fault."""
     word = word if isinstance(word, PromptWord) else PromptWord(str(word), str(word))
     if reading.keys.chat_template:
@@ -192,7 +192,7 @@ class Chained(Sequence[Prompt]):
 class Drawn(Sequence[Prompt]):
     """The prompts of one file, each made when it is drawn."""
 
-    def __init__(self, rows: Rows, reading: Reading, tokenizer: Tokenizer) -> None:
+    def __init__(self, rows: PromptRows, reading: ReadOptions, tokenizer: Tokenizer) -> None:
         self._rows = rows
         self._reading = reading
         self._tokenizer = tokenizer
@@ -244,26 +244,26 @@ class Drawn(Sequence[Prompt]):
             kept.append(np.asarray(fits, np.int64))
         return np.concatenate(kept)
 
-    def _row(self, at: int) -> Row:
+    def _row(self, at: int) -> PromptRow:
         return read_row(self._rows.where(at), self._rows[at], self._reading.keys)
 
-    def _note_type(self, at: int, row: Row) -> None:
+    def _note_type(self, at: int, row: PromptRow) -> None:
         name = row.metadata.get("rm_type") if self._reading.keys.own_types else None
         if name is not None and name.strip() and name.strip() not in self.types:
             self.types[name.strip()] = self._rows.where(at)
 
-    def _encode(self, rows: Sequence[tuple[int, Row]]) -> list[Tokens]:
+    def _encode(self, rows: Sequence[tuple[int, PromptRow]]) -> list[EncodedRow]:
         """Their tokens.  DataError names the row that the chat template refuses."""
         return encode(list(self._texts(rows)), self._tokenizer)
 
-    def _texts(self, rows: Sequence[tuple[int, Row]]) -> Iterator[Rendered]:
+    def _texts(self, rows: Sequence[tuple[int, PromptRow]]) -> Iterator[RenderedRow]:
         for at, row in rows:
             try:
                 yield render(row, self._reading.keys, self._tokenizer)
             except ValueError as error:
                 raise DataError(f"{self._rows.where(at)}: {error}") from error
 
-    def _short(self, at: int, text: Rendered) -> bool:
+    def _short(self, at: int, text: RenderedRow) -> bool:
         """Whether a row may be encoded, which takes memory of two hundred times its length.  DataError as `_fits`."""
         length = max(map(len, (text.prompt, *text.targets, *(piece.text for piece in text.turns))))
         if length <= MOST_TEXT:
@@ -275,11 +275,11 @@ class Drawn(Sequence[Prompt]):
             )
         return False
 
-    def _surely_fits(self, text: Rendered) -> bool:
+    def _surely_fits(self, text: RenderedRow) -> bool:
         alone = not text.targets and not text.turns
         return alone and self._tokenizer.surely_within(text.prompt, self._reading.limit)
 
-    def _fits(self, at: int, tokens: Tokens) -> bool:
+    def _fits(self, at: int, tokens: EncodedRow) -> bool:
         """Whether a prompt is within the limits.  DataError if it is empty, or is not and may not be dropped."""
         reading, length = self._reading, len(tokens.prompt)
         if not length:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpcrl.prompt_files.row_checks import ASSISTANT, Keys, Messages, Row
+from hpcrl.prompt_files.row_checks import ASSISTANT, Keys, Messages, PromptRow
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 
 LEARN = "step_loss_mask"  #: of an assistant's message: 0 leaves its turn out of the loss (slime's key)
@@ -32,14 +32,14 @@ class Template(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class ConversationPiece:
     """A piece of a conversation's text, and whether it is learned."""
 
     text: str
     learned: bool
 
 
-def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) -> list[Piece]:
+def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) -> list[ConversationPiece]:
     """The conversation in pieces: the prompt of the first assistant's turn, that turn, what stands before the next, and
     so on.
 
@@ -48,7 +48,7 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) 
     clean = [{key: value for key, value in message.items() if key != LEARN} for message in messages]
     ends = template.end_texts()
     whole = template.render(clean, False, tools)
-    found: list[Piece] = []
+    found: list[ConversationPiece] = []
     at = 0
     turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     for number in turns:
@@ -61,8 +61,8 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) 
         last = number == turns[-1]
         end = _end(whole, len(before), ends, clean[number], number, last)
         found += [
-            Piece(whole[at : len(before)], False),
-            Piece(whole[len(before) : end], bool(messages[number].get(LEARN, 1))),
+            ConversationPiece(whole[at : len(before)], False),
+            ConversationPiece(whole[len(before) : end], bool(messages[number].get(LEARN, 1))),
         ]
         at = end
     if not any(piece.learned for piece in found):
@@ -97,16 +97,16 @@ def _end(whole: str, start: int, ends: Sequence[str], message: dict[str, Any], n
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedRow:
     """The text of a prompt; the responses to learn after it; or the pieces of a conversation that follow."""
 
     prompt: str
     targets: tuple[str, ...] = ()
-    turns: tuple[Piece, ...] = ()
+    turns: tuple[ConversationPiece, ...] = ()
 
 
 @dataclass(frozen=True)
-class Tokens:
+class EncodedRow:
     """prompt: int32 [prompt]; targets: int32 [response] each; mask: uint8 [response] of a conversation's one target."""
 
     prompt: np.ndarray
@@ -118,19 +118,21 @@ class Tokens:
         return len(self.prompt) + max(map(len, self.targets), default=0)
 
 
-def render(row: Row, keys: Keys, tokenizer: Tokenizer) -> Rendered:
+def render(row: PromptRow, keys: Keys, tokenizer: Tokenizer) -> RenderedRow:
     """The texts of a row.  ValueError if the chat template refuses it, or its turns cannot be told apart."""
     if row.messages is None:
         text = str(row.text)
-        return Rendered(text, tuple(tokenizer.target(None, text, str(label)) for label in row.learned))
+        return RenderedRow(text, tuple(tokenizer.target(None, text, str(label)) for label in row.learned))
     if keys.conversation:
         first, *rest = pieces(row.messages, row.tools, tokenizer)
-        return Rendered(first.text, (), tuple(rest))
+        return RenderedRow(first.text, (), tuple(rest))
     text = tokenizer.render(row.messages, True, row.tools)
-    return Rendered(text, tuple(tokenizer.target(row.messages, text, str(label), row.tools) for label in row.learned))
+    return RenderedRow(
+        text, tuple(tokenizer.target(row.messages, text, str(label), row.tools) for label in row.learned)
+    )
 
 
-def encode(texts: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokens]:
+def encode(texts: Sequence[RenderedRow], tokenizer: Tokenizer) -> list[EncodedRow]:
     """The tokens of each, all encoded at once."""
     prompts = tokenizer.encode([text.prompt for text in texts])
     targets = iter(tokenizer.targets([target for text in texts for target in text.targets]))
@@ -138,14 +140,14 @@ def encode(texts: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokens]:
     found = []
     for text, prompt in zip(texts, prompts, strict=True):
         if text.turns:
-            found.append(Tokens(prompt, *_joined(text.turns, [next(turns) for _ in text.turns], tokenizer)))
+            found.append(EncodedRow(prompt, *_joined(text.turns, [next(turns) for _ in text.turns], tokenizer)))
         else:
-            found.append(Tokens(prompt, tuple(next(targets) for _ in text.targets)))
+            found.append(EncodedRow(prompt, tuple(next(targets) for _ in text.targets)))
     return found
 
 
 def _joined(
-    turns: Sequence[Piece], ids: list[np.ndarray], tokenizer: Tokenizer
+    turns: Sequence[ConversationPiece], ids: list[np.ndarray], tokenizer: Tokenizer
 ) -> tuple[tuple[np.ndarray], np.ndarray]:
     """The pieces of a conversation as one target, and which of its tokens are learned."""
     ids[-1] = tokenizer.ended(ids[-1])

@@ -19,8 +19,7 @@ import numpy as np
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.server import Endpoint
-from hpcrl.rollout.endpoint.session import Asked as Turned
-from hpcrl.rollout.endpoint.session import Making, Session, sampling_params
+from hpcrl.rollout.endpoint.session import AskedTurn, Making, Session, sampling_params
 from hpcrl.rollout.engines.completion import completion_of
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling
@@ -28,7 +27,7 @@ from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Said, Tally
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.function_pool import FunctionPool
-from hpcrl.rollout.samplers.sampler import GREEDY, Asked
+from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.worker_messages import ERROR, CustomCall, CustomResult, ReturnedSample, columns_of, send_sample
 from hpcrl.run.role import say
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, Sample
@@ -75,7 +74,7 @@ class CustomSampler:
         await self._pool.close()
         await self._endpoint.stop()
 
-    async def make(self, asked: Asked) -> list[Sample]:
+    async def make(self, asked: ResponseRequest) -> list[Sample]:
         """The samples of one response; if the run ended it early, a sample of each of its turns, the last of them
         ABORTED: the function is called again another time, and what it asks again is answered as before.
 
@@ -99,11 +98,11 @@ class CustomSampler:
 
     # ---- what is asked
 
-    def _sampling(self, asked: Asked) -> Sampling:
+    def _sampling(self, asked: ResponseRequest) -> Sampling:
         sampling = asked.held_out.sampling if asked.held_out else self._train
         return replace(sampling, temperature=0.0) if asked.index == GREEDY else sampling
 
-    def _seed(self, asked: Asked) -> tuple[object, ...]:
+    def _seed(self, asked: ResponseRequest) -> tuple[object, ...]:
         seed = self._options.rollout_seed
         number = asked.group.number
         index = asked.index
@@ -111,7 +110,7 @@ class CustomSampler:
             return "evaluate", seed, asked.held_out.name, number, index
         return "train", seed, asked.rollout_id, number, index
 
-    def _prompt(self, asked: Asked) -> Sample:
+    def _prompt(self, asked: ResponseRequest) -> Sample:
         """The prompt as a sample that has no response yet."""
         prompt, none = asked.group.prompt, np.zeros(0, np.int32)
         return Sample(
@@ -131,7 +130,7 @@ class CustomSampler:
     # ---- the call
 
     async def _call(
-        self, asked: Asked, making: Making, prompt: Sample, patience: float
+        self, asked: ResponseRequest, making: Making, prompt: Sample, patience: float
     ) -> tuple[CustomResult | None, list[Sample]]:
         """What came of one call, and its samples if it did not fail; None, and what there is, if the run ended it
         early."""
@@ -187,7 +186,7 @@ class CustomSampler:
 
     # ---- rewards
 
-    async def _grade(self, asked: Asked, samples: Sequence[Sample]) -> None:
+    async def _grade(self, asked: ResponseRequest, samples: Sequence[Sample]) -> None:
         """The rewards of those samples that the function gave none: that of the response, by its last sample.
 
         The parts that the function has named stay, beside those of the reward.
@@ -222,7 +221,7 @@ class CustomSampler:
 
     # ---- failures
 
-    def _failed(self, asked: Asked, prompt: Sample, done: CustomResult) -> Sample:
+    def _failed(self, asked: ResponseRequest, prompt: Sample, done: CustomResult) -> Sample:
         """A response in place of one that could not be made: one token, which trains nothing, and reward 0."""
         where = asked.group.prompt.where
         text = f"{FLAG} {self._options.custom_generate_function_path} {done.text}"
@@ -245,7 +244,7 @@ class CustomSampler:
             grading_error=text,
         )
 
-    def _count(self, asked: Asked, where: str, text: str) -> None:
+    def _count(self, asked: ResponseRequest, where: str, text: str) -> None:
         """Count a failed call.  HpcrlError if those of the batch are too many."""
         what, size, each = self._batch(asked)
         if what not in self._tallies:
@@ -256,7 +255,7 @@ class CustomSampler:
             )
         self._tallies[what].fail(where, text)
 
-    def _batch(self, asked: Asked) -> tuple[str, int, int]:
+    def _batch(self, asked: ResponseRequest) -> tuple[str, int, int]:
         """(name, responses, responses to a prompt) of the batch that a response is for."""
         if asked.held_out:
             held = asked.held_out
@@ -264,7 +263,7 @@ class CustomSampler:
         return f"rollout {asked.rollout_id}", self._options.samples_per_rollout, self._options.n_samples_per_prompt
 
 
-def _turns(asked: Asked, session: Session) -> list[Sample]:
+def _turns(asked: ResponseRequest, session: Session) -> list[Sample]:
     """What there is of a response: each turn as a sample, which has the tokens that it was asked with before its own;
     those that were ended last.  Empty if that is too much to be kept."""
     prompt, number = asked.group.prompt, asked.group.number
@@ -272,9 +271,9 @@ def _turns(asked: Asked, session: Session) -> list[Sample]:
     return sorted(turns, key=lambda sample: sample.status == ABORTED)
 
 
-def _asked(sample: Sample) -> Turned:
+def _asked(sample: Sample) -> AskedTurn:
     """A turn that `_turns` has kept."""
-    return Turned(sample.tokens[: len(sample.tokens) - sample.response_length], completion_of(sample))
+    return AskedTurn(sample.tokens[: len(sample.tokens) - sample.response_length], completion_of(sample))
 
 
 def _received(sent: ReturnedSample, prompt: Sample) -> Sample:

@@ -39,7 +39,7 @@ class HeldOutSet:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ResponseRequest:
     """Response `index` (or GREEDY) to the prompt of `group`, for rollout `rollout_id`, under policy `version`.
 
     held_out: in an evaluation, whose groups are numbered by the lines of the set.
@@ -60,7 +60,7 @@ class Asked:
 class Sampler(Protocol):
     """Makes samples."""
 
-    async def make(self, asked: Asked) -> list[Sample]:
+    async def make(self, asked: ResponseRequest) -> list[Sample]:
         """The samples of one response, rewards set: one, or, where a conversation is cut into several, all of them.
 
         ABORTED, and without a reward, if the engine was told to end it: then with the tokens that it has so far.
@@ -79,7 +79,7 @@ class SingleTurnSampler:
         self._size = options.samples_per_rollout
         self._each = options.n_samples_per_prompt
 
-    async def make(self, asked: Asked) -> list[Sample]:
+    async def make(self, asked: ResponseRequest) -> list[Sample]:
         group, index = asked.group, asked.index
         seed = seed_of("train", self._seed, asked.rollout_id, group.number, index)
         sampling = self._sampling if index != GREEDY else replace(self._sampling, temperature=0.0)
@@ -108,7 +108,7 @@ class LabelSampler:
     Of a conversation the whole rest is the response, and the mask says which tokens are the assistant's.
     """
 
-    async def make(self, asked: Asked) -> list[Sample]:
+    async def make(self, asked: ResponseRequest) -> list[Sample]:
         prompt = asked.group.prompt
         index = asked.index
         pair = asked.group.prompt.rejected is not None

@@ -25,7 +25,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DataError, PeerError, UsageError
 from hpcrl.rollout.grading.tally import Said, Tally
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.samplers.sampler import GREEDY, Asked, Sampler
+from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
 from hpcrl.run.role import say
 from hpcrl.sample import ABORTED, Sample
 
@@ -229,7 +229,7 @@ class TeacherLogprobsSampler:
         self._sampler = sampler
         self._teacher = teacher
 
-    async def make(self, asked: Asked) -> list[Sample]:
+    async def make(self, asked: ResponseRequest) -> list[Sample]:
         samples = await self._sampler.make(asked)
         if asked.index != GREEDY and not any(sample.status == ABORTED for sample in samples):
             where = asked.group.prompt.where
