@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hpcrl.config.dotted_path import is_async, place_of, settled, short, trace_of
+from hpcrl.config.custom_functions import is_async, place_of, settled, short, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own
 from hpcrl.config.reward_names import read_words
