@@ -141,7 +141,8 @@ def _prompt(where: str, prompt: Any, keys: Keys) -> tuple[str | None, Messages |
             raise DataError(f"{where}: the prompt is a list of chat messages", "give --apply-chat-template")
         if keys.conversation and messages[-1]["role"] != ASSISTANT:
             raise DataError(
-                f"{where}: the conversation ends with a message of {messages[-1]['role']!r}, there is nothing to learn at its end",
+                f"{where}: the conversation ends with a message of {messages[-1]['role']!r}, there is nothing to learn "
+                "at its end",
                 "end it with the assistant's turn, or name the response with --label-key",
             )
         return None, messages

@@ -1,5 +1,5 @@
-"""A prompt file as numbered rows, each read when it is asked for: .jsonl, or parquet with the package pyarrow (an extra:
-pip install hpcrl[parquet]).
+"""A prompt file as numbered rows, each read when it is asked for: .jsonl, or parquet with the package pyarrow (an
+extra: pip install hpcrl[parquet]).
 
 Invariants: of a .jsonl file only where its rows begin is held (8 bytes a row); what a row says is decided by the bytes
 that the size and SHA-256 were taken of, or the file is refused as changed.  A parquet table lies in memory as Arrow's

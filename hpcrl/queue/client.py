@@ -131,7 +131,8 @@ class QueueClient:
         self._where = f"rollout-0 on {peer.host}:{peer.port}"
         if mine != its:
             raise PeerError(
-                f"{self._where} belongs to run {its[0]}, attempt {its[1]}; {self._me()} to run {mine[0]}, attempt {mine[1]}"
+                f"{self._where} belongs to run {its[0]}, attempt {its[1]}; {self._me()} to run {mine[0]}, attempt "
+                f"{mine[1]}"
             )
         if peer.public_key != self._keys.server:
             raise PeerError(f"{self._where} has another key than {self._rundir.keys} names: it is not of this attempt")

@@ -3,8 +3,8 @@
 Pure book-keeping, without sockets or clocks of its own.  Invariants: a rank has one client at a time, the one that came
 last, and one that was replaced never comes back; a call of that client is new once.  Shares leave in order of their
 rollout id; at most `credit` parts are sent and not acknowledged; a share is let go only when all its parts are
-acknowledged by one client, or when the client asks for a later one, so that a client that dies in between leaves nothing
-half delivered.
+acknowledged by one client, or when the client asks for a later one, so that a client that dies in between leaves
+nothing half delivered.
 """
 
 from __future__ import annotations
@@ -180,7 +180,10 @@ class Rank:
     @property
     def name(self) -> str:
         """The rank as an error names it."""
-        return f"trainer DP rank {self.number} on {self.seat.host if self.seat else 'an unknown host (it never connected)'}"
+        return (
+            f"trainer DP rank {self.number} on "
+            f"{self.seat.host if self.seat else 'an unknown host (it never connected)'}"
+        )
 
     def refusal(self, hello: Hello, plan: Plan, dp_size: int) -> HpcrlError | None:
         """Why whoever says `hello`, and holds this rank's key, cannot have its seat; None if it can."""
@@ -194,7 +197,8 @@ class Rank:
             )
         if mine != its:
             return PeerError(
-                f"{here} belongs to run {its[0]}, attempt {its[1]}; the rollout process to run {mine[0]}, attempt {mine[1]}"
+                f"{here} belongs to run {its[0]}, attempt {its[1]}; the rollout process to run {mine[0]}, attempt "
+                f"{mine[1]}"
             )
         if hello.dp_rank != self.number:
             return PeerError(

@@ -35,7 +35,8 @@ class QueueServer:
     """The server of one attempt; every method runs in one event loop.
 
     handlers: method -> coroutine function from parameters to result, both dicts of what msgpack can carry; each call is
-    a task of its own.  depth: shares that a rank may leave unacknowledged before `put` waits; lease: see `PendingShares`;
+    a task of its own.  depth: shares that a rank may leave unacknowledged before `put` waits; lease: see
+    `PendingShares`;
     part_bytes: greatest part of a share.
     """
 
@@ -152,7 +153,10 @@ class QueueServer:
                 await asyncio.wait_for(self._progress.wait(), max(0.0, end - time.monotonic()))
             except TimeoutError:
                 who = ", ".join(rank.name for rank in full)
-                what = f"{who} took none of {self._depth} waiting shares within {timeout:g} s; rollout {rollout_id} waits behind them"
+                what = (
+                    f"{who} took none of {self._depth} waiting shares within {timeout:g} s; rollout {rollout_id} waits "
+                    "behind them"
+                )
                 raise DeadlineError(what, f"see the trainer's logs in {self._rundir.logs}") from None
         if self._failure:
             raise self._failure

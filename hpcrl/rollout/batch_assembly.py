@@ -1,4 +1,5 @@
-"""Decisions about a rollout: what is still wanted, when it is complete, who trains on what.  Pure; no clock, no network.
+"""Decisions about a rollout: what is still wanted, when it is complete, who trains on what.  Pure; no clock, no
+network.
 
 Invariants: what leaves here is in the order of group and index, whatever order the samples came in, so the same samples
 make the same batch; no batch leaves whose staleness exceeds its bound; every sample of a batch is in exactly one share.
@@ -92,7 +93,8 @@ def check_staleness(samples: Sequence[Sample], version: int, bound: int | None =
         newest = int(sample.versions.max())
         if (bound is not None and version - oldest > bound) or newest > version:
             raise HpcrlError(
-                f"sample {sample.index} of group {sample.group} was sampled under policy versions {oldest} to {newest}, "
+                f"sample {sample.index} of group {sample.group} was sampled under policy versions {oldest} to "
+                f"{newest}, "
                 f"the trainer is at {version} and may lag {allowed}"
             )
 

@@ -68,7 +68,8 @@ class RolloutInputs:
             self.file = own.file()
             if (length := own.length()) is None and options.num_rollout is None:
                 raise UsageError(
-                    f"--num-epoch: --data-source-path {options.data_source_path} does not say how many prompts an epoch has",
+                    f"--num-epoch: --data-source-path {options.data_source_path} does not say how many prompts an "
+                    "epoch has",
                     "give --num-rollout, or the class a __len__",
                 )
             self.total = count_rollouts(options, length or 0, f"--data-source-path {options.data_source_path}")

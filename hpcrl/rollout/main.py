@@ -156,7 +156,8 @@ class RolloutRole:
         if state is not None:
             if state.get("rollout_id") != rollout_id - 1:
                 raise DataError(
-                    f"the checkpoint's data position is that of rollout {state.get('rollout_id')}, the run goes on at {rollout_id}"
+                    f"the checkpoint's data position is that of rollout {state.get('rollout_id')}, the run goes on at "
+                    f"{rollout_id}"
                 )
         elif rollout_id:
             raise DataError(f"the run goes on at rollout {rollout_id}, but its checkpoint holds no data position")

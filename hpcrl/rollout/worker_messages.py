@@ -1,4 +1,5 @@
-"""What the rollout process and its worker processes say to each other: MessagePack, a frame a message (`worker_pool.py`).
+"""What the rollout process and its worker processes say to each other: MessagePack, a frame a message
+(`worker_pool.py`).
 
 The first half is the grading processes', the second that of the processes that run a custom generate function.
 

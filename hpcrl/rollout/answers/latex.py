@@ -44,16 +44,20 @@ _NAMES = {
     "textdollar": "$", "percent": "%", "union": "cup", "bigcup": "cup", "bigcap": "cap", "isin": "in", "overbar": "overline", "bar": "overline",
 }  # fmt: skip
 _GONE = _words(
-    "boxed fbox left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle scriptstyle limits "
-    "nolimits quad qquad thinspace medspace thickspace enspace hfill hspace vspace bf rm it em sf tt large Large small normalsize"
+    "boxed fbox left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle "
+    "scriptstyle limits "
+    "nolimits quad qquad thinspace medspace thickspace enspace hfill hspace vspace bf rm it em sf tt large Large small "
+    "normalsize"
 )
 _TEXT = _words(
-    "text textbf textit textrm textsf texttt textnormal textup mathrm mathbf mathit mathsf mathtt mbox hbox operatorname bm boldsymbol emph "
+    "text textbf textit textrm textsf texttt textnormal textup mathrm mathbf mathit mathsf mathtt mbox hbox "
+    "operatorname bm boldsymbol emph "
     "underline mathnormal"
 )
 #: words that stand for commands where somebody typed no backslash
 _WORDS = _words(
-    "sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp infty theta alpha beta lambda pm cdot times frac"
+    "sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp infty theta alpha beta lambda pm "
+    "cdot times frac"
 )
 _COMMAND = re.compile(r"\\(?:([a-zA-Z]+)\*?|(.))", re.DOTALL)
 _PLAIN_WORD = re.compile(r"(?<![\\A-Za-z])(?:([Ii]nf(?:inity)?)|([a-z]{2,7}))(?![A-Za-z])")

@@ -47,7 +47,8 @@ _UNITS = _table()
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 #: behind a number these change what is said, so they are no unit
 _NO_UNIT = _words(
-    "is are was be or and not no nor more less than least most if except never mod modulo times over under above below about approximately "
+    "is are was be or and not no nor more less than least most if except never mod modulo times over under above below "
+    "about approximately "
     "to from by minus plus squared cubed remainder only between greater fewer each equals"
 )
 _TRAILING_TEXT = re.compile(r"\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?\s*([23])\s*\}?)?$")

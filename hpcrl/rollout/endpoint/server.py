@@ -74,7 +74,8 @@ def read_fields(body: Mapping[str, Any], served: tuple[str, ...], sampling: Samp
         if name in run and name not in ("stop", "stop_token_ids", "max_new_tokens"):
             if not _equal(value, run[name]):
                 raise BadRequest(
-                    f"{name} {value!r} is not served: the run samples at {run[name]:g}, and tokens that are sampled otherwise "
+                    f"{name} {value!r} is not served: the run samples at {run[name]:g}, and tokens that are sampled "
+                    "otherwise "
                     "cannot be trained on; leave it out"
                 )
             continue

@@ -178,7 +178,8 @@ def _changed(sampling: Sampling, params: Mapping[str, Any]) -> Sampling:
             changes[name] = (*own, *(v for v in values if v not in own))
         else:
             raise BadRequest(
-                f"sampling_params changes {name} to {value!r}: tokens that are sampled otherwise than the run's options say "
+                f"sampling_params changes {name} to {value!r}: tokens that are sampled otherwise than the run's "
+                "options say "
                 "cannot be trained on; set it by the option"
             )
     return replace(sampling, **changes)

@@ -5,8 +5,8 @@
 Invariants: a response depends on prompt, sampling, seed and weights, not on what else is asked for; a response that was
 aborted resumes from its exact tokens, each with the log-prob and the version that it was sampled under.  What is asked
 for in one turn of the event loop about one prompt goes out together; who asked first is served first; a request whose
-engine dies is sent again elsewhere, a bounded number of times; a sample that nobody waits for any more is aborted at its
-engine; every sample gets one answer.
+engine dies is sent again elsewhere, a bounded number of times; a sample that nobody waits for any more is aborted at
+its engine; every sample gets one answer.
 """
 
 from __future__ import annotations

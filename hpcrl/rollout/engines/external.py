@@ -106,7 +106,10 @@ class ExternalEngine:
                 return f"{self._name} has died: {self._said(health)}"
             core, said = await self._ask(session, CORE, POLL * 5) if health == 200 else (None, None)
             if core == LATE:
-                return f"{self._name} hangs: its engine core has been at {(said or {}).get('error', 'a call')} (--update-timeout)"
+                return (
+                    f"{self._name} hangs: its engine core has been at {(said or {}).get('error', 'a call')} "
+                    "(--update-timeout)"
+                )
             if core is not None and core > 0:
                 heard = time.monotonic()
             if time.monotonic() - heard > patience:

@@ -162,7 +162,8 @@ class CustomEvaluator:
             ):
                 state = f"{sample.status}, with {len(sample.versions)} tokens and reward {sample.reward:g}"
                 raise HpcrlError(
-                    f"{self._shown} returned sample {sample.index} of group {sample.group} ({name}) {state}: it must be finished"
+                    f"{self._shown} returned sample {sample.index} of group {sample.group} ({name}) {state}: it must "
+                    "be finished"
                 )
             found.setdefault((sample.group - first, sample.index), []).append(sample)
         wanted = [(line, index) for line in range(len(held.file)) for index in range(held.of.n_samples)]
@@ -207,7 +208,8 @@ class CustomEvaluator:
                 raise ValueError
         except (TypeError, ValueError, AttributeError):
             raise HpcrlError(
-                f"{self._shown} returned {short(row)} of the set {name}, a list of samples or names with finite numbers are wanted"
+                f"{self._shown} returned {short(row)} of the set {name}, a list of samples or names with finite "
+                "numbers are wanted"
             ) from None
         return found
 

@@ -1,10 +1,9 @@
-"""The filters of a run: built-ins by name, the user's own by dotted path, called so that none can end the run by chance.
+"""The filters of a run: built-ins by name, the user's own by dotted path, called so that none can end the run by
+chance.
 
-Invariants: whatever a dynamic filter of the user's returns becomes a `FilterVerdict` or a TypeError: a bare bool, a
-tensor that holds one, and any object with such a `keep` (and `reason`, `keep_when_insufficient`) will do.  A dynamic
-filter that fails on a group costs that group, dropped for `filter_error`, and ends the run only when most groups of a
-rollout cost it; a buffer filter that fails is replaced by the front of the buffer, this once; each failure is in the
-log.
+Invariants: a dynamic filter that fails on a group costs that group, dropped for `filter_error`, and ends the run only
+when most groups of a rollout cost it; a buffer filter that fails is replaced by the front of the buffer, this once;
+each failure is in the log.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.algorithm_files import is_path
@@ -20,44 +18,10 @@ from hpcrl.config.custom_functions import said_of, settled, short, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.errors import HpcrlError
+from hpcrl.rollout.filters.verdict import Verdict, read_verdict
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
-
-REASON = 60  #: characters of a reason that are kept: it becomes the name of a metric
-
-
-@dataclass(frozen=True)
-class FilterVerdict:
-    """keep: into the batch; reason: why not; keep_when_insufficient: into the batch all the same where there are too
-    few."""
-
-    keep: bool
-    reason: str = "filter"
-    keep_when_insufficient: bool = False
-
-
-def read_verdict(result: Any) -> FilterVerdict:
-    """The verdict that a filter returned.  TypeError if it is none."""
-    if (alone := _truth(result)) is not None:
-        return FilterVerdict(alone)
-    keep = _truth(getattr(result, "keep", None))
-    if keep is None:
-        raise TypeError(f"returned {type(result).__name__}, neither a bool nor something with a bool `keep`")
-    reason = getattr(result, "reason", None)
-    text = "".join(c if c.isalnum() or c in "_.-" else "_" for c in str(reason)[:REASON]) if reason else "filter"
-    return FilterVerdict(keep, text, bool(getattr(result, "keep_when_insufficient", False)))
-
-
-def _truth(value: Any) -> bool | None:
-    """Of a bool, or of an array, tensor or number of numpy's without dimensions; None for everything else.
-
-    The filters that slime's guides print return `rewards.std() > 0.0`, a tensor without dimensions.
-    """
-    if isinstance(value, bool):
-        return value
-    return bool(value.item()) if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else None
-
 
 ERROR = "filter_error"
 FEW = 2  #: groups of a rollout whose filter may fail, whatever share of them they are
@@ -84,7 +48,7 @@ class DynamicFilter:
         self._failed = 0
         self._said = 0
 
-    async def judge(self, rollout_id: int, number: int, samples: Sequence[Sample]) -> FilterVerdict:
+    async def judge(self, rollout_id: int, number: int, samples: Sequence[Sample]) -> Verdict:
         """What it says of a finished group.  HpcrlError once it has failed on most groups of a rollout."""
         if rollout_id != self._rollout:
             self._rollout = rollout_id
@@ -98,14 +62,15 @@ class DynamicFilter:
             text = said_of(error)
             if self._failed > FEW and self._failed > self._judged / 2:
                 raise HpcrlError(
-                    f"{self._shown} failed on {self._failed} of the {self._judged} groups of rollout {rollout_id}; the last: {text}",
+                    f"{self._shown} failed on {self._failed} of the {self._judged} groups of rollout {rollout_id}; the "
+                    f"last: {text}",
                     "its traceback is in the log",
                 ) from error
             self._said += 1
             if self._said <= SAID:
                 say(f"group {number} is dropped: {self._shown} failed: {text}")
                 print(trace_of(error), file=sys.stderr, flush=True)
-            return FilterVerdict(False, ERROR)
+            return Verdict(False, ERROR)
 
 
 class BufferFilter:

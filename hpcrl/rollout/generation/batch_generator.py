@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.rollout.batch_assembly import Rollout
-from hpcrl.rollout.filters.custom_filters import DynamicFilter, FilterVerdict
+from hpcrl.rollout.filters.custom_filters import DynamicFilter
+from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.rollout.generation.batch_policies import BatchSelection
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.generation.in_flight import InFlightGroups
@@ -57,7 +58,7 @@ class BatchGenerator:
         )
         self._selection: BatchSelection | None = None
         self._refused: dict[str, int] = {}
-        self._verdicts: dict[int, FilterVerdict] = {}  # of groups that are finished and not yet looked at
+        self._verdicts: dict[int, Verdict] = {}  # of groups that are finished and not yet looked at
 
     async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> GeneratedRollout:
         """The samples of `rollout_id` under policy `version`, for a trainer that is at `consumed` when it learns from
@@ -121,7 +122,7 @@ class BatchGenerator:
 
     async def _judge(self, rollout_id: int, progress: GroupProgress) -> None:
         """What the filter says of a finished group; a good one is on disk then."""
-        found = FilterVerdict(True)
+        found = Verdict(True)
         if self._filter is not None:
             found = await self._filter.judge(rollout_id, progress.number, progress.samples())
         if found.keep:

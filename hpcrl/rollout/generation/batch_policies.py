@@ -21,10 +21,10 @@ window that the bound makes, and none is overtaken so often that it becomes too 
 does without it (`drop`), or no group is ever too old (`train`).
 
 Invariants of `BatchSelection`: with `ordered`, how many groups are issued, which are the batch and which were refused
-for what reason depend on the verdicts alone (a group is issued only when those before it cannot fill the batch, whatever
-becomes of them); a group has one verdict.  Of `StalenessControl`: with `wait` and `drop` every group of a batch was
-issued at most `bound` versions before the trainer learns from it; with `wait` no group is lost; a batch that waits waits
-for groups that are being made.
+for what reason depend on the verdicts alone (a group is issued only when those before it cannot fill the batch,
+whatever becomes of them); a group has one verdict.  Of `StalenessControl`: with `wait` and `drop` every group of a
+batch was issued at most `bound` versions before the trainer learns from it; with `wait` no group is lost; a batch that
+waits waits for groups that are being made.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
 from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.engines.concurrency_limit import ConcurrencyLimit, EngineMetrics
-from hpcrl.rollout.filters.custom_filters import DynamicFilter, FilterVerdict
+from hpcrl.rollout.filters.custom_filters import DynamicFilter
+from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.rollout.generation.batch_generator import GeneratedRollout
 from hpcrl.rollout.generation.batch_policies import StalenessControl
 from hpcrl.rollout.generation.group_store import GroupStore
@@ -84,7 +85,7 @@ class ContinuousGenerator:
         self._trainer_waits = True  # whether the trainer waits
         self._working: dict[int, GroupProgress] = {}
         self._finished: dict[int, GroupProgress] = {}
-        self._verdicts: dict[int, FilterVerdict] = {}
+        self._verdicts: dict[int, Verdict] = {}
         self._dropped: list[Sample] = []
         self._counts: dict[str, int] = {}  # since the last batch: groups that were dropped, by reason; "remade"
         self._idle = 0.0
@@ -222,7 +223,7 @@ class ContinuousGenerator:
 
     async def _judge(self, progress: GroupProgress) -> None:
         """What the filter says of a finished group; a good one is on disk then."""
-        found = FilterVerdict(True)
+        found = Verdict(True)
         if self._filter is not None:
             found = await self._filter.judge(self._next, progress.number, progress.samples())
         if found.keep:

@@ -158,7 +158,8 @@ class CustomGenerator:
         if set(found) != set(range(self._options.n_samples_per_prompt)):
             has = ", ".join(map(str, sorted(found)))
             raise HpcrlError(
-                f"{self._shown} returned of group {number} the responses {has}, not all {self._options.n_samples_per_prompt}"
+                f"{self._shown} returned of group {number} the responses {has}, not all "
+                f"{self._options.n_samples_per_prompt}"
             )
         progress.finished = found
         return progress

@@ -91,7 +91,8 @@ class GroupStore:
         )
         if kept or again:
             say(
-                f"of the groups on disk {len(kept)} that came after the checkpoint are used, {again} have to be made again"
+                f"of the groups on disk {len(kept)} that came after the checkpoint are used, {again} have to be made "
+                "again"
             )
 
     def _adopt(self, version: int) -> tuple[list[int], int]:

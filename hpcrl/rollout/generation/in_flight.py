@@ -166,7 +166,8 @@ class InFlightGroups:
         for sample in samples:
             if sample.status not in (COMPLETED, TRUNCATED) or sample.group != progress.number:
                 raise HpcrlError(
-                    f"the sampler returned a {sample.status} sample of group {sample.group} as response {index} of group {progress.number}"
+                    f"the sampler returned a {sample.status} sample of group {sample.group} as response {index} of "
+                    f"group {progress.number}"
                 )
         if index == GREEDY:
             progress.baseline = sum(sample.reward for sample in samples) / len(samples)

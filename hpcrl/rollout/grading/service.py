@@ -1,9 +1,9 @@
 """Grading: samples out to the grading processes, rewards back into them.
 
-Invariants: the event loop is never blocked; gradings that share a process run side by side, of others the first runs and
-the rest wait in their order; no grading takes more than its limits, and what a process was working on when it had to be
-killed is either charged to the one grading that it ran, or graded again, each alone; in deterministic mode a grading
-that fails is repeated alone with four times the limits before it counts, so that load cannot change a reward.
+Invariants: the event loop is never blocked; gradings that share a process run side by side, of others the first runs
+and the rest wait in their order; no grading takes more than its limits, and what a process was working on when it had
+to be killed is either charged to the one grading that it ran, or graded again, each alone; in deterministic mode a
+grading that fails is repeated alone with four times the limits before it counts, so that load cannot change a reward.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Tally:
             self.prompts.add(prompt)
         if self.failed > self.limit * self.size and (len(self.prompts) > 1 or not self.limit):
             raise HpcrlError(
-                f"{self.failed} of the {self.size} {self.counted} of {self.what} failed, more than {self.flag} {self.limit:g} "
+                f"{self.failed} of the {self.size} {self.counted} of {self.what} failed, more than {self.flag} "
+                f"{self.limit:g} "
                 f"allows; the last: {text}",
                 "the rollout's log has the tracebacks",
             )

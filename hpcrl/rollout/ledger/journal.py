@@ -1,4 +1,5 @@
-"""What a run writes down of its groups: RUN/ledger/attempt-N.jsonl, a line for each event, and RUN/ledger.json, the state.
+"""What a run writes down of its groups: RUN/ledger/attempt-N.jsonl, a line for each event, and RUN/ledger.json, the
+state.
 
 Each attempt writes a line when it begins, one for every rollout that it hands over, and one when that rollout is
 trained.  An attempt that begins at rollout r makes again what earlier ones did from r on.

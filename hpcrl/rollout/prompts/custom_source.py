@@ -98,7 +98,8 @@ class CustomSource:
             self._dropped += len(rows) - len(kept)
             if dropped >= MOST_DROPPED:
                 raise DataError(
-                    f"{self._shown}: {dropped} prompts in a row are longer than the limit of {self._reading.limit} tokens",
+                    f"{self._shown}: {dropped} prompts in a row are longer than the limit of {self._reading.limit} "
+                    "tokens",
                     f"raise {self._reading.flags}",
                 )
         return taken
@@ -186,7 +187,8 @@ class CustomSource:
         """Go on where `state` was taken.  DataError if it is of another source."""
         if state.get("source") != self._path:
             raise DataError(
-                f"the checkpoint's data position is that of {state.get('source') or 'prompt files'}, not of {self._shown}",
+                f"the checkpoint's data position is that of {state.get('source') or 'prompt files'}, not of "
+                f"{self._shown}",
                 "give the same source, or start a new run with --load",
             )
         try:

@@ -1,10 +1,10 @@
 """Where the next prompts come from: epochs over a prompt file or a mixture of several, a fixed shuffle in each.
 
 Invariants: the groups that a source hands out are a pure function of the file's content, the seed and how many were
-taken before; `state` says the latter, so a source that `restore`s it continues exactly where the other stopped.  Without
-weights every prompt comes once in an epoch, in slime's order if it is shuffled.  With weights an epoch is as long as all
-files together and holds each file's share of it; a file goes through all of its prompts before one of them comes again,
-across epochs.
+taken before; `state` says the latter, so a source that `restore`s it continues exactly where the other stopped.
+Without weights every prompt comes once in an epoch, in slime's order if it is shuffled.  With weights an epoch is as
+long as all files together and holds each file's share of it; a file goes through all of its prompts before one of them
+comes again, across epochs.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ class PromptSource:
             ) from error
         if (size, sha256) != (self.file.size, self.file.sha256):
             raise DataError(
-                f"--prompt-data {self.file.path} has changed since the checkpoint ({size} bytes then, {self.file.size} now)",
+                f"--prompt-data {self.file.path} has changed since the checkpoint ({size} bytes then, {self.file.size} "
+                "now)",
                 "put the old file back, or start a new run with --load",
             )
         if epoch < 0 or following < 0 or not 0 <= offset <= len(self.file):

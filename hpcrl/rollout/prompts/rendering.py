@@ -55,7 +55,8 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) 
         before = template.render(clean[:number], True, tools)
         if not whole.startswith(before) or len(before) < at:
             raise ValueError(
-                f"message {number + 1} cannot be told apart: the chat template does not begin a conversation that goes on with the "
+                f"message {number + 1} cannot be told apart: the chat template does not begin a conversation that goes "
+                "on with the "
                 "prompt of this turn; make the conversation end here, or learn from --label-key"
             )
         last = number == turns[-1]
@@ -79,7 +80,8 @@ def _end(whole: str, start: int, ends: Sequence[str], message: dict[str, Any], n
     places = [place + len(text) for text in ends if (place := whole.find(text, start)) >= 0]
     if not places and not last:
         raise ValueError(
-            f"the chat template ends message {number + 1} with no end-of-sequence token ({', '.join(ends) or 'the model has none'}): "
+            f"the chat template ends message {number + 1} with no end-of-sequence token "
+            f"({', '.join(ends) or 'the model has none'}): "
             "where the turn ends cannot be told"
         )
     end = min(places, default=len(whole))
@@ -87,7 +89,8 @@ def _end(whole: str, start: int, ends: Sequence[str], message: dict[str, Any], n
     for part in said:
         if part not in turn:
             raise ValueError(
-                f"the chat template leaves out a part of message {number + 1} (a thought, usually, when another turn follows); "
+                f"the chat template leaves out a part of message {number + 1} (a thought, usually, when another turn "
+                "follows); "
                 "make the conversation end with this turn, or take the thought out"
             )
     return end

@@ -65,7 +65,8 @@ class Tokenizer:
         largest = max(self._hf.get_vocab().values(), default=-1)
         if largest >= self.vocab_size:
             raise DataError(
-                f"the tokenizer in {self.directory} does not fit the model: it has token ids up to {largest}, the model's vocab_size is {self.vocab_size}",
+                f"the tokenizer in {self.directory} does not fit the model: it has token ids up to {largest}, the "
+                f"model's vocab_size is {self.vocab_size}",
                 "give --hf-checkpoint a directory whose tokenizer and config belong together",
             )
 

@@ -81,7 +81,8 @@ class Arguments:
     def __getattr__(self, name: str) -> Any:
         if name in _THEIRS:
             raise AttributeError(
-                f"there is no router here: ask with `await args.engine.generate(tokens, sampling_params)`, not at {name}"
+                "there is no router here: ask with `await args.engine.generate(tokens, sampling_params)`, not at "
+                f"{name}"
             )
         return getattr(self.options, name)
 

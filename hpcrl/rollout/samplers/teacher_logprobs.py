@@ -114,14 +114,18 @@ class Teacher:
             theirs = msgspec.convert(await self._ask("/tokenize", body), _Tokens).tokens
         except aiohttp.ClientResponseError as error:
             say(
-                f"{self} has no /tokenize (HTTP {error.status}): whether its tokens are the student's could not be compared"
+                f"{self} has no /tokenize (HTTP {error.status}): whether its tokens are the student's could not be "
+                "compared"
             )
             return
         if theirs != own.tolist():
             at = next(
                 i for i, pair in enumerate(zip([*theirs, -1], [*own.tolist(), -1], strict=False)) if pair[0] != pair[1]
             )
-            said = f"{theirs[at] if at < len(theirs) else 'nothing'}, --hf-checkpoint's {own[at] if at < len(own) else 'nothing'}"
+            said = (
+                f"{theirs[at] if at < len(theirs) else 'nothing'}, --hf-checkpoint's "
+                f"{own[at] if at < len(own) else 'nothing'}"
+            )
             raise DataError(
                 f"{self} has another vocabulary: of one text its token {at} is {said}",
                 "a teacher's tokens must be the student's: choose a teacher with the same tokenizer",

@@ -1,8 +1,8 @@
 """The tokens of one response over several turns, exactly as they were sampled and read.
 
-Invariants: a token that an engine sampled is never decoded and encoded again, whatever a chat template would make of its
-text (another split into tokens, a thought left out, a space trimmed); what tools or an environment put in between is in
-the tokens, with loss mask 0 and log-prob 0; every token knows its policy version.
+Invariants: a token that an engine sampled is never decoded and encoded again, whatever a chat template would make of
+its text (another split into tokens, a thought left out, a space trimmed); what tools or an environment put in between
+is in the tokens, with loss mask 0 and log-prob 0; every token knows its policy version.
 """
 
 from __future__ import annotations

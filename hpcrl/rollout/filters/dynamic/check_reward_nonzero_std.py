@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.filters.custom_filters import FilterVerdict
+from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.sample import Sample
 
 EQUAL = 1e-6  #: a standard deviation up to it is rounding
 
 
-def keep(options: Options, samples: Sequence[Sample]) -> FilterVerdict:
+def keep(options: Options, samples: Sequence[Sample]) -> Verdict:
     """Refused for `zero_std_REWARD`, the reward rounded to one digit."""
     rewards = np.asarray([sample.reward for sample in samples], np.float64)
     if rewards.std() > EQUAL:
-        return FilterVerdict(True)
-    return FilterVerdict(False, f"zero_std_{round(float(rewards[0]), 1)}")
+        return Verdict(True)
+    return Verdict(False, f"zero_std_{round(float(rewards[0]), 1)}")

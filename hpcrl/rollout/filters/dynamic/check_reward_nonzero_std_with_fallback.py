@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.filters.custom_filters import FilterVerdict
 from hpcrl.rollout.filters.dynamic import check_reward_nonzero_std
+from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.sample import Sample
 
 
-def keep(options: Options, samples: Sequence[Sample]) -> FilterVerdict:
+def keep(options: Options, samples: Sequence[Sample]) -> Verdict:
     """As `check_reward_nonzero_std`, with keep_when_insufficient."""
     return replace(check_reward_nonzero_std.keep(options, samples), keep_when_insufficient=True)
