@@ -30,7 +30,7 @@ from hpcrl.queue.share_format import Share, WireError, decode, encode
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.run.rundir import write_atomic
-from hpcrl.run.trouble.storage import PATIENCE
+from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.sample import STATUSES, Sample, SampleBatch
 
 MAGIC = b"HPCRLRO1"

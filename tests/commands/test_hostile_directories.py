@@ -28,7 +28,6 @@ from hpcrl.report.page.page import recipe_text
 from hpcrl.report.run_files import StageFiles
 from hpcrl.report.timeline.reading import read_tracks
 from hpcrl.report.timeline.run_spending import hosts_of
-from hpcrl.rollout.ledger.journal import account
 from hpcrl.run.engine_files import EngineReports, read_views
 from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.role import read_options

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.rollout.ledger.journal import account
 from hpcrl.run.engine_files import EngineView, read_views
 from tests.support.cluster import Cluster
 from tests.support.ledger_account import account

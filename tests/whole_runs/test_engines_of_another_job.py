@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.rollout.ledger.journal import account
 from hpcrl.run.engine_files import read_views
 from tests.support.cluster import Cluster
 from tests.support.ledger_account import account

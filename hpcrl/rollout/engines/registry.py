@@ -29,7 +29,7 @@ FAILED_UPDATES = 3
 
 @dataclass
 class EngineMember:
-    """One engine.  life: as `run/engines/lives.py` counts; version: that it holds, None: not one of ours; why: it is
+    """One engine.  life: as `run/engine_files.py` counts; version: that it holds, None: not one of ours; why: it is
     not well;
     planned: whether the run waits for it before it begins."""
 

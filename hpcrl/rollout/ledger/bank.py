@@ -37,7 +37,7 @@ from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
-from hpcrl.run.trouble.storage import PATIENCE
+from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.sample import REQUIRED, Sample
 
 
