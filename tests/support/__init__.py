@@ -10,6 +10,7 @@ Real parts, started once and forked or shared
 Whole runs
     runs               `hpcrl run` of a tiny model, and what it left behind
     slurm, batch       runs submitted to Slurm; to any scheduler (`local_queue` is a small second one)
+    ledger_account     from what a run wrote of its groups, what became of each
     twins              tiny twins of the reference runs of slime's guides
     faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards
 
