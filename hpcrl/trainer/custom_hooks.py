@@ -43,7 +43,7 @@ class TrainerHooks:
         return None
 
     def initialized(self) -> None:
-        """Megatron's groups are there, its model is not yet."""
+        """Megatron's groups exist, its model does not yet."""
         self._call("custom_megatron_init_path", self._options)
 
     def before_log_probs(self, policy: Policy, prefix: str) -> None:
@@ -73,8 +73,8 @@ class TrainerHooks:
         """The share with the loss masks that --rollout-data-postprocess-path leaves; collective over data-parallel
         ranks.
 
-        columns: of response tokens, by name; device: of the rank.  HpcrlError if a mask is none, or trains a token that
-        was not trained on.
+        columns: of response tokens, by name; device: of the rank.  HpcrlError if a mask is not a mask, or trains a
+        token that was not trained on.
         """
         flag = f"--rollout-data-postprocess-path {self._options.rollout_data_postprocess_path}"
         data = _as_slime_has_it(share, columns)

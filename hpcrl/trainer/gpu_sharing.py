@@ -54,8 +54,8 @@ class GpuSharing:
         self._tell(Event.TAKE)
 
     def use(self, policies: Sequence[Policy], client: QueueClient | None) -> None:
-        """What leaves the GPUs between turns, and how the driver reaches the rollout process, which begins in our
-        turn."""
+        """What leaves the GPUs between turns, and how the driver reaches the rollout process, which starts in the
+        trainer's turn."""
         self._client = client
         if self._options.offloads_train:
             self._state = DeviceState(policies)
@@ -90,14 +90,14 @@ class GpuSharing:
         return found
 
     def _apart(self, publish: Callable[[], T]) -> T:
-        """`publish`, whose time is its own."""
+        """Call `publish`, whose time does not count here."""
         begun = time.monotonic()
         found = publish()
         self.seconds -= time.monotonic() - begun
         return found
 
     def _tell(self, event: Event) -> None:
-        """All ranks have come to `event`, and all roles hear of it."""
+        """Wait until all ranks have reached `event`, then tell all roles."""
         self._mine.tell(event)
         self._together()
         if self._driver:
@@ -117,4 +117,4 @@ class GpuSharing:
 
 
 def _nobody() -> None:
-    """Stands for all ranks until there are any."""
+    """The barrier of all ranks before process groups exist: none."""

@@ -124,7 +124,7 @@ class Trainer:
         self.timeline.mark(READY, rollout_id=self.at.rollout_id)
 
     def _updates(self, together: Callable[[Any], Any]) -> Updates:
-        """How weights come to engines."""
+        """What sends weights to engines."""
         from hpcrl.queue.auth import client_keys, http_key
         from hpcrl.trainer.weight_export import WeightExporter
         from hpcrl.weights.engine_fleet import QueueRoster
@@ -252,12 +252,12 @@ class Trainer:
             self._join()
 
     def _join(self) -> None:
-        """The current weights into engines that have come, or come back."""
+        """Send the current weights to engines that have joined or come back."""
         if self.updates:
             self.updates.join(self.exporter.stream, self.weights)
 
     def _waiting(self, ask: Callable[..., T], *args: object) -> T:
-        """The answer to what is answered once samples are made: the time counts as waiting for them."""
+        """Ask for what is answered once samples exist: the time counts as waiting for them."""
         begun = time.monotonic()
         at = self.timeline.now()
         answer = ask(*args)
@@ -266,7 +266,7 @@ class Trainer:
         return answer
 
     def _generate(self, rollout_id: int) -> None:
-        """Have the samples of a rollout made, if it is one of the run's and was not asked for before."""
+        """Request the samples of a rollout, if it is one of the run's and was not requested before."""
         from hpcrl.trainer.loop_schedule import steps_of
 
         if not self.asked < rollout_id < self.total:
@@ -281,11 +281,11 @@ class Trainer:
         return bool(interval) and self.at.rollout_id % interval == 0
 
     def _publish(self) -> dict[str, float]:
-        """The current weights into every engine; with --colocate it is the engines' turn then."""
+        """Send the current weights to every engine; with --colocate the engines then have the GPUs."""
         return self.gpu_sharing.give_back(self._send_weights) if self.gpu_sharing else self._send_weights()
 
     def _give_back(self, rollout_id: int) -> None:
-        """The engines' turn, once nothing more is to be done with the state that is on the GPUs."""
+        """Give the GPUs to the engines, once nothing more is to be done with the state that is on them."""
         metrics = self._publish()
         if self.log:
             self.log.append(rollout_id, metrics | {"perf/hand_over_time": self.gpu_sharing.seconds})
@@ -301,7 +301,7 @@ class Trainer:
         return metrics
 
     def _save(self) -> None:
-        """Save; the last time, and before an early end, to the end."""
+        """Save; the last time, and before an early end, wait until it is done."""
         if self.gpu_sharing:
             self.gpu_sharing.take()
         last = self.at.rollout_id == self.total or self.stopping
@@ -329,7 +329,7 @@ class Trainer:
             write_summary(rundir.root, last)
 
     def _await(self, method: str, **params: object) -> dict:
-        """As `_ask`, for what is answered once samples are made, which may wait for engines that wait for weights."""
+        """As `_ask`, for what is answered once samples exist; these may wait for engines that wait for weights."""
         while UNFINISHED in (answer := self._ask(method, patience=TURN, **params)):
             self._join()
         return answer
@@ -342,7 +342,7 @@ class Trainer:
         return broadcast_json(answer, group=self.patient)
 
     def _together(self) -> None:
-        """Wait until all ranks are here, as long as one of them may have to wait for other roles."""
+        """Wait for all ranks, as long as any of them may have to wait for other roles."""
         import torch.distributed as dist
 
         dist.barrier(group=self.patient)

@@ -145,7 +145,7 @@ class PendingCalls:
         return EngineLate(what, "see its log, or raise --update-timeout", engine)
 
     def _bury(self, engine: FleetEngine, message: str) -> None:
-        """Raise EngineLost, with what the engine's own supervisor says if it says something in time."""
+        """Raise EngineLost, with the reason that the engine's own supervisor records, if it does so in time."""
         until = time.monotonic() + LAST_WORDS
         while time.monotonic() < until:
             self._listen()
@@ -179,7 +179,7 @@ def in_thread(work: Callable[[], Any]) -> Future[Any]:
 
 
 def joined(work: Callable[[], Any], pending: PendingCalls) -> Any:
-    """What `work` returns, which blocks until the engines take part; meanwhile what they answer is watched."""
+    """What `work` returns, which blocks until the engines take part; meanwhile their answers are watched."""
     future = in_thread(work)
     while wait([future], timeout=GLANCE / 2).not_done:
         pending.check()

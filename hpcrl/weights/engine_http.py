@@ -22,7 +22,7 @@ LONGEST = 600  #: characters of an answer that go into an error
 
 @dataclass(frozen=True)
 class Address:
-    """Where an engine answers, and the key that it asks for."""
+    """Where an engine listens, and the key that it requires."""
 
     host: str
     port: int

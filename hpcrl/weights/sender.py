@@ -213,7 +213,7 @@ class WeightSender:
         return self.pieces.current and self.changes % self.options.weight_update_check_interval == 0
 
     def _stage_pieces(self, source: Source) -> None:
-        """Plan and meeting, the first time; scales of FP8; on request what every worker must have, from the whole
+        """Plan and group, the first time; scales of FP8; on request what every worker must have, from the whole
         tensors."""
         assert self.pieces is not None
         self.pieces.connect(source)
@@ -273,7 +273,7 @@ class WeightSender:
         )  # gloo's and NCCL's own words, ours or in an engine's refusal, name whoever waited for the dead one
 
     def _unwell(self) -> list[FleetEngine]:
-        """The engines that do not say that they are well, once there are any: a server takes a moment to know that its
+        """The engines whose health check fails, once there are any: a server takes a moment to know that its
         core is dead."""
         end = time.monotonic() + NOTICED
         while not (found := [engine for engine in self._engines if not _is_well(engine)]) and time.monotonic() < end:
@@ -296,7 +296,7 @@ class WeightSender:
         ]
 
     def _put_right(self, error: BaseException) -> None:
-        """After a failure: end the update in each engine and resume those that hold one version, whole."""
+        """After a failure: end the update in each engine and resume those that hold one complete version."""
         assert self.fleet is not None
         if self.pieces is not None:
             self.pieces.forget()

@@ -42,7 +42,7 @@ class Region:
         return {"pid": os.getpid(), "fd": self.fd, "inode": os.fstat(self.fd).st_ino, "size": self.size}
 
     def close(self) -> None:
-        """Give up the descriptor; the memory goes when the last mapping does."""
+        """Close the descriptor; the memory is freed with its last mapping."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -109,7 +109,7 @@ class Updates:
                 return metrics
 
     def _members(self, alone: bool, lost: list[list[Any]]) -> list[list[Any]]:
-        """Whom the registry has, once it has heard of those that were lost."""
+        """The engines that the registry lists, once it knows which were lost."""
         assert self._roster is not None
         if lost:
             self._roster.lost(lost)

@@ -113,7 +113,7 @@ def is_latest(final: Path) -> bool:
 
 @contextlib.contextmanager
 def told(final: Path) -> Iterator[None]:
-    """Make an error, of all ranks or of this one alone, say which checkpoint was not saved."""
+    """Let an error, of all ranks or of this one alone, name the checkpoint that was not saved."""
     try:
         yield
     except HpcrlError as error:
@@ -218,7 +218,7 @@ def settle(staging: Path, final: Path, name: str) -> None:
 
 
 def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None) -> Position:
-    """Go on from a checkpoint of ours, saved in whatever layout; collective.
+    """Resume from a checkpoint of ours, saved in whatever layout; collective.
 
     run_id: HpcrlError if another run saved it (None: any may have).  DataError, the same on all ranks, if the
     checkpoint is damaged or does not fit the model, naming tensor or file.

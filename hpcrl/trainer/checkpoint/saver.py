@@ -181,7 +181,7 @@ class CheckpointWriter:
 
 
 def _write(write: Callable[..., None], rank: int, buckets: Any, answer: Connection) -> None:
-    """In the forked process: write, and send what Megatron's writer says.  It and its children die with the trainer
+    """In the forked process: write, and send the result of Megatron's writer.  It and its children die with the trainer
     rank."""
     die_with_parent(forks=True)  # Megatron forks again, one process for each file
     results: queue.Queue[Any] = queue.Queue()

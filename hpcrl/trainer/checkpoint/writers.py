@@ -45,7 +45,7 @@ def write_here(request: Any) -> None:
 def killed_writers_told() -> Iterator[None]:
     """Raise HpcrlError, out of whatever is being waited for, as soon as a process that was started in here is killed.
 
-    A signal's handler raises it, which Python runs in the main thread alone: elsewhere nothing is looked after.  It
+    A signal handler raises it, which Python runs in the main thread alone: in other threads nothing is watched.  It
     raises out of the code of multiprocessing only: what Python calls around a fork swallows an exception, and a lock of
     logging would stay held.  So the signal is sent again while an ended process has not been waited for, which also
     ends a wait that began just after the first one.
@@ -83,7 +83,7 @@ def killed_writers_told() -> Iterator[None]:
 
 
 def _somebody_has_ended() -> bool:
-    """Whether a child has ended that nobody has waited for."""
+    """Whether a child that has not been waited for has ended."""
     try:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:

@@ -70,7 +70,7 @@ def install() -> None:
 
 
 def _quiet() -> None:
-    """Silence what Megatron says on every rank and nobody can act upon."""
+    """Silence Megatron's messages that every rank prints and no user can act upon."""
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
     )  # Megatron's collectives

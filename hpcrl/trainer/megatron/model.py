@@ -88,7 +88,7 @@ class Policy:
 
 
 class NoOptimizer:
-    """Stands where a model that is not trained has no optimizer."""
+    """The optimizer of a model that is not trained."""
 
     def reload_model_params(self) -> None:
         """No copies to refresh."""
@@ -150,8 +150,8 @@ def _module(
     ranks: Ranks,
     stage: int | None,
 ) -> Any:
-    """The GPTModel of one chunk: of virtual stage `stage`, or all of this rank's layers (None).  HpcrlError names an
-    own function that makes something else."""
+    """The GPTModel of one chunk: of virtual stage `stage`, or all of this rank's layers (None).  HpcrlError names a
+    user's function that returns something else."""
     last = config.virtual_pipeline_model_parallel_size
     ends = {
         "pre_process": ranks.first_stage and stage in (None, 0),

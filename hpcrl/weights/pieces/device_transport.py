@@ -52,7 +52,7 @@ class Wire(Protocol):
         """Start one group, (uint8 tensor on the device, member) each, behind what the device was given before."""
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Abort what is under way."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Part:
     done: DeviceEvent | None = None
 
     def wait(self, limit: timedelta) -> None:
-        """RuntimeError at the limit, PeerError when somebody has left."""
+        """RuntimeError at the limit, PeerError when a member has left."""
         assert self.done is not None, "flush() comes first"
         end = time.monotonic() + limit.total_seconds()
         look = time.monotonic() + GLANCE

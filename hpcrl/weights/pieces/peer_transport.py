@@ -53,7 +53,7 @@ class MessageMemory(Protocol):
 
 @contextlib.contextmanager
 def named(what: str, seconds: float) -> Iterator[None]:
-    """gloo's errors as ours."""
+    """Turn gloo's errors into DeadlineError and PeerError."""
     try:
         yield
     except RuntimeError as error:
@@ -118,7 +118,7 @@ class PeerTransport:
         """Return once the device has done what this member gave it; DeadlineError after `seconds`."""
 
     def flush(self) -> None:
-        """Have what was begun really begin, where sends and receives are collected."""
+        """Start the sends and receives that were collected, for transports that collect them."""
 
     def show(self, name: str, text: str) -> None:
         """Let all members read a text under a name."""
@@ -132,7 +132,7 @@ class PeerTransport:
         return f"trainer rank {member}" if member < self.ranks else f"engine worker {member - self.ranks}"
 
     def close(self) -> None:
-        """Leave the group: what is under way here fails, and whoever waits for us hears of it."""
+        """Leave the group: what is under way here fails, and members that wait for this one get an error."""
         if self.group.group is None:
             return
         other = 0 if self.me else 1

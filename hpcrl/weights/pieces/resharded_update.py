@@ -64,14 +64,14 @@ class Source(Protocol):
         """Every whole tensor, valid on rank 0."""
 
     def end(self) -> None:
-        """Nothing more is asked of the ranks in this update."""
+        """The ranks have nothing more to do in this update."""
 
     def abort(self) -> None:
-        """From another thread: have what is under way on rank 0 fail."""
+        """Called from another thread: make the operation that is under way on rank 0 fail."""
 
 
 class MemberFailed(PeerError):
-    """Somebody did not take part to the end; who was the first cannot be told from it."""
+    """A member did not take part to the end; the error does not tell which one failed first."""
 
 
 class ReshardedUpdate:
@@ -148,8 +148,8 @@ class ReshardedUpdate:
         return found
 
     def send(self, source: Source) -> None:
-        """One update, between the engines' start and finish; with --weight-update delta, from the second one after a
-        update_group, of what has changed.  PeerError or DeadlineError name engine and phase.
+        """One update, between the engines' start and finish; with --weight-update delta, from the second one of
+        a group on, of what has changed.  PeerError or DeadlineError name engine and phase.
         """
         changes = self.current
         self.current = False
@@ -160,7 +160,7 @@ class ReshardedUpdate:
         self.current = self.keep
 
     def _watched(self, source: Source, work: Callable[[], Any], pending: PendingCalls) -> Any:
-        """What `work` returns; if the engines fail meanwhile, it is made to end before that is raised."""
+        """What `work` returns; if the engines fail meanwhile, `work` is aborted before that is raised."""
         future = in_thread(work)
         try:
             while wait([future], timeout=GLANCE / 2).not_done:

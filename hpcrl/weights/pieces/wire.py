@@ -134,8 +134,7 @@ def _check(receive_plan: ReceivePlan) -> None:
 
 
 def process_identity() -> str:
-    """The same text in processes that can open each other's memory: one kernel, one name, one space of process
-    numbers."""
+    """The same text in processes that can open each other's memory: same kernel, host name and PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{os.uname().nodename}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
