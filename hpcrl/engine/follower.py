@@ -20,7 +20,7 @@ from hpcrl.run.role import RoleContext, act, open_role, say
 
 
 class Follower(EngineSupervisor):
-    """One part of an engine, from the meeting to its end."""
+    """One part of an engine, from joining the first part to its end."""
 
     def __init__(self, context: RoleContext, node: int) -> None:
         super().__init__(context)
@@ -29,16 +29,16 @@ class Follower(EngineSupervisor):
         self.name = f"engine {context.index}, part {node} on {self.place.host}"
 
     def start(self) -> None:
-        """Start the workers, once the first part has said where to meet.  DeadlineError names it if it does not."""
+        """Start the workers, once the first part has published its address.  DeadlineError names it if it does not."""
         peer = wait_for(self.context.rundir, MeetingPeer, self.context.index, self.context.options.engine_start_timeout)
         self.launch(variables(peer, self.node), self.node)
         say(f"{self.name} has begun; it meets {peer.host}:{peer.port}")
 
     def wait_until_up(self) -> None:
-        """The first part says when the engine is up."""
+        """Nothing to do: the first part reports when the engine is up."""
 
     def publish(self) -> None:
-        """So it does."""
+        """Nothing to do: the first part publishes the engine."""
 
     def watch(self) -> None:
         """Return when told to stop; PeerError as soon as the workers have ended."""

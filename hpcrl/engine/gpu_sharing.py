@@ -101,13 +101,13 @@ class GpuSharingMiddleware:
         return await _json(send, 200, {"state": str(self.mine.at), "bytes": found})
 
     async def _drained(self) -> None:
-        """Let requests end whose answers are out."""
+        """Wait for requests whose answers are already being sent."""
         deadline = time.monotonic() + DRAIN
         while self.mine.at.requests and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
     async def _do(self, event: Event, client: AsyncLLM) -> int:
-        """Give memory back, or take it; bytes of it, as far as they are counted: on a CPU."""
+        """Free or allocate memory; returns the bytes, which are counted on a CPU only."""
         if event == Event.SLEEP:
             await client.sleep(self.level, mode="abort")
             return await self._on_cpu(client, "hpcrl_give_memory_back", self.level)

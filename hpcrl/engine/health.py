@@ -39,7 +39,7 @@ ASLEEP = 30.0  #: seconds between two looks after which who looks was stopped it
 
 
 class CoreWatchdog:
-    """Asks from now on, until the process ends.  patience: seconds that one answer may take."""
+    """A thread that asks until the process ends.  patience: seconds that one answer may take."""
 
     def __init__(self, address: Address, patience: float) -> None:
         self._address = address
@@ -95,7 +95,7 @@ class CoreCalls:
             del self._calls[id(scope)]
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What the core says, or at once what it is at; a question that waits for the core is left to it."""
+        """The core's answer, or at once the call that it is busy with; a question that waits for the core is left."""
         said: list[MutableMapping[str, Any]] = []
 
         async def hear(message: MutableMapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class CoreCalls:
 
 
 def _patience(scope: Scope) -> float:
-    """Seconds for which who sends a request waits for its answer; 0 if it does not say so."""
+    """Seconds for which the sender of a request waits for its answer; 0 if it does not say so."""
     given = [value for name, value in scope.get("headers", ()) if name.lower() == PATIENCE.lower().encode()]
     try:
         return max(0.0, float(given[0])) if given else 0.0

@@ -53,7 +53,7 @@ class LeanRoute:
 
 
 async def abort(client: AsyncLLM, receive: Receive, send: Send) -> None:
-    """End samples by their names; 400 for a body that is none."""
+    """End samples by their names; 400 for a malformed body."""
     try:
         names = read_names(await _body(receive))
     except ValueError as error:

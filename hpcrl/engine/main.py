@@ -167,7 +167,7 @@ class EngineSupervisor:
         say(f"{self.name} is up: vLLM {version}, weights by {self.backend}, {peer}")
 
     def _leave_the_gpus(self) -> None:
-        """With --colocate: sleep before anybody hears of us, so that the trainer finds the GPUs free."""
+        """With --colocate: sleep before the engine is published, so that the trainer finds the GPUs free."""
         if self.context.options.takes_turns:
             for event in (Event.UP, Event.SLEEP):
                 ask(self.address, "POST", TURN, self.context.options.update_timeout, {"event": event})
@@ -284,7 +284,7 @@ def supervise(context: RoleContext, engine: EngineSupervisor, timeline: Timeline
 
 
 def record(context: RoleContext, why: str) -> None:
-    """Say why this life of the engine ends, where others learn whether there is another."""
+    """Record why this life of the engine ends, and whether another one is to follow."""
     rundir = context.rundir
     index = context.index
     life = context.life

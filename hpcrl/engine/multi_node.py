@@ -27,7 +27,7 @@ NODE, MEETING = (
 
 
 def meet(context: RoleContext) -> MeetingPeer:
-    """Choose where the parts of our engine meet, and tell them."""
+    """Choose the address at which the parts of this engine meet, and publish it."""
     host = context.plan.engines[context.index].at
     port, rpc_port = _free_ports(host)
     peer = MeetingPeer(host=host, port=port, rpc_port=rpc_port)
@@ -44,7 +44,7 @@ def _free_ports(host: str) -> tuple[int, int]:
 
 
 def variables(peer: MeetingPeer, node: int) -> dict[str, str]:
-    """How the server is told."""
+    """The environment variables by which the server learns of it."""
     return {NODE: str(node), MEETING: f"{peer.port},{peer.rpc_port}"}
 
 

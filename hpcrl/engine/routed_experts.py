@@ -103,7 +103,7 @@ def asks_for_experts(params: SamplingParams) -> bool:
 
 
 class ExpertSource:
-    """Of one server."""
+    """The experts of one server's requests."""
 
     def __init__(self) -> None:
         self._open = False
@@ -144,7 +144,7 @@ class Experts:
         return (found.shape[1], found.shape[2] * found.dtype.itemsize), found.tobytes()
 
     async def forget(self, requests: list[str]) -> None:
-        """Of requests that ended otherwise."""
+        """Drop the tables of requests that ended otherwise."""
         if not native(self._client):
             for request in requests:
                 await self._client.collective_rpc("hpcrl_take_experts", args=(request, 0))

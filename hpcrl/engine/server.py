@@ -91,7 +91,7 @@ async def serve(sock: socket.socket, args: Namespace, fork: bool) -> None:
 
 
 def follow(args: Namespace) -> None:
-    """vLLM's own headless start: the workers of this host, until the first part ends or we are told to."""
+    """vLLM's own headless start: the workers of this host, until the first part ends or this process is told to."""
     from vllm.entrypoints.cli.serve import run_headless
 
     args.api_server_count = 0

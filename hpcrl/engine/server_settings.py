@@ -154,7 +154,7 @@ def _expert_flags(options: Options, given: Mapping[str, Any], cpu: bool) -> dict
 
 
 def engine_seed(options: Options, index: int) -> int:
-    """Another one for each engine: vLLM draws from it for every request that brings none of its own.
+    """A different seed for each engine: vLLM uses it for every request that has none of its own.
 
     With one seed for all, the first request of every engine would have the same noise, and so on.
     """

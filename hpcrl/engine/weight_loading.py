@@ -70,7 +70,7 @@ def stock(engine: WeightTransferEngine) -> Holdings:
 
 
 class Receiver(WeightTransferEngine):
-    """What both backends share: the strict account, loading, and putting back."""
+    """What all receivers share: the checklist, loading, and restoring the old weights."""
 
     held: Holdings | None = None
     account: UpdateChecklist | None = None
@@ -91,7 +91,7 @@ class Receiver(WeightTransferEngine):
         self.account = UpdateChecklist(self.take_stock())
 
     def update_weights(self, update_info: Any) -> None:
-        """Receive and load; whatever goes wrong is raised here, where vLLM ends the update by itself."""
+        """Receive and load; any error is raised here, where vLLM ends the update by itself."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
@@ -141,7 +141,7 @@ class Receiver(WeightTransferEngine):
             self.account = None
 
     def put_back(self) -> None:
-        """End an update that came to nothing: layers that were not loaded have their old tensors again."""
+        """End an update that failed: layers that were not loaded have their old tensors again."""
         self.account = None
         if self.loading:
             self._put_together()
@@ -164,7 +164,7 @@ class Receiver(WeightTransferEngine):
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Nothing to agree on beforehand: members meet when they are told of the plan."""
+    """Nothing to agree on beforehand: members join a group when they get the plan."""
 
 
 @dataclass

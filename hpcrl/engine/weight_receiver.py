@@ -60,8 +60,8 @@ class WorkerExtension:
         }
 
     def hpcrl_join(self, command: str) -> None:
-        """Meet the trainer's ranks and the other workers, and learn which pieces every update will bring
-        (`Invitation`)."""
+        """Join the trainer's ranks and the other workers, and learn which pieces every update will bring
+        (`WorkerJoinCommand`)."""
         self._hpcrl_leave()
         self._hpcrl_pieces = join(read_join_command(command), str(self.rank), self._hpcrl_held())
 
@@ -122,8 +122,8 @@ class WorkerExtension:
     def hpcrl_abandon(self) -> dict[str, Any]:
         """Give up an update that was started and not finished; tells whether the model is mixed between two versions.
 
-        Torn is also one that has all the new tensors under the old version: its samples would lie about where they come
-        from.
+        A model that has all new tensors under the old version counts as mixed too: its samples would carry the wrong
+        version.
         """
         self._hpcrl_leave()
         engine = self.weight_transfer_engine

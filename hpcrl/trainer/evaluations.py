@@ -22,9 +22,15 @@ Ask = Callable[..., dict[str, Any]]
 
 
 class EvaluationSchedule:
-    """Of one attempt of `total` rollouts.  ask: answers at once; wait: asks until the answer is there; log: of rank 0
-    alone;
-    together: rank 0's value, on every rank."""
+    """The evaluations of one attempt.
+
+    total: rollouts of the run.
+    ask: calls the rollout process, which answers at once.
+    wait: the same, repeated until there is a result.
+    log: of rank 0 alone.
+    together: broadcasts rank 0's value to every rank.
+    timeline: this rank's.
+    """
 
     def __init__(
         self,

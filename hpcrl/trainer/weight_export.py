@@ -36,13 +36,14 @@ from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
 from hpcrl.weights.pieces.planning import HeldTensor, pieces_of
 from hpcrl.weights.pieces.wire import UpdateGroup, process_identity
 
-PLACE, TEXT = 192, 512  #: bytes of a text of whereabouts, of an error
+PLACE = 192  #: bytes of a process identity
+TEXT = 512  #: bytes of an error's text
 Word = Literal["gather", "describe", "join", "prepare_values", "send", "end"]
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
 
 class JoinCommand(msgspec.Struct, frozen=True):
-    """What every rank is told when the members of an update meet."""
+    """What every rank is told when the members of an update form a group."""
 
     update_group: UpdateGroup
     names: list[str]
@@ -55,8 +56,10 @@ class JoinCommand(msgspec.Struct, frozen=True):
 class WeightExporter:
     """What a rank keeps between updates.
 
-    patient: a gloo group of all ranks; host: this rank's own address; keys: to the store where the members of an update
-    meet;
+    policy: the trained model.
+    patient: a gloo group of all ranks.
+    host: this rank's own address.
+    keys: to the store at which the members of an update meet.
     checkpoint: the directory that the engines serve.
     """
 
@@ -231,7 +234,7 @@ class WeightStream:
             sent = work() or 0
         except Exception as caught:  # noqa: BLE001  (told to rank 0)
             error = caught
-            self.exporter.leave()  # whoever waits for us waits no more
+            self.exporter.leave()  # members that wait for this rank get an error
         text = f"trainer rank {self.exporter.rank}: {error}".encode()[: TEXT - 8] if error is not None else b""
         told = torch.frombuffer(bytearray(struct.pack("<q", sent) + text.ljust(TEXT - 8)), dtype=torch.uint8)
         all_told = [torch.empty_like(told) for _ in range(self.exporter.policy.ranks.world)]

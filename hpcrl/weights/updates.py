@@ -45,8 +45,11 @@ class Roster(Protocol):
 class Updates:
     """Weight updates of one attempt.
 
-    roster, key: of the driver alone: the registry, and the HTTP key of an engine (index) in a life.  together(value):
-    rank 0's value, on every rank.
+    sender: this rank's sender.
+    start_timeout: --engine-start-timeout, in seconds.
+    roster: the registry of engines; of the driver alone.
+    key: (index, life) -> the HTTP key of an engine.
+    together: broadcasts rank 0's value to every rank.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ def test_between_processes_each_worker_gets_what_gathered_tensors_have(family: s
                     assert worker["got"][turn][name] == digest(expected), (number, turn, name)
 
 
-def test_exported_memory_outlives_a_meeting_and_is_replaced_by_larger_only() -> None:
+def test_exported_memory_outlives_a_group_and_is_replaced_by_larger_only() -> None:
     memory = SlowMemory(0.0)
     exported_memory = ExportedMemory(memory)
     first, _ = members(2, 1)

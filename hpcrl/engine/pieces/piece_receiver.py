@@ -126,7 +126,7 @@ class PieceReceiver:
             self.assembly.settle()
 
     def _done_with(self, *messages: Message) -> list[Transfer]:
-        """Tell those in whose memory messages lie that they are read."""
+        """Tell the members in whose memory messages lie that these are read."""
         sources = [self._source(message) for message in messages if message.near or not self.host_leader]
         if sources:
             self.transport.settle()
@@ -220,7 +220,7 @@ class PieceReceiver:
 
 
 def join(command: WorkerJoinCommand, rank: str, held: Holdings) -> PieceReceiver:
-    """Meet the others.  ValueError if a tensor is not what the model takes, or if not all that this worker needs would
+    """Join the group.  ValueError if a tensor is not what the model takes, or if not all that this worker needs would
     come."""
     number, which = command.workers[rank]
     receive_plan = command.receive_plans[which]

@@ -40,8 +40,8 @@ class GlooUpdate(WeightTransferUpdateInfo):
 
 
 class GlooReceiver(Receiver):
-    """Takes part in the trainer's broadcasts.  Bytes are received before anything can be refused: others wait for
-    us."""
+    """Takes part in the trainer's broadcasts.  Bytes are received before anything can be refused: other members wait
+    for this one."""
 
     init_info_cls = GlooInit
     update_info_cls = GlooUpdate

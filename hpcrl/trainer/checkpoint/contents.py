@@ -125,8 +125,8 @@ def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int, spar
     """DataError unless `stored` has every tensor that `request` asks for, in its shape, and no more of the model but
     `spare`.
 
-    request: a state dict of Megatron's sharded tensors; `_extra_state` of layers is removed from it where the checkpoint
-    has none, because every kind of layer keeps something else there.
+    request: a state dict of Megatron's sharded tensors; `_extra_state` of layers is removed where the checkpoint has
+    none, because every kind of layer keeps something else there.
     """
     _without_extras(request, stored)
     asked = list(_tensors(request))

@@ -33,10 +33,13 @@ Stream = Iterator[tuple[str, "torch.Tensor"]]
 
 @dataclass(frozen=True)
 class Link:
-    """What a transport connects.  limit: bytes of a bucket; host: address of the sending rank; workers: of each engine,
-    how many;
-    directory: on a file system that engines have too, or None for the run's; written: is told of each directory that is
-    whole.
+    """What a transport connects.
+
+    limit: bytes of a bucket.
+    host: address of the sending rank.
+    workers: how many each engine has.
+    directory: on a file system that engines have too, or None for the run's.
+    written: called with each directory that is complete.
     """
 
     fleet: Fleet

@@ -36,14 +36,14 @@ class GlooTransport:
         self.bytes = 0
         self.buffer: torch.Tensor | None = None
         self.group: gloo_group.GlooGroup | None = None
-        self.meeting: StoreServer | None = None
+        self.store: StoreServer | None = None
         self.tensors: Stream = iter(())
 
     def connect(self) -> None:
         rundir = self.fleet.rundir
-        self.meeting = StoreServer(self.host, server_keys(rundir, "weights"))
+        self.store = StoreServer(self.host, server_keys(rundir, "weights"))
         keys = client_keys(rundir, 0, "weights")
-        port = self.meeting.port
+        port = self.store.port
         world = 1 + sum(self.link.workers)
         limit = self.fleet.seconds
         infos = [
@@ -85,8 +85,8 @@ class GlooTransport:
     def close(self) -> None:
         if self.group is not None:
             self.group.close()
-        if self.meeting is not None:
-            self.meeting.close()
+        if self.store is not None:
+            self.store.close()
 
 
 make = GlooTransport
