@@ -36,7 +36,7 @@ sys.path.insert(0, str(REPO))
 
 from hpcrl.doctor.cards import Card, share_cards  # noqa: E402
 from hpcrl.doctor.node_reports import peers_of  # noqa: E402
-from hpcrl.launch.probe import Network, Report  # noqa: E402
+from hpcrl.launch.probe import HostReport, Network  # noqa: E402
 from hpcrl.run.rundir import RunDir, write_atomic  # noqa: E402
 from hpcrl.slurm.srun import HetGroup, SrunHosts  # noqa: E402
 
@@ -57,18 +57,18 @@ while sum(name.endswith(".done") for name in listed(directory)) < count:
 STEADY = """
 import sys, time
 from hpcrl.heartbeat import Beating
-from hpcrl.launch.engines.keeper import EngineKeeper
-from hpcrl.launch.host import BEATS, HOST_BEAT, Looks
+from hpcrl.launch.engines.restarter import EngineRestarter
+from hpcrl.launch.host import BEATS, HOST_BEAT, RunDirPoller
 from hpcrl.run.rundir import RunDir
 rundir = RunDir(sys.argv[1], 0)
-looks, keeper = Looks(rundir), EngineKeeper(rundir, "n00000", 2, {0: []}, None)
+looks, restarter = RunDirPoller(rundir), EngineRestarter(rundir, "n00000", 2, {0: []}, None)
 (rundir.here / BEATS).mkdir()
 end = time.monotonic() + float(sys.argv[2])
 with Beating(rundir.here / BEATS, "n00000", every=HOST_BEAT):
     while time.monotonic() < end:
         looks.end()
         looks.over(at_once=False)
-        keeper.tend([])
+        restarter.restart_ended([])
         time.sleep(0.2)
 """
 
@@ -85,7 +85,7 @@ def calls(program: str, directory: Path, *words: object) -> int:
 def card(number: int) -> Card:
     networks = (Network("ib0", f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 8, 100_000),)
     return Card(
-        Report(f"n{number:05}", f"n{number:05}", networks, True, time.time(), 64, 1 << 38),
+        HostReport(f"n{number:05}", f"n{number:05}", networks, True, time.time(), 64, 1 << 38),
         {networks[0].address: 4000},
         8,
     )

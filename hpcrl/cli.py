@@ -6,16 +6,11 @@ help comes at once; whatever a user can do wrong ends as one line on stderr and 
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
 from hpcrl import __version__
 from hpcrl.errors import HpcrlError, Stopped, UsageError
@@ -58,22 +53,6 @@ examples
 A recipe is a TOML file whose keys are options; a flag goes before it, --STAGE.option in that stage. Ctrl-C or SIGTERM saves a checkpoint and ends;
 once more ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
 
-RUN_HELP = """\
-usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]
-       hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
-       hpcrl run --resume RUN_DIR
-
-  --dry-run                       print plan and options of each stage, and start nothing
-  --resume RUN_DIR                go on with a run from its last checkpoint, with the options that it began with
-  --help                          this text, with the options that a first run needs
-  --help-all                      this text, with every option
-
-The recipe comes first. Switches: --x turns on, --no-x off. Lists: words after the flag. In a recipe with stages
---STAGE.option, such as --grpo.lr 2e-5, counts in that stage; a plain flag in the stages whose own tables set it, or in
-all if none does; where several set it to different values, it is refused. A flag of Megatron-core goes by
-Megatron's name, one of vLLM as --vllm-NAME (list them with hpcrl options --megatron or --vllm). Each option below is
-also a key of the recipe, spelled with underscores."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status."""
@@ -105,32 +84,28 @@ def command(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"hpcrl {__version__}")
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "run": run,
-        "hostfile": hostfile,
-        "convert": convert,
-        "options": options,
-    }
-    commands |= {name: partial(_elsewhere, place) for name, place in ELSEWHERE.items()}
-    if argv[0] not in commands:
-        near = difflib.get_close_matches(argv[0], commands, n=1)
-        hint = f"did you mean hpcrl {near[0]}?" if near else f"there are {', '.join(commands)}"
+    if argv[0] == "convert":
+        return convert(argv[1:])
+    if argv[0] not in COMMANDS:
+        names = [*COMMANDS, "convert"]
+        near = difflib.get_close_matches(argv[0], names, n=1)
+        hint = f"did you mean hpcrl {near[0]}?" if near else f"there are {', '.join(names)}"
         raise UsageError(f"{argv[0]} is not a command", f"{hint}; see hpcrl --help" if not near else hint)
-    return commands[argv[0]](argv[1:])
+    module, _, name = COMMANDS[argv[0]].partition(":")
+    return getattr(importlib.import_module(module), name)(argv[1:])
 
-
-# ---- commands with a file of their own
 
 #: command -> module:function that does it
-ELSEWHERE = {
+COMMANDS = {
+    "run": "hpcrl.commands.run:run",
     "submit": "hpcrl.commands.submit:submit",
     "plan": "hpcrl.commands.plan:plan",
     "import": "hpcrl.commands.import_script:import_script",
-    "launch": "hpcrl.mpi.mpirun:launch",
+    "launch": "hpcrl.commands.launch:launch",
     "eval": "hpcrl.commands.evaluate:evaluate",
     "resume": "hpcrl.commands.resume:resume",
     "status": "hpcrl.commands.status:status",
-    "runs": "hpcrl.commands.runs:runs",
+    "runs": "hpcrl.commands.status:runs",
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
     "samples": "hpcrl.commands.samples:samples",
@@ -140,97 +115,11 @@ ELSEWHERE = {
     "bill": "hpcrl.commands.report:bill",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
+    "hostfile": "hpcrl.commands.hostfile:hostfile",
+    "options": "hpcrl.commands.run:options",
     "doctor": "hpcrl.commands.doctor:main",
     "selftest": "hpcrl.commands.selftest:selftest",
 }
-
-
-def _elsewhere(place: str, argv: list[str]) -> int:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)(argv)
-
-
-# ---- hpcrl run
-
-
-def run(argv: list[str]) -> int:
-    """`hpcrl run`: start a recipe, go on with a run, or show what would be started."""
-    if {"--help", "-h", "--help-all"} & {*argv}:
-        from hpcrl.config.options_doc import run_help
-
-        print(RUN_HELP)
-        print(run_help("--help-all" in argv))
-        return 0
-    from hpcrl.config.flags import parse_flags
-    from hpcrl.config.recipe import load_recipe
-    from hpcrl.config.value_types import Kind
-    from hpcrl.slime.verbatim import recipe_of, split_arguments
-
-    before, arguments = split_arguments(argv)
-    overrides, own, words = parse_flags(before, {"resume": Kind("str"), "dry-run": Kind("bool")})
-    if "resume" in own:
-        return resume(Path(own["resume"]), overrides, [*words, *(arguments or [])], own)
-    if not words and arguments is None:
-        raise UsageError("no recipe given", "name it first: hpcrl run RECIPE.toml [--option value ...]")
-    if len(words) + (arguments is not None) > 1:
-        raise UsageError(
-            f"more than one recipe: {' '.join([*words, *(['--'] if arguments is not None else [])])}",
-            "flags that take one value take no more",
-        )
-    recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
-    recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
-    if own.get("dry-run"):
-        from hpcrl.commands.plan import preview
-
-        preview(recipe, overrides)
-        return 0
-    from hpcrl.launch.local import run_recipe
-
-    return run_recipe(recipe, overrides, None)
-
-
-def resume(directory: Path, overrides: dict[str, Any], words: list[str], own: dict[str, Any]) -> int:
-    """`hpcrl run --resume`: the run's own recipe and flags count, so nothing else may be given."""
-    if words or overrides or "dry-run" in own:
-        extra = words[0] if words else f"--{next(iter(overrides), 'dry-run').replace('_', '-')}"
-        raise UsageError(
-            f"{extra} has no effect with --resume: a run goes on with the options that it began with", "leave it out"
-        )
-    from hpcrl.launch.local import run_recipe
-
-    return run_recipe(None, {}, directory)
-
-
-# ---- hpcrl hostfile
-
-
-def hostfile(argv: list[str]) -> int:
-    """`hpcrl hostfile`: print what was understood, or write it in another dialect; notes go to stderr."""
-    parser = _Parser(prog="hpcrl hostfile", description="Say what a hostfile means, or write it for another launcher.")
-    parser.add_argument(
-        "file", metavar="FILE", nargs="?", help="Open MPI, MPICH, Intel MPI, Slurm node list, or slime's `ip slot=8`"
-    )
-    parser.add_argument(
-        "--from", dest="job", metavar="SCHEDULER", help="the hosts of the job that this runs in: lsf, sge or pbs"
-    )
-    parser.add_argument("--to", metavar="DIALECT", help="write it as openmpi, mpich, intel, slime or slurm")
-    args = parser.parse_args(argv)
-    from hpcrl.mpi.hostfile import job_hostfile, parse_hostfile, read_hostfile, write_hostfile
-
-    if (args.file is None) == (args.job is None):
-        raise UsageError("a hostfile is wanted", "name FILE, or --from lsf, sge or pbs")
-    found = read_hostfile(args.file) if args.job is None else parse_hostfile(*job_hostfile(args.job, os.environ))
-    for note in found.notes:
-        print(f"hpcrl: note: {note}", file=sys.stderr)
-    if args.to:
-        print(write_hostfile(found.hosts, args.to), end="")
-        return 0
-    width = max(len(host.name) for host in found.hosts)
-    rank = 0
-    for host in found.hosts:
-        print(f"{host.name:{width}}  {host.slots} slots  ranks {rank}-{rank + host.slots - 1}")
-        rank += host.slots
-    return 0
 
 
 # ---- hpcrl convert
@@ -251,35 +140,3 @@ def convert(argv: list[str]) -> int:
     if argv[0] not in CONVERSIONS:
         raise UsageError(f"hpcrl convert {argv[0]}: no such conversion", f"there are {', '.join(CONVERSIONS)}")
     return importlib.import_module(CONVERSIONS[argv[0]]).main(argv[1:])
-
-
-# ---- hpcrl options
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, f"see {self.prog} --help")
-
-
-def options(argv: list[str]) -> int:
-    """`hpcrl options`: print or write docs/options.md, or list what passes through."""
-    parser = _Parser(prog="hpcrl options", description="Every option as a Markdown table.", allow_abbrev=False)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--write", metavar="FILE", type=Path, help="write the table to FILE (docs/options.md)")
-    which.add_argument("--megatron", action="store_true", help="list the settings of the installed Megatron-core")
-    which.add_argument("--vllm", action="store_true", help="list the settings of the installed vLLM")
-    args = parser.parse_args(argv)
-    from hpcrl.config.options_doc import foreign_help, markdown
-
-    if args.megatron or args.vllm:
-        print(foreign_help("megatron" if args.megatron else "vllm"))
-    elif args.write:
-        try:
-            args.write.write_text(markdown(), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {args.write}: {error.strerror}") from error
-    else:
-        print(markdown(), end="")
-    return 0

@@ -95,18 +95,19 @@ READERS = {
 }
 #: rooms of one launcher each, and the files that choose one: from a scheduler's or a command's name to a module's
 CHOSEN = ("hpcrl.slurm", "hpcrl.mpi")
-CHOOSERS = {"cli.py", "commands/plan.py", "launch/schedulers.py"}
+CHOOSERS = {"commands/hostfile.py", "commands/launch.py", "commands/plan.py", "launch/scheduler_names.py"}
 #: a word of Slurm's own: its name, its commands, its states
 SLURMS = re.compile(
     r"(?i:slurm|\b(sbatch|squeue|scancel|scontrol|sacct|sinfo)\b)|\b(NODE_FAIL|OUT_OF_MEMORY|PREEMPTED)\b"
 )
 #: where one may stand outside of its room: help, the name of the default, a dialect of hostfiles, a shell inside a job
 SLURMS_ALLOWED = {
-    "mpi/allocation.py",
+    "mpi/mpirun.py",
     "cli.py",
+    "commands/hostfile.py",
     "commands/submit.py",
     "commands/doctor.py",
-    "launch/schedulers.py",
+    "launch/scheduler_names.py",
     "mpi/hostfile.py",
 }
 

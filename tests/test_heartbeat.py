@@ -17,7 +17,7 @@ from hpcrl.errors import PeerError
 from hpcrl.heartbeat import Beating, Pulse
 from hpcrl.launch.attempt import _check_hosts
 from hpcrl.launch.host import check_alive
-from hpcrl.launch.watching.launcher import watched
+from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.run.rundir import RunDir
 
 #: a process that beats, and then does what it is told
@@ -186,7 +186,7 @@ def test_the_launcher_names_a_host_that_hangs(tmp_path: Path) -> None:
 
 LAUNCHER = """
 import sys, time
-from hpcrl.launch.watching.launcher import watched
+from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.run.rundir import RunDir
 with watched(RunDir(sys.argv[1]), 1.5):
     print("up", flush=True)

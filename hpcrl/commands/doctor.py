@@ -31,13 +31,19 @@ from hpcrl.doctor import model_directory, packages, storage
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
 from hpcrl.errors import HpcrlError, UsageError, parts_of
 from hpcrl.findings import Finding, failed, last_line
-from hpcrl.launch.before_start import NOTHING, Sight, absent, begins_with, made_by_run, refuse_settings
-from hpcrl.launch.job_request import Component, Request, make_request
-from hpcrl.launch.model_settings import same_packages
-from hpcrl.launch.scheduler import Scheduler
-from hpcrl.launch.schedulers import load_scheduler
-from hpcrl.launch.site import FLAGS, Site, find_profile, from_flags
-from hpcrl.launch.submission import Script, batch_python, can_submit, sight_of, task_python
+from hpcrl.launch.preflight import NOTHING, Sight, absent, begins_with, made_by_run, refuse_settings, same_packages
+from hpcrl.launch.scheduler import (
+    AllocationRequest,
+    BatchScript,
+    Component,
+    Scheduler,
+    batch_python,
+    can_submit,
+    load_scheduler,
+    task_python,
+)
+from hpcrl.launch.site import FLAGS, SiteProfile, find_profile, from_flags
+from hpcrl.launch.submission import make_request, sight_of
 from hpcrl.prompt_files import early_look
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.queued_job import JobKey
@@ -72,7 +78,7 @@ class Case:
     """What is looked at.  stages: resolved options of each stage, none without a recipe; directory: of the run to
     be."""
 
-    site: Site
+    site: SiteProfile
     stages: tuple[Options, ...]
     directory: Path
     recipe: Recipe | None = None
@@ -85,13 +91,13 @@ class Case:
     def scheduler(self) -> Scheduler:
         return load_scheduler(self.site.scheduler)
 
-    def request(self) -> Request:
+    def request(self) -> AllocationRequest:
         """The allocation of the run; without a recipe one node of each component that the site describes."""
         if self.stages:
             return make_request(self.stages, self.site)
         named = [name for name in ("trainer", "engine", "rollout") if self.site.describes(name)]
         parts = [(name, getattr(self.site, name)) for name in named or ["trainer"]]
-        return Request(
+        return AllocationRequest(
             self.site.layout or "heterogeneous",
             tuple(Component(n, 1, c.gpus_per_node or 0, c.cpus_per_node) for n, c in parts),
             margin=60,
@@ -166,7 +172,7 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     yield from _image(site)
 
 
-def _settings(case: Case, request: Request | None) -> Iterator[Finding]:
+def _settings(case: Case, request: AllocationRequest | None) -> Iterator[Finding]:
     """What `hpcrl submit` would refuse of the options."""
     if request is None:
         return
@@ -185,7 +191,7 @@ def _begins_with(case: Case) -> Iterator[Finding]:
             yield Finding("ok", "", f"{path} is made by the run itself")
 
 
-def _scheduler(case: Case, request: Request) -> Iterator[Finding]:
+def _scheduler(case: Case, request: AllocationRequest) -> Iterator[Finding]:
     """Whether the scheduler answers, can hold the run, and would take its request: limits of accounts, features, GPU
     types."""
     scheduler = case.scheduler
@@ -206,7 +212,7 @@ def _scheduler(case: Case, request: Request) -> Iterator[Finding]:
         yield Finding("ok", "", f"{scheduler.title} takes a job like this run's ({scheduler.test_command})")
 
 
-def _image(site: Site) -> Iterator[Finding]:
+def _image(site: SiteProfile) -> Iterator[Finding]:
     image = site.container.image
     if image and image.startswith("/") and not Path(image).exists():
         yield Finding("fail", "", f"container.image {image} is not there", "build or copy it, or name another")
@@ -257,8 +263,8 @@ def job(case: Case, directory: Path) -> str:
     return _text(case.site.model_copy(update={"time": LIMIT, "requeue": False}), request, command, directory)
 
 
-def _text(site: Site, request: Request, command: str, directory: Path) -> str:
-    script = Script(
+def _text(site: SiteProfile, request: AllocationRequest, command: str, directory: Path) -> str:
+    script = BatchScript(
         name="doctor",
         title="hpcrl doctor: looks at the nodes that a run would get",
         summary="one step on every component",

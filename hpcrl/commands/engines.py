@@ -1,22 +1,30 @@
-"""`hpcrl engines`: the engines of a run: which there are and how they are, one less, more of them; and engines of no
-run.
+"""`hpcrl engines`: the engines of a run, which there are and how they are; one less (remove), more of them (add); and engines
+that no run has started (serve).
 
-Invariant: the run itself is touched by nothing but marks in its directory; it does what they wish, and says when it
-has.
+Invariant: a running run is touched by nothing but marks in its directory; it does what they ask, and says when it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 
-from hpcrl.commands.find_run import Parser, find_run, look_at_run
+from hpcrl.commands.arguments import RUN, Parser
+from hpcrl.commands.find_run import find_run, look_at_run
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
+from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.engines.add import add_here, local_name, script_of, submit_added
-from hpcrl.launch.engines.serve import serve
-from hpcrl.launch.site import Site, from_flags, saved_site
+from hpcrl.launch.engines.standalone import PROGRAM, prepare
+from hpcrl.launch.site import SiteProfile, from_flags, saved_site
 from hpcrl.report.engine_table import engine_table
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import WORKING
@@ -39,7 +47,7 @@ def engines(argv: list[str]) -> int:
         "The engines of a run, and how each is. hpcrl engines add RUN: more of them; hpcrl engines remove RUN INDEX: let one finish "
         "and end. hpcrl engines serve RECIPE: one that no run has started.",
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
     args = parser.parse_args(argv)
     run = find_run(args.run)
@@ -71,7 +79,7 @@ def _add(argv: list[str]) -> int:
         "engines add",
         "Start engines that join a run which is under way: on this machine, or (--site) in a job of their own.",
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--engines", type=_positive, default=1, metavar="K", help="engines a node (default 1)")
     parser.add_argument("--first-slot", type=int, metavar="S", help="on this machine: the first GPU that is theirs")
     parser.add_argument(
@@ -120,7 +128,7 @@ def _check_runs(run: Run, name: str) -> None:
         raise HpcrlError(f"{name} is not running: it is {phase}", "engines come and go in a run that runs")
 
 
-def _site(args: argparse.Namespace, run: Run) -> Site | None:
+def _site(args: argparse.Namespace, run: Run) -> SiteProfile | None:
     """The profile to submit with; None to start them on this machine."""
     saved = run.job.site if run.job else None
     flags = {"nodes": args.nodes > 1, "time": args.time, "qos": args.qos, "set": args.set, "dry-run": args.dry_run}
@@ -139,7 +147,7 @@ def _remove(argv: list[str]) -> int:
     parser = Parser(
         "engines remove", "Give an engine no new requests, let it finish those it has, and end it for this attempt."
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("index", metavar="INDEX", type=int, help="its number, as hpcrl engines RUN lists it")
     args = parser.parse_args(argv)
     run = find_run(args.run)
@@ -157,3 +165,55 @@ def _remove(argv: list[str]) -> int:
     request_removal(RunDir(stage.root, stage.attempt), args.index)
     print(f"asked engine {args.index} of {name} to finish and end; hpcrl engines {name} shows when it has")
     return 0
+
+
+# ---- hpcrl engines serve
+
+SERVE_USAGE = f"""\
+usage: hpcrl engines serve RECIPE.toml --listen HOST:PORT --keys DIR [--option value ...]
+
+  An engine that answers at HOST:PORT until it is ended, for one run after another. Its model, sizes and settings are those that the
+  recipe's engines have; give it the GPUs with CUDA_VISIBLE_DEVICES.
+
+  --listen HOST:PORT   where it answers: an address of this machine on the network of the runs that will ask it
+  --keys DIR           where its keys are, or are made; a run that asks it has to read them, and nobody else may
+  --stage NAME         whose settings, in a recipe of stages (default: the last that needs engines)
+
+A run asks it with {ADDRS} HOST:PORT {KEYS} DIR."""
+SERVE_FLAGS = {"listen": Kind("str"), "keys": Kind("str"), "stage": Kind("str"), "help": Kind("bool")}
+#: what a recipe may say of its run, which is none here
+_NOWHERE = {"run": "{run}", "prepared": "{run}/prepared"}
+
+
+def _choose(stages: dict[str, Options], name: str | None) -> Options:
+    with_engines = {stage: options for stage, options in stages.items() if options.needs_engines}
+    if name is None and with_engines:
+        found = list(with_engines.values())[-1]
+    elif name in with_engines:
+        found = with_engines[name]
+    else:
+        raise UsageError(
+            f"no stage{f' {name}' if name else ''} of the recipe has engines", f"it has {', '.join(stages) or 'none'}"
+        )
+    if "{run}" in (found.hf_checkpoint or ""):
+        raise UsageError(f"the model of the recipe is made by its run: {found.hf_checkpoint}", "give --hf-checkpoint")
+    if found.colocate:
+        raise UsageError("--colocate: engines that take turns with a trainer are started by its run", "leave it out")
+    return found
+
+
+def serve(argv: list[str]) -> int:
+    """The command; becomes the engine's own process."""
+    overrides, own, words = parse_flags(argv, SERVE_FLAGS)
+    if "help" in own:
+        print(SERVE_USAGE)
+        return 0
+    if len(words) != 1 or not {"listen", "keys"} <= own.keys():
+        raise UsageError(
+            "a recipe, --listen and --keys are needed", "hpcrl engines serve RECIPE.toml --listen HOST:PORT --keys DIR"
+        )
+    split_address(own["listen"], "--listen")
+    recipe = load_recipe(words[0])
+    stages = dict(zip([s.name for s in recipe.stages], resolve_stages(recipe, overrides, _NOWHERE), strict=True))
+    rundir = prepare(_choose(stages, own.get("stage")), own["listen"], Path(own["keys"]).expanduser().resolve())
+    return os.execv(sys.executable, [sys.executable, "-m", PROGRAM, str(rundir.root), "--attempt", "0"])

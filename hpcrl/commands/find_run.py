@@ -5,21 +5,19 @@ Invariant: every command that looks at runs gets its facts here, and asks each s
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from hpcrl.careful_files import as_given, open_regular
 from hpcrl.errors import UsageError
-from hpcrl.launch.schedulers import load_scheduler
+from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
-from hpcrl.report.status_text import replace_unencodable
 from hpcrl.run.job_files import OVER
 from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.run.started_runs import is_run, known_runs
@@ -31,17 +29,6 @@ if TYPE_CHECKING:
 ASK = 15.0
 PATIENCE = 5.0
 MISSING = "name a run directory, its last part, or its job's number; hpcrl status lists the runs"
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours."""
-
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__(prog=f"hpcrl {name}", description=description, allow_abbrev=False)
-        replace_unencodable()
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, f"see {self.prog} --help")
 
 
 # ---- which run

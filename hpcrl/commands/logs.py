@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.careful_files import count_of
-from hpcrl.commands.find_run import Ending, Jobs, Parser, find_run, look_at_run
+from hpcrl.commands.arguments import RUN, Parser
+from hpcrl.commands.find_run import Ending, Jobs, find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.report.file_tail import FileTail
@@ -49,7 +50,7 @@ def logs(argv: list[str]) -> int:
     parser = Parser(
         "logs", "What the processes of a run have said: the last attempt of its last stage, and the job's own log."
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--role", help=f"only of this role: {', '.join(ROLES)}")
     parser.add_argument("--host", help="only of the processes on this host")
     parser.add_argument(

@@ -17,7 +17,7 @@ from hpcrl.config.setting_names import spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import DataError, UsageError, raise_together
 from hpcrl.groups import describe
-from hpcrl.launch.before_start import Sight, made_by_run, note_absent, refuse_settings, refuse_what_cannot_run
+from hpcrl.launch.preflight import Sight, made_by_run, note_absent, refuse_settings, refuse_what_cannot_run
 from hpcrl.memory.report import GPU, memory_lines
 from hpcrl.memory.weight_update import LINK, predict, update_lines
 from hpcrl.model_files.config_json import read_config

@@ -9,15 +9,14 @@ import json
 import sys
 from pathlib import Path
 
-from hpcrl.commands.find_run import Parser, find_run, look_at_run
+from hpcrl.commands.arguments import RUN, Parser
+from hpcrl.commands.find_run import find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
 from hpcrl.report.timeline.bill import as_numbers, rows, text
 from hpcrl.report.timeline.run_spending import Recorded, read_run, spending
 from hpcrl.report.timeline.trace import trace as trace_of
 from hpcrl.run.rundir import write_atomic
-
-RUN = "a run directory, its last part, or its job's number"
 
 
 def report(argv: list[str]) -> int:

@@ -13,17 +13,16 @@ from hpcrl.commands.submit import say_submitted
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
-from hpcrl.launch.earlier import go_back
+from hpcrl.launch.extend_run import extend_run, rewind_run
 from hpcrl.launch.job import finished, reopen_job
-from hpcrl.launch.longer import train_longer
-from hpcrl.launch.schedulers import load_scheduler
+from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.launch.submission import submit_again
 from hpcrl.run.job_files import UNQUEUED, read_job
 
 USAGE = """\
 usage: hpcrl resume RUN [--num-rollout N] [--ckpt-step N] [--time T] [--chain N] [--set KEY=VALUE ...]
 
-  RUN                a run directory, its last part, or its job's number
+  RUN                run directory, its name, or its job ID
   --num-rollout N    train longer than the run was begun for, also where it is finished: up to N rollouts in all
   --ckpt-step N      go on from this checkpoint, and not from the last: one that is damaged, or that a divergence came before
   --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS; only for a run that was submitted
@@ -54,9 +53,9 @@ def resume(argv: list[str]) -> int:
     job = reopen_job(Path(words[0]) if Path(words[0]).exists() else find_run(words[0]).root)
     root = job.root
     if "num_rollout" in overrides:
-        train_longer(job, overrides["num_rollout"])
+        extend_run(job, overrides["num_rollout"])
     if "ckpt_step" in overrides:
-        go_back(job, overrides["ckpt_step"])
+        rewind_run(job, overrides["ckpt_step"])
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):
         raise UsageError(f"{root} is finished", f"train on with hpcrl resume {root} --num-rollout N")
     record = read_job(root)

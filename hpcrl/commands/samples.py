@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrl.careful_files import as_given
-from hpcrl.commands.find_run import Parser, find_run
+from hpcrl.commands.arguments import RUN, Parser
+from hpcrl.commands.find_run import find_run
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run, StageFiles, load_json
@@ -66,9 +67,7 @@ def samples(argv: list[str]) -> int:
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser("samples", "Prompts, responses, rewards; advantage, and the log-probs of trainer and engine.")
-    parser.add_argument(
-        "run", metavar="RUN", help="a run directory, its last part, or its job's number; or a stage's directory"
-    )
+    parser.add_argument("run", metavar="RUN", help=f"{RUN}; or the directory of a stage")
     parser.add_argument(
         "--step",
         type=int,

@@ -22,10 +22,8 @@ import msgspec
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.launch.job_request import Component, Request
-from hpcrl.launch.schedulers import load_scheduler
-from hpcrl.launch.site import FLAGS, Site, from_flags
-from hpcrl.launch.submission import Script, batch_python, task_python
+from hpcrl.launch.scheduler import AllocationRequest, BatchScript, Component, batch_python, load_scheduler, task_python
+from hpcrl.launch.site import FLAGS, SiteProfile, from_flags
 from hpcrl.run.process import adopt_orphans, end_descendants
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import write_atomic
@@ -143,7 +141,7 @@ def _tell(chosen: dict[str, Check], results: Results, file: str | None) -> int:
 # ---- in a job
 
 
-def _in_a_job(site: Site, own: dict[str, Any], results: Results) -> None:
+def _in_a_job(site: SiteProfile, own: dict[str, Any], results: Results) -> None:
     """Submit it, wait for its end, telling of results as they come."""
     scheduler = load_scheduler(site.scheduler)
     hosts = own.get("hosts", 1)
@@ -151,12 +149,12 @@ def _in_a_job(site: Site, own: dict[str, Any], results: Results) -> None:
     wish = site.trainer
     slots = wish.gpus_per_node if wish.gpus_per_node is not None else own.get("ranks", 1)
     ranks = own.get("ranks") or slots or CPU_RANKS
-    request = Request("homogeneous", (Component("trainer", hosts, slots, wish.cpus_per_node),), margin=60)
+    request = AllocationRequest("homogeneous", (Component("trainer", hosts, slots, wish.cpus_per_node),), margin=60)
     limit = own.get("time", LIMIT)
     todo = SelftestJob(hosts, ranks, own.get("only", []), site.interface)
     (directory / "job.json").write_bytes(msgspec.json.encode(todo))
     shutil.copytree(shipped("launch"), directory / "launch", dirs_exist_ok=True)
-    script = Script(
+    script = BatchScript(
         name="selftest",
         title=f"hpcrl selftest over {hosts} nodes",
         summary="hpcrl's checks of hardware and versions",

@@ -16,10 +16,11 @@ import msgspec
 import psutil
 
 from hpcrl.careful_files import touch
-from hpcrl.commands.find_run import Jobs, Parser, find_run, look_at_run, owner
+from hpcrl.commands.arguments import RUN, Parser
+from hpcrl.commands.find_run import Jobs, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
-from hpcrl.launch.restarts.chain import later
-from hpcrl.launch.schedulers import load_scheduler
+from hpcrl.launch.restarts import later_jobs
+from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import WORKING, Status
 from hpcrl.report.status_text import shorten_path
@@ -31,7 +32,7 @@ GRACE = 30.0  #: seconds that a launcher may take to end after them
 
 def _one(name: str, description: str, argv: list[str]) -> Run:
     parser = Parser(name, description)
-    parser.add_argument("run", metavar="RUN", help="a run directory, its last part, or its job's number")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     return find_run(parser.parse_args(argv).run)
 
 
@@ -111,7 +112,7 @@ def _cancel_job(run: Run) -> int:
     with contextlib.suppress(OSError):  # a directory that cannot be written to keeps nobody from ending the job
         touch(run.root / CANCEL)
     try:
-        for number in (*reversed(later(job)), job.job_id):  # or else the next of a chain would start
+        for number in (*reversed(later_jobs(job)), job.job_id):  # or else the next of a chain would start
             scheduler.cancel(number)
     except HpcrlError:
         (run.root / CANCEL).unlink(missing_ok=True)

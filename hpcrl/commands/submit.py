@@ -20,18 +20,9 @@ from hpcrl.config.rules.stage_flags import split_name, stage_flag
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.storage import file_system
 from hpcrl.errors import UsageError
-from hpcrl.launch.scheduler import Scheduler, SubmittedJob
-from hpcrl.launch.schedulers import load_scheduler
+from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_submit, load_scheduler
 from hpcrl.launch.site import FLAGS, from_flags
-from hpcrl.launch.submission import (
-    Submission,
-    can_submit,
-    chained,
-    preview,
-    refuse_absent_files,
-    refuse_what_does_not_fit,
-    submit_new,
-)
+from hpcrl.launch.submission import chained, preview, refuse_absent_files, refuse_what_does_not_fit, submit_new
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 
 USAGE = """\

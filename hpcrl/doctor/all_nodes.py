@@ -29,7 +29,7 @@ from hpcrl.doctor.cards import share_cards
 from hpcrl.doctor.node_reports import NodeReport, judge_reports
 from hpcrl.doctor.one_node import REPORT, UNSEEN
 from hpcrl.findings import Finding, failed, last_line
-from hpcrl.launch.probe import Report
+from hpcrl.launch.probe import HostReport
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end_descendants
 from hpcrl.run.rundir import listed, write_atomic
@@ -101,7 +101,7 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
                     "see above",
                 )
             )
-    reports += [NodeReport(Report(host, host, (), False, began, 0, 0)) for host in sorted(unseen)]
+    reports += [NodeReport(HostReport(host, host, (), False, began, 0, 0)) for host in sorted(unseen)]
     wanted = {step.role: step.slots if step.gpus is None else step.gpus for step in job.steps} if job.gpus else {}
     return [*judge_reports(reports, wanted, job.interface, (began, ended), expected), *findings]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.careful_files import Damaged, read_json
-from hpcrl.launch.probe import Report, report
+from hpcrl.launch.probe import HostReport, host_report
 from hpcrl.run.rundir import listed, write_atomic
 
 ALL = "all.cards"  #: what everybody waits for
@@ -32,7 +32,7 @@ class Card(msgspec.Struct, frozen=True):
     """What a node leaves in the directory: its report, the port it listens on at each of its addresses, and how many
     trainer ranks it would have."""
 
-    base: Report
+    base: HostReport
     ports: dict[str, int]
     ranks: int = 0
 
@@ -64,10 +64,12 @@ class Cards:
 
 
 def leave_card(
-    directory: Path, host: str, ranks: int, base: Report | None = None, ports: dict[str, int] | None = None
+    directory: Path, host: str, ranks: int, base: HostReport | None = None, ports: dict[str, int] | None = None
 ) -> None:
     """Tell the other hosts of this one."""
-    write_atomic(directory / f"{host}.json", msgspec.json.encode(Card(base or report(host), ports or {}, ranks)), 0o600)
+    write_atomic(
+        directory / f"{host}.json", msgspec.json.encode(Card(base or host_report(host), ports or {}, ranks)), 0o600
+    )
 
 
 def share_cards(directory: Path, expect: int, seconds: float, over: Callable[[], bool] = lambda: False) -> None:

@@ -13,7 +13,7 @@ from hostlist import BadHostlist, collect_hostlist
 
 from hpcrl.errors import UsageError
 from hpcrl.findings import Finding, Level, count, size
-from hpcrl.launch.probe import Report, choose
+from hpcrl.launch.probe import HostReport, choose
 
 SKEW = 1.0  #: seconds that two clocks may differ by
 FREE = 0.9  #: the part of a GPU's memory that should be free before a run
@@ -55,7 +55,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     hpcrl.trainer.start.network_speed said; broken: why the all-reduce failed here.
     """
 
-    base: Report
+    base: HostReport
     role: str = ""
     wrote: str = ""
     seen: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, peers_of
 from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.findings import last_line
-from hpcrl.launch.probe import Network, choose, report
+from hpcrl.launch.probe import Network, choose, host_report
 from hpcrl.plan import Location, socket_names
 from hpcrl.run.command import ask
 from hpcrl.run.process import PARENT, die_with_parent
@@ -64,7 +64,7 @@ class Greeting(msgspec.Struct, frozen=True):
 def look_at_node(host: str, role: str, directory: Path) -> NodeReport:
     """All that this node sees by itself; takes no part of a second, but for nvidia-smi."""
     return NodeReport(
-        base=report(host, directory / "token"),
+        base=host_report(host, directory / "token"),
         role=role,
         gpus=gpus(),
         devices=len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]),

@@ -8,11 +8,10 @@ the call.
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -22,9 +21,10 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped
 from hpcrl.heartbeat import LEAST, Pulse
-from hpcrl.launch.engines.serve import borrow
+from hpcrl.launch.engines.standalone import borrow
 from hpcrl.launch.host import CLOSING, GRACE, HOST_BEAT
-from hpcrl.launch.watching.launcher import watched
+from hpcrl.launch.launcher_watchdog import watched
+from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.report.file_tail import last_lines
@@ -41,43 +41,7 @@ PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after
 
 
 @dataclass
-class Stop:
-    """What was asked for so far: 0 nothing, 1 save and end, 2 end now.  why: for the user.
-
-    nudges: how often SIGUSR1 has come, with which a scheduler says that time is short; whoever knows the time decides.
-    """
-
-    requests: int = 0
-    why: str = ""
-    nudges: int = 0
-    seconds: float = 0.0
-    handlers: dict[int, object] = field(default_factory=dict)
-
-    def __enter__(self) -> Stop:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            self.handlers[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _note(self, number: int, _: object) -> None:
-        if number == signal.SIGUSR1:
-            self.nudges += 1
-        else:
-            self.requests += 1
-
-    def ask(self, why: str, seconds: float = 0.0) -> None:
-        """Ask to save and end, once.  seconds: that the run may take for it, instead of --stop-timeout; 0: no other."""
-        if not self.requests:
-            self.requests = 1
-            self.why = why
-            self.seconds = seconds
-
-
-@dataclass
-class Member:
+class HostProcess:
     """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step.
 
     memory: what the kernel had killed before, where the process and what it stands for are on this host.
@@ -103,7 +67,7 @@ class Member:
             end([psutil.Process(self.process.pid)], GRACE)
 
 
-class Watched(Protocol):
+class HostHandle(Protocol):
     """What an attempt asks of the processes that stand for its hosts, wherever they are."""
 
     name: str
@@ -125,7 +89,7 @@ class Backend(Protocol):
         """The hosts of the run, in order, each with address and interface.  Errors name the host that does not
         answer."""
 
-    def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[Watched]:
+    def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[HostHandle]:
         """Start every host's part of the plan, which lies in the run directory."""
 
     def again(self, root: Path) -> str:
@@ -145,7 +109,7 @@ class BatchBackend(Backend, Protocol):
 
 
 def run_attempt(
-    options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]
+    options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: StopRequest, poll: Callable[[], None]
 ) -> Summary:
     """Run one attempt to its end and return its summary.
 
@@ -158,9 +122,9 @@ def run_attempt(
 
 
 def _run(
-    options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: Stop, poll: Callable[[], None]
+    options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: StopRequest, poll: Callable[[], None]
 ) -> Summary:
-    members: list[Watched] = []
+    members: list[HostHandle] = []
     lent: IO[bytes] | None = None
     try:
         hosts = backend.hosts(options, rundir)
@@ -187,7 +151,9 @@ def _run(
     return summary
 
 
-def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop, poll: Callable[[], None]) -> None:
+def _watch(
+    members: list[HostHandle], options: Options, rundir: RunDir, stop: StopRequest, poll: Callable[[], None]
+) -> None:
     """Return when all members have ended well and the trainer has summed up; raise as soon as anything has gone
     wrong."""
     stop_by = float("inf")
@@ -221,7 +187,7 @@ def _watch(members: list[Watched], options: Options, rundir: RunDir, stop: Stop,
     _check(members, rundir)
 
 
-def _stopped_early(stop: Stop) -> Stopped:
+def _stopped_early(stop: StopRequest) -> Stopped:
     """Whoever knows the run says how to go on with it."""
     reason = f" ({stop.why})" if stop.why else ""
     return Stopped(f"stopped while starting{reason}: nothing was trained since the last checkpoint")
@@ -237,7 +203,7 @@ def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
         raise PeerError(what, "is the host, or its network, down? if it is only slow, raise --hang-timeout")
 
 
-def _check(members: list[Watched], rundir: RunDir) -> None:
+def _check(members: list[HostHandle], rundir: RunDir) -> None:
     """PeerError if a member has failed or lost a host, or has ended, however well, before the run did."""
     over = summary_of(rundir) is not None
     if not over and (lost := next(filter(None, (m.lost() for m in members)), "")):
@@ -266,7 +232,7 @@ def _check(members: list[Watched], rundir: RunDir) -> None:
     raise PeerError(message)
 
 
-def _part(members: list[Watched], rundir: RunDir, poll: Callable[[], None]) -> None:
+def _part(members: list[HostHandle], rundir: RunDir, poll: Callable[[], None]) -> None:
     """End the attempt everywhere: hosts are told through the run directory, what is left after that is ended here."""
     if any(m.status is None for m in members):
         with contextlib.suppress(OSError):  # a file system that takes nothing must not hide why the attempt has ended

@@ -21,19 +21,25 @@ import msgspec
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
-from hpcrl.launch.attempt import Stop
-from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
-from hpcrl.launch.restarts.chain import hand_over, later, needless, place
-from hpcrl.launch.restarts.lost_hosts import correct, explain_last_end, last_attempt, lost_hosts
-from hpcrl.launch.restarts.restart_policy import (
+from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job, say
+from hpcrl.launch.restarts import (
     BROKEN,
     broken_hosts,
     check_headway,
+    correct_error,
+    explain_last_end,
     find_broken_host,
+    hand_over,
+    last_attempt,
+    later_jobs,
+    lost_hosts,
     margin,
     note_broken_host,
+    nothing_left_to_do,
+    place_in_chain,
 )
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued, SchedulerSilent
+from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.launch.submission import submit_elsewhere
 from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, read_job, write_job
 from hpcrl.run.role import read_plan
@@ -77,7 +83,7 @@ class Clock:
     def __post_init__(self) -> None:
         self.ends = self.limit()
 
-    def watch(self, stop: Stop, rundir: RunDir | None) -> None:
+    def watch(self, stop: StopRequest, rundir: RunDir | None) -> None:
         now, nudged = time.time(), stop.nudges > 0
         if now < self.next_look and not nudged:
             return
@@ -104,18 +110,18 @@ def _before(left: float) -> float:
     return max(left - RETREAT, left / 2, 1.0)
 
 
-def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
+def run_in_job(job: RunJob, allocation: Allocation) -> dict[str, Any]:
     """Bring a job to its end in this allocation; returns the last stage's summary, or that of a run that was stopped.
 
     Out of time, or with a host lost, the job is queued again and this process waits for the scheduler to end it.
     HPCRL_SIGNAL_MARGIN and HPCRL_MAX_REQUEUES of the batch script say how long before the limit, and how often.
     """
-    if why := needless(job, allocation.job_id):
+    if why := nothing_left_to_do(job, allocation.job_id):
         say(f"{why}: nothing to do for job {allocation.job_id} of the chain")
         return final_summary(job)
     clock = Clock(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")), allocation.preempted)
     explain_last_end(job, allocation)
-    check_headway(job.root, allocation.restarts + place(read_job(job.root), allocation.job_id))
+    check_headway(job.root, allocation.restarts + place_in_chain(read_job(job.root), allocation.job_id))
     try:
         run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends)
     except Stopped as end:
@@ -139,7 +145,7 @@ def run_in_job(job: Job, allocation: Allocation) -> dict[str, Any]:
             _start_elsewhere(job, allocation, *broken, clock.ends)
         elif lost := ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation):
             why = f"{lost} (first seen as: {error.what})"
-            correct(job, why)
+            correct_error(job, why)
             _requeue(job, allocation, why, clock.ends)
             raise PeerError(why, f"the last checkpoint is good: hpcrl resume {job.root}") from error
         raise
@@ -153,7 +159,7 @@ def _silent(allocation: Allocation) -> str:
     return f"no answer from {', '.join(found)}: is it up, and its network?" if few else ""
 
 
-def _tell(job: Job, allocation: Allocation, error: HpcrlError) -> None:
+def _tell(job: RunJob, allocation: Allocation, error: HpcrlError) -> None:
     """Leave the error with the scheduler if it cannot be written down: the run directory holds the job's own output
     too."""
     if write_obstacle(job.root):
@@ -161,7 +167,7 @@ def _tell(job: Job, allocation: Allocation, error: HpcrlError) -> None:
             allocation.mark(job.identity, str(error))
 
 
-def _broken_host(job: Job) -> tuple[str, str] | None:
+def _broken_host(job: RunJob) -> tuple[str, str] | None:
     """(host, what was seen) if the last attempt failed on hardware; noted for later starts."""
     rundir = last_attempt(job)
     if rundir is None or not rundir.plan_file.is_file():
@@ -174,12 +180,12 @@ def _broken_host(job: Job) -> tuple[str, str] | None:
     return found
 
 
-def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str, ends: float | None = None) -> None:
+def _start_elsewhere(job: RunJob, allocation: Allocation, host: str, said: str, ends: float | None = None) -> None:
     """Have the run go on without a host that is broken: in the chain's next job, or in a new job, since one that is
     queued again keeps its request."""
     hosts, record = broken_hosts(job.root), read_job(job.root)
     why = f"host {host} is broken ({said})"
-    following = later(msgspec.structs.replace(record, job_id=allocation.job_id))
+    following = later_jobs(msgspec.structs.replace(record, job_id=allocation.job_id))
     try:
         for number in following:
             allocation.leave_out(number, hosts)
@@ -199,12 +205,12 @@ def _start_elsewhere(job: Job, allocation: Allocation, host: str, said: str, end
     say(f"{why}; job {submission} goes on without it")
 
 
-def _preempted(job: Job, allocation: Allocation) -> bool:
+def _preempted(job: RunJob, allocation: Allocation) -> bool:
     """Whether the scheduler, and not the user, wanted the job's nodes back."""
     return not (job.root / STOP).exists() and allocation.preempted()
 
 
-def final_summary(job: Job) -> dict[str, Any]:
+def final_summary(job: RunJob) -> dict[str, Any]:
     """The last stage's summary.json."""
     summary = read_summary(job.directory(job.recipe.stages[-1]))
     return {} if summary is None else msgspec.to_builtins(summary)
@@ -215,7 +221,7 @@ def stopped(summary: dict[str, Any]) -> bool:
     return summary.get("status") == "stopped"
 
 
-def _requeue(job: Job, allocation: Allocation, why: str, ends: float | None = None) -> None:
+def _requeue(job: RunJob, allocation: Allocation, why: str, ends: float | None = None) -> None:
     """Queue the job again and wait to be ended; returns if it was cancelled, the limit is reached, or the scheduler
     refuses.
 
@@ -247,7 +253,7 @@ def _requeue(job: Job, allocation: Allocation, why: str, ends: float | None = No
     time.sleep(PARTING)
 
 
-def _ask_until_answered(job: Job, allocation: Allocation, why: str, ends: float | None) -> None:
+def _ask_until_answered(job: RunJob, allocation: Allocation, why: str, ends: float | None) -> None:
     """Queue the job again, asking for PATIENCE seconds, and not beyond its time limit, while the scheduler does not
     answer.
 

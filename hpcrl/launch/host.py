@@ -6,7 +6,7 @@ The launcher starts one of these on every host of the plan, locally, through sru
 is one for each slot, which starts only what begins on that slot.
 
 Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left, but
-for engines, which are started again (engines/keeper.py); a host has done its part only when the trainer has said that
+for engines, which are started again (engines/restarter.py); a host has done its part only when the trainer has said that
 the run is over and every role here has ended well.
 """
 
@@ -28,7 +28,8 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.heartbeat import FOLDER, LEAST, Beating, Pulse
-from hpcrl.launch.engines.keeper import EngineKeeper
+from hpcrl.launch.engines.restarter import EngineRestarter
+from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.file_tail import last_lines
 from hpcrl.report.timeline.names import ROLES
@@ -77,7 +78,7 @@ class Role:
         """Whether it is an engine, or a part of one, which runs until it is told to end."""
         return self.name == "engine" or self.name.startswith(PART)
 
-    def epitaph(self) -> str:
+    def exit_report(self) -> str:
         """How it ended, for a user, with what its log says of hardware, or its own last words where it ended by
         itself."""
         log = last_lines(self.log, 200) if self.log.exists() else []
@@ -86,32 +87,6 @@ class Role:
             said = last_error(log)
         also = f"; it says: {said}" if said else ""
         return f"{self.name}-{self.index} {how_it_ended(self.process.returncode, self.memory)}{also}; its log is {self.log}"
-
-
-@dataclass
-class Told:
-    """Signals that the host's process got: the first asks to save and end, the second to end now."""
-
-    requests: int = 0
-    handlers: dict[int, object] = field(default_factory=dict)
-
-    def __enter__(self) -> Told:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.handlers[number] = signal.signal(number, self._note)
-        for number in (
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-            signal.SIGHUP,
-        ):  # for the launcher, should they come here as well
-            self.handlers[number] = signal.signal(number, signal.SIG_IGN)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _note(self, *_: object) -> None:
-        self.requests += 1
 
 
 # ---- what runs here
@@ -218,7 +193,7 @@ def run_host(
     rundir: RunDir,
     host: str,
     slot: int | None,
-    told: Told,
+    told: SignalFlags,
     turn: Callable[[], None] = lambda: None,
 ) -> None:
     """Run what this host has to run; returns when the run is over, or was asked to end.
@@ -245,9 +220,9 @@ def run_host(
         ours = commands(options, plan, rundir, host, slot)
         roles += [begin(*one) for one in ours]
         engines = {index: command for name, index, command in ours if name == "engine"}
-        keeper = EngineKeeper(rundir, host, restart_limit(options, plan), engines, begin)
+        restarter = EngineRestarter(rundir, host, restart_limit(options, plan), engines, begin)
         look = lambda: (turn(), check_alive(pulse, options.hang_timeout, rundir, host))  # noqa: E731
-        _watch(roles, keeper, options, rundir, told, look)
+        _watch(roles, restarter, options, rundir, told, look)
     finally:
         with timeline.span("end the roles"):
             end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
@@ -260,29 +235,29 @@ def run_host(
 
 def _watch(
     roles: list[Role],
-    keeper: EngineKeeper,
+    restarter: EngineRestarter,
     options: Options,
     rundir: RunDir,
-    told: Told,
+    told: SignalFlags,
     turn: Callable[[], object],
 ) -> None:
     working = [r for r in roles if not r.serves]
     close_by = quit_by = float("inf")
-    looks = Looks(rundir)
+    looks = RunDirPoller(rundir)
     while any(r.status is None for r in working) or not looks.over(at_once=bool(working)):
         turn()
         if looks.end():
             return
         if not told.requests:
-            keeper.tend(roles)
-        _check(roles, rundir, told, keeper.host)
+            restarter.restart_ended(roles)
+        _check(roles, rundir, told, restarter.host)
         now = time.monotonic()
         if told.requests and quit_by == float("inf"):
             with contextlib.suppress(OSError):
                 rundir.request_stop()  # time to save, if whoever told us leaves it
             quit_by = now + options.stop_timeout
         if told.requests > 1 or now > quit_by:
-            raise PeerError(f"host {keeper.host} was told to end", "the last saved checkpoint is good")
+            raise PeerError(f"host {restarter.host} was told to end", "the last saved checkpoint is good")
         if any(r.status is not None for r in working):
             close_by = min(close_by, now + CLOSING)
         if now > close_by and (late := next((r for r in working if r.status is None), None)):
@@ -290,7 +265,7 @@ def _watch(
                 f"{late.name}-{late.index} did not end within {CLOSING:.0f} s after the others", f"see {late.log}"
             )
         time.sleep(0.2)
-    _check(roles, rundir, told, keeper.host)
+    _check(roles, rundir, told, restarter.host)
     rundir.check()
 
 
@@ -310,7 +285,7 @@ def check_alive(pulse: Pulse, seconds: float, rundir: RunDir, host: str) -> None
 
 
 @dataclass
-class Looks:
+class RunDirPoller:
     """Looks into the run directory, which all hosts share: about one call a second and host in a run where nothing
     happens.
 
@@ -346,7 +321,7 @@ class Looks:
         return self.is_over
 
 
-def _check(roles: list[Role], rundir: RunDir, told: Told, host: str) -> None:
+def _check(roles: list[Role], rundir: RunDir, told: SignalFlags, host: str) -> None:
     """PeerError if a role has failed, or an engine has ended while it was needed."""
     gone = [r for r in roles if r.status is not None and (r.status != 0 or r.serves)]
     if not gone:
@@ -355,7 +330,7 @@ def _check(roles: list[Role], rundir: RunDir, told: Told, host: str) -> None:
     while rundir.failure() is None and time.monotonic() < end_of_wait:
         time.sleep(0.05)
     rundir.check()
-    message = gone[0].epitaph()
+    message = gone[0].exit_report()
     if told.requests and gone[0].status in (-signal.SIGTERM, 128 + signal.SIGTERM):
         message = f"host {host} was told to end (cancelled, preempted, out of time, or another host of the job lost)"
     rundir.fail(gone[0].name, gone[0].index, message)
@@ -377,7 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         beats = rundir.here / BEATS
         name = args.host if args.slot is None else f"{args.host}-{args.slot}"
         beats.mkdir(mode=0o700, exist_ok=True)
-        with Told() as told, Beating(beats, name, every=HOST_BEAT):
+        with SignalFlags() as told, Beating(beats, name, every=HOST_BEAT):
             run_host(read_options(rundir), read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
         say(f"error: on {args.host}: {error}")

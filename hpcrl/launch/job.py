@@ -30,9 +30,16 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_run_dir
 from hpcrl.errors import HpcrlError, Stopped, UsageError
-from hpcrl.launch.attempt import Backend, Stop, run_attempt
-from hpcrl.launch.before_start import NOTHING, Sight, check_routing, made_by_run, refuse_what_cannot_run
-from hpcrl.launch.model_settings import refuse_wrong_settings
+from hpcrl.launch.attempt import Backend, run_attempt
+from hpcrl.launch.preflight import (
+    NOTHING,
+    Sight,
+    check_routing,
+    made_by_run,
+    refuse_what_cannot_run,
+    refuse_wrong_settings,
+)
+from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, local_hosts
 from hpcrl.report.closing_line import closing_line, remarks, what_next
 from hpcrl.report.curves import draw
@@ -51,7 +58,7 @@ from hpcrl.run.summary import read_summary
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """A recipe with the flags that were given, and the directory where it runs."""
 
     recipe: Recipe
@@ -70,10 +77,10 @@ class Job:
 
 
 def run_job(
-    job: Job,
+    job: RunJob,
     backend: Backend,
     restarts: int = 0,
-    watch: Callable[[Stop, RunDir | None], None] | None = None,
+    watch: Callable[[StopRequest, RunDir | None], None] | None = None,
     ends: float | None = None,
     age: float = 0.0,
 ) -> int:
@@ -93,7 +100,7 @@ def run_job(
         held(job.root),
         closing(launcher_timeline(job.root)) as timeline,
         JobStateFile(job.root, restarts, ends) as state,
-        Stop() as stop,
+        StopRequest() as stop,
     ):
         forget_old_requests(job.root, restarts, max(age, process_age()))
 
@@ -120,7 +127,7 @@ def run_job(
     return 0
 
 
-def tell_end(job: Job) -> None:
+def tell_end(job: RunJob) -> None:
     """What a run that is done has to say: remarks and commands on stderr, the result on stdout."""
     for stage in job.recipe.stages:
         for remark in remarks(job.directory(stage)):
@@ -159,14 +166,14 @@ def say(text: str) -> None:
 
 def begin_job(
     recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Options], list[Host]] = local_hosts, here: bool = True
-) -> Job:
+) -> RunJob:
     """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made.
 
     here: whether this machine is one of the run's, with the files that it begins with and the packages that it runs
     with.
     """
     root = directory_of(recipe, overrides)
-    job = Job(recipe, recipe.placed(overrides), root, uuid.uuid4().hex)
+    job = RunJob(recipe, recipe.placed(overrides), root, uuid.uuid4().hex)
     sight = Sight(lambda path: made_by_run(recipe, str(root), path)) if here else NOTHING
     refuse_what_cannot_run(job.stages, hosts, sight, packages=here)
     alone = recipe.stages[0].name == ""
@@ -192,17 +199,19 @@ def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
     return as_given(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime())))
 
 
-def reopen_job(root: Path) -> Job:
+def reopen_job(root: Path) -> RunJob:
     """The job of an existing run directory."""
     begun = read_recipe_file(root)
     recipe = load_recipe(root / COPY, origin=Path(begun.path))
-    return Job(recipe, recipe.spread(begun.overrides), as_given(root), begun.identity)
+    return RunJob(recipe, recipe.spread(begun.overrides), as_given(root), begun.identity)
 
 
 # ---- before the first stage
 
 
-def run_prepare_commands(job: Job, backend: Backend, stop: Stop, state: JobStateFile, turn: Callable[[], None]) -> None:
+def run_prepare_commands(
+    job: RunJob, backend: Backend, stop: StopRequest, state: JobStateFile, turn: Callable[[], None]
+) -> None:
     """Run the recipe's prepare commands once; HpcrlError names the command and its log."""
     done = job.root / "prepared" / ".done"
     if not job.recipe.prepare or done.exists() or stop.requests:
@@ -232,10 +241,10 @@ def run_prepare_commands(job: Job, backend: Backend, stop: Stop, state: JobState
 
 
 def run_stage(
-    job: Job,
+    job: RunJob,
     stage: Stage,
     backend: Backend,
-    stop: Stop,
+    stop: StopRequest,
     state: JobStateFile,
     turn: Callable[[RunDir], None],
     timeline: Timeline,
@@ -285,7 +294,7 @@ def finished(directory: Path) -> bool:
     return summary is not None and summary.finished
 
 
-def open_stage(job: Job, stage: Stage, directory: Path) -> tuple[RunDir, Options]:
+def open_stage(job: RunJob, stage: Stage, directory: Path) -> tuple[RunDir, Options]:
     """The stage's next attempt, and its options: those it began with, if it has begun."""
     if (directory / "options.json").is_file():
         last = RunDir.latest(directory)

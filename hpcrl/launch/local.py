@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
-from hpcrl.launch.attempt import Member
+from hpcrl.launch.attempt import HostProcess
 from hpcrl.launch.host import role_environment
 from hpcrl.launch.job import begin_job, reopen_job, run_job
 from hpcrl.plan import Host, Plan, local_hosts
@@ -27,12 +27,12 @@ class Local:
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         return local_hosts(options)
 
-    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[Member]:
+    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostProcess]:
         log, memory = rundir.logs / "host.log", MemoryWatch()
         (host,) = plan.hosts
         words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", host]
         process = spawn([sys.executable, "-m", "hpcrl.launch.host", *words], log)
-        return [Member("the process of this host", log, process, memory)]
+        return [HostProcess("the process of this host", log, process, memory)]
 
     def again(self, root: Path) -> str:
         return f"hpcrl resume {root}"

@@ -41,7 +41,7 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return str(ipaddress.ip_interface(f"{self.address}/{self.prefix}").network)
 
 
-class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HostReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A host's own view.  sees: whether the run directory's token is there; time: of its clock, in Unix seconds."""
 
     host: str
@@ -53,9 +53,9 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: int
 
 
-def report(host: str, token: Path | None = None) -> Report:
+def host_report(host: str, token: Path | None = None) -> HostReport:
     """This host's report; `host` is the name that the run knows it by."""
-    return Report(
+    return HostReport(
         host=host,
         hostname=socket.gethostname(),
         networks=tuple(networks()),
@@ -92,7 +92,7 @@ def _network(name: str, entry: Any, speed: int) -> Network | None:
 # ---- one network for all
 
 
-def choose(reports: Mapping[str, Report], interface: str | None = None) -> dict[str, Network]:
+def choose(reports: Mapping[str, HostReport], interface: str | None = None) -> dict[str, Network]:
     """host -> the address that its processes listen on.  UsageError names hosts and networks where none or several
     would do.
 
@@ -119,12 +119,12 @@ def choose(reports: Mapping[str, Report], interface: str | None = None) -> dict[
     )
 
 
-def _keys(reports: Mapping[str, Report], key: str) -> list[str]:
+def _keys(reports: Mapping[str, HostReport], key: str) -> list[str]:
     """Subnets, or interface names, of the first host."""
     return list(dict.fromkeys(getattr(n, key) for n in next(iter(reports.values())).networks))
 
 
-def _all_on(reports: Mapping[str, Report], key: str, value: str) -> dict[str, Network] | None:
+def _all_on(reports: Mapping[str, HostReport], key: str, value: str) -> dict[str, Network] | None:
     """Each host's network of that subnet (or interface), if every host has one, with an address of its own."""
     found = {host: next((n for n in r.networks if getattr(n, key) == value), None) for host, r in reports.items()}
     addresses = [n.address for n in found.values() if n is not None]
@@ -133,7 +133,7 @@ def _all_on(reports: Mapping[str, Report], key: str, value: str) -> dict[str, Ne
     return {host: n for host, n in found.items() if n is not None}
 
 
-def _named(found: Report, interface: str) -> Network:
+def _named(found: HostReport, interface: str) -> Network:
     exact = [n for n in found.networks if n.interface == interface] or [
         n for n in found.networks if n.interface.startswith(interface)
     ]
@@ -150,20 +150,20 @@ def _named(found: Report, interface: str) -> Network:
 
 def write(rundir: RunDir, host: str) -> None:
     """Put this host's report where the launcher waits for it."""
-    found = report(host, rundir.here)
+    found = host_report(host, rundir.here)
     write_atomic(rundir.here / "hosts" / f"{host}.json", msgspec.json.encode(found))
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path) -> HostReport:
     """What a host has put into `path`.  PeerError if it is something else."""
-    if (found := read_published(path, Report)) is None:
+    if (found := read_published(path, HostReport)) is None:
         raise PeerError(f"{path} is gone", "start the run again")
     return found
 
 
 def gather(
     rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None
-) -> dict[str, Report]:
+) -> dict[str, HostReport]:
     """Every host's report.  DeadlineError names the hosts that did not answer; `check` may give up before."""
     deadline, found = time.monotonic() + seconds, {}
     while len(found) < len(hosts):

@@ -1,31 +1,168 @@
-"""What hpcrl asks of a scheduler: on a login node (`Scheduler`), and inside a job of its (`Allocation`).
+"""What hpcrl asks of a scheduler, on a login node (`Scheduler`) and inside one of its jobs (`Allocation`), and the data
+that it asks with: the `AllocationRequest` for an allocation, the `BatchScript` of a job, the `Submission` of a run.
 
-A scheduler is one room of files that knows its words: it implements these two, and hpcrl/launch/schedulers.py, or an
-entry point of the package that brings it, gives it the name that a site's profile has under `scheduler`.  All else,
-from `hpcrl submit` to the queueing again before a time limit, speaks to it through this file.
+A scheduler is one room of files that knows its words: it implements these two protocols, and scheduler_names.py, or an
+entry point of the package that brings it, gives it the name that a site's profile has under `scheduler`.  All else, from
+`hpcrl submit` to the requeue before a time limit, speaks to it through this file.
 
 Invariant: nothing heavy is imported here or to make a Scheduler: `hpcrl status` makes one.
 """
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
+
 from hpcrl.errors import HpcrlError
 from hpcrl.findings import Finding
+from hpcrl.launch.scheduler_names import find_scheduler
 from hpcrl.run.queued_job import JobKey, QueueAnswer
+from hpcrl.shipped_files import shipped
 
 if TYPE_CHECKING:
+    from hpcrl.config.options import Options
     from hpcrl.launch.attempt import BatchBackend
-    from hpcrl.launch.job_request import Request
-    from hpcrl.launch.site import Site
-    from hpcrl.launch.submission import Script, Submission
+    from hpcrl.launch.job import RunJob
+    from hpcrl.launch.site import SiteProfile
     from hpcrl.plan import Host
 
+# ---- what it is asked for
 
-class Verdict(NamedTuple):
+
+class Component(msgspec.Struct, frozen=True):
+    """One component of a heterogeneous job, or the whole of a homogeneous one.
+
+    slots: GPUs (or process slots) a node; 0 for the rollout process alone.  name: key of the site's table for it.
+    """
+
+    name: str
+    nodes: int
+    slots: int
+    cpus: int | None
+
+
+class AllocationRequest(msgspec.Struct, frozen=True):
+    """The allocation.  margin: seconds before the time limit at which the batch process is to be signalled."""
+
+    layout: str
+    components: tuple[Component, ...]
+    margin: int
+
+    def hosts(self) -> list[Host]:
+        """Stand-ins for the nodes that the job will get, in order."""
+        from hpcrl.plan import Host
+
+        return [Host(f"{c.name}-{i}", c.slots) for c in self.components for i in range(c.nodes)]
+
+
+@dataclass(frozen=True)
+class BatchScript:
+    """What differs from one batch script to the next.
+
+    command: the shell text that becomes the batch process; output: the scheduler's file for what it says; launch:
+    directory of task.sh; identity: of the run, for the job to carry; follows: the number of a job that must have ended,
+    however; mounts: directories that a container must see; tasks: "hosts" or "slots"; python: the interpreter on the
+    nodes where the site names none.
+    """
+
+    name: str
+    title: str
+    summary: str
+    command: str
+    output: str
+    launch: str
+    identity: str = ""
+    mounts: tuple[str, ...] = ()
+    tasks: str = "hosts"
+    python: str = "python3"
+    follows: str = ""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run that is to become a job.  job: not yet on disk, for one that is only shown; follows: the job of its chain
+    before it."""
+
+    job: RunJob
+    stages: list[Options]
+    request: AllocationRequest
+    site: SiteProfile
+    follows: str = ""
+
+    def table(self) -> str:
+        """The plan of the stage that needs most, with stand-ins for the nodes that the scheduler will give."""
+        from hpcrl.plan import make_plan
+
+        largest = max(self.stages, key=lambda o: o.world_size + o.engine_gpus)
+        return make_plan(largest, self.request.hosts(), "plan").table()
+
+    def tasks(self) -> str:
+        """What a job step starts on each node: one task for each of its "slots", or one for "hosts"."""
+        return "slots" if self.stages[0].rank_launcher == "ranks" else "hosts"
+
+    def script(self, command: str, output: str) -> BatchScript:
+        """The script of this run."""
+        root = self.job.root
+        return BatchScript(
+            name=self.job.recipe.name,
+            title=f"{self.job.recipe.name}: one run of hpcrl as one {self.request.layout} job",
+            summary=self.table(),
+            command=command,
+            output=output,
+            launch=str(root / "launch"),
+            identity=self.job.identity,
+            mounts=(str(root),),
+            tasks=self.tasks(),
+            python=task_python(self.site),
+            follows=self.follows,
+        )
+
+    def script_by_hand(self, command: str, output: str) -> BatchScript:
+        """A script for a person: paths as they were given, relative to where it is submitted.
+
+        A container sees neither that directory, in which the run's will lie, nor launch/: there both are mounted, by
+        whole paths.
+        """
+        launch, mounts = "launch", tuple[str, ...]()
+        if self.site.container.kind != "none":
+            here = Path.cwd()
+            launch = str(here / launch if (here / launch / "task.sh").is_file() else shipped(launch))
+            mounts = tuple(dict.fromkeys((str(here), launch)))
+        return BatchScript(
+            name=self.job.recipe.name,
+            title=f"{self.job.recipe.name}: one run of hpcrl as one {self.request.layout} job; edit it, then: "
+            f"{load_scheduler(self.site.scheduler).submit_command} THIS_FILE",
+            summary=self.table(),
+            command=command,
+            output=output,
+            launch=launch,
+            mounts=mounts,
+            tasks=self.tasks(),
+        )
+
+
+def batch_python(site: SiteProfile) -> str:
+    """The interpreter of the batch process, which starts the steps and so runs outside of any container."""
+    return site.python if site.python and site.container.kind == "none" else sys.executable
+
+
+def task_python(site: SiteProfile) -> str:
+    """The interpreter of the processes on the nodes, where the site names none."""
+    return sys.executable if site.container.kind == "none" else "python3"
+
+
+# ---- from a login node
+
+
+class ScriptVerdict(NamedTuple):
     """What a scheduler would do with a script now: its words, and where it would not take it what to do about that.
 
     never: whether it would refuse it at any other time too, and not only as long as nodes are down or drained.
@@ -58,7 +195,7 @@ class Scheduler(Protocol):
     script_file: str
     echoes: tuple[str, ...]
 
-    def profile(self) -> type[Site]:
+    def profile(self) -> type[SiteProfile]:
         """The keys of a site's profile: those of every site, and its own."""
 
     # ---- the queue
@@ -78,16 +215,16 @@ class Scheduler(Protocol):
     def responds(self) -> Iterator[Finding]:
         """Whether its programs are here and answer."""
 
-    def fits(self, request: Request, site: Site) -> Iterator[Finding]:
+    def fits(self, request: AllocationRequest, site: SiteProfile) -> Iterator[Finding]:
         """Whether the site can hold the request: what it cannot would be refused, or wait for ever."""
 
-    def test(self, script: str) -> Verdict:
+    def test(self, script: str) -> ScriptVerdict:
         """Whether it would take the script now; asked only if there is a test_command, and of no weight in a
         submission."""
 
     # ---- scripts and submission
 
-    def render(self, script: Script, request: Request, site: Site) -> str:
+    def render(self, script: BatchScript, request: AllocationRequest, site: SiteProfile) -> str:
         """The text of a batch script."""
 
     def script(self, submission: Submission) -> str:
@@ -101,6 +238,17 @@ class Scheduler(Protocol):
 
     def submit_script(self, file: Path) -> str:
         """Submit a script as it is; the job's number.  HpcrlError if it is refused."""
+
+
+@cache
+def load_scheduler(name: str) -> Scheduler:
+    """The scheduler of that name.  UsageError lists those that there are if it is none of them, or cannot be loaded."""
+    return find_scheduler(name)()
+
+
+def can_submit(scheduler: Scheduler) -> bool:
+    """Whether this machine has the command that submits."""
+    return shutil.which(shlex.split(scheduler.submit_command)[0]) is not None
 
 
 # ---- inside a job

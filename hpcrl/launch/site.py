@@ -6,7 +6,7 @@
     [trainer]
     gpus_per_node = 4
 
-What every scheduler needs is here; the keys of one of them are in the subclass of `Site` that it names (its `profile`).
+What every scheduler needs is here; the keys of one of them are in the subclass of `SiteProfile` that it names (its `profile`).
 
 Invariants: a Site is frozen and whole; an unknown key, a value of the wrong type, a control character or a placeholder
 that nobody filled in is one UsageError naming the file and the key.  Values are data: whoever writes them into a script
@@ -31,7 +31,7 @@ from hpcrl.config.setting_names import nearest, spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.container import Container
-from hpcrl.launch.schedulers import DEFAULT, load_scheduler
+from hpcrl.launch.scheduler_names import DEFAULT, find_scheduler
 from hpcrl.shipped_files import shipped
 
 #: `<your account>`: what an example leaves to its reader
@@ -91,7 +91,7 @@ class ComponentProfile(BaseModel):
     )
 
 
-class Site(BaseModel):
+class SiteProfile(BaseModel):
     """A cluster, as a run sees it, whatever schedules its jobs; a scheduler's own keys are in a subclass."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -164,7 +164,7 @@ class Site(BaseModel):
 # ---- reading
 
 
-def load_site(name_or_path: str | None = None, overrides: Mapping[str, Any] | None = None) -> Site:
+def load_site(name_or_path: str | None = None, overrides: Mapping[str, Any] | None = None) -> SiteProfile:
     """The profile of that path or name, with `overrides` by dotted key; None: $HPCRL_SITE, or else "default".
 
     A name is NAME.toml in one of `folders()`.  "default" needs no file.  UsageError names file and key.
@@ -179,7 +179,7 @@ def load_site(name_or_path: str | None = None, overrides: Mapping[str, Any] | No
     return _make(values, where)
 
 
-def apply(site: Site, overrides: Mapping[str, Any]) -> Site:
+def apply(site: SiteProfile, overrides: Mapping[str, Any]) -> SiteProfile:
     """The site with values replaced by dotted key, such as {"trainer.partition": "gpu"}; text is read as the type
     needs."""
     values = site.model_dump(exclude_unset=True)
@@ -189,7 +189,7 @@ def apply(site: Site, overrides: Mapping[str, Any]) -> Site:
     return _make(values, where)
 
 
-def saved_site(values: Mapping[str, Any]) -> Site:
+def saved_site(values: Mapping[str, Any]) -> SiteProfile:
     """The site of a job.json.  UsageError if it cannot be read, or its scheduler is not here."""
     return _make(dict(values), "site in job.json")
 
@@ -198,7 +198,7 @@ def saved_site(values: Mapping[str, Any]) -> Site:
 FLAGS = {"site": Kind("str"), "time": Kind("str"), "layout": Kind("str"), "set": Kind("str", many=True)}
 
 
-def from_flags(given: Mapping[str, Any], base: Site | None = None) -> Site:
+def from_flags(given: Mapping[str, Any], base: SiteProfile | None = None) -> SiteProfile:
     """The site of a command's own flags: --site (or `base`), with --set KEY=VALUE ..., --time and --layout."""
     changes: dict[str, Any] = {}
     if "time" in given:
@@ -260,13 +260,13 @@ def _scheduler_first(overrides: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return sorted(overrides.items(), key=lambda item: item[0] != "scheduler")
 
 
-def _profile(values: Mapping[str, Any], where: str) -> type[Site]:
+def _profile(values: Mapping[str, Any], where: str) -> type[SiteProfile]:
     """The model of a profile: what its scheduler adds to the keys of every site."""
     name = values.get("scheduler", DEFAULT)
     if not isinstance(name, str):
-        return Site  # which refuses it
+        return SiteProfile  # which refuses it
     try:
-        return load_scheduler(name).profile()
+        return find_scheduler(name)().profile()
     except UsageError as error:
         raise UsageError(f"{where}: {error.what}", error.hint) from None
 
@@ -290,7 +290,7 @@ def _put(values: dict[str, Any], key: str, value: Any, where: str) -> dict[str, 
     return trial
 
 
-def _settle(site: type[Site], key: str, path: list[str], value: Any) -> Any:
+def _settle(site: type[SiteProfile], key: str, path: list[str], value: Any) -> Any:
     """Text as the field's own type: itself where text fits and no switch does, else what TOML makes of it."""
     switch = value in ("true", "false") and _fits(site, path, value == "true")
     if not isinstance(value, str) or (_fits(site, path, value) and not switch):
@@ -301,7 +301,7 @@ def _settle(site: type[Site], key: str, path: list[str], value: Any) -> Any:
         return value  # the check of the whole names what is wrong with it
 
 
-def _fits(site: type[Site], path: list[str], value: Any) -> bool:
+def _fits(site: type[SiteProfile], path: list[str], value: Any) -> bool:
     """Whether a value's type is right at a dotted key."""
     nested: Any = value
     for part in reversed(path):
@@ -316,7 +316,7 @@ def _fits(site: type[Site], path: list[str], value: Any) -> bool:
 _TYPE_ERRORS = {"string_type", "int_type", "bool_type", "list_type", "dict_type", "model_type", "model_attributes_type"}
 
 
-def _make(values: dict[str, Any], where: str) -> Site:
+def _make(values: dict[str, Any], where: str) -> SiteProfile:
     """A checked Site of a file's values."""
     model = _profile(values, where)
     _check_keys(values, model, where)

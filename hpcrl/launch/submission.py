@@ -1,7 +1,7 @@
-"""A recipe as one job of a scheduler's: what is submitted, and again where it stopped.
+"""A recipe as one job of a scheduler: the allocation that holds every stage, its submission, and its submission again.
 
-Invariant: what can be known to fail is refused before anything is submitted; what is submitted lies, as text, in the
-run directory.
+Invariants: the hosts that a Request will bring, in the order that it brings them, hold the plan of every stage.  What can
+be known to fail is refused before anything is submitted; what is submitted lies, as text, in the run directory.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,118 +20,162 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError, raise_together
-from hpcrl.launch.before_start import NOTHING, Sight, absent, made_by_run, refuse_settings
-from hpcrl.launch.job import Job, begin_job, directory_of, held, reopen_job
-from hpcrl.launch.job_request import FLOOR, Request, make_request
-from hpcrl.launch.model_settings import same_packages
-from hpcrl.launch.restarts.chain import later
-from hpcrl.launch.restarts.restart_policy import broken_hosts, margin
-from hpcrl.launch.scheduler import Scheduler, SubmittedJob
-from hpcrl.launch.schedulers import load_scheduler
-from hpcrl.launch.site import Site, from_flags, saved_site
-from hpcrl.plan import make_plan
+from hpcrl.launch.job import RunJob, begin_job, directory_of, held, reopen_job
+from hpcrl.launch.preflight import NOTHING, Sight, absent, made_by_run, refuse_settings, same_packages
+from hpcrl.launch.restarts import broken_hosts, later_jobs, margin
+from hpcrl.launch.scheduler import (
+    AllocationRequest,
+    Component,
+    Scheduler,
+    Submission,
+    SubmittedJob,
+    can_submit,
+    load_scheduler,
+)
+from hpcrl.launch.site import SiteProfile, from_flags, minutes, saved_site
+from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.job_files import JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
 from hpcrl.shipped_files import shipped
+from hpcrl.weights.transports import TransportConditions, find_way
+
+CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
+ROLLOUT_CPUS = 8  #: cores of the rollout process on a node of its own
+FLOOR = 180  #: seconds before the time limit at which a run saves, until its own steps have been measured
+STARTUP = 120  #: seconds that a run needs before its first step, at the very least
 
 
-@dataclass(frozen=True)
-class Script:
-    """What differs from one batch script to the next.
+# ---- what to ask for
 
-    command: the shell text that becomes the batch process; output: the scheduler's file for what it says; launch:
-    directory of task.sh; identity: of the run, for the job to carry; follows: the number of a job that must have ended,
-    however; mounts: directories that a container must see; tasks: "hosts" or "slots"; python: the interpreter on the
-    nodes where the site names none.
+
+def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | None = None) -> AllocationRequest:
+    """The smallest allocation of the site's layout in which every stage has its plan; no node in it is idle in all of
+    them.
+
+    margin: measured in an earlier attempt; None: the site's, or else a floor.  UsageError names what does not fit.
     """
-
-    name: str
-    title: str
-    summary: str
-    command: str
-    output: str
-    launch: str
-    identity: str = ""
-    mounts: tuple[str, ...] = ()
-    tasks: str = "hosts"
-    python: str = "python3"
-    follows: str = ""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A run that is to become a job.  job: not yet on disk, for one that is only shown; follows: the job of its chain
-    before it."""
-
-    job: Job
-    stages: list[Options]
-    request: Request
-    site: Site
-    follows: str = ""
-
-    def table(self) -> str:
-        """The plan of the stage that needs most, with stand-ins for the nodes that the scheduler will give."""
-        largest = max(self.stages, key=lambda o: o.world_size + o.engine_gpus)
-        return make_plan(largest, self.request.hosts(), "plan").table()
-
-    def tasks(self) -> str:
-        """What a job step starts on each node: one task for each of its "slots", or one for "hosts"."""
-        return "slots" if self.stages[0].rank_launcher == "ranks" else "hosts"
-
-    def script(self, command: str, output: str) -> Script:
-        """The script of this run."""
-        root = self.job.root
-        return Script(
-            name=self.job.recipe.name,
-            title=f"{self.job.recipe.name}: one run of hpcrl as one {self.request.layout} job",
-            summary=self.table(),
-            command=command,
-            output=output,
-            launch=str(root / "launch"),
-            identity=self.job.identity,
-            mounts=(str(root),),
-            tasks=self.tasks(),
-            python=task_python(self.site),
-            follows=self.follows,
+    layout = (
+        "homogeneous"
+        if any(o.colocate for o in stages) or _one_node_holds(stages, site)
+        else site.layout or "heterogeneous"
+    )
+    components = _homogeneous(stages, site) if layout == "homogeneous" else _used(stages, _heterogeneous(stages, site))
+    if len(components) == 1 and components[0].name == "trainer" and any(o.num_engines for o in stages):
+        layout = "homogeneous"
+    margin = site.signal_margin or max(margin or 0, FLOOR, *(int(o.stop_timeout) for o in stages))
+    request = AllocationRequest(layout, tuple(components), margin)
+    for options in stages:
+        make_plan(options, request.hosts(), "request")
+        _check_transfer(options, site)
+    limit = 60 * minutes(site.time)
+    if limit < margin + STARTUP:
+        raise UsageError(
+            f"--time {site.time} is too short: a run needs {STARTUP} s to start and {margin} s to save before the limit",
+            f"ask for {-(-(margin + STARTUP) // 60)} minutes or more",
         )
+    return request
 
-    def script_by_hand(self, command: str, output: str) -> Script:
-        """A script for a person: paths as they were given, relative to where it is submitted.
 
-        A container sees neither that directory, in which the run's will lie, nor launch/: there both are mounted, by
-        whole paths.
-        """
-        launch, mounts = "launch", tuple[str, ...]()
-        if self.site.container.kind != "none":
-            here = Path.cwd()
-            launch = str(here / launch if (here / launch / "task.sh").is_file() else shipped(launch))
-            mounts = tuple(dict.fromkeys((str(here), launch)))
-        return Script(
-            name=self.job.recipe.name,
-            title=f"{self.job.recipe.name}: one run of hpcrl as one {self.request.layout} job; edit it, then: "
-            f"{load_scheduler(self.site.scheduler).submit_command} THIS_FILE",
-            summary=self.table(),
-            command=command,
-            output=output,
-            launch=launch,
-            mounts=mounts,
-            tasks=self.tasks(),
+def _check_transfer(options: Options, site: SiteProfile) -> None:
+    """UsageError for a way of the weights that needs GPUs where the site's slots are processes."""
+    way = options.weight_transfer
+    nowhere = TransportConditions(cpu=True, one_host=True, colocate=True)
+    if site.trainer.gpus_per_node == 0 and way != "auto" and find_way(way).obstacle(nowhere):
+        raise UsageError(
+            f"--weight-transfer {way} needs GPUs, and the site has none (trainer.gpus_per_node = 0)", "use auto"
         )
 
 
-def batch_python(site: Site) -> str:
-    """The interpreter of the batch process, which starts the steps and so runs outside of any container."""
-    return site.python if site.python and site.container.kind == "none" else sys.executable
+def _one_node_holds(stages: Sequence[Options], site: SiteProfile) -> bool:
+    """Whether one of the trainer's nodes is known to hold every stage, and the site asks for nothing else.
+
+    Known: `trainer.gpus_per_node` says what a node has.  Asks: for a layout, for a node of the rollout process's own,
+    or for other nodes for engines than for trainers.
+    """
+    apart = site.describes("engine") and site.engine != site.trainer
+    if site.layout or apart or site.describes("rollout") or not site.trainer.gpus_per_node:
+        return False
+    return _hold(stages, [Host("node-0", site.trainer.gpus_per_node)])
 
 
-def task_python(site: Site) -> str:
-    """The interpreter of the processes on the nodes, where the site names none."""
-    return sys.executable if site.container.kind == "none" else "python3"
+def _hold(stages: Sequence[Options], hosts: list[Host]) -> bool:
+    """Whether every stage has its plan on these hosts, each of the trainer's nodes a host."""
+    try:
+        for options in stages:
+            make_plan(options, hosts, "request")
+    except UsageError:
+        return False
+    return max((o.actor_num_nodes for o in stages if not o.debug_rollout_only), default=0) <= len(hosts)
 
 
-def preview(recipe: Recipe, overrides: dict[str, Any], site: Site, packages: bool = False) -> Submission:
+def _used(stages: Sequence[Options], components: list[Component]) -> list[Component]:
+    """The components without nodes that no stage uses: engines may fit beside the trainer ranks, where nodes have more
+    GPUs."""
+    request = AllocationRequest("heterogeneous", tuple(components), 0)
+    used = {host for options in stages for host in make_plan(options, request.hosts(), "request").hosts}
+    counts = {c.name: sum(f"{c.name}-{i}" in used for i in range(c.nodes)) for c in components}
+    return [msgspec.structs.replace(c, nodes=counts[c.name]) for c in components if counts[c.name]]
+
+
+def _heterogeneous(stages: Sequence[Options], site: SiteProfile) -> list[Component]:
+    training = [o for o in stages if not o.debug_rollout_only]
+    found = []
+    if training:
+        each = max(o.actor_num_gpus_per_node for o in training)
+        nodes = max(o.actor_num_nodes for o in training)
+        found.append(_component(site, "trainer", nodes, site.trainer.gpus_per_node or each))
+    wanted = max((o.num_engines * o.rollout_num_gpus_per_engine for o in stages), default=0)
+    if wanted:
+        found.append(_component(site, "engine", *_engine_nodes(stages, site, wanted)))
+    if site.describes("rollout"):
+        found.append(Component("rollout", 1, 0, site.rollout.cpus_per_node or ROLLOUT_CPUS))
+    return found
+
+
+def _engine_nodes(stages: Sequence[Options], site: SiteProfile, wanted: int) -> tuple[int, int]:
+    """(nodes, slots a node) for `wanted` GPUs of engines; an engine lies in one node, or fills several."""
+    per_engine = max(o.rollout_num_gpus_per_engine for o in stages if o.num_engines)
+    node = site.engine.gpus_per_node or min(wanted, 8)
+    if per_engine > node:
+        if per_engine % node:
+            raise UsageError(
+                f"an engine of --rollout-num-gpus-per-engine {per_engine} does not fill nodes of {node} GPUs",
+                "choose a multiple, or set engine.gpus_per_node",
+            )
+        return wanted // node, node
+    usable = node // per_engine * per_engine  # what is left on a node is too little for another engine
+    return -(-wanted // usable), node
+
+
+def _homogeneous(stages: Sequence[Options], site: SiteProfile) -> list[Component]:
+    """Nodes of one kind; as few as hold every stage."""
+    training = [o for o in stages if not o.debug_rollout_only]
+    each = max((o.actor_num_gpus_per_node for o in training), default=1)
+    actors = max((o.actor_num_nodes for o in training), default=0)
+    per_engine = max((o.rollout_num_gpus_per_engine for o in stages if o.num_engines), default=1)
+    node = site.trainer.gpus_per_node or max(each, min(per_engine, 8))
+    most = actors + max(o.engine_gpus for o in stages)
+    for nodes in range(1, most + 1):
+        if _hold(stages, [Host(f"node-{i}", node) for i in range(nodes)]):
+            return [_component(site, "trainer", nodes, node)]
+    raise UsageError(
+        f"no number of nodes of {node} GPUs holds this run",
+        "set trainer.gpus_per_node of the site, or --rollout-num-gpus-per-engine to divide a node",
+    )
+
+
+def _component(site: SiteProfile, name: str, nodes: int, slots: int) -> Component:
+    wish = getattr(site, name)
+    cpus = wish.cpus_per_node or (None if site.exclusive else CPUS_PER_SLOT * max(slots, 1))
+    return Component(name, nodes, slots, cpus)
+
+
+# ---- submitting it
+
+
+def preview(recipe: Recipe, overrides: dict[str, Any], site: SiteProfile, packages: bool = False) -> Submission:
     """What `submit_new` would submit, without a run directory.
 
     packages: whether those of this interpreter count where the site runs it.  UsageError or DataError for what cannot
@@ -142,16 +186,11 @@ def preview(recipe: Recipe, overrides: dict[str, Any], site: Site, packages: boo
     request = make_request(stages, site)
     refuse_settings(stages, lambda _: request.hosts(), packages and same_packages(site))
     look_at(stages)
-    return Submission(Job(recipe, overrides, directory_of(recipe, overrides), "IDENTITY"), stages, request, site)
-
-
-def can_submit(scheduler: Scheduler) -> bool:
-    """Whether this machine has the command that submits."""
-    return shutil.which(shlex.split(scheduler.submit_command)[0]) is not None
+    return Submission(RunJob(recipe, overrides, directory_of(recipe, overrides), "IDENTITY"), stages, request, site)
 
 
 def submit_new(
-    recipe: Recipe, overrides: dict[str, Any], site: Site, chain: int = 1
+    recipe: Recipe, overrides: dict[str, Any], site: SiteProfile, chain: int = 1
 ) -> tuple[Submission, list[SubmittedJob]]:
     """Make a run directory and submit its job, or a chain of them.  UsageError for what cannot run, and then nothing is
     left behind."""
@@ -185,7 +224,7 @@ def refuse_absent_files(shown: Submission) -> None:
     raise_together(absent(shown.stages, sight_of(shown.site, shown.job.recipe)))
 
 
-def sight_of(site: Site, recipe: Recipe, run: str = "{run}") -> Sight:
+def sight_of(site: SiteProfile, recipe: Recipe, run: str = "{run}") -> Sight:
     """What the login node can see of the nodes.  run: the run directory, as paths of the options have it.
 
     Not what the run makes, or a job that it waits for; nothing where an image has paths of its own, or on disks of the
@@ -198,7 +237,7 @@ def sight_of(site: Site, recipe: Recipe, run: str = "{run}") -> Sight:
     return Sight(lambda path: path.startswith(local) or made_by_run(recipe, run, path), same_code)
 
 
-def chained(site: Site, chain: int) -> Site:
+def chained(site: SiteProfile, chain: int) -> SiteProfile:
     """The site for a chain of so many jobs: none of them is queued again, since the next one goes on."""
     return site.model_copy(update={"requeue": False}) if chain > 1 else site
 
@@ -240,7 +279,8 @@ def submit_elsewhere(root: Path, record: JobFile) -> str:
 def _check_gone(root: Path, record: JobFile) -> None:
     """UsageError if the run's job, or a later one of its chain, is still queued or running."""
     keys = [
-        JobKey(name, record.identity, record.submitted, history=False) for name in (str(record.job_id), *later(record))
+        JobKey(name, record.identity, record.submitted, history=False)
+        for name in (str(record.job_id), *later_jobs(record))
     ]
     words = load_scheduler(record.scheduler).look(keys).jobs
     for key in keys:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.launch.probe import Report
+from hpcrl.launch.probe import HostReport
 
 MAX_MESSAGE = 64 * 2**20  #: bytes
 MEND = "use one version of hpcrl on all hosts"
@@ -32,7 +32,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 class RankJoined(_Message, tag="joined"):
     """What a rank finds where it runs; gpus: of its host."""
 
-    report: Report
+    report: HostReport
     gpus: Count
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch import probe
-from hpcrl.launch.attempt import Member, Stop, Watched
+from hpcrl.launch.attempt import HostHandle, HostProcess
 from hpcrl.launch.local import Local
+from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.mpi.channel import (
     DEAD,
     BeginAttempt,
@@ -72,7 +73,7 @@ class MpiHosts:
 
     channel: Channel[FromHost]
     placement: Placement
-    reports: dict[str, probe.Report]
+    reports: dict[str, probe.HostReport]
     job_root: Path
     apart: set[int] = field(default_factory=set)
     remote: list[RemoteHost] = field(default_factory=list)
@@ -94,7 +95,7 @@ class MpiHosts:
         network = probe.choose(self.reports, options.interface)
         return [Host(h.name, h.slots, network[h.name].address, network[h.name].interface) for h in self.placement.hosts]
 
-    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[Watched]:
+    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostHandle]:
         self._ask_who_sees(rundir, options.launch_timeout)
         self._check_shared(plan)
         files = read_files(rundir, ["options.json", *_below(rundir, rundir.here), *_below(rundir, rundir.keys)])
@@ -106,7 +107,10 @@ class MpiHosts:
             self.channel.send(place.rank, BeginAttempt(str(rundir.root), rundir.attempt, needed))
         here = self.placement.places[0]
         self.part = start_part(rundir, here, self.placement.per_slot, bool(self.apart))
-        return [Member(f"host {here.host}", rundir.logs / f"host-{here.host}.log", self.part.process), *self.remote]
+        return [
+            HostProcess(f"host {here.host}", rundir.logs / f"host-{here.host}.log", self.part.process),
+            *self.remote,
+        ]
 
     def again(self, root: Path) -> str:
         return f"hpcrl launch --resume {root} --hostfile FILE"
@@ -116,7 +120,7 @@ class MpiHosts:
 
     # ---- while the run goes on
 
-    def carry(self, stop: Stop, rundir: RunDir | None) -> None:
+    def carry(self, stop: StopRequest, rundir: RunDir | None) -> None:
         """Take and pass on messages; called about five times a second.  PeerError names a rank that sends what is
         none."""
         if stop.nudges:  # mpirun hands on the SIGUSR1 by which hpcrl launch passes on a wish to stop

@@ -1,76 +1,51 @@
-"""`hpcrl launch`: a run over the machines of a hostfile.
+"""Calling mpirun: check that every host answers, start it with a hostfile of its dialect, and wait for its end.
 
-Under mpirun it is one of the ranks (hpcrl/mpi/ranks.py).  Otherwise it looks whether every host answers, calls the
-mpirun that is here with a hostfile of its dialect, and waits.
-
-Invariants: a host that cannot be reached is named within a minute, before anything is started; a stop is passed on so
-that the run can save; mpirun dies with this process.
+Invariants: a host that cannot be reached is named within a minute, before anything is started; a stop is passed on so that
+the run can save; mpirun dies with this process.  A shell inside a job is not an MPI rank, whatever variables its launcher
+has left in it.  Where mpirun ends all ranks before any of them could say why, what was said before is kept behind the
+cause that is found here; the record of a run that is over, or of another run, is not changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from hpcrl.careful_files import read_given
-from hpcrl.config.flags import parse_flags
+from hpcrl.careful_files import Damaged, read_given, read_json
 from hpcrl.config.options import Options
-from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
-from hpcrl.config.value_types import Kind
+from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
-from hpcrl.launch.before_start import note_absent, refuse_settings
+from hpcrl.launch.job import RunJob, reopen_job
+from hpcrl.launch.preflight import note_absent, refuse_settings
+from hpcrl.launch.restarts import last_attempt, names_host
 from hpcrl.mpi import exit_status_relay
-from hpcrl.mpi.allocation import started_by_scheduler, under_mpi, without_mpi
+from hpcrl.mpi.exit_status_relay import RunLocation
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
-from hpcrl.mpi.lost_host import explain_end
 from hpcrl.mpi.ssh_check import REACH, check_hosts, lost_hosts
 from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at
+from hpcrl.report.run_status import WORKING
 from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.job_files import process_age
+from hpcrl.run.job_files import STATE, JobState, process_age, write_state
 from hpcrl.run.process import PARENT, end
 from hpcrl.run.scratch import scratch, sweep
 from hpcrl.shipped_files import shipped
-from hpcrl.slime.verbatim import recipe_of, split_arguments
 
-USAGE = """\
-usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch RECIPE.toml --hostfile FILE [--option value ...]
-       hpcrl launch RECIPE.toml --hostfile FILE [--mpirun COMMAND] [--agent COMMAND] [--option value ...]
-       hpcrl launch --resume RUN --hostfile FILE [...]
-       hpcrl launch --hostfile FILE [...] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
-
-  --hostfile FILE    the machines and their slots, in any dialect; the order of roles and ranks comes from it
-  --mpirun COMMAND   mpirun and what it needs besides, such as "mpirun --mca btl_tcp_if_include eth0"; default: mpirun
-  --agent COMMAND    how mpirun reaches a host, such as "ssh -p 2222"; default: ssh
-  --dry-run          print the plan, the groups and the command; start nothing
-  --print            print the command alone
-
-The second form looks first whether every host answers, then calls mpirun, one process a host (with --rank-launcher
-ranks: one a slot). Options are those of hpcrl run."""
-
-OWN = {
-    "hostfile": Kind("str"),
-    "mpirun": Kind("str"),
-    "agent": Kind("str"),
-    "resume": Kind("str"),
-    "dry-run": Kind("bool"),
-    "print": Kind("bool"),
-    "help": Kind("bool"),
-}
 GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
 #: variables that every host gets as they are here, and how the names of others begin
 HANDED_ON = ("PYTHONPATH", "XDG_STATE_HOME", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
@@ -79,42 +54,7 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
 REST = 5.0  #: seconds for what was still to be handed on when mpirun ended
 
 
-def launch(argv: list[str]) -> int:
-    """The command, as a rank or as the one that calls mpirun."""
-    if "-h" in argv or "--help" in argv:
-        print(USAGE)
-        return 0
-    before, arguments = split_arguments(argv)
-    overrides, own, words = parse_flags(before, OWN)
-    resume = Path(own["resume"]) if "resume" in own else None
-    recipe = _recipe(words, arguments, overrides, resume)
-    if under_mpi(os.environ) and not (own.get("dry-run") or own.get("print")):
-        from hpcrl.mpi.ranks import run_ranks
-
-        hosts = list(read_hostfile(own["hostfile"]).hosts) if "hostfile" in own else None
-        return run_ranks(recipe, overrides, resume, hosts)
-    return _call(argv, recipe, overrides, resume, own)
-
-
-def _recipe(
-    words: list[str], arguments: list[str] | None, overrides: dict[str, Any], resume: Path | None
-) -> Recipe | None:
-    if resume:
-        if words or overrides or arguments is not None:
-            raise UsageError(
-                "--resume goes on with the options that the run began with", "leave recipe and options out"
-            )
-        return None
-    if len(words) + (arguments is not None) != 1:
-        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl launch RECIPE.toml --hostfile FILE")
-    recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
-    return replace(recipe, name=overrides.get("name", recipe.name))
-
-
-# ---- calling mpirun
-
-
-def _call(
+def call_mpirun(
     argv: list[str], recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, own: dict[str, Any]
 ) -> int:
     if "hostfile" not in own:
@@ -276,3 +216,72 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status
+
+
+# ---- the job around this process
+
+#: variables of an MPI launcher, by how their names begin
+LEFT_BEHIND = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "HYDI_", "HYDRA_CONTROL")
+
+
+def under_mpi(environment: Mapping[str, str]) -> bool:
+    """Whether an mpirun has started this process.
+
+    `srun --pty bash` gives its shell the variables of a world of one (PMIX_RANK, or PMI_SIZE=1) and SLURM_PTY_PORT:
+    that is no rank; mpirun called in such a shell sets variables of its own.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        return True
+    world = any(name in environment for name in ("PMI_SIZE", "PMI_RANK", "PMIX_RANK"))
+    shell = "SLURM_PTY_PORT" in environment and environment.get("PMI_SIZE", "1") == "1"
+    return world and not shell
+
+
+def without_mpi(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for an mpirun that is called in such a shell."""
+    return {name: value for name, value in environment.items() if not name.startswith(LEFT_BEHIND)}
+
+
+def started_by_scheduler(kind: str, agent: str, environment: Mapping[str, str]) -> bool:
+    """Whether mpirun reaches the hosts through the scheduler and needs no ssh: Open MPI inside a Slurm job takes srun,
+    unless it was given an agent (its plm slurm)."""
+    return kind == "openmpi" and agent == "ssh" and "SLURM_JOB_ID" in environment
+
+
+# ---- what to say of a run that mpirun ended
+
+
+def explain_end(place: RunLocation, lost: Sequence[str], how: str, died: str = "") -> tuple[str, str]:
+    """(what has happened, what to do); recorded as the error of the run at `place`, where this machine sees it.
+
+    lost: hosts that mpirun or this machine cannot reach; how: mpirun ended; died: the host on which mpirun saw a rank
+    die.
+    """
+    hosts = f"{'hosts' if lost[1:] else 'host'} {', '.join(lost)}"
+    what = f"{hosts} cannot be reached any more, and mpirun {how}" if lost else f"mpirun {how} before the run was over"
+    if died and not lost:
+        what = f"host {died}: its MPI rank died before the run was over, and mpirun {how}"
+    with contextlib.suppress(OSError, HpcrlError):
+        if (job := reopen_job(place.root)).identity == place.identity:  # and not another's of that name
+            _record(job, lost, what)
+    again = f"hpcrl launch --resume {place.root} --hostfile FILE"
+    if lost:
+        return what, f"is it up, and its network? go on without it, or when it is back: {again}"
+    return what, f"what it started has ended with it; its own words are above; go on with {again}"
+
+
+def _record(job: RunJob, lost: Sequence[str], what: str) -> None:
+    rundir = last_attempt(job)
+    if rundir is None:
+        return
+    first = rundir.failure()
+    if first is None or (lost and (first.role != "launcher" or not all(names_host(first, host) for host in lost))):
+        rundir.correct(f"{what} (first seen as: {first})" if first else what)
+    try:
+        state = read_json(job.root / STATE, JobState)
+    except Damaged:
+        return
+    if state.phase in WORKING:  # the launcher had no time to say how it ended
+        write_state(
+            job.root, JobState("failed", time.time(), attempt=rundir.attempt, message=what, host=socket.gethostname())
+        )

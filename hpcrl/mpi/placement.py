@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from hpcrl.errors import UsageError
-from hpcrl.launch.probe import Report
+from hpcrl.launch.probe import HostReport
 from hpcrl.plan import Host
 
 
@@ -36,7 +36,7 @@ class Placement(msgspec.Struct, frozen=True):
         return next(place.rank for place in self.places if place.host == host and place.local == 0)
 
 
-def place_ranks(reports: Sequence[Report], gpus: Sequence[int], hostfile: Sequence[Host] | None) -> Placement:
+def place_ranks(reports: Sequence[HostReport], gpus: Sequence[int], hostfile: Sequence[Host] | None) -> Placement:
     """reports, gpus: of every rank, in rank order (GPUs of its host).  UsageError names the host that does not fit."""
     machines = list(dict.fromkeys(report.hostname for report in reports))
     counts = {machine: sum(r.hostname == machine for r in reports) for machine in machines}
@@ -77,7 +77,7 @@ def _check_slots(hosts: Sequence[Host], counts: dict[str, int]) -> None:
             )
 
 
-def _names(machines: Sequence[str], reports: Sequence[Report], hostfile: Sequence[Host] | None) -> dict[str, str]:
+def _names(machines: Sequence[str], reports: Sequence[HostReport], hostfile: Sequence[Host] | None) -> dict[str, str]:
     """machine -> its name in the hostfile, found by name, by short name, or by one of its addresses."""
     if hostfile is None:
         return {machine: machine for machine in machines}

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch import probe
-from hpcrl.launch.job import Job, begin_job, reopen_job, run_job, say
+from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job, say
 from hpcrl.mpi import exit_status_relay
 from hpcrl.mpi.channel import Channel, RankJoined
 from hpcrl.mpi.host_rank import HostRank
@@ -40,7 +40,7 @@ def run_ranks(
     die_with_parent()
     adopt_orphans()
     channel = join_world()
-    joined = RankJoined(probe.report(socket.gethostname()), len(list(Path("/dev").glob("nvidia[0-9]*"))))
+    joined = RankJoined(probe.host_report(socket.gethostname()), len(list(Path("/dev").glob("nvidia[0-9]*"))))
     try:
         everyone = channel.gather(joined)
         reports = [one.report for one in everyone]
@@ -65,7 +65,7 @@ def run_ranks(
 def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> int:
     hosts = backend.placement.hosts
     if resume:
-        job: Job = reopen_job(resume)
+        job: RunJob = reopen_job(resume)
     else:
         assert recipe is not None
         job = begin_job(recipe, overrides, lambda _: list(hosts))

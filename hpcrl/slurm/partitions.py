@@ -14,7 +14,7 @@ import msgspec
 
 from hpcrl.errors import UsageError
 from hpcrl.findings import Finding, count
-from hpcrl.launch.job_request import Component
+from hpcrl.launch.scheduler import Component
 from hpcrl.launch.site import minutes
 from hpcrl.run.command import CommandResult, ask
 from hpcrl.slurm.site import SlurmSite

@@ -15,9 +15,7 @@ from hpcrl.run.queued_job import JobKey, QueueAnswer
 from hpcrl.slurm import node_events, squeue
 
 if TYPE_CHECKING:
-    from hpcrl.launch.job_request import Request
-    from hpcrl.launch.scheduler import Verdict
-    from hpcrl.launch.submission import Script, Submission
+    from hpcrl.launch.scheduler import AllocationRequest, BatchScript, ScriptVerdict, Submission
     from hpcrl.slurm.site import SlurmSite
 
 
@@ -54,19 +52,19 @@ class Slurm:
 
         return responds()
 
-    def fits(self, request: Request, site: SlurmSite) -> Iterator[Finding]:
+    def fits(self, request: AllocationRequest, site: SlurmSite) -> Iterator[Finding]:
         from hpcrl.slurm.partitions import fits
 
         return fits(site, request.components)
 
-    def test(self, script: str) -> Verdict:
+    def test(self, script: str) -> ScriptVerdict:
         from hpcrl.slurm.submit import test_only
 
         return test_only(script)
 
     # ---- scripts and submission
 
-    def render(self, script: Script, request: Request, site: SlurmSite) -> str:
+    def render(self, script: BatchScript, request: AllocationRequest, site: SlurmSite) -> str:
         from hpcrl.slurm.submit import render
 
         return render(script, request, site)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from hpcrl.launch.site import ComponentProfile, Site
+from hpcrl.launch.site import ComponentProfile, SiteProfile
 
 #: sbatch options that the rendered script sets itself -> how to say it instead ("": not at all)
 OURS = {
@@ -72,7 +72,7 @@ class SlurmComponent(ComponentProfile):
         return self
 
 
-class SlurmSite(Site):
+class SlurmSite(SiteProfile):
     """A Slurm cluster.  docs/sites.md explains the keys; sites/default.toml holds them all."""
 
     qos: str | None = Field(None, description="quality of service")

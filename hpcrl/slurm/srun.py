@@ -21,7 +21,7 @@ from hpcrl.doctor.all_nodes import NodesJob as Look
 from hpcrl.doctor.all_nodes import NodeStep, examine
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch import probe
-from hpcrl.launch.attempt import Member
+from hpcrl.launch.attempt import HostProcess
 from hpcrl.launch.batch_run import HostsSilent
 from hpcrl.launch.job import say
 from hpcrl.launch.local import spawn
@@ -76,7 +76,7 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
 
 
 @dataclass
-class Step(Member):
+class Step(HostProcess):
     """An srun over the nodes of a component, which outlives the first of its tasks that dies for up to Slurm's KillWait
     (30 s)."""
 
@@ -149,8 +149,8 @@ class SrunHosts:
                 f"{bad[0].line()}{f' (and {len(bad) - 1} more)' if bad[1:] else ''}", "hpcrl doctor --nodes shows all"
             )
 
-    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[Member]:
-        members: list[Member] = []
+    def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostProcess]:
+        members: list[HostProcess] = []
         for index, group in enumerate(self.groups):
             if set(group.nodes) & set(plan.hosts):
                 log = rundir.logs / f"step-{index}.log"

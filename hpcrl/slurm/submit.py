@@ -25,10 +25,9 @@ from hpcrl.config.recipe import load_recipe
 from hpcrl.config.setting_names import nearest
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.job import run_dir_of
-from hpcrl.launch.job_request import Component, Request
-from hpcrl.launch.scheduler import Verdict
+from hpcrl.launch.scheduler import AllocationRequest, BatchScript, Component, ScriptVerdict, Submission, batch_python
 from hpcrl.launch.site import load_site
-from hpcrl.launch.submission import Script, Submission, batch_python, submit_new
+from hpcrl.launch.submission import submit_new
 from hpcrl.run.command import ask
 from hpcrl.shipped_files import shipped
 from hpcrl.slurm.site import SlurmSite
@@ -39,7 +38,7 @@ from hpcrl.slurm.squeue import MARK, NAME
 WHAT = {"trainer": "Megatron ranks", "engine": "vLLM engines", "rollout": "the rollout process, without a GPU"}
 
 
-def render(script: Script, request: Request, site: SlurmSite) -> str:
+def render(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> str:
     """The text of the batch script."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined,
@@ -72,7 +71,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _component(script: Script, request: Request, site: SlurmSite, index: int) -> dict[str, Any]:
+def _component(script: BatchScript, request: AllocationRequest, site: SlurmSite, index: int) -> dict[str, Any]:
     component = request.components[index]
     what = "trainer ranks and engines" if request.layout == "homogeneous" else WHAT[component.name]
     return {
@@ -85,7 +84,7 @@ def _component(script: Script, request: Request, site: SlurmSite, index: int) ->
     }
 
 
-def _job(script: Script, request: Request, site: SlurmSite) -> Iterator[str]:
+def _job(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> Iterator[str]:
     """The options of the job as a whole, which only the first component carries."""
     yield f"job-name={script.name}{NAME}"  # squeue shows the first eight letters: the recipe's, not ours
     if script.identity and site.mark:
@@ -132,7 +131,7 @@ def _directive(option: str) -> str:
     return f"{name}{equals}{shlex.quote(value)}" if equals else name
 
 
-def step(component: Component, group: int | None, site: SlurmSite, script: Script) -> list[str]:
+def step(component: Component, group: int | None, site: SlurmSite, script: BatchScript) -> list[str]:
     """The srun that starts a component's tasks, up to the program."""
     tasks = max(component.slots, 1) if script.tasks == "slots" else 1
     words = [
@@ -239,12 +238,12 @@ def _quoted(text: str) -> str:
 # ---- submission
 
 
-def test_only(script: str) -> Verdict:
+def test_only(script: str) -> ScriptVerdict:
     """What `sbatch --test-only` says of a script."""
     answer = ask(["sbatch", "--test-only"], SECONDS, script, _outside_of_jobs())
     said = " ".join((answer.err + answer.out).split()).replace("sbatch: ", "")
     # an account, partition, QOS or feature that is not there is refused by sbatch too, with the same words
-    return Verdict(answer.code == 0, said, _hint(said), never="invalid" in said.lower())
+    return ScriptVerdict(answer.code == 0, said, _hint(said), never="invalid" in said.lower())
 
 
 def _hint(said: str) -> str:

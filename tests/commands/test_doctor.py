@@ -26,8 +26,8 @@ from hpcrl.doctor.cards import Cards, all_cards, leave_card, share_cards
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
 from hpcrl.doctor.one_node import UNSEEN, parse_gpus
 from hpcrl.findings import Finding, last_line, size
-from hpcrl.launch.job_request import Component
-from hpcrl.launch.probe import Network, Report
+from hpcrl.launch.probe import HostReport, Network
+from hpcrl.launch.scheduler import Component
 from hpcrl.run.command import CommandResult
 from hpcrl.slurm import partitions
 from hpcrl.slurm.site import SlurmSite
@@ -399,7 +399,7 @@ def nodes(*names: str, **changes: Any) -> list[NodeReport]:
     """Healthy reports of trainer nodes; `changes` for all of them."""
     made = []
     for number, name in enumerate(names, 1):
-        base = Report(name, name, (Network("ib0", f"10.0.0.{number}", 24, 100_000),), True, 1000.0, 64, 256 << 30)
+        base = HostReport(name, name, (Network("ib0", f"10.0.0.{number}", 24, 100_000),), True, 1000.0, 64, 256 << 30)
         others = [other for other in names if other != name]
         report = NodeReport(
             base,

@@ -18,8 +18,8 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.engines.add import command, request_of, script_of
 from hpcrl.launch.engines.join import LifeSign, deaf, where
-from hpcrl.launch.probe import Network, Report
-from hpcrl.launch.site import Site, from_flags
+from hpcrl.launch.probe import HostReport, Network
+from hpcrl.launch.site import SiteProfile, from_flags
 from hpcrl.plan import Location, Plan
 from hpcrl.run.engine_files import (
     EngineAdded,
@@ -102,8 +102,8 @@ def test_engines_are_added_under_numbers_of_their_own(rundir: RunDir) -> None:
     )
 
 
-def report(*networks: Network) -> Report:
-    return Report(host="c", hostname="c", networks=networks, sees=True, time=0.0, cpus=1, memory=1)
+def report(*networks: Network) -> HostReport:
+    return HostReport(host="c", hostname="c", networks=networks, sees=True, time=0.0, cpus=1, memory=1)
 
 
 IB = Network("ib0", "10.0.0.9", 24, 0)
@@ -125,7 +125,7 @@ def test_an_added_engine_is_on_the_runs_network() -> None:
 
 
 def test_the_job_is_one_component_of_engines(rundir: RunDir) -> None:
-    request = request_of(Options(rollout_num_gpus_per_engine=2), Site(name="x", time="60"), nodes=3, each=4)
+    request = request_of(Options(rollout_num_gpus_per_engine=2), SiteProfile(name="x", time="60"), nodes=3, each=4)
     (component,) = request.components
     assert (component.name, component.nodes, component.slots) == ("engine", 3, 8)
     text = command(rundir, 4)

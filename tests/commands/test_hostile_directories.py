@@ -21,7 +21,7 @@ from hpcrl.doctor.all_nodes import REPORT, gather
 from hpcrl.doctor.cards import ALL, Cards, all_cards
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.probe import read_report
-from hpcrl.launch.restarts.restart_policy import broken_hosts, check_headway, position
+from hpcrl.launch.restarts import broken_hosts, check_headway, position
 from hpcrl.plain_text import strip_control
 from hpcrl.queue.auth import http_key
 from hpcrl.report.page.page import recipe_text

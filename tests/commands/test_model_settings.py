@@ -9,8 +9,8 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.launch import model_settings
-from hpcrl.launch.model_settings import check_model, missing_packages, refuse_wrong_settings, same_packages
+from hpcrl.launch import preflight
+from hpcrl.launch.preflight import check_model, missing_packages, refuse_wrong_settings, same_packages
 from hpcrl.slurm.site import SlurmSite
 from tests.support.published_models import MODELS
 
@@ -42,7 +42,7 @@ def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     flash = Options(megatron={"attention_backend": "flash"})
     assert not list(missing_packages(flash, lambda name: name == "transformer_engine")), "one of two will do"
     assert list(missing_packages(flash, lambda name: False))
-    monkeypatch.setattr(model_settings, "locate", lambda package: ())
+    monkeypatch.setattr(preflight, "locate", lambda package: ())
     assert not list(missing_packages(options, lambda name: False)), "no trainer runs where Megatron-core is not"
 
 

@@ -10,8 +10,8 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import UsageError
 from hpcrl.launch.host import commands, devices
-from hpcrl.launch.job_request import make_request
-from hpcrl.launch.site import Site
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.submission import make_request
 from hpcrl.plan import Host, local_hosts, make_plan
 from hpcrl.run.rundir import RunDir
 from tests.config.test_flags import GRPO, SFT
@@ -91,9 +91,9 @@ def test_a_run_without_trainer_asks_for_none() -> None:
     assert sorted(per_slot) == ["engine"] * 4 + ["rollout", "trainer"]
     assert devices(plan, "trainer", 0, "n", None, "0,1,2,3") == {}
     for layout in ("heterogeneous", "homogeneous"):
-        request = make_request([options], Site(layout=layout))
+        request = make_request([options], SiteProfile(layout=layout))
         assert sum(component.nodes * component.slots for component in request.components) == 4, request
-    both = make_request([options, Options(**GRPO)], Site(layout="heterogeneous"))
+    both = make_request([options, Options(**GRPO)], SiteProfile(layout="heterogeneous"))
     assert [component.name for component in both.components][:2] == ["trainer", "engine"], "a later stage trains"
 
 
@@ -101,6 +101,6 @@ def test_a_run_without_engines_asks_for_none() -> None:
     options = Options(**(GRPO | LOAD | {"rollout_num_gpus": 4}))
     assert local_hosts(options)[0].slots == 1 and not make_plan(options, [Host("n", 1)], "r").engines
     for layout in ("heterogeneous", "homogeneous"):
-        request = make_request([options], Site(layout=layout))
+        request = make_request([options], SiteProfile(layout=layout))
         assert [component.name for component in request.components if component.slots] == ["trainer"]
         assert sum(component.nodes * component.slots for component in request.components) == 1

@@ -14,9 +14,9 @@ from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError
 from hpcrl.heartbeat import Silent
 from hpcrl.launch import attempt, batch_run
-from hpcrl.launch.attempt import Stop
-from hpcrl.launch.earlier import go_back
-from hpcrl.launch.job import Job, held
+from hpcrl.launch.extend_run import rewind_run
+from hpcrl.launch.job import RunJob, held
+from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
 
@@ -26,7 +26,7 @@ def test_a_second_signal_ends_at_once_with_the_status_of_an_interruption(tmp_pat
     rundir.begin()
     publish(rundir, TrainerPeer(start=0, total=5))
     with pytest.raises(Interrupted, match="ended at once") as caught:
-        attempt._watch([], Options(), rundir, Stop(requests=2), lambda: None)
+        attempt._watch([], Options(), rundir, StopRequest(requests=2), lambda: None)
     assert caught.value.exit_code == 130
 
 
@@ -40,10 +40,10 @@ def test_who_is_told_to_end_while_it_looks_for_hosts_was_stopped(tmp_path: Path)
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     with pytest.raises(Stopped, match="stopped while starting"):
-        attempt._run(Options(), Ended(), "id", rundir, Stop(requests=1), lambda: None)  # type: ignore[arg-type]
+        attempt._run(Options(), Ended(), "id", rundir, StopRequest(requests=1), lambda: None)  # type: ignore[arg-type]
     assert rundir.failure() is None
     with pytest.raises(HpcrlError, match="none of 2 nodes"):
-        attempt._run(Options(), Ended(), "id", rundir, Stop(), lambda: None)  # type: ignore[arg-type]
+        attempt._run(Options(), Ended(), "id", rundir, StopRequest(), lambda: None)  # type: ignore[arg-type]
     assert "none of 2 nodes" in str(rundir.failure())
 
 
@@ -99,7 +99,7 @@ def test_a_run_that_a_preemption_ended_is_queued_again(
 ) -> None:
     """Whoever was told to end within a grace time has saved and left before the scheduler's own end, which would
     requeue."""
-    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
+    job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
 
     def ended(*_: Any) -> int:
         if user:
@@ -123,9 +123,9 @@ def test_a_run_that_is_too_slow_to_save_at_its_time_limit_is_queued_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, due: bool, requeued: int
 ) -> None:
     """From its last checkpoint, as a step longer than the time that is left needs; an error before is the run's end."""
-    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
+    job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
 
-    def late(job: Job, backend: Any, restarts: int, watch: Any, ends: Any) -> int:
+    def late(job: RunJob, backend: Any, restarts: int, watch: Any, ends: Any) -> int:
         watch.__self__.due = due
         raise DeadlineError("the run did not save and end within 20 s")
 
@@ -160,7 +160,7 @@ def test_slurm_says_that_it_preempts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_lost_host_is_the_error_and_not_who_missed_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first to be seen is a peer's broken connection; the host that cannot start a task any more is the cause."""
     rundir = RunDir.create(tmp_path / "run")
-    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
+    job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
     (rundir.root / "options.json").write_text("{}")
     rundir.begin()
 
@@ -204,7 +204,7 @@ def test_a_disk_that_takes_no_sign_of_life_is_no_host_that_hangs(
 def test_an_error_that_no_file_takes_is_left_with_the_scheduler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
+    job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
     marked: list[tuple[str, str]] = []
     allocation = Allocation(preempts=False)
     monkeypatch.setattr(allocation, "mark", lambda identity, said="": marked.append((identity, said)), raising=False)
@@ -224,20 +224,20 @@ def test_an_error_that_no_file_takes_is_left_with_the_scheduler(
 
 def test_a_run_goes_back_to_a_checkpoint_that_is_there(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
-    job = Job(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
+    job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
     with pytest.raises(UsageError, match="no stage that could go on"):
-        go_back(job, 2)
+        rewind_run(job, 2)
     rundir.options_file.write_text(Options().model_dump_json())
     for number in (2, 4):
         (rundir.checkpoints / f"iter_{number:07d}").mkdir()
     tracker = rundir.checkpoints / "latest_checkpointed_iteration.txt"
     tracker.write_text("4")
     with pytest.raises(UsageError, match=r"--ckpt-step 3: .*/checkpoints has no such checkpoint; there are 2, 4"):
-        go_back(job, 3)
-    go_back(job, 2)
+        rewind_run(job, 3)
+    rewind_run(job, 2)
     assert tracker.read_text() == "2" and (rundir.checkpoints / "iter_0000004").is_dir(), "nothing is removed"
     with held(rundir.root), pytest.raises(UsageError, match="in use by process"):
-        go_back(job, 4)
+        rewind_run(job, 4)
 
 
 @pytest.mark.parametrize(("status", "code"), [("stopped", 143), ("finished", 0)])
@@ -260,7 +260,7 @@ def test_a_job_whose_run_was_stopped_ends_with_the_status_of_a_stop(
     assert left == ([(os._exit, code)] if code else [])
     monkeypatch.setattr(batch_run, "run_in_job", lambda *_: found)
     monkeypatch.setattr(
-        batch_run, "begin_job", lambda *_, **__: Job(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "i")
+        batch_run, "begin_job", lambda *_, **__: RunJob(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "i")
     )
     monkeypatch.setattr(batch_run, "load_recipe", lambda _: None)
 

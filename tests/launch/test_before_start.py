@@ -12,8 +12,8 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.launch import before_start
-from hpcrl.launch.before_start import NOTHING, Sight, absent, refuse_missing_packages
+from hpcrl.launch import preflight
+from hpcrl.launch.preflight import NOTHING, Sight, absent, refuse_missing_packages
 from hpcrl.run.rundir import TRACKER
 from tests.support.published_models import MODELS
 
@@ -114,9 +114,9 @@ def test_a_checkpoint_is_known_by_its_files(folder: Path) -> None:
 
 
 def test_packages_that_are_not_installed_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = before_start.importlib.util.find_spec
+    real = preflight.importlib.util.find_spec
     monkeypatch.setattr(
-        before_start.importlib.util, "find_spec", lambda name: None if name in ("torch", "vllm") else real(name)
+        preflight.importlib.util, "find_spec", lambda name: None if name in ("torch", "vllm") else real(name)
     )
     with pytest.raises(UsageError) as caught:
         refuse_missing_packages([Options(hf_checkpoint="model", rollout_num_gpus=1)])

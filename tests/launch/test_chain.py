@@ -13,11 +13,17 @@ import pytest
 from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch import batch_run
-from hpcrl.launch.job import Job
-from hpcrl.launch.job_request import make_request
-from hpcrl.launch.restarts.chain import hand_over, later, needless, place
-from hpcrl.launch.restarts.restart_policy import broken_hosts, find_broken_host
-from hpcrl.launch.submission import Script
+from hpcrl.launch.job import RunJob
+from hpcrl.launch.restarts import (
+    broken_hosts,
+    find_broken_host,
+    hand_over,
+    later_jobs,
+    nothing_left_to_do,
+    place_in_chain,
+)
+from hpcrl.launch.scheduler import BatchScript
+from hpcrl.launch.submission import make_request
 from hpcrl.plan import Location, Plan
 from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.job_files import CANCEL, JobFile, read_job, replace_job
@@ -27,11 +33,11 @@ from hpcrl.slurm.site import SlurmSite
 from hpcrl.slurm.submit import render
 
 
-def make(root: Path, **job: Any) -> Job:
+def make(root: Path, **job: Any) -> RunJob:
     """A run directory of one stage, begun, whose job is 11 of the chain 11, 12, 13."""
     RunDir.create(root).options_file.write_text("{}")
     replace_job(root, JobFile("slurm", "11", identity="id", **{"chain": ["11", "12", "13"]} | job))
-    return Job(Recipe("r", root / "r.toml", {}, (), (Stage("", {}),)), {}, root, "id")
+    return RunJob(Recipe("r", root / "r.toml", {}, (), (Stage("", {}),)), {}, root, "id")
 
 
 class Allocation:
@@ -69,12 +75,12 @@ class Allocation:
 
 def test_the_next_job_of_a_chain_is_the_runs_job(tmp_path: Path) -> None:
     job = make(tmp_path / "run")
-    assert needless(job, "11") == "" and read_job(job.root).job_id == "11"
-    assert needless(job, "12") == "" and read_job(job.root).job_id == "12"
-    assert later(read_job(job.root)) == ("13",) and place(read_job(job.root), "13") == 2
+    assert nothing_left_to_do(job, "11") == "" and read_job(job.root).job_id == "11"
+    assert nothing_left_to_do(job, "12") == "" and read_job(job.root).job_id == "12"
+    assert later_jobs(read_job(job.root)) == ("13",) and place_in_chain(read_job(job.root), "13") == 2
     assert hand_over(job.root, "12") == "13" and read_job(job.root).job_id == "13"
     assert hand_over(job.root, "13") is None
-    assert needless(job, "99") == "", "a job of no chain, such as a script by hand"
+    assert nothing_left_to_do(job, "99") == "", "a job of no chain, such as a script by hand"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +123,7 @@ def test_the_script_of_a_chains_job_waits_for_the_one_before_however_that_ended(
 
     site = SlurmSite(exclude=["node3", "node7"], after="5")
     request = make_request([Options(actor_num_gpus_per_node=1)], site)
-    text = render(Script("n", "t", "s", "true", "o.out", "/l", follows="4711"), request, site)
+    text = render(BatchScript("n", "t", "s", "true", "o.out", "/l", follows="4711"), request, site)
     assert "#SBATCH --dependency=afterany:4711\n" in text and "afterok" not in text
     assert text.count("#SBATCH --exclude=node3,node7\n") == len(request.components)
 
@@ -143,7 +149,7 @@ def test_only_words_of_broken_hardware_make_a_host_broken(line: str, hardware: b
     assert bool(hardware_words(f"before\n{line}\nafter")) == hardware
 
 
-def broken(job: Job, role: str = "trainer", index: int = 1) -> RunDir:
+def broken(job: RunJob, role: str = "trainer", index: int = 1) -> RunDir:
     rundir = RunDir(job.root)
     rundir.begin()
     plan = Plan("id", 0, (Location("n1", (0,)), Location("n2", (0,))), (Location("n3", (0,)),), Location("n3", ()))

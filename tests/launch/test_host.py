@@ -11,8 +11,8 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.launch import host, probe
-from hpcrl.launch.engines import keeper
-from hpcrl.launch.host import Looks
+from hpcrl.launch.engines import restarter
+from hpcrl.launch.host import RunDirPoller
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.run.summary import Summary, write_summary
@@ -47,12 +47,12 @@ def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.Mon
     monkeypatch.setattr(host, "time", clock)
     monkeypatch.setattr(os, "listdir", lambda path: asked.append(path) or listdir(path))
     monkeypatch.setattr(Path, "read_bytes", lambda path: asked.append(path) or read(path))
-    monkeypatch.setattr(keeper, "time", clock)
-    looks, seconds = Looks(rundir), 600
-    engines = keeper.EngineKeeper(rundir, "a", 2, {0: []}, lambda *_: None)
+    monkeypatch.setattr(restarter, "time", clock)
+    looks, seconds = RunDirPoller(rundir), 600
+    engines = restarter.EngineRestarter(rundir, "a", 2, {0: []}, lambda *_: None)
     for _ in range(seconds * 5):
         assert not looks.end() and not looks.over(at_once=False)
-        engines.tend([])
+        engines.restart_ended([])
         clock.sleep(0.2)
     assert seconds / 4 < len(asked) and len(asked) + 2 * seconds / host.HOST_BEAT <= seconds
 
@@ -62,7 +62,7 @@ def test_a_host_knows_that_the_run_is_over_by_the_mark_of_its_own_attempt(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(host, "time", clock)
-    looks = Looks(rundir)
+    looks = RunDirPoller(rundir)
     write_summary(rundir.root, Summary("stopped", rundir.attempt + 1))
     assert not looks.over(at_once=True), "an attempt that has no directory here"
     write_summary(rundir.root, Summary("finished", rundir.attempt))
@@ -74,7 +74,7 @@ def test_a_host_ends_when_it_is_told_and_when_the_run_goes_on_without_it(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(host, "time", clock)
-    told, left = Looks(rundir), Looks(rundir)
+    told, left = RunDirPoller(rundir), RunDirPoller(rundir)
     assert not told.end()
     rundir.request_end()
     assert not told.end(), "it looks every two seconds"
@@ -147,9 +147,9 @@ def test_whoever_waits_for_the_summary_never_asks_for_it_before_it_is_listed(
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_role_that_ended_with_its_host_is_no_failure_of_its_own(rundir: RunDir, status: int, told: int) -> None:
     """Slurm's signal goes to all processes of a step, and what a role makes of it is its own matter."""
-    ended = SimpleNamespace(name="rollout", index=0, status=status, serves=False, epitaph=lambda: "rollout-0 ended")
+    ended = SimpleNamespace(name="rollout", index=0, status=status, serves=False, exit_report=lambda: "rollout-0 ended")
     with pytest.raises(PeerError, match="host node2 was told to end" if told else "rollout-0 ended"):
-        host._check([ended], rundir, host.Told(told), "node2")  # type: ignore[list-item]
+        host._check([ended], rundir, host.SignalFlags(told), "node2")  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_a_role_that_could_not_record_its_error_is_told_with_its_own_last_words(
     log = tmp_path / "rollout-0.log"
     log.write_text("".join(f"{line}\n" for line in lines))
     role = host.Role("rollout", 0, SimpleNamespace(returncode=status), log)  # type: ignore[arg-type]
-    assert said in role.epitaph() and ("it says" in role.epitaph()) == ("it says" in said or "full" in said)
+    assert said in role.exit_report() and ("it says" in role.exit_report()) == ("it says" in said or "full" in said)

@@ -14,8 +14,8 @@ import pytest
 from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import PeerError
 from hpcrl.launch import batch_run
-from hpcrl.launch.job import Job
-from hpcrl.launch.restarts.lost_hosts import UNNOTICED, explain_last_end
+from hpcrl.launch.job import RunJob
+from hpcrl.launch.restarts import UNNOTICED, explain_last_end
 from hpcrl.plan import Host
 from hpcrl.run.job_files import JobState, write_state
 from hpcrl.run.rundir import HOSTS, RunDir, write_atomic
@@ -52,7 +52,7 @@ class Allocation:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> RunJob:
     """A run over node1 and node2 whose only attempt began 500 s ago; its launcher's last word was that it ran."""
     rundir = RunDir.create(tmp_path / "run")
     (rundir.root / "options.json").write_text("{}")
@@ -60,15 +60,15 @@ def job(tmp_path: Path) -> Job:
     write_atomic(rundir.here / HOSTS, msgspec.json.encode([Host("node1", 8), Host("node2", 8)]))
     os.utime(rundir.here / HOSTS, (LAST - 400, LAST - 400))
     write_state(rundir.root, JobState("running", LAST))
-    return Job(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
+    return RunJob(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
 
 
-def error(job: Job) -> str:
+def error(job: RunJob) -> str:
     return str(RunDir(job.root).failure() or "")
 
 
 @pytest.mark.parametrize("first", ["", ECHO])
-def test_who_lost_the_launchers_host_hears_it_from_the_next(job: Job, first: str) -> None:
+def test_who_lost_the_launchers_host_hears_it_from_the_next(job: RunJob, first: str) -> None:
     if first:
         RunDir(job.root).fail("trainer", 1, first)
     explain_last_end(job, Allocation(node1=LAST + 300))  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_who_lost_the_launchers_host_hears_it_from_the_next(job: Job, first: str
 
 
 @pytest.mark.parametrize("when", [LAST - 401, LAST + UNNOTICED + 1], ids=["before", "long after"])
-def test_a_host_that_failed_before_or_long_after_is_not_the_cause(job: Job, when: float) -> None:
+def test_a_host_that_failed_before_or_long_after_is_not_the_cause(job: RunJob, when: float) -> None:
     RunDir(job.root).fail("trainer", 1, ECHO)
     explain_last_end(job, Allocation(node1=when))  # type: ignore[arg-type]
     assert error(job) == f"trainer-1: {ECHO}"
@@ -94,7 +94,7 @@ def test_a_host_that_failed_before_or_long_after_is_not_the_cause(job: Job, when
         ("cancelled", 1, False),
     ],
 )
-def test_what_the_launcher_ended_itself_keeps_its_word(job: Job, phase: Any, restarts: int, corrected: bool) -> None:
+def test_what_the_launcher_ended_itself_keeps_its_word(job: RunJob, phase: Any, restarts: int, corrected: bool) -> None:
     """Unless the scheduler has started the same job again, without being asked to."""
     RunDir(job.root).fail("trainer", 1, ECHO)
     write_state(job.root, JobState(phase, LAST))
@@ -102,32 +102,32 @@ def test_what_the_launcher_ended_itself_keeps_its_word(job: Job, phase: Any, res
     assert error(job).startswith("host node1 was lost" if corrected else "trainer-1: host node2")
 
 
-def test_a_stop_without_an_error_stays_one(job: Job) -> None:
+def test_a_stop_without_an_error_stays_one(job: RunJob) -> None:
     write_state(job.root, JobState("stopped", LAST))
     explain_last_end(job, Allocation(node1=LAST))  # type: ignore[arg-type]
     assert error(job) == ""
 
 
-def test_a_word_that_names_the_host_already_is_not_wrapped_in_itself(job: Job) -> None:
+def test_a_word_that_names_the_host_already_is_not_wrapped_in_itself(job: RunJob) -> None:
     RunDir(job.root).fail("launcher", 0, "no answer from node1: is it up, and its network?")
     explain_last_end(job, Allocation(node1=LAST))  # type: ignore[arg-type]
     assert error(job) == "no answer from node1: is it up, and its network?"
 
 
-def test_another_hosts_longer_name_is_not_this_hosts(job: Job) -> None:
+def test_another_hosts_longer_name_is_not_this_hosts(job: RunJob) -> None:
     RunDir(job.root).fail("launcher", 0, "no answer from node11: is it up, and its network?")
     explain_last_end(job, Allocation(node1=LAST))  # type: ignore[arg-type]
     assert error(job).startswith("host node1 was lost")
 
 
-def test_damage_of_any_file_is_no_end_of_the_next_start(job: Job) -> None:
+def test_damage_of_any_file_is_no_end_of_the_next_start(job: RunJob) -> None:
     rundir = RunDir(job.root)
     for path in (rundir.here / "error.json", rundir.here / HOSTS, job.root / "state.json"):
         path.write_text("{")
         explain_last_end(job, Allocation())  # type: ignore[arg-type]
 
 
-def test_a_launcher_that_lives_asks_the_scheduler_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_lives_asks_the_scheduler_first(job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(*_: Any) -> int:
         rundir = RunDir(job.root)
         rundir.fail("trainer", 1, ECHO)

@@ -13,11 +13,11 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
-from hpcrl.launch.attempt import Stop
 from hpcrl.launch.batch_run import Clock
 from hpcrl.launch.host import commands
-from hpcrl.launch.probe import Network, Report, choose, gather, report, write
-from hpcrl.launch.restarts.restart_policy import FRUITLESS, check_headway, margin
+from hpcrl.launch.probe import HostReport, Network, choose, gather, host_report, write
+from hpcrl.launch.restarts import FRUITLESS, check_headway, margin
+from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.mpi.file_sync import FileSync
 from hpcrl.mpi.mpirun import handed_on, mpi_command
 from hpcrl.mpi.placement import place_ranks
@@ -29,10 +29,10 @@ from hpcrl.run.summary import Summary, summary_of, write_summary
 from hpcrl.slurm.srun import HetGroup, SrunHosts, _alone, read_groups
 
 
-def machine(name: str, **networks: str) -> Report:
+def machine(name: str, **networks: str) -> HostReport:
     """networks: interface=address/prefix."""
     found = [Network(i.rstrip("_"), a.split("/")[0], int(a.split("/")[1]), 0) for i, a in networks.items()]
-    return Report(name, name, tuple(found), True, 0.0, 8, 10**9)
+    return HostReport(name, name, tuple(found), True, 0.0, 8, 10**9)
 
 
 # ---- networks
@@ -72,7 +72,7 @@ def test_two_networks_or_none_are_for_the_user() -> None:
 
 
 def test_a_host_reports_addresses_that_it_really_has(tmp_path: Path) -> None:
-    here = report("x", tmp_path / "nothing")
+    here = host_report("x", tmp_path / "nothing")
     assert not here.sees and here.cpus > 0 and abs(here.time - time.time()) < 5
     assert all(not n.address.startswith("127.") for n in here.networks)
 
@@ -319,7 +319,7 @@ def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -
     rundir = RunDir.create(tmp_path / "run")
     ends = {"at": time.time() + 1000}
     limit = lambda: ends["at"]  # noqa: E731
-    clock, stop = Clock(limit, 60), Stop()
+    clock, stop = Clock(limit, 60), StopRequest()
     stop.nudges = 1
     clock.watch(stop, rundir)
     assert (stop.requests, stop.nudges, clock.due) == (0, 0, False)
@@ -331,17 +331,17 @@ def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -
         "half of what is left: whoever takes longer is ended, and queued again, before the limit"
     )
     ends["at"] = time.time() + 55
-    long, stop = Clock(limit, 60), Stop()
+    long, stop = Clock(limit, 60), StopRequest()
     long.watch(stop, rundir)
     assert 34 < stop.seconds <= 35, "a step longer than --stop-timeout has as long as the limit leaves"
     ends["at"] = None
-    blind, stop = Clock(limit, 60), Stop()
+    blind, stop = Clock(limit, 60), StopRequest()
     blind.watch(stop, rundir)
     assert not stop.requests
     stop.nudges = 1
     blind.watch(stop, rundir)
     assert stop.requests and blind.due and stop.seconds == 60
-    stopped = Stop()
+    stopped = StopRequest()
     stopped.ask("hpcrl stop")
     late = Clock(limit, 60)
     late.ends = time.time() - 1
@@ -368,10 +368,10 @@ def test_a_count_of_restarts_that_cannot_be_read_begins_anew_and_is_told_once(
 def test_a_limit_that_was_raised_is_honoured_and_one_that_is_known_is_kept(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     answers: list[float | None] = [time.time() + 30, time.time() + 1700]
-    raised, stop = Clock(lambda: answers.pop(0), 60), Stop()
+    raised, stop = Clock(lambda: answers.pop(0), 60), StopRequest()
     raised.watch(stop, rundir)  # 30 s are left, as far as it knows: it asks before it decides
     assert not stop.requests and not raised.due and not answers
-    unreachable, stop = Clock(lambda: None, 60, ends=None), Stop()
+    unreachable, stop = Clock(lambda: None, 60, ends=None), StopRequest()
     unreachable.ends = time.time() + 800
     stop.nudges = 1
     unreachable.watch(stop, rundir)
@@ -386,7 +386,7 @@ def test_a_preemption_with_a_grace_time_is_said_as_such(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     for preempted, said in ((True, "preempted, the grace time is running"), (False, "the time limit is near")):
         clock = Clock(lambda: time.time() + 30, 60, lambda answer=preempted: answer)
-        stop = Stop()
+        stop = StopRequest()
         stop.nudges = 1
         clock.watch(stop, rundir)
         assert stop.requests and clock.due and stop.why == said

@@ -14,7 +14,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.launch import job as jobs
-from hpcrl.launch.job import Job, run_job
+from hpcrl.launch.job import RunJob, run_job
 from hpcrl.launch.local import Local
 from hpcrl.mpi import exit_status_relay
 from hpcrl.plan import Host
@@ -92,7 +92,7 @@ def test_a_run_that_was_told_to_stop_while_it_came_up_starts_nothing(
     for folder in ("prepared", "logs", "timeline"):
         (root / folder).mkdir(parents=True)
     recipe = load_recipe("examples/quickstart.toml")
-    job = Job(recipe, {}, root, "x")
+    job = RunJob(recipe, {}, root, "x")
     (root / STOP).touch()
     os.utime(root / STOP, (time.time() - process_age() - 50,) * 2)
     with pytest.raises(Stopped, match=r"stopped (while starting|before stage \w+) \(hpcrl stop\)"):
@@ -117,7 +117,7 @@ def test_who_is_interrupted_in_an_attempt_is_told_which_run_to_resume(
     with pytest.raises(
         Stopped, match=f"nothing was trained since the last checkpoint; continue with hpcrl resume {root}$"
     ):
-        run_job(Job(replace(recipe, prepare=()), {}, root, "x"), Ended())
+        run_job(RunJob(replace(recipe, prepare=()), {}, root, "x"), Ended())
 
 
 def test_rank_0_knows_how_long_ago_hpcrl_launch_began(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,11 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.launch import schedulers
+from hpcrl.launch import scheduler_names
 from hpcrl.launch.batch_run import _requeue
-from hpcrl.launch.job import Job
-from hpcrl.launch.scheduler import AlreadyRequeued
-from hpcrl.launch.schedulers import load_scheduler
-from hpcrl.launch.site import Site, apply, load_site, saved_site
+from hpcrl.launch.job import RunJob
+from hpcrl.launch.scheduler import AlreadyRequeued, load_scheduler
+from hpcrl.launch.site import SiteProfile, apply, load_site, saved_site
 from hpcrl.slurm.scheduler import Slurm
 from hpcrl.slurm.site import SlurmSite
 from tests.support.local_queue import NAME, LocalQueue, register
@@ -36,10 +35,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("HPCRL_SITE", raising=False)
     monkeypatch.chdir(tmp_path)
-    for cached in (load_scheduler, schedulers._installed):
+    for cached in (load_scheduler, scheduler_names._installed):
         cached.cache_clear()
     yield tmp_path
-    for cached in (load_scheduler, schedulers._installed):
+    for cached in (load_scheduler, scheduler_names._installed):
         cached.cache_clear()
 
 
@@ -56,7 +55,7 @@ def test_a_name_leads_to_a_scheduler(installed: Path) -> None:
         ("flux", "scheduler flux: there is none of that name; there are slurm, "),
         (
             "broken",
-            "scheduler broken cannot be loaded: No module named 'tests.support.nowhere'; mend or remove the package",
+            "scheduler broken cannot be loaded: No module named 'tests.support.nowhere'; fix or remove the package",
         ),
         ("tests.support.local_queue:LocalQueue", "there is none of that name"),
         ("", "there is none of that name"),
@@ -82,8 +81,8 @@ def test_a_profile_has_the_keys_of_its_scheduler(installed: Path) -> None:
         file.write_text(f'scheduler = "{NAME}"\n{text}')
         with pytest.raises(UsageError, match=f"mine.toml: {error}"):
             load_site(str(file))
-    assert isinstance(load_site(None), SlurmSite) and isinstance(apply(Site(), {"qos": "a"}), SlurmSite)
-    other = apply(Site(), {"hold": "true", "scheduler": NAME})
+    assert isinstance(load_site(None), SlurmSite) and isinstance(apply(SiteProfile(), {"qos": "a"}), SlurmSite)
+    other = apply(SiteProfile(), {"hold": "true", "scheduler": NAME})
     assert other.hold, "whatever the order in which they are given"
     assert saved_site(json.loads(json.dumps(other.model_dump()))) == other
     with pytest.raises(UsageError, match=r"site in job.json: scheduler gone: there is none"):
@@ -171,7 +170,7 @@ def test_a_job_is_queued_again_so_often_and_what_refuses_is_told(
     monkeypatch.setenv("HPCRL_MAX_REQUEUES", "2")
     monkeypatch.setattr("hpcrl.launch.batch_run.PARTING", 0.0)
     allocation = FakeAllocation(restarts, error)
-    _requeue(Job(None, {}, tmp_path, "id"), allocation, "no time")  # type: ignore[arg-type]
+    _requeue(RunJob(None, {}, tmp_path, "id"), allocation, "no time")  # type: ignore[arg-type]
     assert allocation.asked == asked and said in capsys.readouterr().err
     state = tmp_path / "state.json"
     assert (json.loads(state.read_text())["phase"] if state.exists() else None) == phase

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
-from hpcrl.mpi.allocation import started_by_scheduler, under_mpi, without_mpi
+from hpcrl.mpi.mpirun import started_by_scheduler, under_mpi, without_mpi
 
 SHELL = {"SLURM_JOB_ID": "7", "SLURM_PTY_PORT": "4000", "PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}
 

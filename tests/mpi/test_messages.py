@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.launch.probe import Network, Report
+from hpcrl.launch.probe import HostReport, Network
 from hpcrl.mpi import channel
 from hpcrl.mpi.channel import (
     MAX_MESSAGE,
@@ -31,7 +31,7 @@ from hpcrl.mpi.channel import (
     unpack,
 )
 
-REPORT = Report("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40)
+REPORT = HostReport("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40)
 LAUNCHER: list[Message] = [
     Beat(),
     CheckPath("/run/plan.json"),

@@ -16,7 +16,7 @@ from hpcrl.careful_files import read_json
 from hpcrl.errors import HpcrlError
 from hpcrl.mpi import exit_status_relay, mpirun
 from hpcrl.mpi.host_rank import HostRank
-from hpcrl.mpi.lost_host import explain_end
+from hpcrl.mpi.mpirun import explain_end
 from hpcrl.mpi.placement import Placement, RankPlace
 from hpcrl.run.job_files import JobState, write_state
 from hpcrl.run.rundir import RunDir

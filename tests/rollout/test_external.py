@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
-from hpcrl.launch.engines.serve import borrow, prepare
+from hpcrl.launch.engines.standalone import borrow, prepare
 from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import client_keys, http_key, make_keys, server_keys
 from hpcrl.rollout.engines import external

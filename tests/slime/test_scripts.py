@@ -17,7 +17,7 @@ from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError, parts_of
-from hpcrl.launch.model_settings import refuse_wrong_settings
+from hpcrl.launch.preflight import refuse_wrong_settings
 from hpcrl.models.family import registry
 from hpcrl.slime.arguments import split_flags, translate
 from hpcrl.slime.readers import SPECS

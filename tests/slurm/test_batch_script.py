@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.launch.job_request import FLOOR, Request, make_request
-from hpcrl.launch.submission import Script
+from hpcrl.launch.scheduler import AllocationRequest, BatchScript
+from hpcrl.launch.submission import FLOOR, make_request
 from hpcrl.plan import make_plan
 from hpcrl.slurm.het_executor import HetWatcher, of_another_job
 from hpcrl.slurm.site import SlurmSite
@@ -87,7 +87,7 @@ def test_a_printed_script_is_of_one_job(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_a_percent_sign_in_a_directory_is_no_pattern() -> None:
-    script = Script("n", "t", "s", "true", "/a/100%j run/logs/job-%j.out", "/launch")
+    script = BatchScript("n", "t", "s", "true", "/a/100%j run/logs/job-%j.out", "/launch")
     site = SlurmSite(name="s", time="30")
     text = render(script, request(Options(hf_checkpoint="/m"), time="30"), site)
     assert "#SBATCH --output='/a/100%%j run/logs/job-%j.out'" in text
@@ -121,7 +121,7 @@ HOSTILE = st.text(
 def test_no_value_leaves_its_quotes(account: str, value: str, module: str) -> None:
     """Whatever a profile holds, bash sees it as one word, and sbatch as one option."""
     site = SlurmSite(account=account, env={"PROBE": value}, modules=[module], python="/x y/python")
-    script = Script("n", "t", "s", 'printf "%s\\0" "$PROBE" "$HPCRL_PYTHON" "$HPCRL_STEP_0"', "o.out", "/la unch")
+    script = BatchScript("n", "t", "s", 'printf "%s\\0" "$PROBE" "$HPCRL_PYTHON" "$HPCRL_STEP_0"', "o.out", "/la unch")
     text = render(script, request(Options(actor_num_gpus_per_node=1)), site)
     head, mark, body = text.partition("# What the site wants first")
     body = mark + body
@@ -148,7 +148,7 @@ def test_lines_of_the_site_may_be_careless_and_ours_are_not(tmp_path: Path) -> N
     ):
         site = SlurmSite(setup=[f"module() {{ {load}; }}", *setup], modules=["cuda"])
         text = render(
-            Script("n", "t", "s", "echo $-", "o.out", "/l"), request(Options(actor_num_gpus_per_node=1)), site
+            BatchScript("n", "t", "s", "echo $-", "o.out", "/l"), request(Options(actor_num_gpus_per_node=1)), site
         )
         done = subprocess.run(["bash", "-c", text.replace("exec echo", "echo")], capture_output=True, text=True)
         assert done.returncode == code and said in done.stdout + done.stderr
@@ -158,7 +158,7 @@ def test_lines_of_the_site_may_be_careless_and_ours_are_not(tmp_path: Path) -> N
 
 def test_a_job_that_waits_for_others() -> None:
     text = render(
-        Script("n", "t", "s", "true", "o.out", "/l"),
+        BatchScript("n", "t", "s", "true", "o.out", "/l"),
         request(Options(actor_num_gpus_per_node=1)),
         SlurmSite(after="7:8"),
     )
@@ -202,11 +202,11 @@ def test_steps_get_the_environment_whatever_sbatch_was_told() -> None:
     """SBATCH_EXPORT=NONE makes srun drop what the script exports, unless it is told otherwise."""
     site = SlurmSite()
     asked = request(Options(actor_num_gpus_per_node=1))
-    text = render(Script("n", "t", "s", "true", "o.out", "/l"), asked, site)
+    text = render(BatchScript("n", "t", "s", "true", "o.out", "/l"), asked, site)
     assert all("--export=ALL" in line for line in text.splitlines() if line.startswith("export HPCRL_STEP_"))
 
 
-def request(*stages: Options, **site: object) -> Request:
+def request(*stages: Options, **site: object) -> AllocationRequest:
     return make_request(stages, SlurmSite(**site))
 
 
@@ -323,7 +323,7 @@ def test_options_of_a_component_are_its_own() -> None:
         trainer={"partition": "gpu", "gpu_type": "h100", "mem": "0"}, engine={"partition": "infer", "account": "b", "extra": {"switches": "1@10"}},
     )  # fmt: skip
     o = Options(actor_num_nodes=2, actor_num_gpus_per_node=4, rollout_num_gpus=8)
-    text = render(Script("n", "t", "s", "true", "o.out", "launch"), make_request([o], site), site)
+    text = render(BatchScript("n", "t", "s", "true", "o.out", "launch"), make_request([o], site), site)
     first, second = text.split("set -euo")[0].split("#SBATCH hetjob")
     for word in (
         "account=a",
@@ -349,7 +349,9 @@ def test_containers_wrap_the_tasks_and_not_the_batch_process() -> None:
     for kind, word in (("pyxis", "--container-image=/x.sqsh"), ("apptainer", "apptainer exec --nv")):
         site = SlurmSite(container={"kind": kind, "image": "/x.sqsh" if kind == "pyxis" else "/x.sif"})
         text = render(
-            Script("n", "t", "s", "python -m x", "o.out", "/r/launch", mounts=("/r",)), make_request([o], site), site
+            BatchScript("n", "t", "s", "python -m x", "o.out", "/r/launch", mounts=("/r",)),
+            make_request([o], site),
+            site,
         )
         step = next(line for line in text.splitlines() if "HPCRL_STEP_0" in line)
         assert word in step and "/r/launch/task.sh" in step and "/r" in step

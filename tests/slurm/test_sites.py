@@ -16,9 +16,9 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import UsageError
 from hpcrl.launch.container import Container
-from hpcrl.launch.job_request import make_request
+from hpcrl.launch.scheduler import BatchScript
 from hpcrl.launch.site import apply, find_profile, from_flags, load_site, minutes, profile_names
-from hpcrl.launch.submission import Script
+from hpcrl.launch.submission import make_request
 from hpcrl.slurm.site import SlurmComponent, SlurmSite
 from hpcrl.slurm.submit import render
 
@@ -115,7 +115,7 @@ def test_every_site_layout_and_container_is_a_good_script(file: Path, tmp_path: 
             )
             options = Options(actor_num_nodes=2, actor_num_gpus_per_node=1, rollout_num_gpus=2)
             text = render(
-                Script("n", "it's", "s", "true", "o", "/run/launch", mounts=("/r un",)),
+                BatchScript("n", "it's", "s", "true", "o", "/run/launch", mounts=("/r un",)),
                 make_request([options], site),
                 site,
             )
@@ -168,7 +168,7 @@ def test_no_site_asks_for_more_processors_than_its_nodes_have(file: Path, tmp_pa
         actor_num_nodes=2, actor_num_gpus_per_node=gpus, rollout_num_gpus=2 * gpus, rollout_num_gpus_per_engine=1
     )
     request = make_request([options], site)
-    text = render(Script("n", "t", "s", "true", "o", "/l"), request, site)
+    text = render(BatchScript("n", "t", "s", "true", "o", "/l"), request, site)
     asked = [int(number) for number in re.findall(r"--cpus-per-task=(\d+)", text)]
     assert all(number <= PROCESSORS.get(file.stem, 64) for number in asked), asked
     assert file.stem not in PROCESSORS or max(asked) == PROCESSORS[file.stem], "and for all that whole nodes give"
@@ -210,7 +210,7 @@ def test_how_each_container_is_started() -> None:
 def test_nodes_that_come_with_their_gpus_are_asked_for_none() -> None:
     site = SlurmSite(gpu_flag="none", trainer={"gpus_per_node": 1}, mark=False, launch_timeout=900)
     text = render(
-        Script("n", "t", "s", "true", "o", "/l", identity="id"),
+        BatchScript("n", "t", "s", "true", "o", "/l", identity="id"),
         make_request([Options(actor_num_gpus_per_node=1)], site),
         site,
     )

@@ -31,10 +31,8 @@ from hpcrl.findings import Finding
 from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 
 if TYPE_CHECKING:
-    from hpcrl.launch.job_request import Request
-    from hpcrl.launch.scheduler import Verdict
-    from hpcrl.launch.site import Site
-    from hpcrl.launch.submission import Script, Submission
+    from hpcrl.launch.scheduler import AllocationRequest, BatchScript, ScriptVerdict, Submission
+    from hpcrl.launch.site import SiteProfile
 
 NAME = "local-queue"
 SLOTS = 8  #: of this machine
@@ -99,10 +97,10 @@ class Number(NamedTuple):
 
 
 @cache
-def _profile() -> type[Site]:
-    from hpcrl.launch.site import Site
+def _profile() -> type[SiteProfile]:
+    from hpcrl.launch.site import SiteProfile
 
-    class LocalSite(Site):
+    class LocalSite(SiteProfile):
         """A site whose jobs may be held until they are released."""
 
         hold: bool = False
@@ -119,7 +117,7 @@ class LocalQueue:
     script_file = "job.sh"
     echoes = ()
 
-    def profile(self) -> type[Site]:
+    def profile(self) -> type[SiteProfile]:
         return _profile()
 
     def here(self) -> bool:
@@ -144,7 +142,7 @@ class LocalQueue:
             else Finding("fail", "", "no queue here", "set LOCAL_QUEUE")
         )
 
-    def fits(self, request: Request, site: Site) -> Iterator[Finding]:
+    def fits(self, request: AllocationRequest, site: SiteProfile) -> Iterator[Finding]:
         most = sum(component.nodes * component.slots for component in request.components)
         if len(request.hosts()) > 1 or most > SLOTS:
             hosts = len(request.hosts())
@@ -152,10 +150,10 @@ class LocalQueue:
                 "fail", "", f"{hosts} hosts and {most} slots asked for, there are 1 and {SLOTS}", "ask for less"
             )
 
-    def test(self, script: str) -> Verdict:
+    def test(self, script: str) -> ScriptVerdict:
         raise NotImplementedError  # there is no test_command
 
-    def render(self, script: Script, request: Request, site: Site) -> str:
+    def render(self, script: BatchScript, request: AllocationRequest, site: SiteProfile) -> str:
         requeues = site.max_requeues if site.requeue else 0
         what = "\n# ".join([script.title, "", *script.summary.splitlines()])
         return (
@@ -164,7 +162,7 @@ class LocalQueue:
         )
 
     def script(self, submission: Submission) -> str:
-        from hpcrl.launch.submission import batch_python
+        from hpcrl.launch.scheduler import batch_python
 
         root = submission.job.root
         command = shlex.join([batch_python(submission.site), "-u", "-m", "tests.support.local_queue", "run", str(root)])

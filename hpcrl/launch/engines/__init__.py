@@ -1,1 +1,2 @@
-"""The engines of a host: kept while they are wanted, and added to a run that is under way."""
+"""Engines apart from the plan: restarted on their host (`restarter.py`), added to a running run (`add.py`, `join.py`), or
+started by no run (`standalone.py`)."""

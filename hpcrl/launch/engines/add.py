@@ -17,10 +17,9 @@ from pathlib import Path
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.host import role_environment
-from hpcrl.launch.job_request import CPUS_PER_SLOT, Component, Request
-from hpcrl.launch.schedulers import load_scheduler
-from hpcrl.launch.site import Site
-from hpcrl.launch.submission import Script, can_submit, task_python
+from hpcrl.launch.scheduler import AllocationRequest, BatchScript, Component, can_submit, load_scheduler, task_python
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.submission import CPUS_PER_SLOT
 from hpcrl.run.process import PARENT
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
@@ -76,11 +75,11 @@ def local_name(rundir: RunDir) -> str:
     )
 
 
-def request_of(options: Options, site: Site, nodes: int, each: int) -> Request:
+def request_of(options: Options, site: SiteProfile, nodes: int, each: int) -> AllocationRequest:
     """An allocation of `nodes` nodes with `each` engines on every one."""
     slots = each * options.rollout_num_gpus_per_engine
     cpus = site.engine.cpus_per_node or (None if site.exclusive else CPUS_PER_SLOT * slots)
-    return Request("heterogeneous", (Component("engine", nodes, slots, cpus),), MARGIN)
+    return AllocationRequest("heterogeneous", (Component("engine", nodes, slots, cpus),), MARGIN)
 
 
 def command(rundir: RunDir, each: int) -> str:
@@ -97,10 +96,10 @@ def output_of(rundir: RunDir) -> Path:
     return rundir.logs / next(name for n in count() if (name := f"join-job-{n}.log") not in taken)
 
 
-def script_of(rundir: RunDir, options: Options, site: Site, nodes: int, each: int) -> str:
+def script_of(rundir: RunDir, options: Options, site: SiteProfile, nodes: int, each: int) -> str:
     """The text of the job."""
     folder = rundir.root / "added"
-    script = Script(
+    script = BatchScript(
         name=f"engines-{rundir.root.name}",
         title=f"{nodes * each} engine{'s' if nodes * each > 1 else ''} more for {rundir.root}",
         summary=f"{nodes} node{'s' if nodes > 1 else ''} with {each} engine{'s' if each > 1 else ''} each",
@@ -113,7 +112,7 @@ def script_of(rundir: RunDir, options: Options, site: Site, nodes: int, each: in
     return load_scheduler(site.scheduler).render(script, request_of(options, site, nodes, each), site)
 
 
-def submit_added(rundir: RunDir, options: Options, site: Site, nodes: int, each: int) -> Added:
+def submit_added(rundir: RunDir, options: Options, site: SiteProfile, nodes: int, each: int) -> Added:
     """Submit a job whose engines join the run.  UsageError if the scheduler is not here or refuses it."""
     scheduler = load_scheduler(site.scheduler)
     if not can_submit(scheduler):

@@ -22,9 +22,10 @@ from contextlib import contextmanager
 import psutil
 
 from hpcrl.errors import HpcrlError, PeerError, UsageError
-from hpcrl.launch.engines.keeper import EngineKeeper
-from hpcrl.launch.host import GRACE, Looks, Role, Told, devices, start
-from hpcrl.launch.probe import Report, choose, report
+from hpcrl.launch.engines.restarter import EngineRestarter
+from hpcrl.launch.host import GRACE, Role, RunDirPoller, devices, start
+from hpcrl.launch.probe import HostReport, choose, host_report
+from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.names import ENDS, JOINS, ROLES
 from hpcrl.report.timeline.spans import role_timeline
@@ -39,7 +40,7 @@ LOOK = 5.0
 LEAVE = 25.0  #: seconds that engines have to finish their requests once the job is told to end
 
 
-def where(host: str, plan: Plan, interface: str | None, found: Report) -> tuple[str, str]:
+def where(host: str, plan: Plan, interface: str | None, found: HostReport) -> tuple[str, str]:
     """(address, interface) on which this host's engines are reached: on the network that the run is on.
 
     UsageError if this host is not on it.
@@ -74,16 +75,16 @@ def _same_net(subnet: str, address: str) -> bool:
         return False
 
 
-def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
+def run(rundir: RunDir, host: str, slots: list[list[int]], told: SignalFlags) -> None:
     """Bring engines to the run, one for each list of slots, and keep them until it is over or they are told to
     leave."""
     options = read_options(rundir)
     plan = read_plan(rundir)
-    looks = Looks(rundir)
+    looks = RunDirPoller(rundir)
     if looks.end() or looks.over(at_once=True):
         say(f"attempt {rundir.attempt} of {rundir.root} is over: there is nothing to join")
         return
-    address, interface = where(host, plan, options.interface, report(host))
+    address, interface = where(host, plan, options.interface, host_report(host))
     added = [EngineAdded(host=host, slots=tuple(mine), address=address, interface=interface) for mine in slots]
     indexes = [claim(rundir, plan, one) for one in added]
     say(f"engines {', '.join(map(str, indexes))} of {rundir.root} on {host}, at {address}")
@@ -101,16 +102,16 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: Told) -> None:
     timeline.mark(JOINS, engines={str(index): mine for index, mine in zip(indexes, slots, strict=True)})
 
     def turn() -> None:
-        keeper.tend(roles)
+        restarter.restart_ended(roles)
         timeline.alive()
 
-    keeper = EngineKeeper(rundir, host, options.engine_restarts, commands, begin)
+    restarter = EngineRestarter(rundir, host, options.engine_restarts, commands, begin)
     try:
         with timeline.span(ROLES):
             roles += [begin("engine", index, command) for index, command in commands.items()]
             # a response that goes on elsewhere goes on with other noise, so a run that repeats bit for bit begins it
             # again
-            _keep(roles, keeper, turn, looks, rundir, told, finish=options.deterministic_mode)
+            _keep(roles, restarter, turn, looks, rundir, told, finish=options.deterministic_mode)
     finally:
         end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
         end_descendants(0.5)
@@ -130,11 +131,11 @@ def deaf() -> Iterator[None]:
 
 def _keep(
     roles: list[Role],
-    keeper: EngineKeeper,
+    restarter: EngineRestarter,
     turn: Callable[[], None],
-    looks: Looks,
+    looks: RunDirPoller,
     rundir: RunDir,
-    told: Told,
+    told: SignalFlags,
     finish: bool,
 ) -> None:
     """finish: whether engines that are told to end are given time to finish their responses."""
@@ -145,9 +146,9 @@ def _keep(
             raise PeerError(f"no sign of life of the run for {SILENCE:.0f} s", "its rollout process is gone, or hangs")
         ended = [role for role in roles if role.status is not None]
         for role in ended:  # for good: its supervisor has said why
-            say(role.epitaph())
+            say(role.exit_report())
             roles.remove(role)
-        if not roles and not keeper.waits:
+        if not roles and not restarter.waits:
             return
         if told.requests and leave_by == float("inf"):
             leave_by = time.monotonic() + LEAVE
@@ -198,8 +199,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         size = read_options(rundir).rollout_num_gpus_per_engine
         slots = [[args.first_slot + n * size + i for i in range(size)] for n in range(args.engines)]
-        with Told() as told:
-            signal.signal(signal.SIGUSR1, told._note)  # with which a scheduler says that the time limit is near
+        with SignalFlags() as told:
+            signal.signal(signal.SIGUSR1, told.count)  # with which a scheduler says that the time limit is near
             run(rundir, args.host, slots, told)
     except HpcrlError as error:
         say(f"error: host {args.host}: {error}")

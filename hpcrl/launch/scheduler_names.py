@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 from hpcrl.errors import UsageError
-
-if TYPE_CHECKING:
-    from hpcrl.launch.scheduler import Scheduler
 
 DEFAULT = "slurm"
 GROUP = "hpcrl.schedulers"
@@ -26,9 +23,11 @@ GROUP = "hpcrl.schedulers"
 SCHEDULERS = {"slurm": "hpcrl.slurm.scheduler:Slurm"}
 
 
-@cache
-def load_scheduler(name: str) -> Scheduler:
-    """The scheduler of that name.  UsageError lists those that there are if it is none of them, or cannot be loaded."""
+def find_scheduler(name: str) -> type[Any]:
+    """The class of the scheduler of that name (a hpcrl.launch.scheduler.Scheduler).
+
+    UsageError lists those that there are if it is not one of them, or it cannot be loaded.
+    """
     place = SCHEDULERS.get(name) or _installed().get(name)
     if place is None:
         from hpcrl.config.setting_names import nearest
@@ -41,10 +40,10 @@ def load_scheduler(name: str) -> Scheduler:
         )
     module, _, kind = place.partition(":")
     try:
-        return getattr(importlib.import_module(module), kind)()
+        return getattr(importlib.import_module(module), kind)
     except (ImportError, AttributeError) as error:
         raise UsageError(
-            f"scheduler {name} cannot be loaded: {error}", f"mend or remove the package that holds {place}"
+            f"scheduler {name} cannot be loaded: {error}", f"fix or remove the package that holds {place}"
         ) from error
 
 

@@ -26,7 +26,7 @@ class Kept(Protocol):
     @property
     def status(self) -> int | None: ...
 
-    def epitaph(self) -> str: ...
+    def exit_report(self) -> str: ...
 
     def end(self) -> None: ...
 
@@ -34,7 +34,7 @@ class Kept(Protocol):
 R = TypeVar("R", bound=Kept)
 
 
-class EngineKeeper:
+class EngineRestarter:
     """Keeps the engines of `host`; begin(role, index, command) starts one.
 
     limit: --engine-restarts.  commands: of each engine, by index.
@@ -62,7 +62,7 @@ class EngineKeeper:
         """Whether an engine is between two lives."""
         return bool(self._due)
 
-    def tend(self, roles: list[R]) -> None:
+    def restart_ended(self, roles: list[R]) -> None:
         """Take ended engines that may start again out of `roles`, and put started ones in."""
         now = time.monotonic()
         for role in [r for r in roles if r.name == "engine" and r.status is not None]:
@@ -70,9 +70,9 @@ class EngineKeeper:
             if not starts_again(self._limit, life, was_up(self.rundir, role.index, life)):
                 continue
             record_end(
-                self.rundir, role.index, self.host, life, self._limit, True, role.epitaph()
+                self.rundir, role.index, self.host, life, self._limit, True, role.exit_report()
             )  # unless it has done so itself
-            say(f"{role.epitaph()}; it is started again ({life + 1} of {self._limit})")
+            say(f"{role.exit_report()}; it is started again ({life + 1} of {self._limit})")
             roles.remove(role)
             self._due[role.index] = now + PAUSE
         for index in [index for index, due in self._due.items() if due <= now]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.engines import keeper as engine_keeper
-from hpcrl.launch.engines.keeper import EngineKeeper
+from hpcrl.launch.engines import restarter as engine_restarter
+from hpcrl.launch.engines.restarter import EngineRestarter
 from hpcrl.run.engine_files import end_of, let_leave
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
@@ -24,7 +24,7 @@ class Fake:
     status: int | None = None
     told: bool = False
 
-    def epitaph(self) -> str:
+    def exit_report(self) -> str:
         return f"{self.name}-{self.index} ended with {self.status}"
 
     def end(self) -> None:
@@ -34,7 +34,7 @@ class Fake:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(engine_keeper, "time", made)
+    monkeypatch.setattr(engine_restarter, "time", made)
     return made
 
 
@@ -46,38 +46,38 @@ def rundir(tmp_path: Path) -> RunDir:
 
 
 def test_an_engine_is_started_again_up_to_the_limit(rundir: RunDir, clock: Clock) -> None:
-    keeper = EngineKeeper(rundir, "a", 2, {1: ["run"]}, Fake)
+    restarter = EngineRestarter(rundir, "a", 2, {1: ["run"]}, Fake)
     roles = [Fake("rollout", 0, []), Fake("engine", 1, ["run"])]
     for life in range(3):
         publish(rundir, EnginePeer(host="a", port=1, life=life), 1)
-        keeper.tend(roles)
+        restarter.restart_ended(roles)
         engine = roles[-1]
         assert engine.command == (["run"] if life == 0 else ["run", "--life", str(life)])
         engine.status = -9
-        keeper.tend(roles)
+        restarter.restart_ended(roles)
         if life < 2:
             assert [r.name for r in roles] == ["rollout"], "nobody takes its end for the run's"
             assert end_of(rundir, 1, life).why == "engine-1 ended with -9"
-            clock.sleep(engine_keeper.PAUSE)
+            clock.sleep(engine_restarter.PAUSE)
     assert roles[-1].status == -9, "now it counts"
 
 
 def test_one_that_never_came_up_is_a_failure_and_other_roles_are_not_ours(rundir: RunDir, clock: Clock) -> None:
-    keeper = EngineKeeper(rundir, "a", 2, {0: ["run"]}, Fake)
+    restarter = EngineRestarter(rundir, "a", 2, {0: ["run"]}, Fake)
     roles = [Fake("rollout", 0, [], status=1), Fake("engine", 0, ["run"], status=1)]
-    keeper.tend(roles)
+    restarter.restart_ended(roles)
     clock.sleep(10)
-    keeper.tend(roles)
+    restarter.restart_ended(roles)
     assert [r.status for r in roles] == [1, 1]
 
 
 def test_an_engine_that_is_let_go_is_ended_and_not_started_again(rundir: RunDir, clock: Clock) -> None:
-    keeper = EngineKeeper(rundir, "a", 2, {0: ["run"], 1: ["run"]}, Fake)
+    restarter = EngineRestarter(rundir, "a", 2, {0: ["run"], 1: ["run"]}, Fake)
     roles = first = [Fake("engine", 0, []), Fake("engine", 1, [])]
     leaving = first[1]
     let_leave(rundir, 1)
-    keeper.tend(roles)
+    restarter.restart_ended(roles)
     assert [r.index for r in roles] == [0] and leaving.told
     clock.sleep(60)
-    keeper.tend(roles)
+    restarter.restart_ended(roles)
     assert [r.index for r in roles] == [0]

@@ -1,9 +1,9 @@
 """The process that watches the launcher: a launcher that hangs would hold every host of the run until its time limit.
 
-    python -m hpcrl.launch.watching.launcher RUN --attempt N --launcher PID --beats FOLDER --seconds S
+    python -m hpcrl.launch.launcher_watchdog RUN --attempt N --launcher PID --beats FOLDER --seconds S
 
-Invariants: it ends with the launcher; it ends only the launcher that started it, whose processes then end with it; what
-it saw is the attempt's error.
+Invariants: it ends with the launcher; it ends only the launcher that started it, whose processes then end with it; what it
+saw is recorded as the attempt's error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def watched(rundir: RunDir, seconds: float) -> Iterator[None]:
         command = [
             sys.executable,
             "-m",
-            "hpcrl.launch.watching.launcher",
+            "hpcrl.launch.launcher_watchdog",
             *words,
             "--beats",
             str(folder),

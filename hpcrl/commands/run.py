@@ -1,0 +1,102 @@
+"""`hpcrl run`: start a recipe on this machine, resume a run, or show what would be started; `hpcrl options`: every option.
+
+Invariant: a resumed run has the options that it began with, so nothing else may be given with --resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcrl.commands.arguments import Parser
+from hpcrl.errors import UsageError
+
+RUN_HELP = """\
+usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]
+       hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
+       hpcrl run --resume RUN_DIR
+
+  --dry-run                       print plan and options of each stage, and start nothing
+  --resume RUN_DIR                go on with a run from its last checkpoint, with the options that it began with
+  --help                          this text, with the options that a first run needs
+  --help-all                      this text, with every option
+
+The recipe comes first. Switches: --x turns on, --no-x off. Lists: words after the flag. In a recipe with stages
+--STAGE.option, such as --grpo.lr 2e-5, counts in that stage; a plain flag in the stages whose own tables set it, or in
+all if none does; where several set it to different values, it is refused. A flag of Megatron-core goes by
+Megatron's name, one of vLLM as --vllm-NAME (list them with hpcrl options --megatron or --vllm). Each option below is
+also a key of the recipe, spelled with underscores."""
+
+
+def run(argv: list[str]) -> int:
+    """`hpcrl run`: start a recipe, go on with a run, or show what would be started."""
+    if {"--help", "-h", "--help-all"} & {*argv}:
+        from hpcrl.config.options_doc import run_help
+
+        print(RUN_HELP)
+        print(run_help("--help-all" in argv))
+        return 0
+    from hpcrl.config.flags import parse_flags
+    from hpcrl.config.recipe import load_recipe
+    from hpcrl.config.value_types import Kind
+    from hpcrl.slime.verbatim import recipe_of, split_arguments
+
+    before, arguments = split_arguments(argv)
+    overrides, own, words = parse_flags(before, {"resume": Kind("str"), "dry-run": Kind("bool")})
+    if "resume" in own:
+        return _resume(Path(own["resume"]), overrides, [*words, *(arguments or [])], own)
+    if not words and arguments is None:
+        raise UsageError("no recipe given", "name it first: hpcrl run RECIPE.toml [--option value ...]")
+    if len(words) + (arguments is not None) > 1:
+        raise UsageError(
+            f"more than one recipe: {' '.join([*words, *(['--'] if arguments is not None else [])])}",
+            "flags that take one value take no more",
+        )
+    recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
+    recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
+    if own.get("dry-run"):
+        from hpcrl.commands.plan import preview
+
+        preview(recipe, overrides)
+        return 0
+    from hpcrl.launch.local import run_recipe
+
+    return run_recipe(recipe, overrides, None)
+
+
+def _resume(directory: Path, overrides: dict[str, Any], words: list[str], own: dict[str, Any]) -> int:
+    """`hpcrl run --resume`: the run's own recipe and flags count, so nothing else may be given."""
+    if words or overrides or "dry-run" in own:
+        extra = words[0] if words else f"--{next(iter(overrides), 'dry-run').replace('_', '-')}"
+        raise UsageError(
+            f"{extra} has no effect with --resume: a run goes on with the options that it began with", "leave it out"
+        )
+    from hpcrl.launch.local import run_recipe
+
+    return run_recipe(None, {}, directory)
+
+
+# ---- hpcrl options
+
+
+def options(argv: list[str]) -> int:
+    """`hpcrl options`: print or write docs/options.md, or list what passes through."""
+    parser = Parser("options", "Every option as a Markdown table.")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--write", metavar="FILE", type=Path, help="write the table to FILE (docs/options.md)")
+    which.add_argument("--megatron", action="store_true", help="list the settings of the installed Megatron-core")
+    which.add_argument("--vllm", action="store_true", help="list the settings of the installed vLLM")
+    args = parser.parse_args(argv)
+    from hpcrl.config.options_doc import foreign_help, markdown
+
+    if args.megatron or args.vllm:
+        print(foreign_help("megatron" if args.megatron else "vllm"))
+    elif args.write:
+        try:
+            args.write.write_text(markdown(), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {args.write}: {error.strerror}") from error
+    else:
+        print(markdown(), end="")
+    return 0

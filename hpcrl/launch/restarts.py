@@ -1,0 +1,230 @@
+"""Whether a run continues after an attempt, in which job, and without which hosts.
+
+Invariants: the time kept for saving before a limit is never less than the floor; a run that has failed in FRUITLESS
+attempts one after another without a new checkpoint is not started again by itself.  A host is called broken only for
+words by which a driver or CUDA says that the hardware is; it is called lost only where the scheduler says that it failed
+while the attempt was running, or so soon after the launcher's last word that it had not noticed yet.  job.json names the
+jobs of a chain, and as the run's job the one that runs or is next; a job of a chain whose run is done, or was stopped or
+cancelled by its user, ends at once and starts nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+import time
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.careful_files import Damaged, read_json, read_regular
+from hpcrl.errors import HpcrlError
+from hpcrl.launch.job import RunJob, finished, say
+from hpcrl.launch.scheduler import Allocation
+from hpcrl.plan import Host, Plan
+from hpcrl.report.file_tail import last_lines
+from hpcrl.report.metrics import last_records
+from hpcrl.run.exit_status import hardware_words
+from hpcrl.run.job_files import CANCEL, STATE, STOP, JobFile, JobState, read_job, replace_job
+from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir, write_atomic
+from hpcrl.run.summary import SUMMARY, read_summary
+
+HEADWAY = "headway.json"  #: in a run directory: where the last starts stood
+FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere
+RECENT = 20  #: records that an estimate looks back on
+SLACK = 15.0  #: seconds for everything but the step and the save
+
+
+def margin(rundir: RunDir, floor: float) -> float:
+    """Seconds before the time limit at which to stop: two steps, the slowest save, and slack; at least `floor`."""
+    rows = last_records(rundir.metrics_file, RECENT)
+    step = [row["perf/step_time"] for row in rows if "perf/step_time" in row]
+    save = [row["perf/save_time"] for row in rows if "perf/save_time" in row]
+    measured = 2 * statistics.median(step) + max(save, default=0.0) + SLACK if step else 0.0
+    return max(floor, measured)
+
+
+def position(root: Path) -> list[str]:
+    """What a job has saved so far: the tracker of every stage, and which stages are finished."""
+    found = []
+    for path in sorted(root.glob("**/latest_checkpointed_iteration.txt")):
+        with contextlib.suppress(OSError):
+            found.append(f"{path.relative_to(root)} {read_regular(path).decode(errors='replace').strip()}")
+    summaries = [
+        path for path in sorted(root.glob(f"**/{SUMMARY}")) if (last := read_summary(path.parent)) and last.finished
+    ]
+    return found + [str(path.relative_to(root)) for path in summaries]
+
+
+def check_headway(root: Path, restarts: int) -> None:
+    """Note where the job stands at this start; HpcrlError if the last FRUITLESS restarts stood at the same place.
+
+    A start by hand (restarts 0) begins the count anew.  A count that cannot be read or kept never ends a run: it begins
+    anew.
+    """
+    here = position(root)
+    seen = [*(_earlier_starts(root / HEADWAY) if restarts else []), here][-FRUITLESS - 1 :]
+    try:
+        write_atomic(root / HEADWAY, msgspec.json.encode(seen))
+    except HpcrlError as error:
+        say(f"note: {error}; restarts without a new checkpoint are not counted from here")
+    if len(seen) > FRUITLESS and all(place_in_chain == here for place_in_chain in seen):
+        raise HpcrlError(
+            f"{FRUITLESS} restarts without a new checkpoint: not started again by itself",
+            f"see the logs of the last attempts; then go on with hpcrl resume {root}",
+        )
+
+
+def _earlier_starts(file: Path) -> list[list[str]]:
+    """Where the starts before this one stood; [] where nothing can be read, as after a kill or with a full disk."""
+    try:
+        return read_json(file, list[list[str]])
+    except FileNotFoundError:
+        return []
+    except (OSError, Damaged) as error:
+        say(f"note: {file} cannot be read ({error}): restarts without a new checkpoint are counted from this one")
+        return []
+
+
+# ---- hosts that broke
+
+BROKEN = "broken-hosts.json"  #: in a run directory: host -> what was seen there
+LOOKED_AT = 200  #: lines at the end of a log
+
+
+def find_broken_host(rundir: RunDir, plan: Plan) -> tuple[str, str] | None:
+    """(host, what was seen) of the role that failed first in an attempt, if its error or the end of its log tell of
+    hardware."""
+    failure = rundir.failure()
+    places = {"trainer": plan.trainers, "engine": plan.engines}.get(failure.role if failure else "", ())
+    if failure is None or failure.index >= len(places):
+        return None
+    log = rundir.logs / f"{failure.role}-{failure.index}.log"
+    tail = b"\n".join(last_lines(log, LOOKED_AT)).decode(errors="replace") if log.exists() else ""
+    said = hardware_words(f"{failure.message}\n{tail}")
+    return (places[failure.index].host, said) if said else None
+
+
+def note_broken_host(root: Path, host: str, said: str) -> None:
+    """Remember it, for this run's later starts."""
+    when = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
+    write_atomic(root / BROKEN, msgspec.json.format(msgspec.json.encode({**_broken(root), host: f"{when} {said}"})))
+
+
+def broken_hosts(root: Path) -> list[str]:
+    """The hosts that the run has found broken."""
+    return list(_broken(root))
+
+
+def _broken(root: Path) -> dict[str, str]:
+    with contextlib.suppress(OSError, Damaged):
+        return read_json(root / BROKEN, dict[str, str])
+    return {}
+
+
+# ---- hosts that the scheduler lost
+
+#: seconds that a scheduler may take to notice a host's end: Slurm's SlurmdTimeout is 300 by default, 600 at some sites
+UNNOTICED = 900.0
+
+
+def last_attempt(job: RunJob) -> RunDir | None:
+    """Of the stage at work; None if it has not begun."""
+    stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
+    begun = stage is not None and (job.directory(stage) / "options.json").is_file()
+    return RunDir.latest(job.directory(stage)) if stage is not None and begun else None
+
+
+def correct_error(job: RunJob, why: str) -> None:
+    """Have the cause stand as the last attempt's error, which was seen by those who lost a peer."""
+    if (rundir := last_attempt(job)) is not None:
+        rundir.correct(why)
+
+
+def names_host(error: AttemptFailure, host: str) -> bool:
+    """Whether an error names this host, and not one whose name begins or ends so."""
+    return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", error.message) is not None
+
+
+def lost_hosts(rundir: RunDir | None, allocation: Allocation, until: float = float("inf")) -> dict[str, str]:
+    """host -> `host node1 was lost (what the scheduler says)`, of the hosts of an attempt that failed while it ran, or
+    after it and before `until` (unix time)."""
+    if rundir is None:
+        return {}
+    file = rundir.here / HOSTS
+    try:
+        since, hosts = file.stat().st_mtime, read_json(file, list[Host])
+    except (OSError, Damaged):
+        return {}  # it had no hosts yet
+    found = allocation.failed([host.name for host in hosts], since, until)
+    return {name: f"host {name} was lost ({said})" for name, said in found.items()}
+
+
+def explain_last_end(job: RunJob, allocation: Allocation) -> None:
+    """Where the launcher before us could not say how its attempt ended, have the host that was lost stand as its error.
+
+    It may have been on that host; or the scheduler, which was faster, has ended it with the others.
+    """
+    rundir, state = last_attempt(job), _state(job.root)
+    if rundir is None or state is None or state.phase in ("requeued", "finished", "cancelled"):
+        return
+    if state.phase in ("failed", "stopped") and allocation.restarts <= state.restarts:
+        return  # that was the end of its job, and it has seen to the words
+    try:
+        first = rundir.failure()
+    except HpcrlError:  # damaged
+        first = None
+    if state.phase == "stopped" and first is None:
+        return
+    lost = lost_hosts(rundir, allocation, state.time + UNNOTICED)
+    if not lost or (first and first.role == "launcher" and all(names_host(first, host) for host in lost)):
+        return
+    why = ", ".join(lost.values()) + (f" (first seen as: {first})" if first else "")
+    rundir.correct(why)
+    say(f"attempt {rundir.attempt} has ended: {why}")
+
+
+def _state(root: Path) -> JobState | None:
+    try:
+        return read_json(root / STATE, JobState)
+    except (OSError, Damaged):
+        return None
+
+
+# ---- a chain of jobs
+
+
+def later_jobs(record: JobFile) -> tuple[str, ...]:
+    """The jobs of the chain after the run's present one."""
+    ids = record.chain
+    return tuple(ids[ids.index(record.job_id) + 1 :]) if record.job_id in ids else ()
+
+
+def place_in_chain(record: JobFile, job_id: str) -> int:
+    """How many jobs of the chain come before this one; 0 for a job of no chain."""
+    return record.chain.index(job_id) if job_id in record.chain else 0
+
+
+def nothing_left_to_do(job: RunJob, job_id: str) -> str:
+    """Why this job of the chain has nothing to do, "" if it has; then it is the run's job from now on."""
+    record = read_job(job.root)
+    if not place_in_chain(record, job_id):
+        return ""
+    if all(finished(job.directory(stage)) for stage in job.recipe.stages):
+        return "the run is finished"
+    for name, why in ((STOP, "it was stopped with hpcrl stop"), (CANCEL, "it was cancelled")):
+        if (job.root / name).exists():
+            return f"{why}; hpcrl resume {job.root} goes on"
+    replace_job(job.root, msgspec.structs.replace(record, job_id=job_id))
+    return ""
+
+
+def hand_over(root: Path, job_id: str) -> str | None:
+    """Make the job after `job_id` the run's; its number, None where there is none."""
+    record = read_job(root)
+    following = later_jobs(msgspec.structs.replace(record, job_id=job_id))
+    if not following:
+        return None
+    replace_job(root, msgspec.structs.replace(record, job_id=following[0]))
+    return following[0]

@@ -1,1 +1,0 @@
-"""Who watches the launcher."""
