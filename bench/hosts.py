@@ -34,7 +34,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from hpcrl.doctor.cards import Card, share_cards  # noqa: E402
+from hpcrl.doctor.node_records import NodeRecord, share_records  # noqa: E402
 from hpcrl.doctor.node_reports import peers_of  # noqa: E402
 from hpcrl.launch.probe import HostReport, Network  # noqa: E402
 from hpcrl.run.rundir import RunDir, write_atomic  # noqa: E402
@@ -43,9 +43,9 @@ from hpcrl.slurm.srun import HetGroup, SrunHosts  # noqa: E402
 MEET = """
 import sys, time
 from pathlib import Path
-from hpcrl.doctor.cards import all_cards, leave_card
+from hpcrl.doctor.node_records import all_cards, leave_card
 from hpcrl.run.rundir import listed
-from hpcrl.doctor.cards import pause
+from hpcrl.doctor.node_records import pause
 directory, count = Path(sys.argv[1]), int(sys.argv[2])
 leave_card(directory, "n00000", 8)
 found = all_cards(directory, count, 60)
@@ -82,9 +82,9 @@ def calls(program: str, directory: Path, *words: object) -> int:
         return sum(str(directory) in line and " execve(" not in line and "<unfinished" not in line for line in out)
 
 
-def card(number: int) -> Card:
+def card(number: int) -> NodeRecord:
     networks = (Network("ib0", f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 8, 100_000),)
-    return Card(
+    return NodeRecord(
         HostReport(f"n{number:05}", f"n{number:05}", networks, True, time.time(), 64, 1 << 38),
         {networks[0].address: 4000},
         8,
@@ -106,7 +106,7 @@ def meeting(hosts: int) -> dict[str, float]:
             while not (directory / "n00000.json").exists():
                 time.sleep(0.02)
             begun = time.monotonic()
-            share_cards(directory, hosts, 60)
+            share_records(directory, hosts, 60)
             seconds.append(time.monotonic() - begun)
 
         sharing = threading.Thread(target=share)

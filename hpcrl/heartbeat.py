@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.careful_files import read_regular
+from hpcrl.untrusted_files import read_regular
 
 FOLDER = "HPCRL_HEARTBEATS"  #: environment variable: where the processes of a host write; absent: nobody watches
 EVERY = 3.0  #: seconds between two numbers

@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 #: the house from the ground up: a room (or a file of the ground floor) imports only what lies on floors below its own
 FLOORS = (
     {"__init__", "errors", "plain_text"},
-    {"careful_files", "findings", "shipped_files", "toolbox"},
+    {"untrusted_files", "findings", "shipped_files", "toolbox"},
     {"config", "heartbeat", "pickles", "processors", "sample", "token_frames"},
     {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
@@ -36,7 +36,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 HEAVY = {"torch", "vllm", "megatron", "transformers", "ray"}
 #: rooms that a login node uses, where nothing heavy is imported at the top of a file
 LIGHT = {
-    "careful_files",
+    "untrusted_files",
     "cli",
     "commands",
     "config",
@@ -64,15 +64,15 @@ LIGHT = {
     "toolbox",
 }
 MOST = 20  #: files in one room
-#: modules that read files past careful_files.py, and what they read: nothing that lies in a run directory, or that a
+#: modules that read files past untrusted_files.py, and what they read: nothing that lies in a run directory, or that a
 #: user names
 READERS = {
-    "careful_files.py": "the one reader",
+    "untrusted_files.py": "the one reader",
     "commands/submit.py": "/proc",
     "config/dataclass_fields.py": "the source of installed packages",
     "config/custom_functions.py": "the source of the user's functions, found by import",
     "doctor/packages.py": "the package's own source",
-    "doctor/storage.py": "/proc",
+    "doctor/directories.py": "/proc",
     "engine/receivers/disk.py": "safetensors files, as large as a model",
     "engine/cpu_build.py": "/proc",
     "heartbeat.py": "/proc",
@@ -81,7 +81,7 @@ READERS = {
     "model_files/torch_dist.py": "checkpoints, as large as a model",
     "processors.py": "/sys",
     "prompt_files/rows.py": "prompt files, read row by row",
-    "report/page/page.py": "the package's own template",
+    "report/html_page.py": "the package's own template",
     "rollout/grading/worker.py": "/proc",
     "run/rundir.py": "write_atomic",
     "run/exit_status.py": "/proc and /sys",
@@ -229,9 +229,9 @@ def reads(node: ast.AST) -> bool:
 
 
 def test_files_are_read_by_the_one_reader() -> None:
-    """What lies in a run directory may be a FIFO, a link or endless: `careful_files` reads it.  READERS is exact."""
+    """What lies in a run directory may be a FIFO, a link or endless: `untrusted_files` reads it.  READERS is exact."""
     found = {str(path.relative_to(ROOT)) for path in FILES if any(map(reads, nodes(path)))}
-    assert not found - set(READERS), "read files by hpcrl/careful_files.py"
+    assert not found - set(READERS), "read files by hpcrl/untrusted_files.py"
     assert not set(READERS) - found, "READERS names modules that read nothing"
 
 

@@ -22,12 +22,11 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, read_json
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
-from hpcrl.doctor import model_directory, packages, storage
+from hpcrl.doctor import directories, packages
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
 from hpcrl.errors import HpcrlError, UsageError, parts_of
 from hpcrl.findings import Finding, failed, last_line
@@ -48,6 +47,7 @@ from hpcrl.prompt_files import early_look
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.queued_job import JobKey
 from hpcrl.shipped_files import shipped
+from hpcrl.untrusted_files import Damaged, read_json
 
 HELP = """\
 usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]
@@ -161,12 +161,12 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     models = sorted({options.hf_checkpoint for options in case.stages if options.hf_checkpoint})
     several = request is None or sum(component.nodes for component in request.components) > 1
     found = [path for path in models if not Path(path).is_relative_to(case.directory)]
-    yield from storage.check_storage(
-        case.directory, several, max((model_directory.total(Path(path)) for path in found), default=0)
+    yield from directories.check_storage(
+        case.directory, several, max((directories.total(Path(path)) for path in found), default=0)
     )
     yield from _settings(case, request)
     for path in (path for path in found if Path(path).exists() or not case.sight().files):
-        yield from model_directory.check_model_directory(path)
+        yield from directories.check_model_directory(path)
     yield from early_look.findings(case.stages)
     yield from _begins_with(case)
     yield from _image(site)

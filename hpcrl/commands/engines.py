@@ -25,10 +25,9 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.engines.add import add_here, local_name, script_of, submit_added
 from hpcrl.launch.engines.standalone import PROGRAM, prepare
 from hpcrl.launch.site import SiteProfile, from_flags, saved_site
-from hpcrl.report.engine_table import engine_table
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import WORKING
-from hpcrl.report.status_text import shorten_path, strip_control
+from hpcrl.report.status_text import engine_table, shorten_path, strip_control
 from hpcrl.run.engine_files import EngineViews, read_views, request_removal
 from hpcrl.run.role import read_options, read_plan
 from hpcrl.run.rundir import RunDir

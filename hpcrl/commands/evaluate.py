@@ -18,7 +18,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpcrl.careful_files import as_given, read_regular
 from hpcrl.commands.plan import preview
 from hpcrl.commands.submit import OWN as SUBMIT
 from hpcrl.commands.submit import USAGE as SUBMIT_USAGE
@@ -35,6 +34,7 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.job import directory_of
 from hpcrl.report.metrics import read_metrics
 from hpcrl.run.rundir import TRACKER
+from hpcrl.untrusted_files import as_given, read_regular
 
 USAGE = """\
 usage: hpcrl eval RECIPE.toml [--load CHECKPOINT] [--option value ...] [--dry-run]

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.careful_files import as_given, open_regular
 from hpcrl.errors import UsageError
 from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.report.run_files import Run
@@ -21,6 +20,7 @@ from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
 from hpcrl.run.job_files import OVER
 from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.run.started_runs import is_run, known_runs
+from hpcrl.untrusted_files import as_given, open_regular
 
 if TYPE_CHECKING:
     import psutil

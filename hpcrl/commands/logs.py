@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.careful_files import count_of
 from hpcrl.commands.arguments import RUN, Parser
 from hpcrl.commands.find_run import Ending, Jobs, find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
+from hpcrl.untrusted_files import count_of
 
 ROLES = ("trainer", "engine", "rollout", "job")
 GLANCE = 0.3  #: seconds between looks at the files

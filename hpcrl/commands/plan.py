@@ -55,7 +55,7 @@ def plan(argv: list[str]) -> int:
     if len(words) + (arguments is not None) != 1:
         raise UsageError(f"{len(words)} recipes given", "name one: hpcrl plan RECIPE.toml [--hostfile FILE]")
     hosts = _hosts(own["hostfile"]) if "hostfile" in own else None
-    card = Card(own.get("gpu-memory", GPU), own.get("link-rate", LINK))
+    card = GpuCard(own.get("gpu-memory", GPU), own.get("link-rate", LINK))
     if arguments is None:
         show(load_recipe(words[0]), overrides, hosts, card)
         return 0
@@ -79,14 +79,14 @@ def _hosts(file: str) -> list[Host]:
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuCard:
     """One GPU: its memory in GiB, and the rate of its network link in Gb/s."""
 
     memory: float
     link: float
 
 
-def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, card: Card) -> None:
+def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, card: GpuCard) -> None:
     """Print the plan of every stage, the memory that it takes on such cards, and what a weight update moves."""
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
     refuse_settings(options, lambda o: hosts or local_hosts(o), packages=False)
@@ -99,7 +99,7 @@ def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None,
         print("\n".join(_estimates(resolved, made, card)) + "\n")
 
 
-def _estimates(options: Options, made: Plan, card: Card) -> list[str]:
+def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
     """Memory and weight updates, or why there is no estimate."""
     try:
         config = read_config(options.hf_checkpoint or "")

@@ -13,9 +13,9 @@ from hpcrl.commands.arguments import RUN, Parser
 from hpcrl.commands.find_run import find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
-from hpcrl.report.timeline.bill import as_numbers, rows, text
+from hpcrl.report.timeline.accounting import as_numbers, rows, text
+from hpcrl.report.timeline.reading import trace as trace_of
 from hpcrl.report.timeline.run_spending import Recorded, read_run, spending
-from hpcrl.report.timeline.trace import trace as trace_of
 from hpcrl.run.rundir import write_atomic
 
 
@@ -27,7 +27,7 @@ def report(argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write it (RUN/report.html); - for stdout")
     args = parser.parse_args(argv)
-    from hpcrl.report.page.page import page, recipe_text
+    from hpcrl.report.html_page import page, recipe_text
 
     run = find_run(args.run)
     html = page(run, look_at_run(run), read_run(run), recipe_text(run.root))

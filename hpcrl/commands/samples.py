@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcrl.careful_files import as_given
 from hpcrl.commands.arguments import RUN, Parser
 from hpcrl.commands.find_run import find_run
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run, StageFiles, load_json
 from hpcrl.report.status_text import on_terminal
+from hpcrl.untrusted_files import as_given
 
 if TYPE_CHECKING:
     import argparse
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 COUNT = 3
 
 
-class Place(NamedTuple):
+class StepSamples(NamedTuple):
     """Samples of one step of one stage.  name: as the user wrote it."""
 
     stage: StageFiles
@@ -109,7 +109,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 # ---- which samples
 
 
-def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: Path | None = None) -> Place:
+def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: Path | None = None) -> StepSamples:
     """The step `step`, by default the last, of the run.  UsageError says what there is.
 
     inside: a stage's directory that was named; else the last stage that has such samples.
@@ -120,7 +120,7 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
     found = {stage.name: steps_of(stage.root, held_out) for stage in stages}
     having = [stage for stage in stages if (step in found[stage.name] if step is not None else found[stage.name])]
     if having:
-        return Place(having[-1], found[having[-1].name][-1] if step is None else step, held_out, word)
+        return StepSamples(having[-1], found[having[-1].name][-1] if step is None else step, held_out, word)
     shown = strip_control(word)
     every = sorted({number for steps in found.values() for number in steps})
     if held_out is not None and not every:
@@ -163,7 +163,7 @@ def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]
             yield from _tokens(place, look)
 
 
-def _tokens(place: Place, look: Look) -> Iterator[Line]:
+def _tokens(place: StepSamples, look: Look) -> Iterator[Line]:
     from hpcrl.report.sample_records import read_tokens
     from hpcrl.report.sample_view import token_lines
 
@@ -200,7 +200,7 @@ def _two(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]
         yield from pair_lines(pair, names)
 
 
-def _named(run: Run, word: str, args: argparse.Namespace) -> Place:
+def _named(run: Run, word: str, args: argparse.Namespace) -> StepSamples:
     """What a word of --diff names: a step of the run, another run, or RUN:STEP."""
     if word.removeprefix("-").isdigit():
         place = _place(run, args.run, int(word), args.eval, _inside(args.run))

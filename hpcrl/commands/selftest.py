@@ -29,8 +29,7 @@ from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import write_atomic
 from hpcrl.selftest.here import CPU_RANKS, run_here
 from hpcrl.selftest.job import SelftestJob
-from hpcrl.selftest.registry import Check, choose_checks, find_checks
-from hpcrl.selftest.results import Results, report, table
+from hpcrl.selftest.registry import Check, Results, choose_checks, find_checks, report, table
 from hpcrl.selftest.whole_run import gpu_count
 from hpcrl.shipped_files import shipped
 

@@ -18,7 +18,7 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.rules.stage_flags import split_name, stage_flag
 from hpcrl.config.value_types import Kind
-from hpcrl.doctor.storage import file_system
+from hpcrl.doctor.directories import file_system
 from hpcrl.errors import UsageError
 from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_submit, load_scheduler
 from hpcrl.launch.site import FLAGS, from_flags

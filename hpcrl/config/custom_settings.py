@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.careful_files import read_given
 from hpcrl.errors import UsageError
+from hpcrl.untrusted_files import read_given
 
 
 def with_own_settings(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpcrl.careful_files import as_given, read_given
 from hpcrl.config.custom_functions import ours
 from hpcrl.config.custom_settings import with_own_settings
 from hpcrl.config.options import Options
@@ -35,6 +34,7 @@ from hpcrl.config.rules.stage_flags import flags_of, place_flags, split_name, sp
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
 from hpcrl.errors import UsageError, parts_of, raise_together
 from hpcrl.shipped_files import copy_hint
+from hpcrl.untrusted_files import as_given, read_given
 
 _STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are not options
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")

@@ -24,8 +24,7 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, read_json
-from hpcrl.doctor.cards import share_cards
+from hpcrl.doctor.node_records import share_records
 from hpcrl.doctor.node_reports import NodeReport, judge_reports
 from hpcrl.doctor.one_node import REPORT, UNSEEN
 from hpcrl.findings import Finding, failed, last_line
@@ -33,6 +32,7 @@ from hpcrl.launch.probe import HostReport
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end_descendants
 from hpcrl.run.rundir import listed, write_atomic
+from hpcrl.untrusted_files import Damaged, read_json
 
 LATE_FILES = 75.0  #: seconds to wait for the files of nodes that have ended well: more than any cache of absence keeps
 SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file system, and the all-reduce
@@ -79,7 +79,7 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
     end = time.monotonic() + seconds
     over = lambda: all(process.poll() is not None for process in running)  # noqa: E731
     sharing = threading.Thread(
-        target=share_cards, args=(directory, expected, min(job.seconds, seconds), over), daemon=True
+        target=share_records, args=(directory, expected, min(job.seconds, seconds), over), daemon=True
     )
     sharing.start()
     with ThreadPoolExecutor(len(running)) as pool:

@@ -3,7 +3,7 @@
     python -m hpcrl.doctor.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
 
 DIR is made and given a file `token` by whoever starts us.  Each node writes DIR/HOST.json with its ports, waits for
-those of all (hpcrl/doctor/cards.py), connects to them (of many, to some: `peers_of`), tells in DIR/HOST.done that it
+those of all (hpcrl/doctor/node_records.py), connects to them (of many, to some: `peers_of`), tells in DIR/HOST.done that it
 needs nobody's port any more, and leaves DIR/HOST.PID.report.  A node that does not see DIR says so in a line of its own
 (`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines, so nothing longer is ever read from it.
 
@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from hpcrl.doctor.cards import Card, all_cards, leave_card, pause
+from hpcrl.doctor.node_records import NodeRecord, all_records, leave_record, pause
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, peers_of
 from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
@@ -191,10 +191,10 @@ def meet(
     mine = msgspec.structs.replace(mine, port="" if ports.ports else ports.error, ranks=ranks)
     try:
         try:
-            leave_card(directory, mine.host, ranks, mine.base, ports.ports)
+            leave_record(directory, mine.host, ranks, mine.base, ports.ports)
         except (HpcrlError, OSError) as error:
             return msgspec.structs.replace(mine, wrote=getattr(error, "what", None) or str(error))
-        found = all_cards(directory, expect, seconds)
+        found = all_records(directory, expect, seconds)
         tried, offsets = connect(found, mine.host, interface)
         with contextlib.suppress(OSError):
             (directory / f"{mine.host}.done").touch()
@@ -210,7 +210,7 @@ def meet(
     return mine
 
 
-def connect(found: dict[str, Card], me: str, interface: str | None) -> tuple[dict[str, str], dict[str, Any]]:
+def connect(found: dict[str, NodeRecord], me: str, interface: str | None) -> tuple[dict[str, str], dict[str, Any]]:
     """(host -> why it was not reached, host -> clock) of `peers_of` us, or of ourselves if alone, on the network of
     all."""
     try:
@@ -232,7 +232,7 @@ def connect(found: dict[str, Card], me: str, interface: str | None) -> tuple[dic
 # ---- the trainer ranks
 
 
-def rank_environments(found: dict[str, Card], me: str, network: dict[str, Network]) -> list[dict[str, str]]:
+def rank_environments(found: dict[str, NodeRecord], me: str, network: dict[str, Network]) -> list[dict[str, str]]:
     """The variables of each of this host's ranks in one group over the hosts that have any, in the order of their
     names."""
     hosts = [host for host in sorted(found) if found[host].ranks]
@@ -250,7 +250,7 @@ def rank_environments(found: dict[str, Card], me: str, network: dict[str, Networ
 
 
 def add_up(
-    found: dict[str, Card], me: str, interface: str | None, directory: Path, seconds: float = 300.0
+    found: dict[str, NodeRecord], me: str, interface: str | None, directory: Path, seconds: float = 300.0
 ) -> tuple[Total | None, str]:
     """(what rank 0 measured, if it is here; why our ranks failed): one all-reduce over the ranks of all nodes."""
     try:

@@ -16,9 +16,9 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from hpcrl.careful_files import read_given_bytes
 from hpcrl.errors import UsageError
 from hpcrl.queue.auth import key_of_engine
+from hpcrl.untrusted_files import read_given_bytes
 
 KEY_FILE = "HPCRL_HTTP_KEY_FILE"
 ENGINE = "HPCRL_HTTP_KEY_ENGINE"  #: INDEX.LIFE

@@ -32,8 +32,7 @@ from hpcrl.launch.engines.restarter import EngineRestarter
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.file_tail import last_lines
-from hpcrl.report.timeline.names import ROLES
-from hpcrl.report.timeline.spans import role_timeline
+from hpcrl.report.timeline.spans import ROLES, role_timeline
 from hpcrl.run.engine_files import restart_limit
 from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended
 from hpcrl.run.gpu_environment import gpus_are_here

@@ -25,7 +25,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpcrl.careful_files import as_given, swappable_by_group
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_run_dir
@@ -44,8 +43,7 @@ from hpcrl.plan import Host, local_hosts
 from hpcrl.report.closing_line import closing_line, remarks, what_next
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import AGAIN, Progress
-from hpcrl.report.timeline.names import ATTEMPT, BEGINS, PREPARE
-from hpcrl.report.timeline.spans import Timeline, launcher_timeline
+from hpcrl.report.timeline.spans import ATTEMPT, BEGINS, PREPARE, Timeline, launcher_timeline
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STOP, JobStateFile, forget_old_requests, process_age
 from hpcrl.run.peers import TrainerPeer, find
@@ -55,6 +53,7 @@ from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.scratch import swept
 from hpcrl.run.started_runs import COPY, RecipeFile, read_recipe_file, remember, write_recipe_file
 from hpcrl.run.summary import read_summary
+from hpcrl.untrusted_files import as_given, swappable_by_group
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, read_json, read_regular
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.job import RunJob, finished, say
 from hpcrl.launch.scheduler import Allocation
@@ -29,6 +28,7 @@ from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.job_files import CANCEL, STATE, STOP, JobFile, JobState, read_job, replace_job
 from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, read_summary
+from hpcrl.untrusted_files import Damaged, read_json, read_regular
 
 HEADWAY = "headway.json"  #: in a run directory: where the last starts stood
 FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere

@@ -25,7 +25,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hpcrl.careful_files import read_given
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.setting_names import nearest, spell
 from hpcrl.config.value_types import Kind
@@ -33,6 +32,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.container import Container
 from hpcrl.launch.scheduler_names import DEFAULT, find_scheduler
 from hpcrl.shipped_files import shipped
+from hpcrl.untrusted_files import read_given
 
 #: `<your account>`: what an example leaves to its reader
 PLACEHOLDER = re.compile(r"<[A-Za-z](?:[A-Za-z0-9 ,.'_-]*[A-Za-z0-9])?>")

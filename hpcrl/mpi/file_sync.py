@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from hpcrl.careful_files import read_regular
 from hpcrl.errors import PeerError
 from hpcrl.run.rundir import ERROR, OVER, RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, summary_of
+from hpcrl.untrusted_files import read_regular
 
 ALLOWED = ("attempts", "keys", "options.json", SUMMARY)
 

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import hostlist
 
-from hpcrl.careful_files import read_given
 from hpcrl.errors import UsageError
 from hpcrl.plan import Host
 from hpcrl.shipped_files import copy_hint
+from hpcrl.untrusted_files import read_given
 
 MAX_HOSTS, MAX_SLOTS = 65536, 4096
 BLANKS = " \t"

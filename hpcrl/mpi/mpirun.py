@@ -24,7 +24,6 @@ from typing import Any
 
 import psutil
 
-from hpcrl.careful_files import Damaged, read_given, read_json
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError
@@ -45,6 +44,7 @@ from hpcrl.run.job_files import STATE, JobState, process_age, write_state
 from hpcrl.run.process import PARENT, end
 from hpcrl.run.scratch import scratch, sweep
 from hpcrl.shipped_files import shipped
+from hpcrl.untrusted_files import Damaged, read_given, read_json
 
 GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
 #: variables that every host gets as they are here, and how the names of others begin

@@ -30,9 +30,9 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
-from hpcrl.careful_files import read_regular
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.untrusted_files import read_regular
 
 ZAP_DOMAIN = b"hpcrl.queue"
 HTTP_KEY = "http.key"

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpcrl.careful_files import Damaged, open_regular, parse_json
 from hpcrl.errors import HpcrlError
 from hpcrl.report.file_tail import FARTHEST, last_lines
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
+from hpcrl.untrusted_files import Damaged, open_regular, parse_json
 
 GONE = "what stood there is gone; samples/, tensorboard/ and checkpoints/ have their own record"
 

@@ -13,16 +13,16 @@ from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hpcrl.plain_text import strip_control
-from hpcrl.report.awaited import awaited
 from hpcrl.report.eta import step_rows
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.metrics import parse_record
+from hpcrl.report.run_status import awaited
 from hpcrl.report.status_text import on_terminal
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.rundir import RunDir
 
 if TYPE_CHECKING:
-    from hpcrl.report.terminal import Bar
+    from hpcrl.report.terminal import ProgressBar
 
 EVERY = 15.0  #: seconds between lines where there is no terminal
 AGAIN = 30.0  #: seconds after which what is still waited for is said again there
@@ -85,7 +85,7 @@ class Progress:
             self.done = max(self.done, trainer.start)
         self._awaits = "" if self.latest else awaited(self.rundir)
 
-    def _draw(self, bar: Bar) -> None:
+    def _draw(self, bar: ProgressBar) -> None:
         phase = "" if self._working else " (starting)"
         if self.total and self.done >= self.total and not self._closed:
             phase = " (ending)"  # the last save and evaluation, and the end of every process
@@ -175,13 +175,13 @@ def track(items: Iterable[Item], total: int, title: str, unit: str) -> Generator
             meter.add(1)
 
 
-def _bar(title: str, total: int | None, size: bool = False) -> Bar | None:
+def _bar(title: str, total: int | None, size: bool = False) -> ProgressBar | None:
     """A bar on stderr; None if it is no terminal."""
     if not on_terminal(sys.stderr):
         return None
-    from hpcrl.report.terminal import Bar
+    from hpcrl.report.terminal import ProgressBar
 
-    return Bar(sys.stderr, title, total, size)
+    return ProgressBar(sys.stderr, title, total, size)
 
 
 def _print_line(text: str, passed: float) -> None:

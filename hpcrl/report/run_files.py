@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, count_of, open_regular, read_json, read_regular
 from hpcrl.report.metrics import last_records, parse_record
 from hpcrl.run.engine_files import VIEW, EngineViews
 from hpcrl.run.job_files import JOB, STATE, JobFile, JobState
@@ -24,6 +23,7 @@ from hpcrl.run.peers import TrainerPeer, peer_file
 from hpcrl.run.rundir import ERROR, AttemptFailure
 from hpcrl.run.started_runs import COPY, RECIPE, RecipeFile
 from hpcrl.run.summary import SUMMARY, Summary
+from hpcrl.untrusted_files import Damaged, count_of, open_regular, read_json, read_regular
 
 T = TypeVar("T")
 

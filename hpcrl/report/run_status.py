@@ -11,18 +11,21 @@ newer than the job that is in the queue now.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import msgspec
 
-from hpcrl.report.awaited import awaited
+from hpcrl.errors import HpcrlError
 from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_rows, step_time
 from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.run.engine_files import EngineView
 from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, JobState
+from hpcrl.run.peers import EnginePeer, StorePeer, TrainerPeer, peer_file
 from hpcrl.run.queued_job import QueuedJob
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import RunDir, listed
+from hpcrl.untrusted_files import Damaged, read_json
 
 FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
 SKEW = 30.0  #: seconds by which the clocks of hosts may differ
@@ -257,3 +260,32 @@ def span(seconds: float) -> str:
             first, rest = divmod(whole, size)
             return f"{first} {unit}" + (f" {rest // small} {lower}" if rest // small else "")
     return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+
+
+# ---- what a starting run waits for
+
+_ENGINE = re.compile(rf"{EnginePeer.role}-(\d+)\.")
+
+
+class _Plan(msgspec.Struct):
+    """What counts here of an attempt's plan."""
+
+    trainers: list[Any] = []
+    engines: list[Any] = []
+
+
+def awaited(rundir: RunDir) -> str:
+    """`waiting for engines, 1 of 4 up`; of an attempt that is up `first step`, which it is until a step is logged."""
+    try:
+        plan = read_json(rundir.plan_file, _Plan, strict=False)
+        names = listed(rundir.here / "peers")
+    except (OSError, Damaged, HpcrlError):
+        return "looking for hosts"
+    if peer_file(rundir.here, TrainerPeer, 0).name in names:
+        return "first step"
+    if plan.trainers and peer_file(rundir.here, StorePeer, 0).name not in names:
+        return "starting processes"
+    up = len({match[1] for name in names if (match := _ENGINE.match(name))})
+    if up < len(plan.engines):
+        return f"waiting for engines, {up} of {len(plan.engines)} up"
+    return "loading the model" if plan.trainers else "loading the prompts"

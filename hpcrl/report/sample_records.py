@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from hpcrl.careful_files import open_regular
 from hpcrl.run.rundir import write_atomic
+from hpcrl.untrusted_files import open_regular
 
 T = TypeVar("T")
 

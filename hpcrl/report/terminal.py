@@ -110,7 +110,7 @@ class _BarAndNumbers(Progress):
             yield Padding(Text(self.numbers), (0, 0, 0, 2), expand=False)
 
 
-class Bar:
+class ProgressBar:
     """One bar on a terminal: title, how many of how many, the time that has passed and the time that is left.
 
     total: None if it is not known; size: whether what is counted are bytes.  It draws when it is told to, and has no

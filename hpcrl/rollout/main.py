@@ -23,8 +23,7 @@ from hpcrl.errors import DataError, HpcrlError
 from hpcrl.handover import Event
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.server import QueueServer
-from hpcrl.report.timeline.names import MAKE, REQUESTS
-from hpcrl.report.timeline.spans import role_timeline
+from hpcrl.report.timeline.spans import MAKE, REQUESTS, role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.concurrency_limit import read_metrics

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from hpcrl.careful_files import SAMPLES, read_given_bytes
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError
 from hpcrl.queue.share_format import Share, WireError, decode, encode
@@ -32,6 +31,7 @@ from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.sample import STATUSES, Sample, SampleBatch
+from hpcrl.untrusted_files import SAMPLES, read_given_bytes
 
 MAGIC = b"HPCRLRO1"
 FRAMES = 64  #: at most

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import HpcrlError
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
+from hpcrl.untrusted_files import Damaged, read_json
 
 if TYPE_CHECKING:  # both need pydantic, which `hpcrl status` does without
     from hpcrl.config.options import Options

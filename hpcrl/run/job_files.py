@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.run.rundir import write_atomic
+from hpcrl.untrusted_files import Damaged, read_json
 
 STATE = "state.json"  #: its name in a run directory
 BEAT = 10.0

@@ -13,9 +13,9 @@ from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir, listed, write_atomic
+from hpcrl.untrusted_files import Damaged, read_json
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 HostName = Annotated[str, msgspec.Meta(min_length=1)]

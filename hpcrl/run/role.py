@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hpcrl.careful_files import Damaged, read_json, read_regular
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.heartbeat import beating
@@ -26,6 +25,7 @@ from hpcrl.run.engine_files import is_added, with_added
 from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.storage_errors import WORDS, describe, remedy
+from hpcrl.untrusted_files import Damaged, read_json, read_regular
 
 ERROR_LINE = re.compile(rb"\d\d:\d\d:\d\d error: (.+)")  #: in a role's log, as `act` says it
 LAST_WORDS = 20  #: lines of it in which that is looked for: what it started may have said something after it

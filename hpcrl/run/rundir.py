@@ -41,9 +41,9 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, as_given, count_of, make_parents, read_json, swappable, touch
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
+from hpcrl.untrusted_files import Damaged, as_given, count_of, make_parents, read_json, swappable, touch
 
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, open_regular, read_json
+from hpcrl.untrusted_files import Damaged, open_regular, read_json
 
 PREFIX = "hpcrl-"
 LOCK = ".lives"

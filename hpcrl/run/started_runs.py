@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, as_given, read_json
 from hpcrl.errors import UsageError
 from hpcrl.run.rundir import write_atomic
+from hpcrl.untrusted_files import Damaged, as_given, read_json
 
 #: the names in a run directory
 RECIPE = "recipe.json"

@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, read_json, touch
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import OVER, RunDir, listed, write_atomic
+from hpcrl.untrusted_files import Damaged, read_json, touch
 
 SUMMARY = "summary.json"  #: its name in a stage's directory
 

@@ -20,8 +20,7 @@ from hpcrl.findings import last_line
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, end
-from hpcrl.selftest.registry import Check, Outcome, try_check
-from hpcrl.selftest.results import Results
+from hpcrl.selftest.registry import Check, Outcome, Results, try_check
 from hpcrl.selftest.whole_run import gpu_count
 
 LONG = 600.0  #: seconds for the checks that one set of processes makes

@@ -21,15 +21,14 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.careful_files import read_json
-from hpcrl.doctor.cards import all_cards, leave_card, share_cards
+from hpcrl.doctor.node_records import all_records, leave_record, share_records
 from hpcrl.doctor.one_node import rank_environments
 from hpcrl.errors import DeadlineError
 from hpcrl.launch.probe import choose
 from hpcrl.run.process import die_with_parent, end_descendants
 from hpcrl.selftest.here import start, watch
-from hpcrl.selftest.registry import Outcome, choose_checks, find_checks
-from hpcrl.selftest.results import Results
+from hpcrl.selftest.registry import Outcome, Results, choose_checks, find_checks
+from hpcrl.untrusted_files import read_json
 
 MEET = 120.0  #: seconds for all hosts to have left their cards
 LONG = 900.0  #: seconds for one step
@@ -54,7 +53,7 @@ def batch(directory: Path) -> int:
         if job.hosts > 1 and together:
             results.clear(together)
             (directory / "hosts").mkdir(exist_ok=True)
-            sharing = threading.Thread(target=share_cards, args=(directory / "hosts", job.hosts, MEET), daemon=True)
+            sharing = threading.Thread(target=share_records, args=(directory / "hosts", job.hosts, MEET), daemon=True)
             sharing.start()
             status = _step([*step, "selftest", str(directory)])
             _note_missing(results, together, status)
@@ -90,8 +89,8 @@ def host(directory: Path, name: str) -> int:
     chosen = choose_checks(job.only, find_checks())
     names = [each for each, check in chosen.items() if check.runs == "ranks"]
     hosts = directory / "hosts"
-    leave_card(hosts, name, job.ranks)
-    found = all_cards(hosts, job.hosts, MEET)
+    leave_record(hosts, name, job.ranks)
+    found = all_records(hosts, job.hosts, MEET)
     if len(found) < job.hosts:
         raise DeadlineError(
             f"{len(found)} of {job.hosts} hosts have left a card in {hosts} within {MEET:.0f} s: {sorted(found)}"

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hpcrl.run.process import PARENT, die_with_parent
-from hpcrl.selftest.registry import Check, Outcome, Place, choose_checks, find_checks, try_check
-from hpcrl.selftest.results import Results
+from hpcrl.selftest.registry import Check, CheckContext, Outcome, Results, choose_checks, find_checks, try_check
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,7 @@ DEADLINE = 180.0  #: seconds that a collective may wait for the slowest rank
 LONGEST = 4096  #: bytes that a rank says of a check
 
 
-def gather(mine: Outcome, place: Place) -> Outcome:
+def gather(mine: Outcome, place: CheckContext) -> Outcome:
     """Rank 0's own, or the first that failed."""
     import torch
     import torch.distributed as dist
@@ -44,7 +43,7 @@ def gather(mine: Outcome, place: Place) -> Outcome:
     return next((outcome for outcome in found if outcome.result == "failed"), found[0])
 
 
-def run_checks(chosen: dict[str, Check], place: Place, results: Results, together: bool) -> None:
+def run_checks(chosen: dict[str, Check], place: CheckContext, results: Results, together: bool) -> None:
     """One after another; each has a directory of its own."""
     for name, check in chosen.items():
         if place.rank == 0:
@@ -85,7 +84,7 @@ def each_alone(chosen: dict[str, Check], results: Results, directory: Path) -> i
 
     alone()
     if len(chosen) == 1:
-        run_checks(chosen, Place(0, 1, device_alone(), directory), results, together=False)
+        run_checks(chosen, CheckContext(0, 1, device_alone(), directory), results, together=False)
         return 0
     device = device_alone()
     with contextlib.suppress(ImportError):  # the checks that need it say so
@@ -94,7 +93,7 @@ def each_alone(chosen: dict[str, Check], results: Results, directory: Path) -> i
         if (pid := os.fork()) == 0:
             os.environ.pop(PARENT, None)
             die_with_parent()
-            run_checks({name: check}, Place(0, 1, device, directory), results, together=False)
+            run_checks({name: check}, CheckContext(0, 1, device, directory), results, together=False)
             os._exit(0)
         if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
             return status if status > 0 else 128 - status
@@ -120,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     from hpcrl.trainer.start.network_speed import join
 
     device = join(DEADLINE, args.port_file)
-    place = Place(dist.get_rank(), dist.get_world_size(), device, args.directory, args.hosts, args.link)
+    place = CheckContext(dist.get_rank(), dist.get_world_size(), device, args.directory, args.hosts, args.link)
     try:
         run_checks(chosen, place, results, together=True)
         dist.barrier()  # rank 0 holds the store: nobody leaves before everybody is done

@@ -1,24 +1,32 @@
-"""What the self-test checks: a file of hpcrl/selftest/checks/ is a check, named as the file is.
+"""What the self-test checks (a file of hpcrl/selftest/checks/ is a check, named as the file is) and what it has found so far, a
+file a check in its directory.
 
-Each has a `CHECK`, and what it does beside it.  Invariants: to list them imports no torch; a check says passed, failed
-or skipped with the reason, and an error in it is its failure, never the end of the others.
+Each check has a `CHECK`, and its code next to it.  Invariants: listing them imports no torch; a check says passed, failed or
+skipped with the reason, and an error in it is its failure, never the end of the others.  A result is on disk as soon as it
+is known, whole or not at all, so that an interrupted self-test resumes with what it lacks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
 import pkgutil
+import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.run.rundir import write_atomic
 from hpcrl.selftest import checks
+from hpcrl.untrusted_files import Damaged, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +49,7 @@ class Skip(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckContext:
     """Where a check runs.  device: this rank's; directory: shared by all ranks, empty at first; link: bytes a second
     that the network between the hosts can carry one way, None if its driver does not say; hosts: how many take part."""
 
@@ -99,3 +107,81 @@ def try_check(check: Check, subject: Any) -> Outcome:
             "failed", f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         )
     return msgspec.structs.replace(found, seconds=round(time.monotonic() - begun, 2))
+
+
+# ---- results, kept on disk
+
+PACKAGES = ("hpcrl", "torch", "megatron-core", "vllm", "transformers", "transformer-engine", "numpy")
+
+
+class Results:
+    """DIR/results/NAME.json of each check that has ended, and DIR/started/NAME of each that has begun."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        for name in ("results", "started", "logs"):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+
+    def begin(self, name: str) -> None:
+        (self.directory / "started" / name).touch()
+
+    def write(self, name: str, outcome: Outcome) -> None:
+        write_atomic(self.directory / "results" / f"{name}.json", msgspec.json.encode(outcome))
+
+    def read(self) -> dict[str, Outcome]:
+        found = {}
+        for file in (self.directory / "results").glob("*.json"):
+            with contextlib.suppress(OSError, Damaged):
+                found[file.stem] = read_json(file, Outcome)
+        return found
+
+    def interrupted(self, names: Iterable[str]) -> str | None:
+        """The check of `names` that began and has no result: what its process died in."""
+        ended = self.read()
+        return next(
+            (name for name in names if name not in ended and (self.directory / "started" / name).exists()), None
+        )
+
+    def hosts(self) -> list[str]:
+        """Those that met in it, where there were several."""
+        return sorted(file.stem for file in (self.directory / "hosts").glob("*.json"))
+
+    def clear(self, names: Iterable[str]) -> None:
+        """Forget that these began."""
+        for name in names:
+            (self.directory / "started" / name).unlink(missing_ok=True)
+
+
+def table(every: Mapping[str, Check], found: Mapping[str, Outcome]) -> str:
+    """One line a check: what came of it, its name, what it says; then how many of each."""
+    rows = []
+    for name in every:
+        outcome = found.get(name)
+        if outcome is None:
+            rows.append(f"{'not run':8} {name}")
+        else:
+            rows.append(f"{outcome.result:8} {name:16} {outcome.said} ({outcome.seconds:.0f} s)")
+    counts = [f"{sum(o.result == kind for o in found.values())} {kind}" for kind in ("passed", "failed", "skipped")]
+    return "\n".join([*rows, ", ".join(counts)])
+
+
+def report(every: Mapping[str, Check], found: Mapping[str, Outcome], hosts: list[str]) -> bytes:
+    """The JSON file: versions, machine, and each check with what holds if it passes."""
+    packages = {name: shown for name in PACKAGES if (shown := version(name))}
+    rows = {
+        name: {"holds": check.title, **(msgspec.to_builtins(found[name]) if name in found else {"result": "not run"})}
+        for name, check in every.items()
+    }
+    return msgspec.json.format(
+        msgspec.json.encode(
+            {
+                "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "python": platform.python_version(),
+                "machine": platform.machine(),
+                "cpus": len(os.sched_getaffinity(0)),
+                "hosts": hosts,
+                "packages": packages,
+                "checks": rows,
+            }
+        )
+    )

@@ -22,10 +22,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpcrl.careful_files import read_given, read_regular
 from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.slime.sandbox import LANDLOCK_WITH_NETWORK, UNCONFINED
+from hpcrl.untrusted_files import read_given, read_regular
 
 HERE = Path(__file__).parent
 SECONDS = 30.0  #: that a script may take

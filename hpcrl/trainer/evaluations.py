@@ -13,8 +13,7 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.report.metrics import MetricsLog
-from hpcrl.report.timeline.names import EVALUATE
-from hpcrl.report.timeline.spans import Timeline
+from hpcrl.report.timeline.spans import EVALUATE, Timeline
 from hpcrl.trainer.loop_schedule import evaluates_beside, last_evaluation
 
 #: asks the rollout process; every rank gets the answer

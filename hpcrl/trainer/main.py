@@ -22,8 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hpcrl.queue.messages import UNFINISHED
-from hpcrl.report.timeline.names import LOGPROBS, PAUSED, READY, SAVE, SAVED, STEP, TRAIN, UPDATE, WAIT
-from hpcrl.report.timeline.spans import Timeline, trainer_timeline
+from hpcrl.report.timeline.spans import (
+    LOGPROBS,
+    PAUSED,
+    READY,
+    SAVE,
+    SAVED,
+    STEP,
+    TRAIN,
+    UPDATE,
+    WAIT,
+    Timeline,
+    trainer_timeline,
+)
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say

@@ -16,21 +16,20 @@ from typing import Any, Literal
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.queue.auth import http_key
 from hpcrl.queue.client import Late, QueueClient
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.share_format import Share
 from hpcrl.report.metrics import MetricsLog
-from hpcrl.report.timeline.names import READY, STEP
-from hpcrl.report.timeline.spans import role_timeline
+from hpcrl.report.timeline.spans import READY, STEP, role_timeline
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.run.summary import Summary, write_summary
+from hpcrl.untrusted_files import Damaged, read_json
 from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine, QueueRoster
 from hpcrl.weights.engine_http import Address
 

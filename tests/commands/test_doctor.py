@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpcrl.commands import doctor
-from hpcrl.doctor import model_directory, one_node, packages, storage
+from hpcrl.doctor import directories, one_node, packages
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, gather, without_directory
-from hpcrl.doctor.cards import Cards, all_cards, leave_card, share_cards
+from hpcrl.doctor.node_records import NodeRecords, all_records, leave_record, share_records
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
 from hpcrl.doctor.one_node import UNSEEN, parse_gpus
 from hpcrl.findings import Finding, last_line, size
@@ -272,7 +272,7 @@ nfs:/h /my\\040home nfs4 rw 0 0
     ],
 )
 def test_the_mount_of_a_directory_is_found(path: str, expected: tuple[str, str]) -> None:
-    assert storage.mount_of(Path(path), MOUNTS) == expected
+    assert directories.mount_of(Path(path), MOUNTS) == expected
 
 
 @pytest.mark.parametrize(
@@ -286,25 +286,25 @@ def test_the_mount_of_a_directory_is_found(path: str, expected: tuple[str, str])
     ],
 )
 def test_a_file_system_of_one_node_is_noticed(path: str, several: bool, level: str) -> None:
-    assert storage.file_system(Path(path), MOUNTS, several).level == level
+    assert directories.file_system(Path(path), MOUNTS, several).level == level
 
 
 def test_tmp_is_suspected_even_on_a_shared_root() -> None:
-    assert storage.file_system(Path("/tmp/x"), "fs / lustre rw 0 0", True).level == "warn"
+    assert directories.file_system(Path("/tmp/x"), "fs / lustre rw 0 0", True).level == "warn"
 
 
 @pytest.mark.parametrize(("free", "level"), [(100, "ok"), (15, "warn"), (6, "fail")])
 def test_room_is_counted_in_checkpoints(free: int, level: str) -> None:
     stat = os.statvfs_result((4096, 1 << 30, 0, 0, free, 0, 0, 0, 0, 255))
-    assert storage.room(stat, Path("/w"), 1 << 30).level == level
+    assert directories.room(stat, Path("/w"), 1 << 30).level == level
 
 
 def test_nothing_stays_behind_where_a_run_would_lie(tmp_path: Path) -> None:
-    found = [*storage.check_storage(tmp_path / "new" / "run", several=False)]
+    found = [*directories.check_storage(tmp_path / "new" / "run", several=False)]
     assert bad(found) == [] and not any(tmp_path.iterdir())
     (tmp_path / "file").touch()
-    assert "is no directory" in bad([*storage.check_storage(tmp_path / "file" / "run", several=False)])[0]
-    assert "is not writable" in bad([*storage.check_storage(Path("/proc/none"), several=False)])[0]
+    assert "is no directory" in bad([*directories.check_storage(tmp_path / "file" / "run", several=False)])[0]
+    assert "is not writable" in bad([*directories.check_storage(Path("/proc/none"), several=False)])[0]
 
 
 # ---- packages
@@ -355,11 +355,11 @@ def test_a_file_that_was_cut_anywhere_is_noticed(tmp_path: Path, cut: int) -> No
     file = tmp_path / "model.safetensors"
     safetensors(file)
     whole = file.read_bytes()
-    assert model_directory.flaw(file) == ""
+    assert directories.flaw(file) == ""
     file.write_bytes(whole[: cut % len(whole)])
-    assert model_directory.flaw(file) != ""
+    assert directories.flaw(file) != ""
     file.write_bytes(whole + b"x")
-    assert model_directory.flaw(file) == f"{file} cannot be read: incomplete metadata, file not fully covered"
+    assert directories.flaw(file) == f"{file} cannot be read: incomplete metadata, file not fully covered"
 
 
 @pytest.mark.parametrize(
@@ -367,29 +367,26 @@ def test_a_file_that_was_cut_anywhere_is_noticed(tmp_path: Path, cut: int) -> No
 )
 def test_a_file_that_is_something_else_is_noticed(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x").write_bytes(data)
-    assert model_directory.flaw(tmp_path / "x").startswith(f"{tmp_path / 'x'} cannot be read: ")
+    assert directories.flaw(tmp_path / "x").startswith(f"{tmp_path / 'x'} cannot be read: ")
 
 
 def test_every_part_of_a_model_must_be_there(tmp_path: Path) -> None:
-    assert bad([*model_directory.check_model_directory(str(tmp_path))]) == [
+    assert bad([*directories.check_model_directory(str(tmp_path))]) == [
         f"fail  --hf-checkpoint {tmp_path}: no config.json there; name a Hugging Face model directory"
     ]
-    assert "model.safetensors is not there" in bad(model_directory.files(tmp_path))[0]
+    assert "model.safetensors is not there" in bad(directories.files(tmp_path))[0]
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}))
     safetensors(tmp_path / "1.safetensors")
-    [line] = bad(model_directory.files(tmp_path))
+    [line] = bad(directories.files(tmp_path))
     assert "2.safetensors is not there" in line
     safetensors(tmp_path / "2.safetensors")
     assert (
-        bad(model_directory.files(tmp_path)) == []
-        and model_directory.total(tmp_path) == 2 * (tmp_path / "1.safetensors").stat().st_size
+        bad(directories.files(tmp_path)) == []
+        and directories.total(tmp_path) == 2 * (tmp_path / "1.safetensors").stat().st_size
     )
     index.write_text("{}")
-    assert (
-        "is not an index of safetensors" in bad(model_directory.files(tmp_path))[0]
-        and model_directory.total(tmp_path) == 0
-    )
+    assert "is not an index of safetensors" in bad(directories.files(tmp_path))[0] and directories.total(tmp_path) == 0
 
 
 # ---- what the nodes say
@@ -591,21 +588,21 @@ def test_connections_grow_with_n_log_n_and_reach_everybody(count: int) -> None:
 
 
 def test_a_card_is_read_once(tmp_path: Path) -> None:
-    cards = Cards(tmp_path)
-    leave_card(tmp_path, "n1", 2)
+    cards = NodeRecords(tmp_path)
+    leave_record(tmp_path, "n1", 2)
     (tmp_path / "n2.json").write_text("{")
     assert [*cards.look()] == ["n1"]
     (tmp_path / "n1.json").unlink()
-    leave_card(tmp_path, "n3", 0)
+    leave_record(tmp_path, "n3", 0)
     assert [*cards.look()] == ["n1", "n3"]
 
 
 @pytest.mark.parametrize("came", [2, 3])
 def test_all_cards_come_in_one_file_and_those_that_did_not_come_are_missing(tmp_path: Path, came: int) -> None:
     for number in range(came):
-        leave_card(tmp_path, f"n{number}", number)
-    share_cards(tmp_path, 3, 0.3)
-    found = all_cards(tmp_path, 3, 0.0)
+        leave_record(tmp_path, f"n{number}", number)
+    share_records(tmp_path, 3, 0.3)
+    found = all_records(tmp_path, 3, 0.0)
     assert sorted(found) == [f"n{number}" for number in range(came)] and found["n1"].ranks == 1
 
 

@@ -14,17 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.careful_files import Damaged, count_of, open_regular, parse_json, read_json, read_regular, touch
 from hpcrl.cli import main
 from hpcrl.commands.stop import stop
 from hpcrl.doctor.all_nodes import REPORT, gather
-from hpcrl.doctor.cards import ALL, Cards, all_cards
+from hpcrl.doctor.node_records import ALL, NodeRecords, all_records
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.probe import read_report
 from hpcrl.launch.restarts import broken_hosts, check_headway, position
 from hpcrl.plain_text import strip_control
 from hpcrl.queue.auth import http_key
-from hpcrl.report.page.page import recipe_text
+from hpcrl.report.html_page import recipe_text
 from hpcrl.report.run_files import StageFiles
 from hpcrl.report.timeline.reading import read_tracks
 from hpcrl.report.timeline.run_spending import hosts_of
@@ -32,7 +31,8 @@ from hpcrl.run.engine_files import EngineReports, read_views
 from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import RunDir
-from hpcrl.selftest.results import Results
+from hpcrl.selftest.registry import Results
+from hpcrl.untrusted_files import Damaged, count_of, open_regular, parse_json, read_json, read_regular, touch
 from tests.support.ledger_account import account
 
 DEEP = "[" * 200_000
@@ -152,8 +152,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "timeline/trainer-0.jsonl": lambda root: read_tracks(root / "timeline/trainer-0.jsonl", 0),
     "results/loss.json": lambda root: Results(root).read(),
     f"a{REPORT}": lambda root: gather(root, 1, 0.0),
-    "cards/a.json": lambda root: Cards(root / "cards").look(),
-    f"cards/{ALL}": lambda root: all_cards(root / "cards", 1, 0.0),
+    "cards/a.json": lambda root: NodeRecords(root / "cards").look(),
+    f"cards/{ALL}": lambda root: all_records(root / "cards", 1, 0.0),
     "keys/http.key": lambda root: http_key(RunDir(root, 0), 0),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.convert import to_fp8
-from hpcrl.doctor.model_directory import check_model_directory
+from hpcrl.doctor.directories import check_model_directory
 from hpcrl.errors import DataError
 from hpcrl.model_files.config_json import read_config, read_object, write_config
 from hpcrl.rollout.prompts.tokenizer import Tokenizer

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 
-from hpcrl.careful_files import read_json
 from hpcrl.errors import HpcrlError
 from hpcrl.mpi import exit_status_relay, mpirun
 from hpcrl.mpi.host_rank import HostRank
@@ -21,6 +20,7 @@ from hpcrl.mpi.placement import Placement, RankPlace
 from hpcrl.run.job_files import JobState, write_state
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import RecipeFile, write_recipe_file
+from hpcrl.untrusted_files import read_json
 
 pytestmark = pytest.mark.process
 

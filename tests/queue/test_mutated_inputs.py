@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcrl.careful_files import Damaged, parse_json, read_json
 from hpcrl.errors import HpcrlError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue import messages
@@ -27,6 +26,7 @@ from hpcrl.report.metrics import parse_record
 from hpcrl.run.job_files import JobState
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import AttemptFailure, RunDir
+from hpcrl.untrusted_files import Damaged, parse_json, read_json
 from tests.support.shares import share
 
 COUNT = int(os.environ.get("HPCRL_MUTATIONS", "300"))

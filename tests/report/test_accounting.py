@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from hpcrl.plan import Host, Location, Plan
 from hpcrl.report.run_files import Run
 from hpcrl.report.timeline.accounting import HOUR, AttemptSpent, Owner, Spent, costs, divide
-from hpcrl.report.timeline.names import (
+from hpcrl.report.timeline.reading import Span, Track
+from hpcrl.report.timeline.run_spending import Recorded, lost_from, read_run, spending
+from hpcrl.report.timeline.spans import (
     ATTEMPT,
     BEGINS,
     COSTS,
@@ -30,10 +32,8 @@ from hpcrl.report.timeline.names import (
     TRAIN,
     UPDATE,
     WAIT,
+    Header,
 )
-from hpcrl.report.timeline.reading import Span, Track
-from hpcrl.report.timeline.run_spending import Recorded, lost_from, read_run, spending
-from hpcrl.report.timeline.spans import Header
 from tests.support.rundirs import make
 
 H = HOUR

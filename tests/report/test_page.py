@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcrl.cli import main
-from hpcrl.report.page.page import tokens_by_version
-from hpcrl.report.page.svg import COLUMNS, FILL, POINTS, Bar, chart, clock, raster, ticks, timeline
-from hpcrl.report.timeline.names import ATTEMPT, BEGINS, GENERATE, READY, SAVED, STEP, TRAIN, WAIT
+from hpcrl.report.html_page import tokens_by_version
+from hpcrl.report.svg import COLUMNS, FILL, POINTS, Bar, chart, clock, raster, ticks, timeline
+from hpcrl.report.timeline.spans import ATTEMPT, BEGINS, GENERATE, READY, SAVED, STEP, TRAIN, WAIT
 from tests.report.test_accounting import PLAN, head, lines, span
 from tests.support.rundirs import NOW, log, make, put, steps
 

@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.report.timeline.names import GENERATE, order
-from hpcrl.report.timeline.reading import Span, Track, align, offsets, read_launchers, read_stage, read_tracks
-from hpcrl.report.timeline.spans import Header, Timeline, launcher_timeline, old_of, role_timeline
-from hpcrl.report.timeline.trace import lanes, trace
+from hpcrl.report.timeline.reading import (
+    Span,
+    Track,
+    align,
+    lanes,
+    offsets,
+    read_launchers,
+    read_stage,
+    read_tracks,
+    trace,
+)
+from hpcrl.report.timeline.spans import GENERATE, Header, Timeline, launcher_timeline, old_of, order, role_timeline
 from hpcrl.run.rundir import RunDir
 
 

@@ -18,8 +18,18 @@ from hpcrl.errors import HpcrlError
 from hpcrl.selftest.checks import ipc
 from hpcrl.selftest.checks.bandwidth import nvlink
 from hpcrl.selftest.here import watch
-from hpcrl.selftest.registry import Check, Outcome, Place, Skip, choose_checks, find_checks, try_check
-from hpcrl.selftest.results import Results, report, table
+from hpcrl.selftest.registry import (
+    Check,
+    CheckContext,
+    Outcome,
+    Results,
+    Skip,
+    choose_checks,
+    find_checks,
+    report,
+    table,
+    try_check,
+)
 from hpcrl.weights.pieces.device_memory import HostMemory
 
 
@@ -134,7 +144,7 @@ def test_a_buffer_goes_to_another_process_and_a_stale_one_is_seen(monkeypatch: p
     import torch
 
     with pytest.raises(Skip, match="no GPU"):
-        ipc.work(Place(0, 1, torch.device("cpu"), Path("/")))
+        ipc.work(CheckContext(0, 1, torch.device("cpu"), Path("/")))
     found = ipc.hand_over(torch.device("cpu"), 1 << 20)
     assert found.result == "passed" and "1 MiB read 5 times" in found.said
     assert found.numbers["bytes_per_second"] > 1e6 < found.numbers["own_copy_bytes_per_second"]
@@ -157,7 +167,7 @@ def collectives_with(broken: str) -> str:
     import torch.distributed as dist
 
     from hpcrl.selftest.checks import collectives
-    from hpcrl.selftest.registry import Place
+    from hpcrl.selftest.registry import CheckContext
 
     dist.init_process_group("gloo")
     plain = getattr(dist, broken)
@@ -170,7 +180,7 @@ def collectives_with(broken: str) -> str:
 
     setattr(dist, broken, wrong)
     try:
-        return collectives.work(Place(dist.get_rank(), 3, torch.device("cpu"), Path("/"))).said
+        return collectives.work(CheckContext(dist.get_rank(), 3, torch.device("cpu"), Path("/"))).said
     finally:
         setattr(dist, broken, plain)
         dist.destroy_process_group()

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.careful_files import SAMPLES, read_regular
 from hpcrl.rollout.ledger.journal import FOLDER, AttemptBegun, HandedOver, Line, RolloutTrained
 from hpcrl.rollout.ledger.ledger import numbers_in
+from hpcrl.untrusted_files import SAMPLES, read_regular
 
 _DECODER = msgspec.json.Decoder(Line)
 

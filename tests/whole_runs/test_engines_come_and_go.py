@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
-from hpcrl.report.timeline.names import GENERATE, JOINS
 from hpcrl.report.timeline.reading import read_stage
+from hpcrl.report.timeline.spans import GENERATE, JOINS
 from hpcrl.run.engine_files import read_views
 from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe
 

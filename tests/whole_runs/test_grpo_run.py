@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from hpcrl.cli import main
-from hpcrl.report.page.panels import own_metrics
-from hpcrl.report.timeline.names import GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT
+from hpcrl.report.html_page import own_metrics
 from hpcrl.report.timeline.reading import read_stage
+from hpcrl.report.timeline.spans import GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT
 from hpcrl.run.engine_files import EngineView, end_of, read_views
 from hpcrl.run.rundir import RunDir
 from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples

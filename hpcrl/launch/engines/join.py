@@ -27,8 +27,7 @@ from hpcrl.launch.host import GRACE, Role, RunDirPoller, devices, start
 from hpcrl.launch.probe import HostReport, choose, host_report
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
-from hpcrl.report.timeline.names import ENDS, JOINS, ROLES
-from hpcrl.report.timeline.spans import role_timeline
+from hpcrl.report.timeline.spans import ENDS, JOINS, ROLES, role_timeline
 from hpcrl.run.engine_files import EngineAdded, claim, read_views, request_hand_back, request_removal, with_added
 from hpcrl.run.process import adopt_orphans, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say

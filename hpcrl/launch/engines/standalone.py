@@ -17,13 +17,13 @@ from typing import IO
 
 import msgspec
 
-from hpcrl.careful_files import open_regular
 from hpcrl.config.options import Options
 from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import HTTP_KEY, borrow_keys, lend_keys, make_engine_keys
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.untrusted_files import open_regular
 
 PROGRAM = "hpcrl.engine.standalone"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

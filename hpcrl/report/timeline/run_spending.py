@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hpcrl.careful_files import Damaged, read_json
 from hpcrl.plan import Host, Plan
 from hpcrl.report.run_files import Run, StageFiles, load_json
 from hpcrl.report.timeline.accounting import AttemptSpent, Owner, Spent
-from hpcrl.report.timeline.names import (
+from hpcrl.report.timeline.reading import Span, Track, align, read_launchers, read_stage
+from hpcrl.report.timeline.spans import (
     ATTEMPT,
     BEGINS,
     DOES,
@@ -30,8 +30,8 @@ from hpcrl.report.timeline.names import (
     STEP,
     Cost,
 )
-from hpcrl.report.timeline.reading import Span, Track, align, read_launchers, read_stage
 from hpcrl.run.rundir import HOSTS
+from hpcrl.untrusted_files import Damaged, read_json
 
 Work = list[tuple[int, int, Cost]]
 

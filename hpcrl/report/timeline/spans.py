@@ -1,4 +1,4 @@
-"""The writer of a timeline: what one process did, as spans in a file of its own.
+"""What a process did and when, as spans in a file of its own: the names that spans have, and the writer.
 
     STAGE/timeline/attempt-N/ROLE-I.jsonl   of a role, or of the process of a host
     RUN/timeline/launcher-K.jsonl           of the launcher, at its K-th start
@@ -6,7 +6,7 @@
 The first line is a `Header`, every other one `[name, begin, end, {more}]`: integer microseconds of unix time by this
 host's clock. A moment has no length; a name that begins with # is a counter, whose values are in `more`.
 
-Invariants: a line goes out with one call, so that a crash loses the line that was being written and no more; within a
+Invariants: whoever records a span and whoever reads it take its name from here; a line goes out with one call, so that a crash loses the line that was being written and no more; within a
 process time never goes back; a file holds MOST bytes at most: then it is put aside as .old, in place of what was there,
 and the next header says how long each name has taken before; what cannot be written is left out, since no run shall end
 for want of a picture of it.
@@ -16,18 +16,66 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import psutil
 
 from hpcrl.plan import Plan
-from hpcrl.report.timeline.names import START
 from hpcrl.run.rundir import RunDir
+
+#: launcher: the recipe's prepare commands; one attempt of a stage, and that it begins
+PREPARE = "prepare"
+ATTEMPT = "attempt"
+BEGINS = "attempt begins"
+#: any role: from its first line until it can work
+START = "start up"
+#: the process of a host: its roles, from the first start to the last end
+ROLES = "roles"
+#: whoever brings engines to a run that is under way: which, as {number: slots} in `engines`; and when it is gone
+JOINS, ENDS = "joins", "ends"
+#: trainer.  READY and SAVED are moments, with rollout_id: where the run goes on, and up to where it is on disk
+READY = "ready"
+SAVED = "saved"
+STEP = "step"
+WAIT = "wait for data"
+TRAIN = "train"
+LOGPROBS = "forward log-probs"
+UPDATE = "update weights"
+PAUSED = "engines pause"
+SAVE = "save"
+EVALUATE = "evaluate"
+#: rollout process: the making of a rollout; an engine that has requests, with its number as `engine`; requests in
+#: flight (a counter)
+MAKE = "make rollout"
+GENERATE = "generate"
+REQUESTS = "#requests in flight"
+
+Cost = Literal["training", "generating", "waiting", "updating", "saving", "starting", "lost"]
+COSTS: tuple[Cost, ...] = ("training", "generating", "updating", "saving", "waiting", "starting", "lost")
+#: where a slot has several owners at work, the first of these counts
+PRECEDENCE: tuple[Cost, ...] = ("training", "updating", "saving", "generating", "starting")
+#: role -> name -> what the slots that the process owns do meanwhile; anything else is waiting
+DOES: dict[str, dict[str, Cost]] = {
+    "trainer": {TRAIN: "training", UPDATE: "updating", SAVE: "saving"},
+    "engine": {GENERATE: "generating", PAUSED: "updating", START: "starting"},
+    "rollout": {MAKE: "generating", EVALUATE: "generating"},
+}
+ROLES_IN_ORDER = ("launcher", "host", "joined", "trainer", "rollout", "engine")
+
+
+def order(track: str) -> tuple[int, str, int]:
+    """Where a track stands among others: by role, then number."""
+    role = re.split(r"[- ]", track)[0]
+    number = re.search(r"-(\d+)$", track)
+    place = ROLES_IN_ORDER.index(role) if role in ROLES_IN_ORDER else len(ROLES_IN_ORDER)
+    return place, track if number is None else role, int(number[1]) if number else 0
+
 
 FOLDER = "timeline"  #: in a stage's directory, and in the run's for its launcher
 MOST = 16 << 20  #: bytes of a file: some 200,000 spans

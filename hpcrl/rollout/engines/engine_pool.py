@@ -21,8 +21,7 @@ from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.handover import TRAINERS_TURN, Event, HandOver, OutOfTurn
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
-from hpcrl.report.timeline.names import GENERATE
-from hpcrl.report.timeline.spans import NOWHERE, Timeline
+from hpcrl.report.timeline.spans import GENERATE, NOWHERE, Timeline
 from hpcrl.rollout.engines.load import Loads, Occupancy
 from hpcrl.rollout.engines.registry import Registry
 from hpcrl.run.engine_files import EngineAdded, EngineReports

@@ -14,8 +14,7 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.queue.messages import UNFINISHED
-from hpcrl.report.timeline.names import EVALUATE
-from hpcrl.report.timeline.spans import Timeline
+from hpcrl.report.timeline.spans import EVALUATE, Timeline
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.batch_assembly import check_staleness
 from hpcrl.rollout.engines.engine_client import EngineClient

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hpcrl.careful_files import SAMPLES, read_regular
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout
@@ -26,6 +25,7 @@ from hpcrl.rollout.ledger.bank import PackedSample, pack, unpack
 from hpcrl.rollout.ledger.journal import HandedOver
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.untrusted_files import SAMPLES, read_regular
 
 FOLDER, SUFFIX = "ahead", ".made"
 

@@ -30,7 +30,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from hpcrl.careful_files import open_regular
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import in_thread
 from hpcrl.rollout.ledger.group_progress import GroupProgress
@@ -39,6 +38,7 @@ from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.sample import REQUIRED, Sample
+from hpcrl.untrusted_files import open_regular
 
 
 class _Column(msgspec.Struct):

@@ -1,0 +1,1 @@
+"""The checks of the self-test, one file each, found by name."""

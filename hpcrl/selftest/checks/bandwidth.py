@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.run.command import ask
-from hpcrl.selftest.registry import Check, Outcome, Place, Skip
+from hpcrl.selftest.registry import Check, CheckContext, Outcome, Skip
 
 SLOW = 0.25  #: of the link: below this the fast network or NVLink is not in use
 ROUNDS = 5
@@ -21,7 +21,7 @@ def nvlink(text: str) -> float | None:
     return total or None
 
 
-def work(place: Place) -> Outcome:
+def work(place: CheckContext) -> Outcome:
     """An all-reduce, timed as `hpcrl doctor --nodes` does."""
     from hpcrl.trainer.start.network_speed import DEFAULT_BYTES, measure
 

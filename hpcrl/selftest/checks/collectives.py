@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcrl.selftest.registry import Check, Outcome, Place
+from hpcrl.selftest.registry import Check, CheckContext, Outcome
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ def pattern(rank: int, size: int, turn: int, device: torch.device) -> torch.Tens
     return ((torch.arange(size, device=device) + 7 * rank + 13 * turn) % CYCLE).float()
 
 
-def work(place: Place) -> Outcome:
+def work(place: CheckContext) -> Outcome:
     """Each collective in each size.  What is wrong is kept to the end: a rank that left would hang the others."""
     done, wrong = 0, ""
     for turn in range(ROUNDS[place.device.type]):
@@ -41,7 +41,7 @@ def work(place: Place) -> Outcome:
     )
 
 
-def one_round(place: Place, size: int, turn: int) -> str:
+def one_round(place: CheckContext, size: int, turn: int) -> str:
     """The first collective with a wrong value, "" if there is none."""
     import torch
     import torch.distributed as dist

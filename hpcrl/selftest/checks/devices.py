@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from hpcrl.selftest.registry import Check, Outcome, Place
+from hpcrl.selftest.registry import Check, CheckContext, Outcome
 
 SIZE = 512  #: rows and columns of the products
 PART = 0.5  #: of the free memory of a GPU, that is written and read back
@@ -11,7 +11,7 @@ PIECE = 1 << 30  #: bytes written at a time
 CPU_BYTES = 1 << 26
 
 
-def work(place: Place) -> Outcome:
+def work(place: CheckContext) -> Outcome:
     """A product in each type beside float64, and a pattern over much of the memory."""
     import torch
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import HpcrlError
 from hpcrl.run.process import PARENT, die_with_parent
-from hpcrl.selftest.registry import Check, Outcome, Place, Skip
+from hpcrl.selftest.registry import Check, CheckContext, Outcome, Skip
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,7 @@ def main() -> int:
     return 0
 
 
-def work(place: Place) -> Outcome:
+def work(place: CheckContext) -> Outcome:
     if place.device.type != "cuda":
         raise Skip("no GPU: processes share the host's memory, which --weight-transfer shm uses")
     return hand_over(place.device, BYTES)

@@ -6,7 +6,7 @@ import resource
 import time
 from typing import TYPE_CHECKING
 
-from hpcrl.selftest.registry import Check, Number, Outcome, Place
+from hpcrl.selftest.registry import Check, CheckContext, Number, Outcome
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ PIECES = (
 CHECKED = 32  #: rows compared with float64
 
 
-def work(place: Place) -> Outcome:
+def work(place: CheckContext) -> Outcome:
     import torch
 
     from hpcrl.config.options import Options

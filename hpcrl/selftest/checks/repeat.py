@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.selftest import trainer_model
-from hpcrl.selftest.registry import Check, Outcome, Place
+from hpcrl.selftest.registry import Check, CheckContext, Outcome
 from hpcrl.selftest.tiny_model import make_model
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 STEPS = 3
 
 
-def work(place: Place) -> Outcome:
+def work(place: CheckContext) -> Outcome:
     import torch
 
     path = make_model(place.directory / "model")

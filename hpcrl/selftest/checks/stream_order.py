@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.selftest.registry import Check, Outcome, Place, Skip
+from hpcrl.selftest.registry import Check, CheckContext, Outcome, Skip
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ def stale(waits: bool, send: Callable[[torch.Tensor, Recorder], Any]) -> int:
     return wrong
 
 
-def work(place: Place) -> Outcome:
+def work(place: CheckContext) -> Outcome:
     if place.device.type != "cuda":
         raise Skip("no GPU: there are no streams")
     name, send = sender()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcrl.selftest import trainer_model
-from hpcrl.selftest.registry import Check, Outcome, Place
+from hpcrl.selftest.registry import Check, CheckContext, Outcome
 from hpcrl.selftest.tiny_model import make_model
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def work(place: Place) -> Outcome:
+def work(place: CheckContext) -> Outcome:
     import torch
 
     gpu = place.device.type == "cuda"

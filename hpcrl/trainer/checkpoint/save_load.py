@@ -35,7 +35,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
-from hpcrl.careful_files import Damaged, read_json
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.torch_dist import TorchDist, latest, step
 from hpcrl.run import storage_errors
@@ -47,6 +46,7 @@ from hpcrl.trainer.collectives import agree, agree_in_step, broadcast_json
 from hpcrl.trainer.megatron import cpu_shim
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
 from hpcrl.trainer.parallel_state import Ranks
+from hpcrl.untrusted_files import Damaged, read_json
 
 __all__ = ["Position", "latest", "load_checkpoint", "load_weights", "save", "saved_by", "step", "writable"]
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpcrl.careful_files import read_regular
 from hpcrl.errors import DeadlineError
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import write_atomic
+from hpcrl.untrusted_files import read_regular
 
 #: bytes that are added up: enough for the bandwidth, not the latency, to count
 DEFAULT_BYTES = {"nccl": 1 << 30, "gloo": 1 << 24}

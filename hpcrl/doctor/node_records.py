@@ -1,6 +1,6 @@
 """How the hosts of a job tell one another of themselves, through a directory that they share.
 
-Each leaves a card; whoever started them puts all cards into one file as soon as the last has come (`share_cards`), and
+Each leaves a record; whoever started them puts all records into one file as soon as the last has come (`share_records`), and
 that is what each host reads.  Invariants: a file is put there whole and read once; what a host does does not grow with
 the number of hosts, but for the length of one listing and one file.
 """
@@ -14,21 +14,21 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.careful_files import Damaged, read_json
 from hpcrl.launch.probe import HostReport, host_report
 from hpcrl.run.rundir import listed, write_atomic
+from hpcrl.untrusted_files import Damaged, read_json
 
 ALL = "all.cards"  #: what everybody waits for
-LATE = 10.0  #: seconds that it may take beyond the time in which the cards had to come
+LATE = 10.0  #: seconds that it may take beyond the time in which the records had to come
 WAIT_PER_NODE, LONGEST_WAIT = (
     0.01,
     2.0,
 )  #: seconds between two looks into the directory, for each node in it, and at most
-LONGEST = 1 << 20  #: bytes of a card that we read
+LONGEST = 1 << 20  #: bytes of a record that we read
 LARGEST = 1 << 28  #: bytes of all of them
 
 
-class Card(msgspec.Struct, frozen=True):
+class NodeRecord(msgspec.Struct, frozen=True):
     """What a node leaves in the directory: its report, the port it listens on at each of its addresses, and how many
     trainer ranks it would have."""
 
@@ -43,52 +43,54 @@ def pause(expect: int) -> float:
     return min(max(WAIT_PER_NODE * expect, 0.05), LONGEST_WAIT)
 
 
-class Cards:
-    """What the nodes have left so far, by host; each file is read once, and one that is no card is none."""
+class NodeRecords:
+    """What the nodes have left so far, by host; each file is read once, and one that is not a record is left out."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.found: dict[str, Card] = {}
+        self.found: dict[str, NodeRecord] = {}
         self.read: set[str] = set()
 
-    def look(self) -> dict[str, Card]:
+    def look(self) -> dict[str, NodeRecord]:
         """One listing, and what is new in it."""
         for name in sorted(listed(self.directory) - self.read):
             if not name.endswith(".json"):
                 continue
             self.read.add(name)  # files are put here whole
             with contextlib.suppress(OSError, Damaged):
-                card = read_json(self.directory / name, Card, most=LONGEST)
+                card = read_json(self.directory / name, NodeRecord, most=LONGEST)
                 self.found[card.base.host] = card
         return self.found
 
 
-def leave_card(
+def leave_record(
     directory: Path, host: str, ranks: int, base: HostReport | None = None, ports: dict[str, int] | None = None
 ) -> None:
     """Tell the other hosts of this one."""
     write_atomic(
-        directory / f"{host}.json", msgspec.json.encode(Card(base or host_report(host), ports or {}, ranks)), 0o600
+        directory / f"{host}.json",
+        msgspec.json.encode(NodeRecord(base or host_report(host), ports or {}, ranks)),
+        0o600,
     )
 
 
-def share_cards(directory: Path, expect: int, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
-    """Once `expect` cards are there, or `seconds` have passed, or it is `over`: all cards that are there, in one
+def share_records(directory: Path, expect: int, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
+    """Once `expect` records are there, or `seconds` have passed, or it is `over`: all records that are there, in one
     file."""
-    cards, end = Cards(directory), time.monotonic() + seconds
+    cards, end = NodeRecords(directory), time.monotonic() + seconds
     while len(cards.look()) < expect and time.monotonic() < end and not over():
         time.sleep(pause(expect))
     with contextlib.suppress(OSError):  # then the hosts find nothing, and say so
         write_atomic(directory / ALL, msgspec.json.encode(cards.found), 0o600)
 
 
-def all_cards(directory: Path, expect: int, seconds: float) -> dict[str, Card]:
-    """What `share_cards` has put there, by host, as soon as it is; none if that takes more than `seconds` and LATE."""
+def all_records(directory: Path, expect: int, seconds: float) -> dict[str, NodeRecord]:
+    """What `share_records` has put there, by host, as soon as it is; none if that takes more than `seconds` and LATE."""
     end = time.monotonic() + seconds + LATE
     while ALL not in listed(directory):
         if time.monotonic() > end:
             return {}
         time.sleep(pause(expect))
     with contextlib.suppress(OSError, Damaged):
-        return read_json(directory / ALL, dict[str, Card], most=LARGEST)
+        return read_json(directory / ALL, dict[str, NodeRecord], most=LARGEST)
     return {}

@@ -1,1 +1,0 @@
-"""A run as one HTML file that needs nothing else: no network, no script."""
