@@ -95,7 +95,8 @@ class _Heard:
 class Pulse:
     """What was heard of the processes that write into a folder.
 
-    here: whether they are on this host, so that what they do can be looked up.  look: seconds between two looks.
+    here: whether they are on this host, so that what they do can be looked up.
+    look: seconds between two looks.
     clock: seconds that never go back.
     """
 

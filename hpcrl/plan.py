@@ -57,7 +57,9 @@ class Location(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """Who runs where in one attempt.
 
-    trainers: one Place a rank, in rank order; engines: one Place an engine; rollout: the host of the rollout process;
+    trainers: one Location a rank, in rank order.
+    engines: one Location an engine.
+    rollout: the host of the rollout process.
     external: addresses of engines that the run does not start, numbered after its own.
     """
 
@@ -121,9 +123,9 @@ def visible_devices(
 ) -> str:
     """CUDA_VISIBLE_DEVICES of a process that owns `slots` of its host.
 
-    inherited: the list that we were started with; None or empty: there is none.  on_host: how many slots the run has
-    there, counted from 0 to the last that anything uses.  own: in a task of one slot alone, the slots of what it
-    starts; None in a task of the whole host.
+    inherited: the list that we were started with; None or empty: there is none.
+    on_host: how many slots the run has there, counted from 0 to the last that anything uses.
+    own: in a task of one slot alone, the slots of what it starts; None in a task of the whole host.
 
     A list of at least `on_host` names holds all GPUs of the run, and is counted by slot.  A shorter one can only be a
     task's own, to which the scheduler has bound its GPUs (--gpus-per-task).  UsageError for any other: counting in it,

@@ -71,9 +71,11 @@ def convert(
 ) -> None:
     """Write checkpoint `source` (an iter_* or release directory, or the one above) as `output`, with `origin`'s config.
 
-    add_missing: tensors of the origin that the checkpoint has none for are copied.  save_workers: files that are
-    written at once, each by a thread that holds one tensor; load_workers: those of them that read at once.  DataError,
-    UsageError: see above.
+    add_missing: tensors of the origin that the checkpoint has none for are copied.
+    save_workers: files that are written at once, each by a thread that holds one tensor.
+    load_workers: those of them that read at once.
+
+    DataError, UsageError: see above.
     """
     config = read_config(origin, "--origin-hf-dir")
     family = find_family(config, origin)

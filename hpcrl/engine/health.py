@@ -140,7 +140,8 @@ def _patience(scope: Scope) -> float:
 class StoppedProcess:
     """How long a process below this one has been stopped, by a signal or a debugger; looks at most every EVERY seconds.
 
-    among: the processes that count.  clock: seconds that never go back.
+    among: the processes that count.
+    clock: seconds that never go back.
     """
 
     def __init__(

@@ -93,7 +93,11 @@ class EngineSupervisor:
         sock.close()  # or else connections would be accepted for a server that is gone
 
     def launch(self, also: Mapping[str, str], node: int, fds: Sequence[int] = ()) -> None:
-        """Start the server of part `node` of the engine.  also: of its environment; fds: that it gets from us."""
+        """Start the server of part `node` of the engine.
+
+        also: of its environment.
+        fds: that it gets from us.
+        """
         base = dict(os.environ) | {"TMPDIR": str(self.scratch), "VLLM_RPC_BASE_PATH": str(self.scratch), **also}
         base |= compile_caches(base, spare=self.scratch)
         options = self.context.options

@@ -43,9 +43,9 @@ CHUNK = 1024  #: rows of the identity that are multiplied at once
 class Holdings:
     """All pieces by name.
 
-    opaque: prefixes of names that the model takes but that cannot be shown again, such as those of FP8 layers; unseen:
-    what the checkpoint has under them; cuts: of those among them whose layer is known to need no more, this worker's
-    part.
+    opaque: prefixes of names that the model takes but that cannot be shown again, such as those of FP8 layers.
+    unseen: what the checkpoint has under them.
+    cuts: of those among them whose layer is known to need no more, this worker's part.
     """
 
     pieces: Mapping[str, TensorShard]

@@ -22,8 +22,8 @@ LAST = "num_layers_in_last_pipeline_stage"
 class Layout:
     """The parallel sizes that a rank's share depends on.
 
-    copies: ranks that hold the same dense weights, over which their optimizer state is spread (DP x CP); expert_copies:
-    the same for the weights of experts.
+    copies: ranks that hold the same dense weights, over which their optimizer state is spread (DP x CP).
+    expert_copies: the same for the weights of experts.
     """
 
     tp: int

@@ -75,8 +75,10 @@ def open_file(
 ) -> safe_open:
     """safetensors' own reader of one file, whose header is whole and fits the file; use it as a context.
 
-    framework: what its tensors are, "pt" imports torch.  backend: mmap leaves what was read in the process's memory,
-    pread does not.  DataError if the file is missing or damaged.
+    framework: what its tensors are, "pt" imports torch.
+    backend: mmap leaves what was read in the process's memory, pread does not.
+
+    DataError if the file is missing or damaged.
     """
     if not path.is_file():
         raise DataError(f"{path} is not there", "is the directory complete? it needs safetensors weights")

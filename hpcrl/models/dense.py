@@ -20,8 +20,10 @@ H = "model.layers.{layer}."
 def settings(config: Config, *, needed: Sequence[str] = (), rope_types: Sequence[str] = ("default",)) -> dict[str, Any]:
     """config.json -> fields of TransformerConfig of a plain decoder; families change what is different.
 
-    needed: settings that must be there in addition to NEEDED; rope_types: kinds of rotary scaling that the family
-    implements.  DataError if something is missing, or not implemented.
+    needed: settings that must be there in addition to NEEDED.
+    rope_types: kinds of rotary scaling that the family implements.
+
+    DataError if something is missing, or not implemented.
     """
     require(config, (*NEEDED, *needed))
     wanted = {

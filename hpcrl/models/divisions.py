@@ -20,7 +20,11 @@ _LAST = "num_layers_in_last_pipeline_stage"
 
 
 def undivided(o: Options, fields: Mapping[str, Any], positions: int | None) -> Iterator[UsageError]:
-    """What cannot be cut.  fields: `Family.transformer` of config.json; positions: max_position_embeddings."""
+    """What cannot be cut.
+
+    fields: `Family.transformer` of config.json.
+    positions: max_position_embeddings.
+    """
     yield from _heads(fields, "--tensor-model-parallel-size", o.tensor_model_parallel_size)
     if o.num_engines:
         each = o.rollout_num_gpus_per_engine

@@ -60,8 +60,11 @@ BOUNDS = ("max_position_embeddings", "seq_length")
 def check_model_args(given: Mapping[str, Any], fields: Mapping[str, Any], gpt: Mapping[str, Any]) -> dict[str, Any]:
     """What is left of `given` when all that describes the model has been compared with config.json.
 
-    given: Megatron's settings by field; fields: `Family.transformer` of config.json; gpt: `Family.gpt` and
-    `Family.facts` of it, with vocab_size and max_position_embeddings.  UsageError for a setting that says otherwise.
+    given: Megatron's settings by field.
+    fields: `Family.transformer` of config.json.
+    gpt: `Family.gpt` and `Family.facts` of it, with vocab_size and max_position_embeddings.
+
+    UsageError for a setting that says otherwise.
     """
     facts = {**WITHOUT, **fields, **gpt}
     if facts["num_moe_experts"]:

@@ -91,8 +91,8 @@ def held_parts(
 ) -> list[tuple[Shape, Pattern]]:
     """(shape, who holds which part) of each tensor of a rule of `kind`.
 
-    shape: of one rank's part of the parameter; copies: for each part, in order of TP (of an expert's: ETP) rank, the
-    ranks that hold it.
+    shape: of one rank's part of the parameter.
+    copies: for each part, in order of TP (of an expert's: ETP) rank, the ranks that hold it.
     """
     cut = CUTS[kind]
     full = cut.full(shape, shapes)

@@ -41,6 +41,7 @@ class Redistribution:
 
     tensor; top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes; sender: a rank; destination; round.
     relays[i]: the destination that forwards everything to destination i (which then has no pieces of its own), or -1.
+
     hosts: of each rank.
     in_place: bytes of a destination's own host are read where they lie.
     """
@@ -136,10 +137,13 @@ def redistribute(
 ) -> Redistribution:
     """The plan, the same wherever it is made.
 
-    hosts: of each rank; limit: bytes that a rank packs, and a destination takes, in one round.  Copies on a
-    destination's own host are preferred.  in_place: a destination reads bytes of ranks of its own host in place, so
-    they take none of its memory and do not count there.  ValueError if nobody holds a part that is needed, or `limit` is
-    below 64 bytes.
+    hosts: of each rank.
+    limit: bytes that a rank packs, and a destination takes, in one round.  Copies on a destination's own host are
+        preferred.
+    in_place: a destination reads bytes of ranks of its own host in place, so they take none of its memory and do not
+        count there.
+
+    ValueError if nobody holds a part that is needed, or `limit` is below 64 bytes.
     """
     if limit < ALIGN:
         raise ValueError(f"a round of {limit} bytes holds no piece")

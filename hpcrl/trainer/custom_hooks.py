@@ -73,8 +73,10 @@ class TrainerHooks:
         """The share with the loss masks that --rollout-data-postprocess-path leaves; collective over data-parallel
         ranks.
 
-        columns: of response tokens, by name; device: of the rank.  HpcrlError if a mask is not a mask, or trains a
-        token that was not trained on.
+        columns: of response tokens, by name.
+        device: of the rank.
+
+        HpcrlError if a mask is malformed, or trains a token that was not trained on.
         """
         flag = f"--rollout-data-postprocess-path {self._options.rollout_data_postprocess_path}"
         data = _as_slime_has_it(share, columns)

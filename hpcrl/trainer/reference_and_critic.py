@@ -81,7 +81,8 @@ def _places(policy: Policy, values: Mapping[str, torch.Tensor]) -> dict[str, tup
 class Critic:
     """The critic of a run; every method is collective.
 
-    actor: the policy with the weights that it starts from.  resumed: the checkpoint that the run resumes from, or None.
+    actor: the policy with the weights that it starts from.
+    resumed: the checkpoint that the run resumes from, or None.
     """
 
     def __init__(self, actor: Policy, ranks: Ranks, options: Options, resumed: Path | None) -> None:

@@ -120,8 +120,9 @@ def encode(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 class Scheme:
     """How a checkpoint holds its linear layers.
 
-    block: (rows, columns), for strategy block; power_of_two: scales of the format ue8m0; chosen: the names of the
-    matrices that are quantised, None: those that LINEAR describes.
+    block: (rows, columns), for strategy block.
+    power_of_two: scales of the format ue8m0.
+    chosen: the names of the matrices that are quantised, None: those that LINEAR describes.
     """
 
     strategy: Strategy = "block"

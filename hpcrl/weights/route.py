@@ -54,7 +54,9 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
 def whole_tensors(backend: str, data_parallel: int, delta: bool) -> str | None:
     """Why an update cannot be sent in pieces, as the end of a sentence; None if it can.
 
-    backend: vLLM's name of the engines' end; data_parallel: parts of an engine; delta: it is to bring what has changed.
+    backend: vLLM's name of the engines' end.
+    data_parallel: parts of an engine.
+    delta: it is to bring what has changed.
     """
     if backend not in TAKES_PIECES:
         return f"the engines receive with {backend}, which takes whole tensors"

@@ -43,7 +43,8 @@ RESUME = 15.0  #: seconds that putting an engine right after a failure may take
 class WeightSender:
     """Sends the policy to the engines that it is connected to; made and used by every trainer rank, driven by one.
 
-    host: address of the driver; written: is told of each directory that --weight-transfer disk has written.
+    host: address of the driver.
+    written: is told of each directory that --weight-transfer disk has written.
     """
 
     def __init__(

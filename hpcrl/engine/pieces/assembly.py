@@ -52,9 +52,12 @@ class PartMemory:
 class Assembly:
     """The parts of tensors that have come so far.
 
-    held: what this worker holds of each tensor that it needs, by name; keep: parts stay from update to update;
-    device: where messages and parts are; borrow: parts may stay in the messages' memory until `settle`.  ValueError if
-    `receive_plan` does not bring all of it once.
+    held: what this worker holds of each tensor that it needs, by name.
+    keep: parts stay from update to update.
+    device: where messages and parts are.
+    borrow: parts may stay in the messages' memory until `settle`.
+
+    ValueError if `receive_plan` does not bring all of it once.
     """
 
     def __init__(

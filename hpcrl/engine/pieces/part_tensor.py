@@ -68,7 +68,8 @@ def part_tensor(
 ) -> torch.Tensor:
     """The part that a worker holds as a tensor of `shape`; a plain one where that is all of it.
 
-    rows: (start, length) one below the other; columns: of the second dimension, or None for all.
+    rows: (start, length) one below the other.
+    columns: of the second dimension, or None for all.
     """
     spans: list[Sequence[Span]] = [tuple((a, n) for a, n in rows)]
     if len(shape) > 1:

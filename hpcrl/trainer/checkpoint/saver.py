@@ -198,8 +198,10 @@ def _write(write: Callable[..., None], rank: int, buckets: Any, answer: Connecti
 def prune(directory: Path, run_id: str, keep_last: int | None, retain_interval: int | None) -> list[Path]:
     """Remove old checkpoints of run `run_id`; those that went.
 
-    keep_last: the newest that stay (None: 1 with retain_interval, else all).  retain_interval: those whose number it
-    divides stay too.  A checkpoint loses its name before its files, so none is ever half there.
+    keep_last: the newest that stay (None: 1 with retain_interval, else all).
+    retain_interval: those whose number it divides stay too.
+
+    A checkpoint loses its name before its files, so none is ever half there.
     """
     if keep_last is None and retain_interval is None:
         return []

@@ -55,8 +55,8 @@ ARCHITECTURE = {
 def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], machine: Machine) -> None:
     """UsageError for the first of the user's settings that cannot have its effect on `machine`.
 
-    given: the user's settings that config.json does not decide, by field, in the types of their fields; defaults: the
-    default of every field.
+    given: the user's settings that config.json does not decide, by field, in the types of their fields.
+    defaults: the default of every field.
     """
     for name, value in given.items():
         if name in ARCHITECTURE and value != defaults[name]:

@@ -40,8 +40,11 @@ class HostWeights:
     """This rank's part of a second set of weights.
 
     fill: puts the second set into the policy's modules, which are as they were when this returns; without it the set is
-    a copy of the policy's.  average: the second set moves towards the policy only in part, which needs it in fp32
-    in addition to the dtype of the weights.  UsageError if the weights are quantised.
+        a copy of the policy's.
+    average: the second set moves towards the policy only in part, which needs it in fp32 in addition to the dtype of
+        the weights.
+
+    UsageError if the weights are quantised.
     """
 
     def __init__(self, policy: Policy, fill: Callable[[], object] | None = None, *, average: bool = False) -> None:

@@ -52,8 +52,9 @@ class Policy:
     """chunks: DDP around (for bf16) Float16Module around GPTModel, one for each virtual stage; config: their
     TransformerConfig.
 
-    hf_config: config.json.  optimizer and scheduler: Megatron's; the schedule counts optimizer steps.  value_head: it
-    is a critic, whose output layer gives one number for each row.
+    hf_config: config.json.
+    optimizer, scheduler: Megatron's; the schedule counts optimizer steps.
+    value_head: it is a critic, whose output layer gives one number for each row.
     """
 
     chunks: tuple[DistributedDataParallel, ...]
@@ -99,7 +100,7 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
 
     trainable: with gradient buffers, optimizer and schedule; without, it only holds weights (for conversion).
     value_head: a critic; its head is 0 until weights are loaded, and no other part of it has anything to do with the
-    vocabulary's size.
+        vocabulary's size.
 
     The config says calculate_per_token_loss: a loss function returns (sum, count, report) of its micro-batch, Megatron
     sums gradients over micro-batches, DP and CP and divides them by the sum of all counts, whatever is counted.

@@ -46,7 +46,9 @@ class Boundaries(PackedSeqParams):
 def boundaries(bounds: torch.Tensor, ends: tuple[int, ...], longest: int) -> Boundaries:
     """What attention and rotary embedding are to know of packed sequences, padding included, over all CP ranks.
 
-    bounds: int32 [sequences + 1], 0 and where each ends; ends: the same on the host; longest: rows of the longest.
+    bounds: int32 [sequences + 1], 0 and where each ends.
+    ends: the same on the host.
+    longest: rows of the longest.
 
     Without `cu_seqlens_*_padded`, by which Transformer Engine would tell padding from tokens: it then has no
     FlashAttention 2 and no attention of its own left, and in deterministic mode on an H100 none at all for long

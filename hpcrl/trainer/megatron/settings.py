@@ -59,7 +59,8 @@ def resolve_settings(
 ) -> Settings:
     """All settings: the model's (checked against the user's), hpcrl's defaults under the user's, the options' own.
 
-    model: TransformerConfig fields from config.json; gpt: GPTModel's arguments from it (vocab_size among them);
+    model: TransformerConfig fields from config.json.
+    gpt: GPTModel's arguments from it (vocab_size among them).
     machine: on which the model will be trained (None: this one).
     """
     machine = machine or Machine.here()
@@ -221,8 +222,9 @@ def pipeline_fields(options: Options, fields: Mapping[str, Any], cuda: bool) -> 
     """TransformerConfig's fields on pipeline stages.
 
     fields: of the model and the user's own; read are num_layers, the uneven stages, the layout and overlap_p2p_comm.
-    cuda: whether messages go by NCCL, else by gloo.  UsageError if layers do not divide into the stages, or the user's
-    way to exchange activations would be wrong.
+    cuda: whether messages go by NCCL, else by gloo.
+
+    UsageError if layers do not divide into the stages, or the user's way to exchange activations would be wrong.
     """
     size = options.pipeline_model_parallel_size
     stages = _stages(options, fields)

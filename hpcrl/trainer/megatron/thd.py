@@ -55,7 +55,8 @@ def positions(cu: tuple[int, ...], cp_size: int = 1, cp_rank: int = 0) -> torch.
 class LengthBucket:
     """Segments that share one attention call, each padded to the longest.
 
-    queries: rows of q [n, longest], keys: rows of k and v [n, longest]; padding repeats row 0 and is never looked at.
+    queries: rows of q [n, longest].
+    keys: rows of k and v [n, longest]; padding repeats row 0 and is never looked at.
     mask: who sees whom [n, 1, queries, keys], or None for plain causal (each query sees the keys up to its own place).
     """
 

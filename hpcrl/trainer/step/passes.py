@@ -32,8 +32,9 @@ def run(
 ) -> list[Any]:
     """Megatron's schedule over the micro-batches; what `body` gave of each, on the last pipeline stage.
 
-    body: takes the micro-batch, the head with its hidden states, and Megatron's output, in which is nothing.  experts:
-    whose choice of experts, and whether it is recorded; difference: where to count what a replay changes.
+    body: takes the micro-batch, the head with its hidden states, and Megatron's output, in which is nothing.
+    experts: whose choice of experts, and whether it is recorded.
+    difference: where to count what a replay changes.
     """
 
     def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

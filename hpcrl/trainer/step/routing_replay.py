@@ -47,8 +47,10 @@ class Choices(Protocol):
 class GivenChoices:
     """Those that came with the samples.
 
-    table: uint8 or uint16 [tokens of the share, layers, experts a token]; source: int64 [rows], which token of the
-    table each row is, -1: none.  Nothing is copied before a layer is asked for.
+    table: uint8 or uint16 [tokens of the share, layers, experts a token].
+    source: int64 [rows], which token of the table each row is, -1: none.
+
+    Nothing is copied before a layer is asked for.
     """
 
     table: np.ndarray
@@ -102,7 +104,8 @@ class Difference:
 class Chooser:
     """In the place of one router for one pass.
 
-    layer: which of those with experts; difference: where to count what the replay changes, in the pass that is trained.
+    layer: which of those with experts.
+    difference: where to count what the replay changes, in the pass that is trained.
     """
 
     def __init__(self, layer: int, batches: Sequence[Any], record: bool, difference: Difference | None) -> None:
@@ -172,8 +175,10 @@ def routed(
 ) -> Iterator[None]:
     """Within, one pass over the micro-batches takes the experts of `batch.choices`, or records them there.
 
-    batches: with an attribute `choices`; training: with a backward pass.  HpcrlError where Megatron asked otherwise
-    than once for each.
+    batches: with an attribute `choices`.
+    training: with a backward pass.
+
+    HpcrlError where Megatron asked otherwise than once for each.
     """
     if how == "own":
         yield

@@ -44,7 +44,9 @@ class Totals(msgspec.Struct, frozen=True):
 def total(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
     """The totals over all ranks, equal on every one; collective.
 
-    reports: of this rank's micro-batches, none on pipeline stages without a loss; tokens: trained tokens of this rank.
+    reports: of this rank's micro-batches, none on pipeline stages without a loss.
+    tokens: trained tokens of this rank.
+
     HpcrlError if two micro-batches report different names.
     """
     found = _over_data(reports, tokens, ranks) if ranks.last_stage else None
@@ -97,7 +99,8 @@ def sums_over_samples(
 ) -> torch.Tensor:
     """float [k, samples]: each row of `values` [k, r] summed over the tokens of every sample; collective over `group`.
 
-    sample: int64 [r], which sample a token belongs to.  group: the context-parallel ranks; None: one rank has all.
+    sample: int64 [r], which sample a token belongs to.
+    group: the context-parallel ranks; None: one rank has all.
     """
     own = values.new_zeros(len(values), samples).index_add(1, sample, values)
     return own if group is None else _SumOverRanks.apply(own, group)

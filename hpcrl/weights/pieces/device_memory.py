@@ -42,7 +42,11 @@ _PLACE = struct.Struct("<qqq")  # of a region: process, descriptor, inode
 
 @dataclass(frozen=True)
 class Block:
-    """Memory.  buffer: uint8 [bytes] over it; owner: what keeps it, of the implementation's own kind."""
+    """Memory.
+
+    buffer: uint8 [bytes] over it.
+    owner: what keeps it, of the implementation's own kind.
+    """
 
     buffer: torch.Tensor
     owner: object = None

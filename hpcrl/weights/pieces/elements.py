@@ -138,7 +138,8 @@ Agree = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 class OwnTensor:
     """A rank's part of a Hugging Face tensor: number `which` of those that a parameter is made of.
 
-    parameter: with the places of all of them in it; shape: of the whole tensor.
+    parameter: with the places of all of them in it.
+    shape: of the whole tensor.
     """
 
     parameter: torch.Tensor

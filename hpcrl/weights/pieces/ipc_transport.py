@@ -34,7 +34,12 @@ LEAVING = 5.0  #: seconds that a device has to end what it does when we leave
 
 
 class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How others open a member's memory.  name: base64; size: bytes; place: of its device (`DeviceMemory.place`)."""
+    """How others open a member's memory.
+
+    name: base64.
+    size: bytes.
+    place: of its device (`DeviceMemory.place`).
+    """
 
     name: str
     size: int

@@ -38,8 +38,10 @@ class SendTarget:
 class PieceSender:
     """What one rank sends in every update of one plan.
 
-    own: its rows of the plan (`planning.pieces_of`); names: of the plan's tensors; limit: bytes of a half of its
-    memory; keep: what is sent is kept, so that later updates can be of what has changed since.
+    own: its rows of the plan (`planning.pieces_of`).
+    names: of the plan's tensors.
+    limit: bytes of a half of its memory.
+    keep: what is sent is kept, so that later updates can be of what has changed since.
     """
 
     def __init__(

@@ -141,7 +141,8 @@ def pieces_of(rank: int, data: bytes) -> np.ndarray:
 class PackedShards:
     """What a rank has for one destination host in one round.
 
-    offset: in a half of its memory; pieces: rows of `pieces_of`.
+    offset: in a half of its memory.
+    pieces: rows of `pieces_of`.
     """
 
     destination: int

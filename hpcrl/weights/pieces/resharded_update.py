@@ -208,7 +208,8 @@ def _check_near(plans: list[ReceivePlan], ranks: int) -> None:
 def obstacle(tensors: object, manifests: Manifests, data_parallel: int, delta: bool = False) -> str | None:
     """Why an update cannot be resharded, as the end of a sentence; None if it can.
 
-    data_parallel: parts of an engine; delta: it is to bring what has changed.
+    data_parallel: parts of an engine.
+    delta: it is to bring what has changed.
     """
     first = manifests[0][0]
     if not isinstance(tensors, Source):

@@ -53,7 +53,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReceivePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that reaches a destination host.
 
-    limit: bytes of a half of a memory; onward: leaders of other hosts, to which its leader forwards all of it.
+    limit: bytes of a half of a memory.
+    onward: leaders of other hosts, to which its leader forwards all of it.
     """
 
     host_leader: int
@@ -72,8 +73,8 @@ class ReceivePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class UpdateGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The store at which the members of an update meet: `world` members, trainer ranks below `ranks`.
 
-    nccl: NCCL's unique id of the group over which bytes go (base64), or "" if they go over gloo; ipc: bytes lie in
-    memory of the ranks' devices, which the workers open.
+    nccl: NCCL's unique id of the group over which bytes go (base64), or "" if they go over gloo.
+    ipc: bytes lie in memory of the ranks' devices, which the workers open.
     """
 
     host: str
@@ -88,8 +89,8 @@ class UpdateGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WorkerJoinCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine's workers are told when they join.
 
-    workers: for each worker's rank its (number in the group, index into receive_plans); keep: what has come is kept,
-    for updates that bring what has changed since.
+    workers: for each worker's rank its (number in the group, index into receive_plans).
+    keep: what has come is kept, for updates that bring what has changed since.
     """
 
     update_group: UpdateGroup
