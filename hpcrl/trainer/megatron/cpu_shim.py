@@ -151,7 +151,7 @@ def _megatron_on_cpu() -> None:
     import torch
 
     from hpcrl.trainer import collectives
-    from hpcrl.trainer.megatron import packed_attention as rope_functions
+    from hpcrl.trainer.megatron import thd
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": we know
@@ -180,10 +180,10 @@ def _megatron_on_cpu() -> None:
     mappings._reduce_scatter_along_first_dim = _unless_equal(scatter, collectives.reduce_scatter_uneven)
 
     # The stock function pins memory, which needs CUDA.
-    rope.get_pos_emb_on_this_cp_rank = embedding.get_pos_emb_on_this_cp_rank = rope_functions.table_of_cp_rank
+    rope.get_pos_emb_on_this_cp_rank = embedding.get_pos_emb_on_this_cp_rank = thd.rotary_table_of_cp_rank
     # The stock function slices the table once per sequence, in Python, in every layer: 100 short sequences cost more
     # than the attention itself.
-    rope._apply_rotary_pos_emb_thd = rope_functions.packed
+    rope._apply_rotary_pos_emb_thd = thd.rotate_packed
 
 
 def _unless_equal(stock: Callable[..., Any], unequal: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,13 +1,10 @@
-"""Attention, rotary embedding and norms of packed sequences: which ones a model gets, and our own without Transformer
-Engine.
+"""Attention and norms of packed sequences: which ones a model gets, and our own without Transformer Engine.
 
 Megatron's local DotProductAttention refuses packed sequences and context parallelism, its torch norm refuses sequence
-parallelism, and two functions of its rotary embedding need CUDA or loop over sequences.  Our attention is torch's
-scaled_dot_product_attention over the buckets that `thd.plan` makes.
+parallelism.  Our attention is torch's scaled_dot_product_attention over the buckets that `thd.plan` makes.
 
-Invariants: outputs and gradients depend on the sequences alone, not on how the plan batches them; rotary embeddings
-have Megatron's values; the names of tensors in a checkpoint are those that Transformer Engine's layers and slime's
-have, whichever machine wrote it.
+Invariants: outputs and gradients depend on the sequences alone, not on how the plan batches them; the names of tensors
+in a checkpoint are those that Transformer Engine's layers and slime's have, whichever machine wrote it.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from hpcrl.model_files.torch_dist import SANDWICH
 from hpcrl.trainer.megatron import thd
-from hpcrl.trainer.megatron.thd import positions
 
 
 @dataclass
@@ -183,41 +179,3 @@ def name_as_elsewhere(layer: Any) -> None:
         # Megatron's table means a dense layer, whose norm Transformer Engine fuses into the MLP
         names.pop("pre_mlp_layernorm.", None)
     layer.submodules.sharded_state_dict_keys_map = names | SANDWICH
-
-
-def table_of_cp_rank(table: Any, dim: int, group: Any) -> Any:
-    """The two zig-zag chunks of a rotary table along `dim` that this context-parallel rank holds."""
-    size = group.size()
-    rank = group.rank()
-    chunks = table.chunk(2 * size, dim)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
-
-
-def packed(
-    t: Any,
-    cu_seqlens: Any,
-    freqs: Any,
-    rotary_interleaved: bool = False,
-    multi_latent_attention: bool | None = None,
-    mscale: float = 1.0,
-    cp_group: Any = None,
-    mla_rotary_interleaved: bool = False,
-) -> Any:
-    """Rotary embedding of packed rows t [t, heads, d]; freqs [longest, 1, 1, rotary d]; cu_seqlens padded, not split by
-    CP.
-
-    What is said of multi-latent attention has one name up to Megatron-core 0.18, and another from 0.19 on.
-    """
-    assert not (multi_latent_attention or mla_rotary_interleaved), "multi-latent attention takes another path"
-    rows = positions(tuple(cu_seqlens.tolist()), cp_group.size(), cp_group.rank())
-    cos, sin = ((f(freqs[:, 0]) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))  # [longest, 1, rotary d]
-    rotated = t[..., : cos.size(-1)]
-    rest = t[..., cos.size(-1) :]
-    if rotary_interleaved:  # pairs (0, 1), (2, 3), ...
-        other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
-    else:  # pairs (0, d/2), (1, d/2 + 1), ...: the sign goes into the table, the halves change places
-        half = cos.size(-1) // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        other = rotated.roll(half, -1)
-    rotated = rotated * cos[rows] + other * sin[rows]
-    return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated

@@ -1,11 +1,12 @@
-"""Packed sequences: which rows a rank holds, which keys each may see, how to batch them, and attention over them.
-Pure.
+"""Packed sequences: which rows a rank holds, which keys each may see, how to batch them; attention and rotary embedding
+over them.  Pure: imports nothing of Megatron, so cpu_shim.py can use it before Megatron is patched.
 
 A packed micro-batch is a row of tokens; `cu` [0, end of sequence 1, end of sequence 2, ...] counts them over all
 context-parallel (CP) ranks, padding included.  Under CP every sequence is cut into 2 x CP chunks and rank r holds
 chunks r and 2 CP - 1 - r of each (zig-zag: causal attention then costs every rank the same).
 
-Invariant: a plan computes the same attention and gradients however it groups the sequences.
+Invariants: a plan computes the same attention and gradients however it groups the sequences; rotary embeddings have
+Megatron's values.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -218,3 +220,41 @@ def _rows(x: torch.Tensor, index: torch.Tensor, whole: bool) -> torch.Tensor:
     """Rows of x [t, h, d] as [n, h, longest, d]."""
     rows = x if whole else x.index_select(0, index.flatten())
     return rows.view(*index.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def rotary_table_of_cp_rank(table: Any, dim: int, group: Any) -> Any:
+    """The two zig-zag chunks of a rotary table along `dim` that this context-parallel rank holds."""
+    size = group.size()
+    rank = group.rank()
+    chunks = table.chunk(2 * size, dim)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
+
+
+def rotate_packed(
+    t: Any,
+    cu_seqlens: Any,
+    freqs: Any,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool | None = None,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+    mla_rotary_interleaved: bool = False,
+) -> Any:
+    """Rotary embedding of packed rows t [t, heads, d]; freqs [longest, 1, 1, rotary d]; cu_seqlens padded, not split by
+    CP.
+
+    The arguments for multi-latent attention have one name up to Megatron-core 0.18, and another from 0.19 on.
+    """
+    assert not (multi_latent_attention or mla_rotary_interleaved), "multi-latent attention takes another path"
+    rows = positions(tuple(cu_seqlens.tolist()), cp_group.size(), cp_group.rank())
+    cos, sin = ((f(freqs[:, 0]) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))  # [longest, 1, rotary d]
+    rotated = t[..., : cos.size(-1)]
+    rest = t[..., cos.size(-1) :]
+    if rotary_interleaved:  # pairs (0, 1), (2, 3), ...
+        other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
+    else:  # pairs (0, d/2), (1, d/2 + 1), ...: the sign goes into the table, the halves change places
+        half = cos.size(-1) // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        other = rotated.roll(half, -1)
+    rotated = rotated * cos[rows] + other * sin[rows]
+    return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated

@@ -76,15 +76,12 @@ def train(
 ) -> dict[str, float]:
     """Take all optimizer steps of `share`; collective.
 
-    record: is given it, with its micro-batches, in the end.
+    record: called at the end with the share and its micro-batches.
     version: of the policy; None: that which sampled the share.
 
     Returns metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum
-    the maximum, of the learning rate the last.
-
-    HpcrlError, before a weight changes, when the batch does not fit the model; and naming rollout and step when loss or
-    gradient is not finite, or when the mean absolute difference of the trainer's and the engine's log-probs exceeds
-    --max-logprob-diff.
+    the maximum, of the learning rate the last.  HpcrlError, before a weight changes, if the batch does not fit the
+    model, loss or gradient is not finite, or the mean difference of log-probs exceeds --max-logprob-diff.
     """
     begun = time.monotonic()
     packing.check_batch(share.batch, policy.vocab_size)
