@@ -28,10 +28,11 @@ class RolloutBatch:
         reward: float64 [n].  group: int64 [n], the number of the prompt.
         length: int64 [n], tokens of the response (0: empty).  truncated: bool [n].
         baseline: float64 [n], the reward of the greedy response to the same prompt (NaN: there is none), or None.
-        response: int64 [n], which response each sample is of, -1 for one that counts nowhere; None where each is its own.
+        response: int64 [n], which response each sample is of, -1 for one that counts nowhere; None where each is its
+            own.
     A response of several samples counts once in its group, as the mean of them.
-    The columns, of the whole responses of the samples that this rank has, one after another; all TP, CP and PP ranks of a
-    data-parallel rank hold the same:
+    The columns, of the whole responses of the samples that this rank has, one after another; all TP, CP and PP
+    ranks of a data-parallel rank hold the same:
         own: int64 [m], which rows of the table they are.  mask: bool [t], trained tokens, t = sum of length[own].
         old: float [t], log-probs under the old policy, before the update.  reference: float [t] likewise, or None.
         teacher: float [t], the teacher's log-probs likewise, or None.
@@ -127,9 +128,11 @@ class TokenBatch:
     """The r tokens of a micro-batch that are trained on and lie on this rank; they belong to m samples.
 
     All float tensors have one dtype; those marked * carry a gradient.
-        logprobs*, entropy*: [r], of the model that is trained (nats).  greedy: bool [r], whether the token is the likeliest.
+        logprobs*, entropy*: [r], of the model that is trained (nats).  greedy: bool [r], whether the token is the
+            likeliest.
         sample: int64 [r], which of the m samples each belongs to.
-        weights: [r], what each token counts (see `reducers`): the loss is the sum of weight x term, over a divisor.
+        weights: [r], what each token counts (see `reducers`): the loss is the sum of weight x term, over a
+            divisor.
         old: [r], log-probs of the policy that the ratio is taken to (--use-rollout-logprobs: the engine's); where no pass
             computed them: `logprobs.detach()`.
         trainer: [r], the trainer's log-probs under the weights that sampled: `old`, but for --use-rollout-logprobs
@@ -138,10 +141,11 @@ class TokenBatch:
         divergence*: [r], the KL to the teacher over the whole vocabulary, or None.
         pg_weights: [r], as weights, for the policy-gradient term alone (a custom reducer), or None: `weights`.
         group: int64 [m] and reward: float [m] of the samples; only a loss that compares samples (dpo) reads them.
-        comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of mismatch.
+        comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of
+            mismatch.
         fresh: bool [r], whether they must agree on a token: False where an older policy sampled it; None: on all.
-    sum_over_sample: [k, r] -> [k, m], sums over each sample's trained tokens on all CP ranks; differentiable (backward also
-        sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever r is.  None: this
+    sum_over_sample: [k, r] -> [k, m], sums over each sample's trained tokens on all CP ranks; differentiable (backward
+        also sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever r is.  None: this
         rank has the samples whole.
     """
 

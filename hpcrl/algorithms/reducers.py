@@ -29,7 +29,8 @@ def policy_token_weights(counts: Tensor, options: Options) -> Tensor | None:
     """The same [m] for the policy-gradient term alone; None where that counts as the others do.
 
     Per constant (--pg-loss-divisor N; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, 3.2): 1 / N.
-    --custom-pg-loss-reducer-function-path: function(counts, options) -> float [m].  HpcrlError if it returns another shape.
+    --custom-pg-loss-reducer-function-path: function(counts, options) -> float [m].  HpcrlError if it returns another
+    shape.
     """
     if path := options.custom_pg_loss_reducer_function_path:
         own = load_own("custom_pg_loss_reducer_function_path", path)

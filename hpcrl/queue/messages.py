@@ -1,7 +1,8 @@
 """What the two sides of the queue say to each other, and how a share is cut into parts of bounded size.
 
-    client -> server   Hello, Fetch, Ack, Call, Ping                      one frame each, or several of PIECE_BYTES
-    server -> client   Welcome, WhoAreYou, StoppedAt, Reply, Failed, Pong  one frame each; Part is followed by its pieces
+    client -> server   Hello, Fetch, Ack, Call, Ping                       one frame each, or several of PIECE_BYTES
+    server -> client   Welcome, WhoAreYou, StoppedAt, Reply, Failed, Pong  one frame each
+                       SharePart                                           one frame, then its pieces
 
 Invariants: every message is one typed msgspec Struct with a tag; bytes that are none raise WireError and nothing else;
 no frame is larger than MAX_FRAME.

@@ -1,2 +1,4 @@
-"""Where the members of a process group meet: a store of torch.distributed that lets in only who holds a key of the
-run."""
+"""Where the members of a process group meet: a store of torch.distributed that admits only holders of the run's keys.
+
+Open `store.py` first; `table.py` has the rules as a pure object.
+"""

@@ -3,8 +3,8 @@
 RUN/samples has one JSON object a sample: what was asked, answered and earned.  --save-debug-rollout-data writes, and
 --load-debug-rollout-data reads:
 
-    magic, number of frames, length of each (little-endian), then the frames: a share of the queue that holds the whole rollout
-    (`queue/share_format.py`), and what the trainer does not need of each sample, as msgpack
+    magic, number of frames, length of each (little-endian), then the frames: a share of the queue that holds the whole
+    rollout (`queue/share_format.py`), and what the trainer does not need of each sample, as msgpack
 
 Invariants: a sample file depends on the samples alone (no times, no engine names), so a repeated step writes the same
 bytes.  Of a rollout, what is read is what was written, bit for bit, so training on it gives the same losses; nothing is

@@ -32,7 +32,8 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-# ---- the references: of one sample, lists of its trained tokens.  p: log-probs that carry the gradient; sg: the same, held fixed
+# ---- the references: of one sample, lists of its trained tokens.  p: log-probs that carry the gradient; sg: the same,
+# held fixed
 
 
 class One:

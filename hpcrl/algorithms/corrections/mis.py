@@ -1,11 +1,11 @@
 """MIS: importance weights of tokens or responses, truncated, clipped or masked, with rejection.
 
-    k = exp(l),   l of a token: l_t = log p_trainer,t - log p_engine,t  (token),  sum_t l_t  (sequence),  mean_t l_t  (geometric);
-    held between -20 and 20 before exp
+    k = exp(l),   l_t = log p_trainer,t - log p_engine,t
+                  l: l_t  (token),  sum_t l_t  (sequence),  mean_t l_t  (geometric);  held between -20 and 20 before exp
     --tis-mode truncate: w = min(k, tis_clip)      clip: w = clip(k, tis_clip_low, tis_clip)
                mask: w = k, and a token outside [tis_clip_low, tis_clip] is rejected
-    --use-rs: k' of --rs-level outside [rs_lower_bound, rs_upper_bound] rejects too; bounds that are not given are those of the
-              weights, the lower 1 / tis_clip where that is not given either
+    --use-rs: k' of --rs-level outside [rs_lower_bound, rs_upper_bound] rejects too; bounds that are not given are those
+              of the weights, the lower 1 / tis_clip where that is not given either
     --use-rs --rs-veto-threshold v: a response with any exp(l_t) < v is rejected whole
     A rejected token counts in no term of the loss, but stays in the divisor.
 

@@ -17,16 +17,18 @@ def _words(text: str) -> frozenset[str]:
 
 #: symbols that NFKC would spoil, or that LaTeX has a command for
 _SYMBOLS = {
-    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
-    "•": r"\cdot ", "∗": "*", "⁄": "/", "∕": "/", "π": r"\pi ", "𝜋": r"\pi ", "√": r"\sqrt ", "∛": r"\sqrt[3] ", "∞": r"\infty ", "≤": r"\leq ", "⩽": r"\leq ",
-    "≥": r"\geq ", "⩾": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ",
-    "∓": r"\mp ", "°": r"^\circ ", "º": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ",
-    "φ": r"\phi ", "ϕ": r"\phi ", "ω": r"\omega ", "σ": r"\sigma ", "μ": r"\mu ", "ρ": r"\rho ", "δ": r"\delta ", "ε": r"\epsilon ",
-    "Δ": r"\Delta ", "′": "'", "’": "'", "‘": "'", "“": '"', "”": '"', "…": r"\ldots ", "∠": r"\angle ", "△": r"\triangle ",
-    "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "€": r"\euro ", "£": r"\pound ", "％": "%",
-    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}",
-    "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}", "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}",
+    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ",
+    "∙": r"\cdot ", "•": r"\cdot ", "∗": "*", "⁄": "/", "∕": "/", "π": r"\pi ", "𝜋": r"\pi ", "√": r"\sqrt ",
+    "∛": r"\sqrt[3] ", "∞": r"\infty ", "≤": r"\leq ", "⩽": r"\leq ", "≥": r"\geq ", "⩾": r"\geq ", "≠": r"\neq ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ ",
+    "º": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ",
+    "φ": r"\phi ", "ϕ": r"\phi ", "ω": r"\omega ", "σ": r"\sigma ", "μ": r"\mu ", "ρ": r"\rho ", "δ": r"\delta ",
+    "ε": r"\epsilon ", "Δ": r"\Delta ", "′": "'", "’": "'", "‘": "'", "“": '"', "”": '"', "…": r"\ldots ",
+    "∠": r"\angle ", "△": r"\triangle ", "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
+    "⌈": r"\lceil ", "⌉": r"\rceil ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
+    "ℂ": r"\mathbb{C}", "€": r"\euro ", "£": r"\pound ", "％": "%", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}",
+    "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}",
+    "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}", "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}",
     "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
 }  # fmt: skip
 _TRANSLATION = str.maketrans(_SYMBOLS)
@@ -36,12 +38,14 @@ _RAISED_RUN, _LOWERED_RUN = (re.compile(f"[{''.join(table)}]+") for table in (_R
 
 #: commands that are other names of one
 _NAMES = {
-    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "nicefrac": "frac", "sfrac": "frac", "le": "leq", "leqslant": "leq", "ge": "geq",
-    "geqslant": "geq", "ne": "neq", "lt": "<", "gt": ">", "lbrace": "{", "rbrace": "}", "lbrack": "[", "rbrack": "]", "lvert": "|",
-    "rvert": "|", "vert": "|", "mid": "|", "ast": "*", "star": "*", "colon": ":", "dbinom": "binom", "tbinom": "binom", "infin": "infty",
-    "varnothing": "emptyset", "degree": "^\\circ", "degrees": "^\\circ", "dots": "ldots", "cdots": "ldots", "land": "and", "lor": "or", "varphi": "phi",
-    "varepsilon": "epsilon", "vartheta": "theta", "Reals": "mathbb{R}", "arcsec": "arcsec", "tg": "tan", "ctg": "cot", "cosec": "csc",
-    "textdollar": "$", "percent": "%", "union": "cup", "bigcup": "cup", "bigcap": "cap", "isin": "in", "overbar": "overline", "bar": "overline",
+    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "nicefrac": "frac", "sfrac": "frac", "le": "leq",
+    "leqslant": "leq", "ge": "geq", "geqslant": "geq", "ne": "neq", "lt": "<", "gt": ">", "lbrace": "{", "rbrace": "}",
+    "lbrack": "[", "rbrack": "]", "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "ast": "*", "star": "*",
+    "colon": ":", "dbinom": "binom", "tbinom": "binom", "infin": "infty", "varnothing": "emptyset",
+    "degree": "^\\circ", "degrees": "^\\circ", "dots": "ldots", "cdots": "ldots", "land": "and", "lor": "or",
+    "varphi": "phi", "varepsilon": "epsilon", "vartheta": "theta", "Reals": "mathbb{R}", "arcsec": "arcsec",
+    "tg": "tan", "ctg": "cot", "cosec": "csc", "textdollar": "$", "percent": "%", "union": "cup", "bigcup": "cup",
+    "bigcap": "cap", "isin": "in", "overbar": "overline", "bar": "overline",
 }  # fmt: skip
 _GONE = _words(
     "boxed fbox left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle "

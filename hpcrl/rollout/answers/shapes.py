@@ -93,7 +93,8 @@ _MATRIX = re.compile(
 )
 _LETTERS = re.compile(r"[A-Za-z]+")
 _NAME = re.compile(
-    r"(?:m ?)?(?:\\(?:angle|triangle|overline|vec|hat|Delta|mathrm) ?)?\{?[|\[]?(?:[A-Za-z]|\\(?!frac|sqrt|pi)[a-z]+ |[A-Z]{2,4})[|\]]?\}?"
+    r"(?:m ?)?(?:\\(?:angle|triangle|overline|vec|hat|Delta|mathrm) ?)?"
+    r"\{?[|\[]?(?:[A-Za-z]|\\(?!frac|sqrt|pi)[a-z]+ |[A-Z]{2,4})[|\]]?\}?"
     r"(?:_\{?[A-Za-z0-9]+\}?)?'*(?:\^\{-1\})?(?: ?\([^()=]*\))?"
 )
 _TEXTUAL = re.compile(r"(?:\\text\s*\{[^{}]*\}|[A-Za-z]{3,})(?:[A-Za-z ]|\\text\s*\{[^{}]*\})*")
@@ -296,8 +297,8 @@ def _without_commands(text: str) -> str:
 _NUMBER_WORDS = {
     word: number
     for number, word in enumerate(
-        ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen",
-         "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")
+        ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+         "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")
     )
 }  # fmt: skip
 

@@ -29,16 +29,17 @@ _ANGLE = "angle"
 def _table() -> dict[str, tuple[str, Fraction]]:
     """Every word for a unit -> (dimension, how many of the dimension's first unit it is)."""
     rows = [
-        (_LENGTH, "1", "m meter metre"), (_LENGTH, "0.01", "cm centimeter centimetre"), (_LENGTH, "0.001", "mm millimeter millimetre"),
-        (_LENGTH, "0.1", "dm decimeter decimetre"), (_LENGTH, "1000", "km kilometer kilometre"), (_LENGTH, "0.0254", "in inch inche"),
+        (_LENGTH, "1", "m meter metre"), (_LENGTH, "0.01", "cm centimeter centimetre"),
+        (_LENGTH, "0.001", "mm millimeter millimetre"), (_LENGTH, "0.1", "dm decimeter decimetre"),
+        (_LENGTH, "1000", "km kilometer kilometre"), (_LENGTH, "0.0254", "in inch inche"),
         (_LENGTH, "0.3048", "ft foot feet"), (_LENGTH, "0.9144", "yd yard"), (_LENGTH, "1609.344", "mi mile"),
-        (_MASS, "1", "g gram gramme"), (_MASS, "1000", "kg kilogram kilo"), (_MASS, "0.001", "mg milligram"), (_MASS, "1000000", "tonne"),
-        (_MASS, "453.59237", "lb pound"), (_MASS, "28.349523125", "oz ounce"),
-        (_TIME, "1", "s sec second"), (_TIME, "60", "min minute"), (_TIME, "3600", "h hr hour"), (_TIME, "86400", "day"),
-        (_TIME, "604800", "week"), ("months", "1", "month"), ("months", "12", "yr year"),
-        (_VOLUME, "1", "l liter litre"), (_VOLUME, "0.001", "ml milliliter millilitre"),
-        (_MONEY, "1", "dollar usd"), (_MONEY, "0.01", "cent"), ("euro", "1", "euro eur"), ("sterling", "1", "gbp"),
-        (_ANGLE, "1", "degree deg"), ("percent", "1", "percent percentage"),
+        (_MASS, "1", "g gram gramme"), (_MASS, "1000", "kg kilogram kilo"), (_MASS, "0.001", "mg milligram"),
+        (_MASS, "1000000", "tonne"), (_MASS, "453.59237", "lb pound"), (_MASS, "28.349523125", "oz ounce"),
+        (_TIME, "1", "s sec second"), (_TIME, "60", "min minute"), (_TIME, "3600", "h hr hour"),
+        (_TIME, "86400", "day"), (_TIME, "604800", "week"), ("months", "1", "month"), ("months", "12", "yr year"),
+        (_VOLUME, "1", "l liter litre"), (_VOLUME, "0.001", "ml milliliter millilitre"), (_MONEY, "1", "dollar usd"),
+        (_MONEY, "0.01", "cent"), ("euro", "1", "euro eur"), ("sterling", "1", "gbp"), (_ANGLE, "1", "degree deg"),
+        ("percent", "1", "percent percentage"),
     ]  # fmt: skip
     return {word: (dimension, Fraction(factor)) for dimension, factor, words in rows for word in words.split()}
 

@@ -1,7 +1,8 @@
 """The HTTP server of the rollout process through which custom functions and agents ask the policy.
 
     POST /v1/chat/completions, /v1/completions   as OpenAI has them, as far as `read_fields` says
-    POST /v1/tokens                              {"tokens": [...], "sampling_params": {...}}: exact tokens, log-probs, versions
+    POST /v1/tokens                              {"tokens": [...], "sampling_params": {...}}: exact tokens,
+                                                 log-probs, versions
     GET  /v1/models                              the one model
 
 Invariants: every request brings the key of a response that is being made, which opens nothing else and ends with it; it

@@ -6,8 +6,8 @@
        +-------- ended <--- suspect
 
 The law:
-1. Only an engine that is serving, or draining, answers requests, and it holds the version that was published last (or a newer one,
-   which it joined with while the trainer was ahead of the engines).
+1. Only an engine that is serving, or draining, answers requests, and it holds the version that was published last (or a
+   newer one, which it joined with while the trainer was ahead of the engines).
 2. What is said of an earlier life of an engine, and of one that is gone, changes nothing; lives only grow.
 3. An engine comes to serve in one way alone: up (joining), then a weight update that names this life of it (serving).
 4. Whoever was in doubt (suspect) comes back as joining unless it holds the published version.

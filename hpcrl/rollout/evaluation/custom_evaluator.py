@@ -1,7 +1,7 @@
 """Held-out samples that a function of the user's makes (--eval-function-path), in the place of `Evaluator.samples`.
 
     for name in data_source.names:
-        groups = await data_source.get_samples(name)       # of every prompt of the set: samples that wait for their response
+        groups = await data_source.get_samples(name)        # of every prompt of the set: samples without a response
         done = await data_source.generate_group(groups[0])  # sampled and graded as the set says
 
 Invariants: what is returned is checked against what was given: of each set all responses, finished and with a reward,

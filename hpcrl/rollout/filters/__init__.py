@@ -1,2 +1,4 @@
-"""Filters of groups: dynamic ones judge a finished group, buffer ones choose what is gone on with; a built-in is a
-file."""
+"""Filters of groups: dynamic ones judge a finished group, buffer ones choose which groups to continue with.
+
+A built-in filter is a file in `dynamic/` or `buffer/`; `custom_filters.py` loads and calls them.
+"""

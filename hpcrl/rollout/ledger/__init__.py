@@ -1,1 +1,4 @@
-"""What became of every group: the ledger, what is kept of groups on disk, the account of a whole run."""
+"""Where every group is, and what is kept of groups on disk.
+
+Open `ledger.py` first: its law says in which places a group can be.
+"""

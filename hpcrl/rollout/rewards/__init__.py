@@ -5,8 +5,10 @@ A file `NAME.py` here is `--rm-type NAME`.  It has
     def reward(options, sample) -> float | dict    plain, or async if it waits for something
     NEEDS_LABEL = False                            if it does not look at the label
     KEYS = ("score", ...)                          if it returns a dict: the keys with numbers, the reward first
-    def check() -> None                            a self-check at the start: UsageError, or ImportError for a missing package
-    def boxed(content: str) -> str                 what it is given for boxed_NAME, if that is not the content of the box alone
+    def check() -> None                            a self-check at the start: UsageError, or ImportError for a
+                                                   missing package
+    def boxed(content: str) -> str                 what it is given for boxed_NAME, if that is not the content of the box
+                                                   alone
 
 and is run in the processes of `hpcrl/rollout/grading/`.  An own function (--custom-rm-path) is the same without the
 file.

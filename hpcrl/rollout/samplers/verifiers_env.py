@@ -1,7 +1,9 @@
 """An environment of the `verifiers` package as a source of prompts and a maker of responses.
 
-    python -m hpcrl.rollout.samplers.verifiers_env ENVIRONMENT --out DIR [--eval N] [--args JSON]     writes the prompt files
-    --custom-generate-function-path hpcrl.rollout.samplers.verifiers_env.Generate                     makes the responses
+    python -m hpcrl.rollout.samplers.verifiers_env ENVIRONMENT --out DIR [--eval N] [--args JSON]
+        writes the prompt files
+    --custom-generate-function-path hpcrl.rollout.samplers.verifiers_env.Generate
+        makes the responses
 
 The environment holds the conversation and grades it; it asks the policy at the endpoint, so its tokens are exact.
 Written for verifiers 0.1 (`load_environment`, `Environment.run_rollout`); hpcrl does not install it.
