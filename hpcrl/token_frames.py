@@ -59,7 +59,7 @@ class SampleAnswer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     routing: tuple[int, int] = (0, 0)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 tokens and float32 log-probs, writable.  ValueError if their bytes are no whole numbers."""
+        """int32 tokens and float32 log-probs, writable.  ValueError if their bytes are not whole numbers."""
         return np.frombuffer(self.tokens, "<i4").astype(np.int32), np.frombuffer(self.logprobs, "<f4").astype(
             np.float32
         )
@@ -81,7 +81,7 @@ def read_request(data: bytes) -> tuple[GroupRequest, list[int]]:
 
 
 def read_names(data: bytes) -> list[str]:
-    """The samples to end.  ValueError if it is no list of names."""
+    """The samples to end.  ValueError if it is not a list of names."""
     return _NAMES.decode(data)
 
 

@@ -96,7 +96,7 @@ def teacher_kl(batch: RolloutBatch) -> Tensor:
 def whiten(values: Tensor, batch: RolloutBatch) -> Tensor:
     """(x - mean) / sqrt(variance + 1e-8) over the trained tokens of all ranks; 0 elsewhere.  Variance: unbiased.
 
-    Two passes over the ranks: mean, then squared deviations, so that a small variance beside a large mean stays exact.
+    Two passes over the ranks: mean, then squared deviations, so that a small variance next to a large mean stays exact.
     """
     weights = batch.mask.double()
     total, count = batch.total(torch.stack([(values * weights).sum(), weights.sum()]))

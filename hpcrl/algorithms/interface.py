@@ -133,8 +133,8 @@ class TokenBatch:
         sample: int64 [r], which of the m samples each belongs to.
         weights: [r], what each token counts (see `reducers`): the loss is the sum of weight x term, over a
             divisor.
-        old: [r], log-probs of the policy that the ratio is taken to (--use-rollout-logprobs: the engine's); where no pass
-            computed them: `logprobs.detach()`.
+        old: [r], log-probs of the policy that the ratio is taken to (--use-rollout-logprobs: the engine's); where no
+            pass computed them: `logprobs.detach()`.
         trainer: [r], the trainer's log-probs under the weights that sampled: `old`, but for --use-rollout-logprobs
             `logprobs.detach()`.
         rollout: [r], the engine's log-probs.  advantages: [r].  reference: [r] or None.
@@ -145,8 +145,8 @@ class TokenBatch:
             mismatch.
         fresh: bool [r], whether they must agree on a token: False where an older policy sampled it; None: on all.
     sum_over_sample: [k, r] -> [k, m], sums over each sample's trained tokens on all CP ranks; differentiable (backward
-        also sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever r is.  None: this
-        rank has the samples whole.
+        also sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever r is.  None:
+        this         rank has the samples whole.
     """
 
     logprobs: Tensor

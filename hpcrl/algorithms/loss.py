@@ -164,10 +164,10 @@ def dpo_loss(tokens: TokenBatch, options: Options) -> Loss:
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7.  The loss of a pair stands at each token of both responses,
     so the mean over samples is the mean over pairs; a response without trained tokens has log-ratio 0 and does not
-    count itself.  A pair of equal rewards is no preference: its loss is 0.
+    count itself.  A pair of equal rewards is not a preference: its loss is 0.
     Report: loss, dpo_accuracy (share of pairs with a positive margin), dpo_margin (dpo_beta x the difference),
     dpo_chosen, dpo_rejected (dpo_beta x each response's log-ratio), dpo_ties (share of pairs of equal rewards, 0 in all
-    the others). UsageError without a reference; DataError if a group is no pair.
+    the others). UsageError without a reference; DataError if a group is not a pair.
     """
     if tokens.reference is None:
         raise UsageError("--loss-type dpo_loss needs the log-probs of the reference, here are none", "give --ref-load")
@@ -209,7 +209,7 @@ def _pairs(tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         or len(groups[:, 0].unique()) != len(groups)
     ):
         raise DataError(
-            "--loss-type dpo_loss found a group that is no pair in a micro-batch", "give --n-samples-per-prompt 2"
+            "--loss-type dpo_loss found a group that is not a pair in a micro-batch", "give --n-samples-per-prompt 2"
         )
     partner = torch.empty_like(order)
     partner[pairs[:, 0]], partner[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]

@@ -1,7 +1,7 @@
 """Rewards of tokens and their discounted sums, over responses of any length at once.
 
 Invariant: the steps of an episode are the trained tokens of a response, in order; what is masked between them (a tool's
-answer, say) is no step, takes no discount and has no reward, and every result is 0 there.
+answer, say) is not a step, takes no discount and has no reward, and every result is 0 there.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _messages(where: str, messages: list[Any]) -> Messages:
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
-    """A chat message, its content as one text; null stays null beside calls of tools."""
+    """A chat message, its content as one text; null stays null next to calls of tools."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f"{where}: a chat message of the prompt is not an object with role and content")
     content = message.get("content")
@@ -196,7 +196,7 @@ def _tools(where: str, row: dict[str, Any], keys: Keys) -> list[Any] | None:
         try:
             found = json.loads(found)
         except ValueError as error:
-            raise DataError(f"{where}: {keys.tools!r} is text that is no JSON: {error}") from None
+            raise DataError(f"{where}: {keys.tools!r} is text that is not JSON: {error}") from None
     if found is not None and (not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found)):
         raise DataError(f"{where}: {keys.tools!r} is not a list of objects but {kind_of_json(found)}")
     return found or None

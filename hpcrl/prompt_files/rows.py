@@ -34,7 +34,7 @@ class PromptRows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row `index`.  DataError if it is no JSON object, or the file has changed."""
+        """Row `index`.  DataError if it is not a JSON object, or the file has changed."""
         ...
 
     def line(self, index: int) -> int:
@@ -51,7 +51,7 @@ def open_rows(word: PromptWord) -> PromptRows:
     path = Path(word.path)
     if path.suffix not in KINDS:
         raise DataError(
-            f"{path} is no {' or '.join(KINDS)} file",
+            f"{path} is not a {' or '.join(KINDS)} file",
             "a prompt file has one JSON object a line and ends in .jsonl, or is parquet",
         )
     try:
@@ -70,7 +70,7 @@ def open_rows(word: PromptWord) -> PromptRows:
 
 
 class JsonlRows:
-    """A .jsonl file: one JSON object a line; blank lines count as lines and are no rows."""
+    """A .jsonl file: one JSON object a line; blank lines count as lines and are not rows."""
 
     def __init__(self, path: Path, rows: slice = slice(None)) -> None:
         """Read it once, to the end.  OSError as `open`."""
@@ -177,7 +177,7 @@ class ParquetRows:
     """The rows of a parquet file, or of a slice of it."""
 
     def __init__(self, path: Path, rows: slice = slice(None)) -> None:
-        """Read it.  HpcrlError without pyarrow; DataError if the file is no parquet; OSError if it cannot be read."""
+        """Read it.  HpcrlError without pyarrow; DataError if the file is not parquet; OSError if it cannot be read."""
         try:
             import pyarrow as arrow
             import pyarrow.parquet as parquet
@@ -191,7 +191,7 @@ class ParquetRows:
         try:
             table = parquet.ParquetFile(path, memory_map=True).read()
         except arrow.ArrowException as error:
-            raise DataError(f"{path} is no parquet file: {error}") from error
+            raise DataError(f"{path} is not a parquet file: {error}") from error
         taken = range(table.num_rows)[rows]
         self._first = taken[0] if len(taken) else 0
         self._batches = table.slice(self._first, len(taken)).combine_chunks()
@@ -221,7 +221,7 @@ def first_parquet_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, 
         batches = parquet.ParquetFile(path).iter_batches(batch_size=count)
         rows = next(batches, None)
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is no parquet file: {error}") from error
+        raise DataError(f"{path} is not a parquet file: {error}") from error
     for number, row in enumerate([] if rows is None else rows.to_pylist(), 1):
         yield f"{path}, row {number}", _without_nulls(row)
 

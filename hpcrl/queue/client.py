@@ -75,9 +75,9 @@ class QueueClient:
     def fetch(self, rollout_id: int, timeout: float | None = None) -> Share | None:
         """This rank's share of a rollout, waited for; None if the run was stopped before that rollout.
 
-        The share's arrays are views on what was received.  Late after `timeout` seconds (a later fetch goes on
+        The share's arrays are views on what was received.  Late after `timeout` seconds (a later fetch continues
         where this one stopped), PeerError if the rollout process answers an error or another process of the attempt
-        fails, WireError if what comes is no valid share.
+        fails, WireError if what comes is not a valid share.
         """
         self._rundir.check()
         self._parts = {number: parts for number, parts in self._parts.items() if number >= rollout_id}

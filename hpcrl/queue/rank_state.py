@@ -91,7 +91,7 @@ class PendingShares:
                 del share.sent[part]
 
     def acknowledge(self, rollout_id: int, part: int) -> None:
-        """The part has arrived.  What is not known (any more) is no error: acknowledgements are repeated too."""
+        """The part has arrived.  What is not known (any more) is not an error: acknowledgements are repeated too."""
         share = self._shares.get(rollout_id)
         if share is None or part >= len(share.parts):
             return
@@ -234,7 +234,7 @@ class Rank:
         return self.complaints <= MAX_COMPLAINTS
 
     def sit(self, route: bytes, hello: Hello) -> Seat:
-        """Give the seat to this client; a new one starts afresh, the same one goes on over its new connection."""
+        """Give the seat to this client; a new one starts afresh, the same one continues over its new connection."""
         same = self.seat is not None and self.seat.client == hello.client
         if self.seat is not None and not same:
             self._replaced[self.seat.client] = None

@@ -227,7 +227,7 @@ class QueueServer:
     # ---- shares
 
     def _release(self, rank: Rank, seat: Seat) -> None:
-        """Shares may have been acknowledged: `put` may go on, and a fetch that has all it asked for is over."""
+        """Shares may have been acknowledged: `put` may continue, and a fetch that has all it asked for is over."""
         if seat.waits_for is not None and seat.waits_for <= rank.outbox.last_done:
             seat.waits_for = None
         self._progress.set()

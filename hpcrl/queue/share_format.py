@@ -211,7 +211,8 @@ def _expected(columns: Sequence[Column]) -> list[tuple[str, np.dtype, int]]:
     known = [name for name in OPTIONAL if name in said]
     if said != known:
         raise WireError(
-            f"a share has the columns {', '.join(map(repr, said))} beside the usual, {', '.join(OPTIONAL)} may be"
+            f"a share has the columns {', '.join(map(repr, said))} in addition to the usual, {', '.join(OPTIONAL)} may "
+            "be"
         )
     return [(*column, 0) for column in COLUMNS] + [(name, OPTIONAL[name].dtype, OPTIONAL[name].dims) for name in known]
 
@@ -252,7 +253,7 @@ def _spread(runs: np.ndarray, tokens: int) -> np.ndarray:
     """RUN [runs] as int32 [tokens].  WireError unless the runs hold exactly so many tokens."""
     lengths, versions = runs["length"], runs["version"]
     _refuse((lengths < 1) | (lengths > tokens), "versions: the length of run {} does not fit")
-    _refuse(versions != versions.astype(np.int32), "versions: that of run {} is no 32-bit number")
+    _refuse(versions != versions.astype(np.int32), "versions: that of run {} is not a 32-bit number")
     if (
         len(runs) > tokens or int(lengths.sum()) != tokens
     ):  # no overflow: the sum is at most the square of a column's length
@@ -278,7 +279,7 @@ def _check(header: ShareHeader, batch: SampleBatch, table: np.ndarray, own: np.n
 
 
 def _check_own(table: np.ndarray, own: np.ndarray) -> None:
-    _refuse((own < 0) | (own >= len(table)), "sample {} is no row of the table")
+    _refuse((own < 0) | (own >= len(table)), "sample {} is not a row of the table")
     if len(np.unique(own)) < len(own):
         raise WireError("a row of the table is in the share twice")
 

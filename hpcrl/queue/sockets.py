@@ -45,7 +45,7 @@ def endpoint(host: str, port: int) -> str:
 
 
 def bind_address(plan: Plan) -> str:
-    """The address of the rollout's host, to listen on and to be reached at.  UsageError if it is no single
+    """The address of the rollout's host, to listen on and to be reached at.  UsageError if it is not a single
     interface."""
     host = plan.rollout.at
     try:

@@ -1,4 +1,4 @@
-"""The server of a store: a thread beside whatever opened it, on one address, for holders of the run's keys alone.
+"""The server of a store: a thread of the process that opened it, on one address, for holders of the run's keys alone.
 
 Invariants: a peer has proved to hold its key (CURVE, ZeroMQ RFC 26) before anything that it says is read; until then it
 can make the server keep a few hundred bytes, and for HANDSHAKE milliseconds; what a peer says never ends the server.

@@ -215,7 +215,7 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _numbers(row: dict[str, Any], shown: str) -> None:
-    """Make every value a float.  HpcrlError if one is no finite number."""
+    """Make every value a float.  HpcrlError if one is not a finite number."""
     for name, value in row.items():
         if value is None:
             continue
@@ -224,7 +224,7 @@ def _numbers(row: dict[str, Any], shown: str) -> None:
         except (TypeError, ValueError):
             row[name] = math.nan
         if not isinstance(name, str) or not math.isfinite(row[name]):
-            raise HpcrlError(f"{shown} left metric {name!r} = {short(value)}, which is no finite number")
+            raise HpcrlError(f"{shown} left metric {name!r} = {short(value)}, which is not a finite number")
 
 
 def _from_train_data(data: Mapping[str, Any], samples: Sequence[Sample], shown: str) -> list[Sample]:

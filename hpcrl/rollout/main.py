@@ -4,7 +4,7 @@
 
 Invariants: whatever is wrong with the data, the tokenizer or the reward shows before any engine is waited for; a
 rollout is handed over whole or not at all; a snapshot says where the data stands after its rollout, so a run that is
-resumed from it goes on with exactly the next prompts; an error here is recorded before anybody hears of it.
+resumed from it continues with exactly the next prompts; an error here is recorded before anybody hears of it.
 """
 
 from __future__ import annotations
@@ -155,11 +155,11 @@ class RolloutRole:
         if state is not None:
             if state.get("rollout_id") != rollout_id - 1:
                 raise DataError(
-                    f"the checkpoint's data position is that of rollout {state.get('rollout_id')}, the run goes on at "
+                    f"the checkpoint's data position is that of rollout {state.get('rollout_id')}, the run resumes at "
                     f"{rollout_id}"
                 )
         elif rollout_id:
-            raise DataError(f"the run goes on at rollout {rollout_id}, but its checkpoint holds no data position")
+            raise DataError(f"the run resumes at rollout {rollout_id}, but its checkpoint holds no data position")
         self.store.restore(rollout_id, state)
         if self.generated_ahead is not None:
             self.generated_ahead.begin(rollout_id)
@@ -321,7 +321,7 @@ class RolloutRole:
         await self.server.stop_at(end)
 
     def _last_ahead(self, rollout_id: int) -> bool:
-        """Whether a run that is asked to stop still makes this rollout, so that one that goes on learns from the same
+        """Whether a run that is asked to stop still makes this rollout, so that a resumed one learns from the same
         samples."""
         return self.generated_ahead is not None and rollout_id == self._end_at
 

@@ -40,7 +40,7 @@ _SIZE = struct.Struct("<Q")
 
 
 class SampleTexts(msgspec.Struct, forbid_unknown_fields=True):
-    """What a sample has beside the columns of its share."""
+    """What a sample has in addition to the columns of its share."""
 
     prompt: Any = None
     response: str = ""

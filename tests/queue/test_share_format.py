@@ -57,7 +57,7 @@ def test_a_column_that_only_some_runs_have_must_be_what_it_says() -> None:
     frames = frames_of(its)
     columns = msgspec.msgpack.decode(frames[0])["columns"]
     for changes, message in (
-        ({0: "another"}, "columns 'another', 'routed_experts' beside the usual"),
+        ({0: "another"}, "columns 'another', 'routed_experts' in addition to the usual"),
         ({1: "float64"}, "of type 'float64'"),
         ({2: 4}, "4 elements declared"),
         ({3: [2, 2, 2, 2]}, "and 4$"),
@@ -138,8 +138,8 @@ SPOILED: list[tuple[Callable[[Share], Any], str]] = [
     (spoil("status", 1, -1), "row 1 of the table: unknown status"),
     (spoil("reward", 2, np.nan), "row 2 of the table: reward is not finite"),
     (spoil("baseline", 0, np.inf), "row 0 of the table: baseline is not finite"),
-    (lambda s: setattr(s, "own", np.array([0, 1, 3])), "sample 2 is no row of the table"),
-    (lambda s: setattr(s, "own", np.array([0, -1, 2])), "sample 1 is no row of the table"),
+    (lambda s: setattr(s, "own", np.array([0, 1, 3])), "sample 2 is not a row of the table"),
+    (lambda s: setattr(s, "own", np.array([0, -1, 2])), "sample 1 is not a row of the table"),
     (lambda s: setattr(s, "own", np.array([0, 1, 1])), "in the share twice"),
     (lambda s: setattr(s, "step_samples", [4]), "4 samples, the table 3"),
     (spoil("tokens", 4, -2), "token 4: negative id"),

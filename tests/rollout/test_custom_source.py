@@ -171,7 +171,7 @@ def test_its_numbers_are_logged_and_its_rewards_named(tokenizer: Tokenizer) -> N
         ("few", ": take(4) returned list of 3, a list of 4 rows is wanted"),
         ("nothing", ": take(4) returned NoneType, a list of 4 rows is wanted"),
         ("number", ", prompt 4: the prompt is neither text nor a list of chat messages but"),
-        ("object", ", prompt 4: it is no JSON: "),
+        ("object", ", prompt 4: it is not JSON: "),
         ("key", ", prompt 4: no key"),
         ("label", ", prompt 4: no key 'label'"),
         ("type", ", prompt 4: metadata rm_type is 'f1', which is none of the class's rm_types"),

@@ -257,8 +257,8 @@ def test_an_object_needs_a_key() -> None:
     [
         ("returns_nan", "returned nan: a reward must be finite"),
         ("returns_too_much", "returned 1e+39: a reward must be finite, and at most 1e+30"),
-        ("returns_text", "returned 'good', which is no number"),
-        ("returns_nothing", "returned None, which is no number"),
+        ("returns_text", "returned 'good', which is not a number"),
+        ("returns_nothing", "returned None, which is not a number"),
         ("raises", "raised KeyError: 'answer' (own_rewards.py:"),
         ("exits", "raised SystemExit: 3"),
         ("dies", "ended the process that graded it (exit status 7)"),

@@ -63,5 +63,5 @@ def test_rows_slices_and_nulls(tmp_path: Path) -> None:
 def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "p.parquet").write_text(json.dumps({"a": 1}))
-    with pytest.raises(DataError, match=r"p\.parquet is no parquet file"):
+    with pytest.raises(DataError, match=r"p\.parquet is not a parquet file"):
         open_rows(PromptWord("p", str(tmp_path / "p.parquet")))

@@ -123,7 +123,7 @@ def test_without_a_template_the_text_is_the_prompt(read: Callable[..., PromptFil
             '{"prompt": "2+2=", "label": "4", "metadata": {"rm_type": 3}}',
             "metadata rm_type is 3, not the name of a reward",
         ),
-        ('{"prompt": "2+2=", "label": "4", "tools": "{"}', "'tools' is text that is no JSON"),
+        ('{"prompt": "2+2=", "label": "4", "tools": "{"}', "'tools' is text that is not JSON"),
         ('{"prompt": "2+2=", "label": "4", "tools": 4}', "'tools' is not a list of objects but a number"),
         ('{"prompt": 4, "label": "4"}', "neither text nor a list of chat messages but a number"),
         ('{"prompt": "", "label": "4"}', "the prompt is empty"),
@@ -199,7 +199,7 @@ def test_files_that_are_none(read: Callable[..., PromptFile], tokenizer: Tokeniz
     reading = ReadOptions.of(Options(), tokenizer)
     with pytest.raises(DataError, match=r"absent\.jsonl: No such file"):
         read_prompts(tmp_path / "absent.jsonl", reading, tokenizer)
-    with pytest.raises(DataError, match=r"p\.csv is no \.jsonl or \.parquet"):
+    with pytest.raises(DataError, match=r"p\.csv is not a \.jsonl or \.parquet"):
         read_prompts(tmp_path / "p.csv", reading, tokenizer)
 
 
@@ -322,7 +322,7 @@ def test_a_template_that_refuses_is_quoted(model: Path, tmp_path: Path) -> None:
 def test_directories_that_hold_no_tokenizer(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--hf-checkpoint is not given"):
         load_tokenizer(None)
-    with pytest.raises(DataError, match="is no directory"):
+    with pytest.raises(DataError, match="is not a directory"):
         load_tokenizer(str(tmp_path / "absent"))
     with pytest.raises(DataError, match="no config.json there"):
         load_tokenizer(str(tmp_path))

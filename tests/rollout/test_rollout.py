@@ -250,7 +250,7 @@ def test_positions_that_do_not_fit_are_refused(tmp_path: Path, model: Path, uncu
         assert "has changed since the checkpoint" in attempt.error()
     with (
         Attempt(tmp_path / "other", model, None) as attempt,
-        pytest.raises(HpcrlError, match="is that of rollout 1, the run goes on at 3"),
+        pytest.raises(HpcrlError, match="is that of rollout 1, the run resumes at 3"),
     ):
         attempt.begin(3, uncut[2][1])
 

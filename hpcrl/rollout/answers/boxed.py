@@ -15,7 +15,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 def boxed(text: str) -> str | None:
     r"""What stands in the last complete \boxed{...} (or \fbox{...}) of `text`, stripped, or None if there is none.
 
-    Of boxes that lie in each other the inner one counts.  An escaped brace is no brace.
+    Of boxes that lie in each other the inner one counts.  An escaped brace is not a brace.
     """
     text = text[-TAIL:]
     begins = [found.start() for found in _BOX.finditer(text)]

@@ -44,7 +44,7 @@ _LETTER_TEXT = re.compile(r"\\text\s*\{\s*([A-Za-z])\s*\}")
 
 
 class Unknown(Exception):
-    """The text is no expression of this grammar, or its value cannot be found."""
+    """The text is not an expression of this grammar, or its value cannot be found."""
 
 
 def parse(text: str) -> Tree:

@@ -46,7 +46,7 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 
 _UNITS = _table()
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-#: behind a number these change what is said, so they are no unit
+#: behind a number these change what is said, so they are not units
 _NO_UNIT = _words(
     "is are was be or and not no nor more less than least most if except never mod modulo times over under above below "
     "about approximately "

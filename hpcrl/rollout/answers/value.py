@@ -263,7 +263,7 @@ def _rational(value: Value) -> Value:
 
 
 def _whole(value: Value, most: int) -> int:
-    """A whole number from 0 to `most`; Unknown, or Undefined for what is no whole number."""
+    """A whole number from 0 to `most`; Unknown, or Undefined for what is not a whole number."""
     if not isinstance(value, Fraction) or value.denominator != 1 or value < 0:
         raise Undefined("no whole number")
     if value > most:

@@ -1,6 +1,6 @@
-"""Conversations of askers that know messages and text alone: which request goes on with which, and what it adds.
+"""Conversations of askers that know messages and text alone: which request continues which, and what it adds.
 
-Invariants: a request goes on with a conversation if it begins with all of that one's messages (or its whole text, or
+Invariants: a request continues a conversation if it begins with all of that one's messages (or its whole text, or
 tokens); then only what is new is encoded, and the policy's turns keep the tokens that were sampled.  Any other request
 begins a conversation of its own, whose earlier turns, if it has some, are prompt: not learned from.
 """
@@ -59,7 +59,7 @@ def _arguments(value: Any) -> str:
 
 
 def find_chat(dialogues: Iterable[Dialogue], messages: Sequence[Any], tools: str) -> Dialogue | None:
-    """The conversation that these messages (normal forms) go on with: the longest, of those the latest."""
+    """The conversation that these messages (normal forms) continue: the longest, of those the latest."""
     found = None
     for dialogue in dialogues:
         have = dialogue.messages
@@ -77,7 +77,7 @@ def begin_chat(tokenizer: Tokenizer, messages: Messages, tools: Messages | None,
 
 
 def new_tokens(tokenizer: Tokenizer, dialogue: Dialogue, messages: Messages, tools: Messages | None) -> list[int]:
-    """What is told to the policy before its next turn in a conversation that goes on."""
+    """What is told to the policy before its next turn in a conversation that continues."""
     if not dialogue.messages:
         return []
     before = messages[: len(dialogue.messages) - 1]
@@ -113,7 +113,7 @@ def spelled(tools: Any) -> str:
 def find_text(
     dialogues: Iterable[Dialogue], prompt: str | Sequence[int]
 ) -> tuple[Dialogue, str | Sequence[int]] | None:
-    """(the conversation that a prompt of text, or of tokens, goes on with, what is new in it)."""
+    """(the conversation that a prompt of text, or of tokens, continues; what is new in it)."""
     found = None
     for dialogue in dialogues:
         have: Any = dialogue.text if isinstance(prompt, str) else dialogue.trajectory.tokens

@@ -84,7 +84,7 @@ def read_fields(body: Mapping[str, Any], served: tuple[str, ...], sampling: Samp
     params = {"stop": given["stop"]} if "stop" in given else {}
     most = next((given[name] for name in _LENGTHS if name in served and name in given), None)
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise BadRequest(f"{most!r} is no number of tokens")
+        raise BadRequest(f"{most!r} is not a number of tokens")
     return params | ({} if most is None else {"max_new_tokens": most})
 
 
@@ -221,14 +221,14 @@ class Endpoint:
             try:
                 body = msgspec.json.decode(data) if data else {}
                 if not isinstance(body, dict):
-                    raise BadRequest("the body is no JSON object")
+                    raise BadRequest("the body is not a JSON object")
                 return web.Response(
                     body=msgspec.json.encode(await work(session, body)), content_type="application/json"
                 )
             except BadRequest as error:
                 return _error(_STATUS.get(error.code, 400), str(error), error.code)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                return _error(400, f"the body is no JSON: {error}", "invalid_request_error")
+                return _error(400, f"the body is not JSON: {error}", "invalid_request_error")
             except HpcrlError as error:  # kept by the session: it ends the run
                 return _error(503, f"no engine can answer: {error.what}", "server_error")
 
@@ -257,7 +257,7 @@ async def _tokens(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     tokens = body.get("tokens")
     params = body.get("sampling_params") or {}
     if not isinstance(tokens, list) or not isinstance(params, dict):
-        raise BadRequest("tokens is no list, or sampling_params no object")
+        raise BadRequest("tokens is not a list, or sampling_params no object")
     turn = await session.ask(tokens, params)
     columns = {name: getattr(turn, name).tolist() for name in ("tokens", "logprobs", "versions")}
     return columns | {"finish_reason": turn.finish, "text": turn.text}
@@ -266,7 +266,7 @@ async def _tokens(session: Session, body: dict[str, Any]) -> dict[str, Any]:
 async def _chat(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     messages, tools = body.get("messages"), body.get("tools") or None
     if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages is no list of messages")
+        raise BadRequest("messages is not a list of messages")
     params = read_fields(body, CHAT, session.making.sampling)
     tokenizer = session.tokenizer
     check_logprobs(body, chat=True)

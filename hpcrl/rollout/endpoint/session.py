@@ -5,8 +5,8 @@ asked for), so that it can be trained on; the noise of a request depends on the 
 not on the order in which requests come; an engine's failure is kept and ends the run, a bad request is the asker's
 error alone.
 
-A response that was ended early is gone on with by asking again: whoever asks the same as before gets the answer that
-there was, without an engine, and what an engine had begun is gone on with from its exact tokens.
+A response that was aborted resumes by asking again: the same request as before gets the answer that there was, without
+an engine, and what an engine had begun resumes from its exact tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpcrl.sample import ABORTED, TRUNCATED
 SIDE_BY_SIDE = 64  #: requests of one response at once
 REQUESTS = 4096  #: requests of one response in all
 DIALOGUES = 256  #: conversations of one response
-KEPT = 2**20  #: tokens of one response's requests that are kept so that it can be gone on with
+KEPT = 2**20  #: tokens of one response's requests that are kept so that it can resume
 
 
 class BadRequest(Exception):
@@ -92,7 +92,7 @@ class Session:
     async def ask(self, tokens: Sequence[int], params: Mapping[str, Any], logprobs: bool = False) -> Turn:
         """The policy's turn after `tokens`, in at most params["max_new_tokens"] tokens, ended by params["stop"] too.
 
-        logprobs: whether the asker wants them; a training sample has them anyway.  BadRequest if they are no tokens of
+        logprobs: whether the asker wants them; a training sample has them anyway.  BadRequest if they are not tokens of
         the model, or leave no room for an answer.  HpcrlError: an engine failed.
         """
         ids = self._checked(tokens)
@@ -151,7 +151,9 @@ class Session:
         bad = next((t for t in tokens if type(t) is not int or not 0 <= t < self.tokenizer.vocab_size), None)
         if bad is not None or not len(tokens):
             raise BadRequest(
-                f"{bad!r} is no token id below {self.tokenizer.vocab_size}" if len(tokens) else "no tokens were given"
+                f"{bad!r} is not a token id below {self.tokenizer.vocab_size}"
+                if len(tokens)
+                else "no tokens were given"
             )
         return np.asarray(tokens, np.int32)
 
@@ -167,13 +169,13 @@ def _changed(sampling: Sampling, params: Mapping[str, Any]) -> Sampling:
             continue
         if name == "max_new_tokens":
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadRequest(f"max_new_tokens {value!r} is no number of tokens")
+                raise BadRequest(f"max_new_tokens {value!r} is not a number of tokens")
             changes["max_tokens"] = min(value, sampling.max_tokens)
         elif name in ("stop", "stop_token_ids"):
             kind = str if name == "stop" else int
             values = [value] if isinstance(value, kind) else list(value) if isinstance(value, list | tuple) else [None]
             if not all(isinstance(v, kind) and v != "" for v in values) or len(values) > 64:
-                raise BadRequest(f"{name} {value!r} is no list of {kind.__name__}")
+                raise BadRequest(f"{name} {value!r} is not a list of {kind.__name__}")
             own = getattr(sampling, name)
             changes[name] = (*own, *(v for v in values if v not in own))
         else:

@@ -127,7 +127,7 @@ def check(
     """
     status, count = STATUS.get(reason), len(tokens)
     if status is None:
-        raise garbage(engine, f"what is no completion: it ended for the reason {reason!r}")
+        raise garbage(engine, f"what is not a completion: it ended for the reason {reason!r}")
     if not count and status != ABORTED:
         raise garbage(engine, "a completion without tokens")
     if count > wanted.max_tokens:
@@ -193,8 +193,9 @@ _NUMBERS = itertools.count()
 class SampleCall:
     """One sample that somebody waits for.
 
-    ident: its name at engines; engine, request: that it was sent to, and with, last; flying: whether it is in flight
-    there; ended: somebody asked for its early end; moved: it was ended to go on at another engine.
+    ident: its name at engines; engine, request: that it was sent to, and with, last; in_flight: whether it is in flight
+    there; ended: somebody asked to abort it; migrated: it was aborted to continue at another
+    engine.
     """
 
     seed: int | None

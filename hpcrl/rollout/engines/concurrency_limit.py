@@ -55,7 +55,7 @@ class ConcurrencyLimit:
             self.limit += slack
 
     def room(self, in_flight: int, wanted: int) -> int:
-        """How many of `wanted` groups to issue beside `in_flight` samples."""
+        """How many of `wanted` groups to issue in addition to `in_flight` samples."""
         if self.limit is None:
             return wanted
         return max(0, min(wanted, (self.limit - in_flight) // self.group))

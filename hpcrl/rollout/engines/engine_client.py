@@ -207,7 +207,8 @@ class Dispatcher:
             raise DeadlineError(f"{left[0].engine} did not end {len(left)} aborted samples within {limit}")
 
     def hand_back(self, index: int) -> int:
-        """End every sample in flight at an engine, each to go on elsewhere from what is there of it; how many they are.
+        """Abort every sample in flight at an engine, each to continue elsewhere from its tokens so far; how many they
+        are.
 
         One that is not ended in time is begun again, once its engine is gone.
         """
@@ -279,7 +280,7 @@ class EngineClient:
     ) -> Completion:
         """One response to `prompt` (int32 token ids), asked for under policy `version`.
 
-        begun: an earlier part of it, which the response goes on from and holds in full, its log-probs and versions as
+        begun: an earlier part of it, which the response continues and holds in full, its log-probs and versions as
         they were; the noise of what follows is made of `seed` and the length of that part.  affinity: what shares a key
         is asked of the same engine where load allows (`EnginePool`), as are, without one, samples of one prompt that
         are asked for at once.

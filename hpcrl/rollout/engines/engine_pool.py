@@ -124,7 +124,7 @@ class EnginePool:
             self.registry.expect(len(plan.engines) + number, address)
         self.peers: dict[int, EnginePeer] = {}  #: where each engine is in its last life
         self.changed: Callable[[], None] = lambda: None  #: called when requests that wait may have a place to go
-        #: called with an engine that has no time left: has its responses go on elsewhere, and says how many
+        #: called with an engine that has no time left: has its responses continue elsewhere, and says how many
         self.hand_back: Callable[[int], int] = lambda _: 0
         self.engines: list[PooledEngine] = []  #: those that are given requests
         self._by_number: dict[int, PooledEngine] = {}

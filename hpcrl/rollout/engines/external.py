@@ -53,7 +53,8 @@ class ExternalEngine:
     async def keep(self) -> None:
         """Tell its lives until it has ended once too often, or the run lets it go.
 
-        DeadlineError if it does not answer when the run begins, UsageError if what answers is no engine for this run.
+        DeadlineError if it does not answer when the run begins, UsageError if what answers is not an engine for this
+        run.
         """
         headers = {"Authorization": f"Bearer {http_key(self._rundir, self._index)}"}
         connector = aiohttp.TCPConnector(force_close=True)  # a kept connection that was closed looks like a dead engine
@@ -91,7 +92,7 @@ class ExternalEngine:
             length = int(model["max_model_len"])
         except (TypeError, KeyError, StopIteration, ValueError):
             raise UsageError(
-                f"{ADDRS}: {self._name} is no engine of hpcrl: it does not serve {NAME!r}",
+                f"{ADDRS}: {self._name} is not an engine of hpcrl: it does not serve {NAME!r}",
                 "start it with hpcrl engines serve",
             ) from None
         return EnginePeer(host=self._host, port=self._port, model_len=length, lean=True, life=life)

@@ -1,7 +1,7 @@
 """Our own route to an engine (`hpcrl.token_frames`): samples of one prompt in one request, delivered as they finish.
 
-Invariant: what comes back is checked before it is delivered; a refusal, and bytes that are no answer, are errors that
-name the engine.
+Invariant: what comes back is checked before it is delivered; a refusal, and bytes that are not an answer, are errors
+that name the engine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def ask(engine: PooledEngine, request: PromptRequest, wanted: ExpectedAnsw
             try:
                 found = list(reader.feed(data))
             except ValueError as error:
-                raise garbage(engine, f"what is no completion: {type(error).__name__}: {error}") from error
+                raise garbage(engine, f"what is not a completion: {type(error).__name__}: {error}") from error
             for one in found:
                 if not 0 <= one.index < len(calls) or there[one.index]:
                     raise garbage(
@@ -69,7 +69,7 @@ def _deliver(
     try:
         tokens, logprobs = answer.arrays()
     except ValueError as error:
-        raise garbage(engine, f"what is no completion: {error}") from error
+        raise garbage(engine, f"what is not a completion: {error}") from error
     completion = check(engine, wanted, answer.reason, tokens, logprobs, answer.spans)
     if (routing := request.sampling.routing) is not None and len(tokens):
         read = len(request.prompt) + len(tokens) - 1

@@ -78,7 +78,7 @@ class EngineMembership:
         peer = self._pool.peers[member.index]
         return [member.index, member.life, peer.host, peer.port]
 
-    # ---- what goes on by itself
+    # ---- in the background
 
     async def keep(self) -> None:
         """Keep the registry true, for ever; PeerError once no engine is left that could answer."""

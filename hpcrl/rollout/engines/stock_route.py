@@ -107,7 +107,7 @@ def _read(engine: PooledEngine, data: bytes, wanted: ExpectedAnswer) -> Completi
         choice = _DECODER.decode(data).choices[0]
         tokens = np.asarray(choice.token_ids, np.int64)
     except (msgspec.MsgspecError, IndexError, OverflowError, UnicodeDecodeError) as error:
-        raise garbage(engine, f"what is no completion: {type(error).__name__}: {error}") from error
+        raise garbage(engine, f"what is not a completion: {type(error).__name__}: {error}") from error
     content = choice.logprobs.content if choice.logprobs else None
     if content is None and not choice.token_ids:
         content = []

@@ -132,29 +132,27 @@ class CustomEvaluator:
                 raise HpcrlError(f"{self._shown} returned no number of the set {name}")
 
     def _graded(self, name: str, samples: list[Any], rewards: Any) -> list[Any]:
-        """slime's samples of a set, with the rewards that stand beside them."""
+        """slime's samples of a set, with the rewards that were returned with them."""
         if rewards is None:
             return samples
         flat = _flat(samples)
         values = self._floats(name, "rewards", rewards)
         if len(values) != len(flat) or not all(isinstance(sample, Sample) for sample in flat):
-            raise HpcrlError(
-                f"{self._shown} returned {len(values)} rewards beside {len(flat)} samples of the set {name}"
-            )
+            raise HpcrlError(f"{self._shown} returned {len(values)} rewards for {len(flat)} samples of the set {name}")
         return [replace(sample, reward=value) for sample, value in zip(flat, values, strict=True)]
 
     def _samples(self, source: HeldOutSource, name: str, row: list[Any]) -> list[Sample]:
         """The samples of a set, one a response, in the order of the file.  HpcrlError unless they are all there."""
         if name not in source.sets:
             raise HpcrlError(
-                f"{self._shown} returned samples of {name}, which is no held-out set",
+                f"{self._shown} returned samples of {name}, which is not a held-out set",
                 f"there are {', '.join(source.sets)}",
             )
         held, first = source.sets[name], source.first[name]
         found: dict[tuple[int, int], list[Sample]] = {}
         for sample in _flat(row):
             if not isinstance(sample, Sample) or not 0 <= sample.group - first < len(held.file):
-                raise HpcrlError(f"{self._shown} returned what is no sample of the set {name}: {short(sample)}")
+                raise HpcrlError(f"{self._shown} returned what is not a sample of the set {name}: {short(sample)}")
             if (
                 sample.status not in (COMPLETED, TRUNCATED)
                 or not math.isfinite(sample.reward)
@@ -197,7 +195,7 @@ class CustomEvaluator:
                 raise ValueError
         except (TypeError, ValueError):
             raise HpcrlError(
-                f"{self._shown} returned {what} of the set {name} that are no finite numbers: {short(values)}"
+                f"{self._shown} returned {what} of the set {name} that are not finite numbers: {short(values)}"
             ) from None
         return found
 

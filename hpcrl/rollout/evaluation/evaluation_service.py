@@ -1,7 +1,7 @@
 """The evaluations of a run: begun when the trainer asks, and asked for again until they are done.
 
-Invariants: one at a time; none has an answer of weights that are older than those it is of; where training goes on
-beside one, so that newer weights may reach it, what it says of itself tells which policy versions have answered; an
+Invariants: one at a time; none has an answer of weights that are older than those it is of; where training continues
+during one, so that newer weights may reach it, what it says of itself tells which policy versions have answered; an
 error in it ends the role at once, whether or not anybody asks just then.
 """
 
@@ -67,7 +67,7 @@ class EvaluationService:
         """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile.
 
         patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.  beside: the
-        trainer goes on meanwhile, and publishes weights.
+        trainer trains meanwhile, and publishes weights.
         """
         if self._task is None:
             last = rollout_id + 1 >= self._work.total
@@ -85,7 +85,7 @@ class EvaluationService:
         return {} if task.cancelled() else task.result()
 
     async def stop(self) -> None:
-        """The run is asked to stop: an evaluation that a run that goes on makes up for is given up."""
+        """The run is asked to stop: an evaluation that a resumed run will make is given up."""
         self._stopping = True
         if not self._to_the_end:
             await cancel(self._task)

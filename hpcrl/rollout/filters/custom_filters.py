@@ -86,7 +86,7 @@ class BufferFilter:
     async def choose(
         self, rollout_id: int, waiting: Sequence[GroupProgress], count: int
     ) -> tuple[list[GroupProgress], list[GroupProgress]]:
-        """(at most `count` groups to go on with, groups to drop: those that it took out of the list and did not
+        """(at most `count` groups to continue with, groups to drop: those that it took out of the list and did not
         return)."""
         samples = [progress.all_samples() for progress in waiting]
         progress_of = {id(group): progress for group, progress in zip(samples, waiting, strict=True)}
@@ -94,7 +94,7 @@ class BufferFilter:
         try:
             returned = await settled(self._choose(self._options, rollout_id, buffer, count))
             if not isinstance(returned, list | tuple) or any(id(group) not in progress_of for group in returned):
-                raise TypeError(f"returned {short(returned)}, which is no list of groups of the buffer")
+                raise TypeError(f"returned {short(returned)}, which is not a list of groups of the buffer")
             left = {id(group) for group in buffer}
             if not left <= progress_of.keys() or len({id(group) for group in returned}) < len(returned):
                 raise TypeError("put a group into the buffer, or returned one twice")

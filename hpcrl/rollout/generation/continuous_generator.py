@@ -3,7 +3,8 @@ asks for one.
 
     issue what staleness and engines allow -> judge what is finished -> hand over the oldest finished, when asked
 
-`pacing.py` says how many groups to issue and which are a batch, `engines/steering.py` how many the engines can take.
+`StalenessControl` says how many groups to issue and which are a batch, `ConcurrencyLimit` how many the engines can
+take.
 
 Invariants: every group is in its place of the ledger at any moment; where everything stands is written down in the same
 turn as the batch is handed over, so that a checkpoint after it loses no group and knows of none twice; nothing is at
@@ -136,7 +137,7 @@ class ContinuousGenerator:
             self._request = None
 
     async def stop(self) -> None:
-        """End what is at work, and keep what there is of it for a run that goes on."""
+        """End what is at work, and keep what there is of it for a run that resumes."""
         await cancel(*self._tasks)
         if self._running is None:
             return

@@ -1,4 +1,4 @@
-"""A rollout made by a function of the user's (--rollout-function-path), in place of `maker.py`.
+"""A rollout made by a function of the user's (--rollout-function-path), in place of `batch_generator.py`.
 
     groups = await data_source.get_samples(4)          # of four prompts: samples that wait for their response
     done = await data_source.generate(groups[0][0])    # sampled by the engines, and graded: one sample, or several

@@ -1,7 +1,7 @@
 """Rollouts that were made ahead, on disk: RUN/ahead/ROLLOUT.made.  With --loop async and --deterministic-mode.
 
 A rollout that is made while the one before is trained on has samples of the weights before that training.  A run that
-goes on from a checkpoint has only the weights after it, so it could not make the same again: it takes the samples from
+resumes from a checkpoint has only the weights after it, so it could not make the same again: it takes the samples from
 here.
 
 Invariants: a file is whole or absent, and on disk before the rollout is handed over; what is read is what was written,
@@ -51,7 +51,7 @@ class _File(msgspec.Struct):
 
 
 class GeneratedAhead:
-    """A maker whose rollouts are kept until no checkpoint can need them."""
+    """A generator whose rollouts are kept until no checkpoint can need them."""
 
     def __init__(self, options: Options, store: GroupStore, rundir: RunDir, generator: RolloutGenerator) -> None:
         self._options = options
@@ -68,7 +68,7 @@ class GeneratedAhead:
         return self._folder / f"{rollout_id:08d}{SUFFIX}"
 
     def begin(self, rollout_id: int) -> None:
-        """The run begins, or goes on, at `rollout_id`: files of others are of a history that is no more."""
+        """The run begins, or resumes, at `rollout_id`: files of others are of a history that is no more."""
         self._first = rollout_id
         for path in self._folder.glob(f"*{SUFFIX}"):
             if path != self.path(rollout_id):

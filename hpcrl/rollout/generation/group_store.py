@@ -1,10 +1,10 @@
 """Where groups come from and where they are kept: the source, the ledger, what is held of unfinished ones, and the
 files on disk.
 
-Invariants: every step of the ledger is taken here, beside what it means for samples and files; a group that counts as
-finished is on disk already; a snapshot says where everything stands once its rollout is trained; after going back to an
-older checkpoint a group is made of what is on disk only as far as the trainer may consume it.  In deterministic mode
-nothing is kept on disk: what comes after a checkpoint is made again, bit for bit.
+Invariants: every step of the ledger is taken here, together with what it means for samples and files; a group that
+counts as finished is on disk already; a snapshot says where everything stands once its rollout is trained; after going
+back to an older checkpoint a group is made of what is on disk only as far as the trainer may consume it.  In
+deterministic mode nothing is kept on disk: what comes after a checkpoint is made again, bit for bit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GroupStore:
         self._dropped: dict[str, list[int]] = {}
         self._versions: dict[int, int] = {}  # rollout -> policy
 
-    # ---- a run begins, or goes on
+    # ---- a run begins, or resumes
 
     def restore(self, rollout_id: int, state: dict[str, Any] | None) -> None:
         """Stand where `state` (of the snapshot before `rollout_id`; None at the start of a run) says.  DataError if it
@@ -286,7 +286,7 @@ class GroupStore:
         self.remove(self.learned(rollout_id, saved))
 
     def remove(self, numbers: list[int]) -> None:
-        """Remove files of groups; this alone may be done beside everything else, in a thread."""
+        """Remove files of groups; this alone may be done in a thread, concurrently with everything else."""
         self._bank.remove(numbers)
 
     def learned(self, rollout_id: int, saved: int) -> list[int]:

@@ -18,7 +18,7 @@ from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
 
-ENDS = 3  #: how often a response that ends early unasked is gone on with
+ENDS = 3  #: how often a response that an engine aborts unasked is resumed
 RETURN = 5.0  #: seconds that a sampler may take to return what its engine has ended
 
 

@@ -46,8 +46,8 @@ from hpcrl.sample import Sample
 class GradingJob:
     """A grading on its way.
 
-    shares: it may run beside others in one process; alone: it must not any more, as the process that it shared was
-    lost;
+    shares: it may run concurrently with others in one process; alone: it must not any more, as the process that it
+    shared was lost;
     attempt: how often it failed; waited: seconds since it began, cpu: the process's CPU seconds then.
     """
 
@@ -106,7 +106,7 @@ class GradingProcess(WorkerProcess):
         return jobs if jobs and jobs[0].shares else jobs[:1]
 
     def takes(self, job: GradingJob, side_by_side: int, queue: int) -> bool:
-        """Whether it has room for the job: beside others that share, behind others that do not, or alone."""
+        """Whether it has room for the job: next to others that share, behind others that do not, or alone."""
         if not self.ready or self.gone:
             return False
         if not self.jobs:
@@ -383,7 +383,7 @@ def _types_in(files: Iterable[PromptFile], options: Options) -> Iterable[tuple[s
         except UsageError as error:
             raise DataError(f"{shown}: {error.what.removeprefix('--rm-type ')}", error.hint) from None
         if not word.file:
-            raise DataError(f"{shown}: {name} is no reward of hpcrl's", "own functions are named by options alone")
+            raise DataError(f"{shown}: {name} is not a reward of hpcrl's", "own functions are named by options alone")
         if word.file == "remote_rm" and options.rm_url is None:
             raise DataError(f"{shown} is remote_rm, but --rm-url is not given")
         yield name, word

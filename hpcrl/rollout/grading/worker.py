@@ -50,7 +50,7 @@ LARGEST = 1e30  #: a reward beyond it would overflow float32 in the advantages
 
 
 class NoReward(Exception):
-    """What a reward returned is no reward."""
+    """What a reward returned is not a reward."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _number(result: Any, key: str | None, parts: dict[str, float]) -> float:
             raise TypeError
         value = float(result)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise NoReward(f"returned {short(result)}, which is no number") from None
+        raise NoReward(f"returned {short(result)}, which is not a number") from None
     if not math.isfinite(value) or abs(value) > LARGEST:
         raise NoReward(f"returned {value:g}: a reward must be finite, and at most {LARGEST:g}")
     return value

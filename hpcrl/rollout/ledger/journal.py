@@ -18,7 +18,7 @@ Ranges = list[list[int]]
 
 
 class AttemptBegun(msgspec.Struct, tag="begun", tag_field="event"):
-    """An attempt goes on at `rollout`.  Of the groups, as [first, last] of numbers: buffer, bank.  kept: groups after
+    """An attempt begins at `rollout`.  Of the groups, as [first, last] of numbers: buffer, bank.  kept: groups after
     the checkpoint of which there was something on disk that could still be used; again: of how many groups it could
     not."""
 

@@ -3,10 +3,10 @@
     class Source:                      # made once, with the options, when the rollout process starts
         def take(self, count): ...     # the next `count` rows: what a line of a prompt file says, or the prompt alone
         def state(self): ...           # where it stands, as JSON
-        def restore(self, state): ...  # go on there
+        def restore(self, state): ...  # continue there
 
 Invariants: a row of the class is checked, rendered and tokenized by what reads files, so whatever leaves here can be
-sampled; a snapshot holds the rows of all groups that are not trained yet, so a run that goes on needs nothing again of
+sampled; a snapshot holds the rows of all groups that are not trained yet, so a resumed run needs nothing again of
 what the class has given, and asks it for the next; whatever the class raises or returns is one error that names the
 option, and the prompt's number.
 """
@@ -64,7 +64,7 @@ class CustomSource:
     def file(self) -> PromptFile:
         """As a file of unknown length is for whoever counts prompts, or loads the rewards that they name.
 
-        UsageError if its length, which it need not have, is no number.
+        UsageError if its length, which it need not have, is not a number.
         """
         types = dict.fromkeys(self._types, f"{self._shown}: its {TYPES}") if self._reading.keys.own_types else {}
         return PromptFile(Path(str(self._path)), (), 0, "", types=types)
@@ -122,7 +122,7 @@ class CustomSource:
         try:
             found = msgspec.json.decode(msgspec.json.encode(dict(row)))
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise DataError(f"{where}: it is no JSON: {error}") from error
+            raise DataError(f"{where}: it is not JSON: {error}") from error
         if not isinstance(found, dict):
             raise DataError(f"{where}: not a JSON object but {kind_of_json(found)}")
         return found
@@ -176,7 +176,7 @@ class CustomSource:
         try:
             own = msgspec.json.decode(msgspec.json.encode(own))
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise HpcrlError(f"{self._shown}: state() returned {short(own)}, which is no JSON: {error}") from error
+            raise HpcrlError(f"{self._shown}: state() returned {short(own)}, which is not JSON: {error}") from error
         if alive is not None:
             self._rows = {number: self._rows[number] for number in sorted(alive) if number in self._rows}
         rows = [[number, given, row] for number, (given, row) in sorted(self._rows.items())]

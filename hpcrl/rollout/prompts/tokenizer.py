@@ -154,7 +154,7 @@ class Tokenizer:
         """The text to learn after `prompt`: what the chat template makes of `label` as the assistant's answer.
 
         The text ends with the end-of-turn token, if the template sets one; what the template puts behind it (a newline,
-        usually) is no part of a response.  Where the template does not begin an answered chat with the text of the
+        usually) is not part of a response.  Where the template does not begin an answered chat with the text of the
         unanswered one, or without a template (messages None), it is the label itself.
         """
         label = self._without_eos(label)
@@ -198,7 +198,7 @@ def load_tokenizer(directory: str | None) -> Tokenizer:
         raise UsageError("--hf-checkpoint is not given", "it names the model's directory: config, tokenizer, weights")
     if not Path(directory).is_dir():
         raise DataError(
-            f"--hf-checkpoint {directory} is no directory", "name a Hugging Face model directory on this machine"
+            f"--hf-checkpoint {directory} is not a directory", "name a Hugging Face model directory on this machine"
         )
     return Tokenizer(directory)
 

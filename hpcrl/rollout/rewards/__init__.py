@@ -14,5 +14,5 @@ and is run in the processes of `hpcrl/rollout/grading/`.  An own function (--cus
 file.
 
 Invariant: NEEDS_LABEL and KEYS are literals at the top of the file, because options are checked without importing it; a
-file whose name begins with an underscore is no reward.
+file whose name begins with an underscore is not a reward.
 """

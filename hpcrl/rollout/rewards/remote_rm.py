@@ -67,7 +67,7 @@ class RemoteReward:
             return msgspec.json.decode(text)
         except msgspec.DecodeError as error:
             raise PeerError(
-                f"got from --rm-url {url} what is no JSON: {text[:100].decode(errors='replace')!r}"
+                f"got from --rm-url {url} what is not JSON: {text[:100].decode(errors='replace')!r}"
             ) from error
 
 

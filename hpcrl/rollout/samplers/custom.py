@@ -189,7 +189,7 @@ class CustomSampler:
     async def _grade(self, asked: ResponseRequest, samples: Sequence[Sample]) -> None:
         """The rewards of those samples that the function gave none: that of the response, by its last sample.
 
-        The parts that the function has named stay, beside those of the reward.
+        The parts that the function has named stay, in addition to those of the reward.
         """
         if all(not math.isnan(sample.reward) for sample in samples):
             return

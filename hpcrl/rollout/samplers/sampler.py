@@ -22,7 +22,7 @@ from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 
-#: in place of a sample's index: the likeliest response, which is no sample but what samples are compared with
+#: in place of a sample's index: the likeliest response, which is not a sample but what samples are compared with
 GREEDY = -1
 
 
@@ -43,8 +43,8 @@ class ResponseRequest:
     """Response `index` (or GREEDY) to the prompt of `group`, for rollout `rollout_id`, under policy `version`.
 
     held_out: in an evaluation, whose groups are numbered by the lines of the set.
-    begun: what an earlier call returned of it, to be gone on with: unfinished (ABORTED), or finished and not graded; a
-    sampler that cannot go on begins again.  made: where the sampler leaves what is finished before it waits for the
+    begun: what an earlier call returned of it, to be resumed: unfinished (ABORTED), or finished and not graded; a
+    sampler that cannot resume begins again.  made: where the sampler leaves what is finished before it waits for the
     reward, so that it is kept if the wait is given up.
     """
 

@@ -162,7 +162,7 @@ class Teacher:
         try:
             given = msgspec.convert(answer, _Answer).choices[0].prompt_logprobs or []
         except (msgspec.ValidationError, IndexError) as error:
-            raise PeerError(f"{self} answered what is no completion: {error}") from error
+            raise PeerError(f"{self} answered what is not a completion: {error}") from error
         if len(given) != len(tokens):
             raise PeerError(f"{self} gave log-probs of {len(given)} tokens for a prompt of {len(tokens)}")
         first = len(tokens) - sample.response_length
@@ -222,7 +222,7 @@ class Teacher:
             raise PeerError(f"{self} did not answer {path}: {type(error).__name__}: {error}".rstrip(": ")) from error
         except msgspec.DecodeError as error:
             raise PeerError(
-                f"{self} answered {path} with what is no JSON: {text[:100].decode(errors='replace')!r}"
+                f"{self} answered {path} with what is not JSON: {text[:100].decode(errors='replace')!r}"
             ) from error
 
 

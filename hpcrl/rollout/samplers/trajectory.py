@@ -120,7 +120,7 @@ def continuation(
     _, mark, rest = text.rpartition(MARK)
     if not mark:
         raise ValueError(
-            "the chat template leaves out what the assistant said before a message: such a chat cannot be gone on with"
+            "the chat template leaves out what the assistant said before a message: such a chat cannot be continued"
         )
     tokens = tokenizer.encode([rest])[0]
     if last in tokenizer.eos_ids and len(tokens) and int(tokens[0]) in tokenizer.eos_ids:

@@ -28,7 +28,7 @@ from hpcrl.sample import Sample
 
 #: of a prompt's metadata: {"environment": its name, "args": of load_environment, "input": the data set's row}
 KEY = "verifiers"
-INSTALL = "pip install 'verifiers>=0.1.10,<0.2' beside what runs hpcrl, and the environment's own package"
+INSTALL = "pip install 'verifiers>=0.1.10,<0.2' in the environment that runs hpcrl, and the environment's own package"
 
 
 class Generate:

@@ -51,7 +51,7 @@ LARGEST = 1e30  #: as of a reward
 
 
 class NoSample(Exception):
-    """What a function returned is no sample."""
+    """What a function returned is not a sample."""
 
 
 def samples_of(returned: Any, vocab_size: int, longest: int) -> list[ReturnedSample]:
@@ -95,7 +95,7 @@ def _checked(sample: Sample, vocab_size: int, longest: int) -> ReturnedSample:
         raise NoSample("gave the response up (status aborted)")
     status = COMPLETED if sample.status == PENDING else sample.status
     if not isinstance(sample.metadata, dict):
-        raise NoSample("set metadata that is no dict")
+        raise NoSample("set metadata that is not a dict")
     whole = replace(
         sample, response_length=int(count), status=status, response=_text(sample.response), rewards=parts_of(sample)
     )
@@ -108,18 +108,18 @@ def _column(sample: Sample, name: str, kind: type) -> np.ndarray:
     except (TypeError, ValueError, OverflowError):
         found = np.zeros((0, 0))
     if found.ndim != 1:
-        raise NoSample(f"set {name} to what is no list of numbers")
+        raise NoSample(f"set {name} to what is not a list of numbers")
     return found
 
 
 def reward_of(sample: Sample) -> float | None:
-    """The reward that a function has set, None for none.  NoSample if it is no number."""
+    """The reward that a function has set, None for none.  NoSample if it is not a number."""
     if sample.reward is None:
         return None
     try:
         value = float(sample.reward)
     except (TypeError, ValueError):
-        raise NoSample(f"set the reward to {sample.reward!r}, which is no number") from None
+        raise NoSample(f"set the reward to {sample.reward!r}, which is not a number") from None
     if not math.isfinite(value) or abs(value) > LARGEST:
         raise NoSample(f"set the reward to {value:g}: it must be finite, and at most {LARGEST:g}")
     return value
@@ -135,7 +135,7 @@ def parts_of(sample: Sample) -> dict[str, float]:
     try:
         return {str(name): float(value) for name, value in sample.rewards.items() if math.isfinite(float(value))}
     except (AttributeError, TypeError, ValueError):
-        raise NoSample("set rewards to what is no dict of numbers") from None
+        raise NoSample("set rewards to what is not a dict of numbers") from None
 
 
 # ---- the process
@@ -206,7 +206,7 @@ class RunningCalls:
         returned = await self._function(args, sample, params, **more)
         if returned is None:
             if not isinstance(sample.metadata, dict):
-                raise NoSample("set metadata that is no dict")
+                raise NoSample("set metadata that is not a dict")
             return CustomResult(call.id, reward=reward_of(sample), rewards=parts_of(sample), metadata=sample.metadata)
         return CustomResult(
             call.id, samples_of(returned, self._tokenizer.vocab_size, call.sampling_params["max_new_tokens"])
