@@ -7,7 +7,8 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +39,28 @@ class GeneratedRollout(NamedTuple):
     dropped: list[Sample]
     line: HandedOver
     state: dict[str, Any] | None = None
+
+
+async def judge(dynamic: DynamicFilter | None, store: GroupStore, rollout_id: int, progress: GroupProgress) -> Verdict:
+    """What the filter, if any, says of a finished group; a good group is on disk when this returns."""
+    found = Verdict(True)
+    if dynamic is not None:
+        found = await dynamic.judge(rollout_id, progress.number, progress.samples())
+    if found.keep:
+        await store.write(progress)
+    return found
+
+
+def assemble(rollout_id: int, version: int, batch: Sequence[GroupProgress], each: int) -> Rollout:
+    """The rollout of a batch whose groups are finished.
+
+    version: of the policy that the rollout is for; each: responses to a prompt.
+    """
+    found = Rollout(rollout_id, version, [progress.group for progress in batch], each)
+    for progress in batch:
+        for samples in progress.finished.values():
+            found.add(samples)
+    return found
 
 
 class BatchGenerator:
@@ -121,13 +144,7 @@ class BatchGenerator:
         return f"{missing} ({refused})" if refused else missing
 
     async def _judge(self, rollout_id: int, progress: GroupProgress) -> None:
-        """What the filter says of a finished group; a good one is on disk then."""
-        found = Verdict(True)
-        if self._filter is not None:
-            found = await self._filter.judge(rollout_id, progress.number, progress.samples())
-        if found.keep:
-            await self._store.write(progress)
-        self._verdicts[progress.number] = found
+        self._verdicts[progress.number] = await judge(self._filter, self._store, rollout_id, progress)
 
     def _place(self, progress: GroupProgress, selection: BatchSelection) -> None:
         """Keep a judged group, or refuse it."""
@@ -172,9 +189,12 @@ class BatchGenerator:
             store.drop(left, SURPLUS)
 
     def _rollout(self, rollout_id: int, version: int, batch: list[GroupProgress]) -> Rollout:
-        found = Rollout(rollout_id, version, [progress.group for progress in batch], self._options.n_samples_per_prompt)
-        for progress in batch:
-            for samples in progress.finished.values():
-                masked = mask_older(samples, version) if self._options.mask_offpolicy_in_partial_rollout else samples
-                found.add(masked)
-        return found
+        if self._options.mask_offpolicy_in_partial_rollout:
+            batch = [
+                replace(
+                    progress,
+                    finished={index: mask_older(samples, version) for index, samples in progress.finished.items()},
+                )
+                for progress in batch
+            ]
+        return assemble(rollout_id, version, batch, self._options.n_samples_per_prompt)

@@ -22,11 +22,10 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
-from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.engines.concurrency_limit import ConcurrencyLimit, EngineMetrics
 from hpcrl.rollout.filters.custom_filters import DynamicFilter
 from hpcrl.rollout.filters.verdict import Verdict
-from hpcrl.rollout.generation.batch_generator import GeneratedRollout
+from hpcrl.rollout.generation.batch_generator import GeneratedRollout, assemble, judge
 from hpcrl.rollout.generation.batch_policies import StalenessControl
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.generation.in_flight import InFlightGroups
@@ -223,13 +222,7 @@ class ContinuousGenerator:
             running.start(progress)
 
     async def _judge(self, progress: GroupProgress) -> None:
-        """What the filter says of a finished group; a good one is on disk then."""
-        found = Verdict(True)
-        if self._filter is not None:
-            found = await self._filter.judge(self._next, progress.number, progress.samples())
-        if found.keep:
-            await self._store.write(progress)
-        self._verdicts[progress.number] = found
+        self._verdicts[progress.number] = await judge(self._filter, self._store, self._next, progress)
 
     def _place(self, progress: GroupProgress) -> None:
         """Keep a finished group, or refuse it."""
@@ -278,15 +271,7 @@ class ContinuousGenerator:
         self._staleness.took(request.consumed)
         self._store.consumed(request.rollout_id, request.consumed)
         line = self._store.hand_over(request.rollout_id, groups)
-        rollout = Rollout(
-            request.rollout_id,
-            request.consumed,
-            [progress.group for progress in groups],
-            self._options.n_samples_per_prompt,
-        )
-        for progress in groups:
-            for samples in progress.finished.values():
-                rollout.add(samples)
+        rollout = assemble(request.rollout_id, request.consumed, groups, self._options.n_samples_per_prompt)
         dropped = self._dropped
         self._dropped = []
         state = self._store.state(request.rollout_id)

@@ -17,9 +17,8 @@ from typing import Any
 from hpcrl.config.custom_functions import named, settled, short
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.engines.completion import Completion
-from hpcrl.rollout.generation.batch_generator import GeneratedRollout
+from hpcrl.rollout.generation.batch_generator import GeneratedRollout, assemble
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import ResponseRequest, Sampler
@@ -119,12 +118,7 @@ class CustomGenerator:
         ]
         self._store.drop(unused, UNUSED)
         line = self._store.hand_over(rollout_id, batch)
-        rollout = Rollout(
-            rollout_id, version, [progress.group for progress in batch], self._options.n_samples_per_prompt
-        )
-        for progress in batch:
-            for samples in progress.finished.values():
-                rollout.add(samples)
+        rollout = assemble(rollout_id, version, batch, self._options.n_samples_per_prompt)
         dropped = [sample for progress in unused for sample in progress.all_samples()]
         return GeneratedRollout(rollout, self._numbers(metrics), dropped, line)
 
