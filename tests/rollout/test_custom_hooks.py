@@ -160,7 +160,8 @@ def test_metrics_are_added_to_or_replaced() -> None:
     run = lambda name: asyncio.run(hooks(custom_rollout_log_function_path=name).log(rollout(), dict(usual), 0.5))  # noqa: E731
     assert run("adds") == usual | {"mine": 4.5} and run("replaces") == {"perf/rollout_time": 2.0, "mine": 4.5}
     with pytest.raises(
-        HpcrlError, match=f"--custom-rollout-log-function-path {HERE}.spoils left metric 'mine' = nan|no finite number"
+        HpcrlError,
+        match=f"--custom-rollout-log-function-path {HERE}.spoils left metric 'mine' = nan|not a finite number",
     ):
         run("spoils")
     mine = hooks(custom_eval_rollout_log_function_path="of_evaluation")
