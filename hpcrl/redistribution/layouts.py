@@ -25,7 +25,7 @@ Segment = tuple[int, int]  #: [start, end)
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One rectangle of a tensor, and the numbers of those who hold (ranks) or need (workers) it."""
+    """One rectangle of a tensor, and the numbers of the ranks that hold it or the workers that need it."""
 
     rows: Segment
     columns: Segment

@@ -58,7 +58,7 @@ def padded(nbytes: np.ndarray) -> np.ndarray:
 def divide(sizes: np.ndarray, sender: np.ndarray, destination: np.ndarray, limit: int) -> np.ndarray:
     """The round of each piece, int64 [pieces], from 0, never falling; sizes: padded bytes, none above `limit`.
 
-    Runs that are too large for somebody are halved until none is.
+    Runs that are too large for any rank or host are halved until none is.
     """
     count = len(sizes)
     if not count:

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from hpcrl.weights.updates import Updates
 
 T = TypeVar("T")
-TURN = 1.0  #: seconds that all ranks wait for the rollout process before they look whether engines want weights
-#: seconds to hold back an error that may only say that another rank is gone: that rank's own comes first, or its
-#: launcher's, who waits 3 s for somebody who knows more
+TURN = 1.0  #: seconds that all ranks wait for the rollout process before they check whether engines want weights
+#: seconds to hold back an error that may only mean that another rank is gone: that rank's own error is to be recorded
+#: first, or its launcher's, which waits 3 s for a more telling one
 ECHO = 6.0
 
 
@@ -102,12 +102,10 @@ class Trainer:
         if self.gpu_sharing:
             self.gpu_sharing.use([self.policy, *self.others.trained_too], self.client if self.driver else None)
         self.log = MetricsLog(context.rundir) if self.driver else None
-        # seconds of this step
         self.stopping = False
-        self.waited = 0.0
-        # the last rollout that was asked for; the policy version that the engines have
-        self.asked = -1
-        self.published = 0
+        self.waited = 0.0  # seconds of this step
+        self.asked = -1  # the last rollout that was requested
+        self.published = 0  # the policy version that the engines have
         self.weights = self.at.version  # the policy version of the weights that this rank holds
         self._begin()
 

@@ -35,10 +35,8 @@ from hpcrl.weights.engine_http import Address
 
 POSITION = "position.json"  #: in the run directory
 SLACK = 30.0  #: seconds that an engine has to publish itself once it may no longer take to start
-LOOK, TURN = (
-    0.2,
-    1.0,
-)  #: seconds between two questions while engines start; between two looks for engines that have come back
+LOOK = 0.2  #: seconds between two questions while engines start
+TURN = 1.0  #: seconds between two looks for engines that have come back
 
 
 class RolloutDriver:
@@ -72,7 +70,7 @@ class RolloutDriver:
             raise HpcrlError(f"{self.path} is damaged: {error}", "remove it, and the run begins anew") from error
 
     def _name_weights(self) -> None:
-        """Once all engines have come up, have each call the weights that it has loaded version 0, as it says with each
+        """Once all engines are up, have each call the weights that it has loaded version 0, as it reports with each
         token."""
         rundir = self.context.rundir
         seconds = self.options.engine_start_timeout + SLACK
@@ -85,7 +83,7 @@ class RolloutDriver:
         self._name("update")
 
     def _name(self, who: str) -> None:
-        """Name the weights of those that are to be updated, or (waiting) of those that have come back."""
+        """Name the weights of engines that are to be updated, or (waiting) of those that have come back."""
         found = self.roster.engines()[who]
         for index, life, host, port in found:
             address = Address(host, port, http_key(self.context.rundir, index, life))
@@ -130,7 +128,7 @@ class RolloutDriver:
         return True
 
     def _fetch(self, rollout_id: int) -> Share | None:
-        """The samples of a rollout; engines that come back meanwhile are told what their weights are called."""
+        """The samples of a rollout; engines that come back meanwhile are told the version of their weights."""
         end = time.monotonic() + self.options.rollout_timeout
         while True:
             try:

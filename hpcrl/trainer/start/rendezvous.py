@@ -41,7 +41,7 @@ def open_store(context: RoleContext) -> StoreServer:
 
 
 def connect(context: RoleContext) -> KeyedStore:
-    """The store, seen from here.
+    """Connect to the store.
 
     DeadlineError if the first process does not come up in --launch-timeout, counted twice, since it may still be
     importing torch.

@@ -22,7 +22,7 @@ from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.scratch import scratch
 
-LISTEN = 3.0  #: seconds that whoever is told to end waits for the word of who knows why
+LISTEN = 3.0  #: seconds that a process that is told to end waits for another one's report of the reason
 
 
 def command(context: RoleContext, logs: Path) -> list[str]:
@@ -95,7 +95,7 @@ DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> None:
-    """Set the environment of these ranks, which share a host; what the user has set stays, and is said."""
+    """Set the environment of these ranks, which share a host; what the user has set stays, and is logged."""
     threads = cpu_threads(context.options, cores(os.sched_getaffinity(0), os.environ), len(ranks))
     wishes = wanted("trainer", Where(context.options, context.plan.trainers[ranks[0]].interface, threads))
     base = {**os.environ, **context.options.train_env_vars}

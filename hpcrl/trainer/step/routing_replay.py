@@ -102,7 +102,7 @@ class Difference:
 
 
 class Chooser:
-    """In the place of one router for one pass.
+    """The replay object of one router, for one pass.
 
     layer: which of those with experts.
     difference: where to count what the replay changes, in the pass that is trained.
@@ -153,7 +153,7 @@ class Chooser:
 
 
 def routing_of(policy: Policy) -> Routing:
-    """Of a model that has experts, as `check_routing` has seen to."""
+    """Of a model that has experts, as `check_routing` makes sure."""
     found = Routing.of_fields(vars(policy.config))
     assert found is not None
     return found

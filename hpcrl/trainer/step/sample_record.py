@@ -25,7 +25,9 @@ from hpcrl.trainer.step.packing import Packed, to_columns
 def record_samples(root: Path, options: Options, ranks: Ranks, share: Share, micro_batches: Sequence[Packed]) -> None:
     """Write the files of a rollout whose micro-batches have been trained on; collective.
 
-    root: the run directory.  Nothing is written of a rollout that trained a critic alone.
+    root: the run directory.
+
+    Nothing is written of a rollout that trained a critic alone.
     """
     size = len(share.batch.loss_mask)
     if share.rollout_id < options.num_critic_only_steps:

@@ -27,7 +27,7 @@ ALIGNMENT = 8  #: bytes; a frame begins at a multiple of it, so that `decode` ma
 class ShareExchange:
     """The ranks of one data-parallel rank (a model replica), which all train on the same share.
 
-    Made once; collective over all trainer ranks.  minutes: limit of each wait for the other ranks of the replica.
+    Created once; collective over all trainer ranks.  minutes: limit of each wait for the other ranks of the replica.
     """
 
     def __init__(self, ranks: Ranks, minutes: float = 10.0) -> None:
