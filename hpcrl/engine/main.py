@@ -235,7 +235,7 @@ class EngineSupervisor:
 
     def _check_standing(self) -> None:
         """PeerError if something of the server has been stopped for too long, which matters above all while it starts:
-        then nobody answers anyhow, for as long as a large model takes."""
+        no route answers then, for as long as a large model takes."""
         pid, seconds = self.standing.longest() or (0, 0.0)
         if seconds > (patience := self.context.options.engine_hang_timeout):
             raise PeerError(

@@ -143,7 +143,7 @@ def redistribute(
     in_place: a destination reads bytes of ranks of its own host in place, so they take none of its memory and do not
         count there.
 
-    ValueError if nobody holds a part that is needed, or `limit` is below 64 bytes.
+    ValueError if no rank holds a part that is needed, or `limit` is below 64 bytes.
     """
     if limit < ALIGN:
         raise ValueError(f"a round of {limit} bytes holds no piece")

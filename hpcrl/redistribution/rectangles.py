@@ -25,7 +25,7 @@ Rectangle = tuple[int, int, int, int]  #: rows [a, b), columns [c, d)
 def wanted(held: Pattern, needed: Pattern, workers: Collection[int]) -> list[tuple[Rectangle, tuple[int, ...]]]:
     """(rectangle, ranks that hold it) of all that some of `workers` need, joined where neighbours are held alike.
 
-    ValueError if nobody holds a part of it.
+    ValueError if no rank holds a part of it.
     """
     mine = [part for part in needed if not set(part.who).isdisjoint(workers)]
     if not mine:
@@ -45,7 +45,7 @@ def wanted(held: Pattern, needed: Pattern, workers: Collection[int]) -> list[tup
     numbers = [[sets.setdefault(tuple(sorted(cell)), len(sets)) for cell in line] for line in owners]
     holder = np.asarray(numbers).reshape(asked.shape)
     if (holder[asked] == 0).any():
-        raise ValueError("nobody holds what is needed")
+        raise ValueError("no rank holds what is needed")
     holder[~asked] = 0
     known = list(sets)
     return [((rows[a], rows[b], columns[c], columns[d]), known[which]) for a, b, c, d, which in _joined(holder)]

@@ -43,7 +43,7 @@ class GpuSharing:
         self._state = DeviceState(())
         self._driver = False
         self._client = None
-        self._together = _nobody
+        self._together = _no_barrier
         self.seconds = 0.0  #: that the last round of the hand-over took, without what was done in it
 
     def begin(self, driver: bool, together: Callable[[], None]) -> None:
@@ -116,5 +116,5 @@ class GpuSharing:
             self._client.call("turn", self._options.rollout_timeout, event=event)
 
 
-def _nobody() -> None:
+def _no_barrier() -> None:
     """The barrier of all ranks before process groups exist: none."""

@@ -283,7 +283,7 @@ class WeightSender:
 
     def _give_up(self, lost: list[FleetEngine]) -> list[FleetEngine]:
         """Have all others give up the update; those that do not within RESUME seconds."""
-        self.close()  # whoever waits in its group waits no more
+        self.close()  # members that wait in its group get an error
         others = [engine for engine in self._engines if engine not in lost]
         calls = [
             in_thread(lambda e=e: Fleet(self.rundir, [e], RESUME).call("giving up the update", "hpcrl_abandon"))

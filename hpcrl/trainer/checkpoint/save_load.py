@@ -289,7 +289,7 @@ def _without(part: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 def read(request: dict[str, Any], stored: TorchDist, policy: Policy, spare: tuple[str, ...] = ()) -> dict[str, Any]:
     """What `request` asks for, once it is known to fit; collective.  DataError as `load_checkpoint`.
 
-    spare: tensors of the model that the checkpoint may have and nobody asks for.
+    spare: tensors of the model that the checkpoint may have and that are not asked for.
     """
     contents.check_fits(request, stored, policy.vocab_size, spare)
     try:

@@ -67,7 +67,7 @@ def killed_writers_told() -> Iterator[None]:
 
     def again() -> None:
         while not over.wait(AGAIN):
-            if _somebody_has_ended() and main.ident is not None:
+            if _child_has_ended() and main.ident is not None:
                 signal.pthread_kill(main.ident, signal.SIGCHLD)
 
     over = threading.Event()
@@ -82,7 +82,7 @@ def killed_writers_told() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
 
 
-def _somebody_has_ended() -> bool:
+def _child_has_ended() -> bool:
     """Whether a child that has not been waited for has ended."""
     try:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -116,7 +116,7 @@ def export(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
 
     Tensors are valid on global rank 0 and only until the next is asked for; other ranks get tensors on "meta".  A tied
     output layer is not a tensor of its own.  The parts of one parameter at a time (of an expert: of one linear layer)
-    go from the ranks that hold them to rank 0; nobody else has more than its own.
+    go from the ranks that hold them to rank 0; no other rank has more than its own.
     """
     mine = _own(policy)
     rows = {held.rule.hf: held for held in reversed(_table(policy))}  # of a tied pair, the embedding
@@ -170,7 +170,7 @@ class HeldParameter:
 def _table(policy: Policy) -> list[HeldParameter]:
     """Every parameter that some rank holds, agreed among all ranks as a table of numbers.
 
-    HpcrlError if a part of one is held by nobody.
+    HpcrlError if no rank holds a part of one.
     """
     ranks = policy.ranks
     mine = _own(policy)
