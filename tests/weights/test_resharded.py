@@ -63,7 +63,7 @@ def rank_side(
         sender.options = options.model_copy(update={"weight_update": update})
         metrics = sender.publish(way_out.stream(), version)
         tensors = {name: digest(tensor) for name, tensor in export(policy) if ranks.rank == 0}
-        largest = way_out.sender.memory.size if way_out.sender else 0
+        largest = way_out.piece_sender.memory.size if way_out.piece_sender else 0
         found.append(
             {"metrics": metrics, "tensors": tensors, "memory": largest, "sent": sender.fleet and sender.pieces.plan}
         )
