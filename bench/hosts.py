@@ -43,12 +43,12 @@ from hpcrl.slurm.srun import HetGroup, SrunHosts  # noqa: E402
 MEET = """
 import sys, time
 from pathlib import Path
-from hpcrl.doctor.node_records import all_cards, leave_card
+from hpcrl.doctor.node_records import all_records, leave_record
 from hpcrl.run.rundir import listed
 from hpcrl.doctor.node_records import pause
 directory, count = Path(sys.argv[1]), int(sys.argv[2])
-leave_card(directory, "n00000", 8)
-found = all_cards(directory, count, 60)
+leave_record(directory, "n00000", 8)
+found = all_records(directory, count, 60)
 assert len(found) == count, len(found)
 (directory / "n00000.done").touch()
 while sum(name.endswith(".done") for name in listed(directory)) < count:

@@ -21,11 +21,11 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
 
   hpcrl run RECIPE.toml [--option value ...]   run a recipe on this machine
   hpcrl run RECIPE.toml --dry-run              show who would run where, and with which options; start nothing
-  hpcrl run --help                             the options of a first run; --help-all: every one, with default and source
+  hpcrl run --help                             the options of a first run; --help-all: every one
   hpcrl submit RECIPE.toml [--site S]          run it as one batch job (Slurm); --dry-run shows plan, script, command
   hpcrl launch RECIPE.toml --hostfile FILE     run it over the machines of a hostfile with mpirun
-  hpcrl eval RECIPE|CHECKPOINT|HF-DIR          sample and grade held-out prompts, train nothing; --site S: as a batch job
-  hpcrl resume RUN                             go on with a run, the way that it was started
+  hpcrl eval RECIPE|CHECKPOINT|HF-DIR          sample and grade held-out prompts, train nothing; --site S: as a job
+  hpcrl resume RUN                             resume a run the way it was started
   hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
   hpcrl import SCRIPT.sh > RECIPE.toml         read a run script of slime's or vime's
   hpcrl submit [--site S] -- ARGUMENTS ...     the arguments of such a script as they stand; also run, plan, launch
@@ -34,15 +34,15 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl selftest [--site S] [--hosts N]        numbers, transports and memory on your hardware: passed, failed, skipped
   hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
   hpcrl status [RUN]                           what runs are doing: all of them, or one in full
-  hpcrl runs [--clean]                         where they lie; those that never came to a step
-  hpcrl watch RUN                              the same, live, until it ends
+  hpcrl runs [--clean]                         where runs are; those that never came to a step
+  hpcrl watch RUN                              the status of one run, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
-  hpcrl engines RUN                            its engines; engines add, remove: more, one less; engines serve: one of no run
+  hpcrl engines RUN                            its engines; engines add, remove, serve: more, one less, one of no run
   hpcrl report RUN [-o FILE]                   one HTML file: curves, timeline, what it cost, samples
-  hpcrl trace RUN; hpcrl bill RUN              what every process did when, for Perfetto; node-hours by what they went into
+  hpcrl trace RUN; hpcrl bill RUN              what every process did when, for Perfetto; what node-hours went into
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
-  hpcrl options                                the same as a Markdown table; --megatron, --vllm: what passes through
+  hpcrl options                                every option as a Markdown table; --megatron, --vllm: what passes through
   hpcrl --version
 
 examples
@@ -50,8 +50,8 @@ examples
   hpcrl run examples/quickstart.toml --grpo.num-rollout 20 --eval-interval 5 --run-dir runs/short
   hpcrl run examples/quickstart.toml --recompute-granularity selective --vllm-max-num-seqs 64
 
-A recipe is a TOML file whose keys are options; a flag goes before it, --STAGE.option in that stage. Ctrl-C or SIGTERM saves a checkpoint and ends;
-once more ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
+A recipe is a TOML file whose keys are options; a flag overrides it, --STAGE.option in that stage. Ctrl-C or SIGTERM
+saves a checkpoint and ends; a second one ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,13 +52,13 @@ from hpcrl.untrusted_files import Damaged, read_json
 HELP = """\
 usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]
 
-Looks at this login node and at what the recipe needs: the scheduler (Slurm) and the site's partitions, the run directory,
-packages, the model. One line each; the exit status is 1 if anything fails.
+Looks at this login node and at what the recipe needs: the scheduler (Slurm) and the site's partitions, the run
+directory, packages, the model. One line each; the exit status is 1 if anything fails.
 
   --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
   --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
-  --nodes          also submit a short job of the run's shape, which looks at the nodes: the run directory seen from each,
-                   network, ports, clocks, versions, GPUs and their memory, vLLM, an all-reduce over the trainer ranks
+  --nodes          also submit a short job of the run's shape, which looks at the nodes: the run directory seen from
+                   each, network, ports, clocks, versions, GPUs and their memory, vLLM, an all-reduce over the trainer ranks
   --wait SECONDS   how long that job may take, from submission to its end (default: 900)
   --help           this text
 
@@ -312,6 +312,6 @@ def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, end: float) -> 
             return [Finding("fail", "", f"job {job.job_id} ended without a result: {said}", hint)]
         if time.monotonic() > end:
             state = " ".join(filter(None, (word.word, word.reason))) if word else answer.note
-            hint = "give it longer with --wait, or mend what it waits for"
+            hint = "give it longer with --wait, or fix what it waits for"
             return [Finding("fail", "", f"job {job.job_id} did not end in time: {state}", hint)]
         time.sleep(POLL)

@@ -1,5 +1,5 @@
-"""`hpcrl engines`: the engines of a run, which there are and how they are; one less (remove), more of them (add); and engines
-that no run has started (serve).
+"""`hpcrl engines`: the engines of a run, which there are and how they are; one less (remove), more of them (add); and
+engines that no run has started (serve).
 
 Invariant: a running run is touched by nothing but marks in its directory; it does what they ask, and says when it has.
 """
@@ -43,8 +43,8 @@ def engines(argv: list[str]) -> int:
         return serve(argv[1:])
     parser = Parser(
         "engines",
-        "The engines of a run, and how each is. hpcrl engines add RUN: more of them; hpcrl engines remove RUN INDEX: let one finish "
-        "and end. hpcrl engines serve RECIPE: one that no run has started.",
+        "The engines of a run, and how each is. hpcrl engines add RUN: more of them; hpcrl engines remove RUN INDEX: let "
+        "one finish and end. hpcrl engines serve RECIPE: one that no run has started.",
     )
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
@@ -171,8 +171,8 @@ def _remove(argv: list[str]) -> int:
 SERVE_USAGE = f"""\
 usage: hpcrl engines serve RECIPE.toml --listen HOST:PORT --keys DIR [--option value ...]
 
-  An engine that answers at HOST:PORT until it is ended, for one run after another. Its model, sizes and settings are those that the
-  recipe's engines have; give it the GPUs with CUDA_VISIBLE_DEVICES.
+  An engine that answers at HOST:PORT until it is ended, for one run after another. Its model, sizes and settings are
+  those that the recipe's engines have; give it the GPUs with CUDA_VISIBLE_DEVICES.
 
   --listen HOST:PORT   where it answers: an address of this machine on the network of the runs that will ask it
   --keys DIR           where its keys are, or are made; a run that asks it has to read them, and nobody else may

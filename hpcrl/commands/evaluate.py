@@ -42,9 +42,9 @@ usage: hpcrl eval RECIPE.toml [--load CHECKPOINT] [--option value ...] [--dry-ru
        hpcrl eval HF-DIR --eval-prompt-data NAME PATH --rm-type math --input-key prompt --label-key label ...
        hpcrl eval ... --site NAME                            as a batch job, with the flags of hpcrl submit
 
-Samples and grades the held-out sets of --eval-prompt-data or --eval-config, trains nothing, and prints what it found. Options
-are those of hpcrl run; of a recipe or a run, those that say how to train are left out. Of a recipe with stages the last that
-evaluates is taken, of a run the last that has begun."""
+Samples and grades the held-out sets of --eval-prompt-data or --eval-config, trains nothing, and prints what it found.
+Options are those of hpcrl run; of a recipe or a run, those that say how to train are left out. Of a recipe with stages
+the last that evaluates is taken, of a run the last that has begun."""
 
 #: options of the sections that say how to train, and what else makes no sense without training
 _TRAINING = {

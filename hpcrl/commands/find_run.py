@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: seconds between questions to a scheduler; seconds until an end is believed
 ASK = 15.0
 PATIENCE = 5.0
-MISSING = "name a run directory, its last part, or its job's number; hpcrl status lists the runs"
+MISSING = "name a run directory, its name, or its job ID; hpcrl status lists the runs"
 
 
 # ---- which run
@@ -49,7 +49,7 @@ def find_run(word: str) -> Run:
     if word.isdigit():
         found += [run for run in runs if run.job and run.job.job_id == word]
     if not found and Path(word).is_dir():
-        raise UsageError(f"{word} is no run directory: it has no recipe.json", MISSING)
+        raise UsageError(f"{word} is not a run directory: it has no recipe.json", MISSING)
     if not found:
         raise UsageError(f"there is no run {word}", MISSING)
     if len(found) > 1:

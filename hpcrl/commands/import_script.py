@@ -22,11 +22,12 @@ usage: hpcrl import SCRIPT.sh [NAME=VALUE ...] [--models-dir DIR] > RECIPE.toml
        hpcrl import -- ARGUMENTS > RECIPE.toml
 
   NAME=VALUE         environment variables that the script reads, such as BASE_DIR=/scratch/me
-  --models-dir DIR   slime's scripts/models, for a script that does not find it beside itself
+  --models-dir DIR   slime's scripts/models, for a script that does not find it next to itself
 
-The script is sourced in a sandbox: no network, no file outside of a scratch directory is written, and what is no tool of
-text (ray, pkill, ssh, python ...) is noted down, not run. What it hands to train.py becomes the recipe; what became of each
-flag stands at the recipe's end, and on standard error where it is not simply kept. Exit status 2: some cannot be honoured."""
+The script is sourced in a sandbox: no network, no file outside of a scratch directory is written, and what is not a
+text tool (ray, pkill, ssh, python ...) is noted down, not run. What it hands to train.py becomes the recipe; what became
+of each flag stands at the recipe's end, and on standard error where it is not simply kept. Exit status 2: some cannot be
+honoured."""
 
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 
@@ -60,7 +61,7 @@ def import_script(argv: list[str]) -> int:
 
 def _variable(word: str) -> tuple[str, str]:
     if not (found := _VARIABLE.fullmatch(word)):
-        raise UsageError(f"{word} is no NAME=VALUE", "after the script come the variables that it reads")
+        raise UsageError(f"{word} is not NAME=VALUE", "after the script come the variables that it reads")
     return found[1], found[2]
 
 

@@ -1,7 +1,7 @@
 """`hpcrl launch`: a run over the machines of a hostfile, with mpirun.
 
-Invariant: under mpirun the command is one of its ranks (hpcrl/mpi/ranks.py); otherwise it calls mpirun and waits for its
-end (hpcrl/mpi/mpirun.py).
+Invariant: under mpirun the command is one of its ranks (hpcrl/mpi/ranks.py); otherwise it calls mpirun and waits for
+its end (hpcrl/mpi/mpirun.py).
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ def _recipe(
 ) -> Recipe | None:
     if resume:
         if words or overrides or arguments is not None:
-            raise UsageError(
-                "--resume goes on with the options that the run began with", "leave recipe and options out"
-            )
+            raise UsageError("--resume keeps the options that the run began with", "leave recipe and options out")
         return None
     if len(words) + (arguments is not None) != 1:
         raise UsageError(f"{len(words)} recipes given", "name one: hpcrl launch RECIPE.toml --hostfile FILE")

@@ -54,7 +54,7 @@ def logs(argv: list[str]) -> int:
     parser.add_argument("--role", help=f"only of this role: {', '.join(ROLES)}")
     parser.add_argument("--host", help="only of the processes on this host")
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on, over attempts and stages, until the run ends"
+        "-f", "--follow", action="store_true", help="follow across attempts and stages, until the run ends"
     )
     parser.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"last lines of each file ({LINES})")
     args = parser.parse_args(argv)

@@ -29,13 +29,14 @@ from hpcrl.slime.verbatim import recipe_and_refusals, split_arguments
 
 USAGE = """\
 usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]
-       hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
+       hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     slime's or vime's, as its scripts give them
 
   --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
   --gpu-memory GIB   what a GPU has, to warn where the estimate exceeds it; default: 80
   --link-rate GBIT   Gb/s of a card's network link, for the seconds of a weight update; default: 400
 
-Memory is estimated where config.json of --hf-checkpoint can be read. Options are those of hpcrl run. Of arguments that cannot all be honoured, the plan of the others is shown, then what is wrong."""
+Memory is estimated where config.json of --hf-checkpoint can be read. Options are those of hpcrl run. Of arguments that
+cannot all be honoured, the plan of the others is shown, then what is wrong."""
 
 OWN = {
     "hostfile": Kind("str"),

@@ -1,6 +1,6 @@
-"""`hpcrl resume`: go on with a run the way that it was started.
+"""`hpcrl resume`: resume a run the way it was started.
 
-Invariant: a run goes on with the options that it began with, in the allocation that it was started in; what this
+Invariant: a run keeps the options that it began with, in the allocation that it was started in; what this
 command cannot start names the command that can.
 """
 
@@ -24,17 +24,17 @@ usage: hpcrl resume RUN [--num-rollout N] [--ckpt-step N] [--time T] [--chain N]
 
   RUN                run directory, its name, or its job ID
   --num-rollout N    train longer than the run was begun for, also where it is finished: up to N rollouts in all
-  --ckpt-step N      go on from this checkpoint, and not from the last: one that is damaged, or that a divergence came before
+  --ckpt-step N      resume from this checkpoint, not from the last: one that is damaged, or later than a divergence
   --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS; only for a run that was submitted
   --chain N          N jobs, each after the one before, as for hpcrl submit
   --set KEY=VALUE    a key of the site's profile, for this start and later ones; only for a run that was submitted
 
-The run goes on from its last checkpoint, with the options that it began with, where it ran before: as a job of the same
+The run resumes from its last checkpoint, with the options that it began with, where it ran before: as a job of the same
 scheduler if it was submitted, else on this machine."""
 
 
 def resume(argv: list[str]) -> int:
-    """`hpcrl resume RUN`: submit the run again if a scheduler had it, else go on here."""
+    """`hpcrl resume RUN`: submit the run again if a scheduler had it, else resume it here."""
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
@@ -48,7 +48,7 @@ def resume(argv: list[str]) -> int:
     if len(words) != 1 or overrides.keys() - {"num_rollout", "ckpt_step"}:
         raise UsageError(
             "hpcrl resume takes one run directory",
-            "a run goes on with the options that it began with, but for --num-rollout and --ckpt-step",
+            "a run keeps the options that it began with, but for --num-rollout and --ckpt-step",
         )
     job = reopen_job(Path(words[0]) if Path(words[0]).exists() else find_run(words[0]).root)
     root = job.root

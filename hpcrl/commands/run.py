@@ -1,4 +1,5 @@
-"""`hpcrl run`: start a recipe on this machine, resume a run, or show what would be started; `hpcrl options`: every option.
+"""`hpcrl run`: start a recipe on this machine, resume a run, or show what would be started; `hpcrl options`: every
+option.
 
 Invariant: a resumed run has the options that it began with, so nothing else may be given with --resume.
 """
@@ -14,11 +15,11 @@ from hpcrl.errors import UsageError
 
 RUN_HELP = """\
 usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]
-       hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
+       hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them
        hpcrl run --resume RUN_DIR
 
   --dry-run                       print plan and options of each stage, and start nothing
-  --resume RUN_DIR                go on with a run from its last checkpoint, with the options that it began with
+  --resume RUN_DIR                resume a run from its last checkpoint, with the options that it began with
   --help                          this text, with the options that a first run needs
   --help-all                      this text, with every option
 
@@ -30,7 +31,7 @@ also a key of the recipe, spelled with underscores."""
 
 
 def run(argv: list[str]) -> int:
-    """`hpcrl run`: start a recipe, go on with a run, or show what would be started."""
+    """`hpcrl run`: start a recipe, resume a run, or show what would be started."""
     if {"--help", "-h", "--help-all"} & {*argv}:
         from hpcrl.config.options_doc import run_help
 
@@ -51,7 +52,7 @@ def run(argv: list[str]) -> int:
     if len(words) + (arguments is not None) > 1:
         raise UsageError(
             f"more than one recipe: {' '.join([*words, *(['--'] if arguments is not None else [])])}",
-            "flags that take one value take no more",
+            "a flag that takes one value takes one word only",
         )
     recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
@@ -70,7 +71,7 @@ def _resume(directory: Path, overrides: dict[str, Any], words: list[str], own: d
     if words or overrides or "dry-run" in own:
         extra = words[0] if words else f"--{next(iter(overrides), 'dry-run').replace('_', '-')}"
         raise UsageError(
-            f"{extra} has no effect with --resume: a run goes on with the options that it began with", "leave it out"
+            f"{extra} has no effect with --resume: a run keeps the options that it began with", "leave it out"
         )
     from hpcrl.launch.local import run_recipe
 

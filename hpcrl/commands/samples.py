@@ -50,7 +50,7 @@ class StepSamples(NamedTuple):
 
 
 def samples(argv: list[str]) -> int:
-    """`hpcrl samples`: some samples of a step, or of an evaluation; or two steps, or runs, beside each other."""
+    """`hpcrl samples`: some samples of a step, or of an evaluation; or two steps, or runs, side by side."""
     args = _arguments(argv)
     from hpcrl.report.sample_records import Reading
 

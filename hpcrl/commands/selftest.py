@@ -39,8 +39,9 @@ usage: hpcrl selftest [--only NAME ...] [--dir DIR] [--json FILE]
        hpcrl selftest --site SITE [--hosts N]   the same in a job, over N of the site's trainer nodes (1)
        hpcrl selftest --list                    the checks, and what holds if each passes
 
-Checks devices, the network between them, the trainer's numbers, updates of a real engine, a save and a resume, on the GPUs
-that are here, or on the CPU. One line each: passed, failed, or skipped with the reason. The exit status is 1 if any failed.
+Checks devices, the network between them, the trainer's numbers, updates of a real engine, a save and a resume, on the
+GPUs that are here, or on the CPU. One line each: passed, failed, or skipped with the reason. The exit status is 1 if any
+failed.
 
   --only NAME ...    these checks alone
   --dir DIR          where results, logs and its small runs go (default: selftest-TIME)
@@ -49,7 +50,7 @@ that are here, or on the CPU. One line each: passed, failed, or skipped with the
   --site SITE, --time, --set KEY=VALUE ...     as for hpcrl submit
   --wait SECONDS     how long the job may take, from submission to its end (default: 3600)
 
-After an interruption, --resume DIR goes on; a check in DIR that is to be made again: rm DIR/results/NAME.json."""
+After an interruption, --resume DIR continues; a check in DIR that is to be made again: rm DIR/results/NAME.json."""
 OWN = {
     **FLAGS,
     "only": Kind("str", many=True),
@@ -92,7 +93,7 @@ def selftest(argv: Sequence[str]) -> int:
         else:
             _here(chosen, results, own.get("ranks") or gpu_count() or CPU_RANKS)
     except KeyboardInterrupt:
-        print(f"hpcrl: interrupted; hpcrl selftest --resume {results.directory} goes on", file=sys.stderr)
+        print(f"hpcrl: interrupted; hpcrl selftest --resume {results.directory} continues", file=sys.stderr)
         return 130
     return _tell(chosen, results, own.get("json"))
 
@@ -106,7 +107,9 @@ def _directory(own: dict[str, Any]) -> Path:
         return found
     found = Path(own.get("dir") or time.strftime("selftest-%Y%m%d-%H%M%S", time.gmtime())).absolute()
     if found.exists() and any(found.iterdir()):
-        raise UsageError(f"--dir {found} is not empty", f"go on with hpcrl selftest --resume {found}, or name another")
+        raise UsageError(
+            f"--dir {found} is not empty", f"continue with hpcrl selftest --resume {found}, or name another"
+        )
     return found
 
 

@@ -1,5 +1,5 @@
-"""`hpcrl status` and `hpcrl watch`: what runs are doing, once or live; `hpcrl runs`: where they are, and the removal of those
-that never trained.
+"""`hpcrl status` and `hpcrl watch`: what runs are doing, once or live; `hpcrl runs`: where they are, and the removal of
+those that never trained.
 
 Invariants: status and watch change nothing, anywhere; a scheduler is asked a few times a minute, and less while it does
 not answer.  Only a run that has ended and holds neither a checkpoint nor a step's metrics is ever removed, and only on
@@ -76,7 +76,8 @@ def watch(argv: list[str]) -> int:
     """`hpcrl watch`: a live view of one run until it ends."""
     parser = Parser(
         "watch",
-        "Follow one run until it ends. Exit status: 0 it finished, 1 it failed, 143 it was stopped; Ctrl-C only stops looking.",
+        "Follow one run until it ends. Exit status: 0 it finished, 1 it failed, 143 it was stopped; Ctrl-C only stops "
+        "looking.",
     )
     parser.add_argument("run", metavar="RUN", help=RUN)
     root = find_run(parser.parse_args(argv).run).root

@@ -41,7 +41,7 @@ def _one(name: str, description: str, argv: list[str]) -> Run:
 
 def stop(argv: list[str]) -> int:
     """`hpcrl stop`: ask the launcher to save a checkpoint and end.  HpcrlError if none is alive to do so."""
-    run = _one("stop", "Let a run finish its step, save a checkpoint and end; hpcrl resume goes on with it.", argv)
+    run = _one("stop", "Let a run finish its step, save a checkpoint and end; continue it with hpcrl resume.", argv)
     jobs = Jobs([run])
     found = look_at_run(run, jobs)
     name = shorten_path(str(run.root))

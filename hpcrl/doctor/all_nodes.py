@@ -126,7 +126,7 @@ def gather(directory: Path, expected: int, end: float) -> list[NodeReport]:
     """The reports in the directory, in the order of their files' names; waits until `end` (monotonic) for `expected` of
     them.
 
-    A network file system may show what another host has written a minute late.  A file that is no report is none.
+    A network file system may show what another host has written a minute late.  A file that is not a report is left out.
     """
     while True:
         names = sorted(name for name in listed(directory) if name.endswith(REPORT))

@@ -1,9 +1,9 @@
-"""The directories that a run needs, as the login node sees them: the model's (are its files whole, does its tokenizer load) and
-the run's (writable, on a file system that every node sees, with room, and with the same clock).
+"""The directories that a run needs, as the login node sees them: the model's (are its files whole, does its tokenizer
+load) and the run's (writable, on a file system that every node sees, with room, and with the same clock).
 
-Invariants: no weights are read, only the headers of their files; the tokenizer is loaded in a process of its own, so that a
-package that hangs or crashes costs a deadline and a line.  Nothing stays behind: the one file that is written to try is
-removed at once.
+Invariants: no weights are read, only the headers of their files; the tokenizer is loaded in a process of its own, so
+that a package that hangs or crashes costs a deadline and a line.  Nothing stays behind: the one file that is written to
+try is removed at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_model_directory(directory: str, python: str = sys.executable, seconds:
         yield Finding("ok", "", f"the tokenizer loads; {last_line(answer.out)} token ids")
     else:
         why = answer.said.removeprefix("hpcrl.errors.DataError: ")
-        yield Finding("fail", "", f"the tokenizer of {directory} does not load: {why}", "mend the model's directory")
+        yield Finding("fail", "", f"the tokenizer of {directory} does not load: {why}", "fix the model's directory")
 
 
 def weights(path: Path) -> list[Path]:
@@ -88,7 +88,7 @@ def check_storage(directory: Path, several: bool, model_bytes: int = 0) -> Itera
     """Findings about the run directory that is to be made; `several`: whether more than one node will use it."""
     parent = next(path for path in (directory, *directory.parents) if path.exists())
     if not parent.is_dir():
-        yield Finding("fail", "", f"run directory {directory}: {parent} is no directory", "choose another --run-dir")
+        yield Finding("fail", "", f"run directory {directory}: {parent} is not a directory", "choose another --run-dir")
         return
     before = time.time()
     try:

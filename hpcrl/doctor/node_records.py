@@ -1,8 +1,8 @@
 """How the hosts of a job tell one another of themselves, through a directory that they share.
 
-Each leaves a record; whoever started them puts all records into one file as soon as the last has come (`share_records`), and
-that is what each host reads.  Invariants: a file is put there whole and read once; what a host does does not grow with
-the number of hosts, but for the length of one listing and one file.
+Each leaves a record; whoever started them puts all records into one file as soon as the last has come
+(`share_records`), and that is what each host reads.  Invariants: a file is put there whole and read once; what a host
+does does not grow with the number of hosts, but for the length of one listing and one file.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def share_records(directory: Path, expect: int, seconds: float, over: Callable[[
 
 
 def all_records(directory: Path, expect: int, seconds: float) -> dict[str, NodeRecord]:
-    """What `share_records` has put there, by host, as soon as it is; none if that takes more than `seconds` and LATE."""
+    """What `share_records` has put there, by host, as soon as it is; none if that takes more than `seconds` and
+    LATE."""
     end = time.monotonic() + seconds + LATE
     while ALL not in listed(directory):
         if time.monotonic() > end:

@@ -312,7 +312,10 @@ def _rest(reports: Iterable[NodeReport]) -> Iterator[Finding]:
             hint = "vLLM and NCCL need it: mount more, or see the container's settings"
             yield Finding("warn", report.host, f"only {size(report.shm)} free in /dev/shm", hint)
         if report.locked is not None:
-            hint = "InfiniBand needs it unlimited: ask the site for PropagateResourceLimitsExcept=MEMLOCK, or ulimit -l unlimited in setup"
+            hint = (
+                "InfiniBand needs it unlimited: ask the site for PropagateResourceLimitsExcept=MEMLOCK, "
+                "or ulimit -l unlimited in setup"
+            )
             yield Finding("warn", report.host, f"a process may lock {size(report.locked)} of memory at most", hint)
         for module, why in report.imports.items():
             if why:

@@ -3,9 +3,10 @@
     python -m hpcrl.doctor.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
 
 DIR is made and given a file `token` by whoever starts us.  Each node writes DIR/HOST.json with its ports, waits for
-those of all (hpcrl/doctor/node_records.py), connects to them (of many, to some: `peers_of`), tells in DIR/HOST.done that it
-needs nobody's port any more, and leaves DIR/HOST.PID.report.  A node that does not see DIR says so in a line of its own
-(`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines, so nothing longer is ever read from it.
+those of all (hpcrl/doctor/node_records.py), connects to them (of many, to some: `peers_of`), tells in DIR/HOST.done
+that it needs nobody's port any more, and leaves DIR/HOST.PID.report.  A node that does not see DIR says so in a line of
+its own (`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines, so nothing longer is ever read
+from it.
 
 Invariants: every wait has a deadline and none is an error: what did not come is missing from the report; ports are
 bound on the node's own addresses only; what other nodes say is JSON of a bounded size.

@@ -93,7 +93,7 @@ class Backend(Protocol):
         """Start every host's part of the plan, which lies in the run directory."""
 
     def again(self, root: Path) -> str:
-        """The command that goes on with a run."""
+        """The command that resumes a run."""
 
     def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         """Start a command that makes what the run needs, once, where the run's software is."""

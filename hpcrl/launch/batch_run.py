@@ -1,6 +1,6 @@
 """A run inside a scheduler's job: the batch process brings it to its end, or has the job queued again.
 
-Invariants: a job that is out of time, preempted or has lost a host goes on where its last checkpoint stands, with the
+Invariants: a job that is out of time, preempted or has lost a host resumes from its last checkpoint, with the
 same numbers; one that makes no headway is not started again for ever; a stop that the user asked for is never followed
 by a start.
 """
@@ -133,9 +133,7 @@ def run_in_job(job: RunJob, allocation: Allocation) -> dict[str, Any]:
         return {"status": "stopped", "message": str(end)}
     except HpcrlError as error:
         _tell(job, allocation, error)
-        if (
-            isinstance(error, HostsSilent) or clock.due
-        ):  # out of time all the same: the last checkpoint is where it goes on
+        if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: it resumes from the last checkpoint
             _requeue(job, allocation, str(error), clock.ends)
         elif _preempted(
             job, allocation
@@ -199,10 +197,10 @@ def _start_elsewhere(job: RunJob, allocation: Allocation, host: str, said: str, 
     try:
         submission = submit_elsewhere(job.root, record)
     except HpcrlError as error:
-        say(f"{why}; no new job could be submitted: {error}; go on with hpcrl resume {job.root}")
+        say(f"{why}; no new job could be submitted: {error}; continue with hpcrl resume {job.root}")
         return
     JobStateFile(job.root, 0).set("requeued", message=why)
-    say(f"{why}; job {submission} goes on without it")
+    say(f"{why}; job {submission} continues without it")
 
 
 def _preempted(job: RunJob, allocation: Allocation) -> bool:
@@ -231,12 +229,14 @@ def _requeue(job: RunJob, allocation: Allocation, why: str, ends: float | None =
         return
     if number := hand_over(job.root, allocation.job_id):
         JobStateFile(job.root, allocation.restarts).set("requeued", message=why)
-        say(f"{why}; job {number} of the chain goes on")
+        say(f"{why}; job {number} of the chain continues")
         return
     restarts = allocation.restarts
     limit = int(os.environ.get("HPCRL_MAX_REQUEUES", "0"))
     if restarts >= limit:
-        say(f"{why}; not queued again: {restarts} of {limit} requeues are used up; go on with hpcrl resume {job.root}")
+        say(
+            f"{why}; not queued again: {restarts} of {limit} requeues are used up; continue with hpcrl resume {job.root}"
+        )
         return
     JobStateFile(job.root, restarts).set("requeued", message=why)  # before, since we may be ended at once
     try:
@@ -244,7 +244,7 @@ def _requeue(job: RunJob, allocation: Allocation, why: str, ends: float | None =
     except AlreadyRequeued as error:
         say(f"{why}; {allocation.title} is queueing it again by itself ({error.what})")
     except HpcrlError as error:
-        more = f"{allocation.title} does not requeue it: {error}; go on with hpcrl resume {job.root}"
+        more = f"{allocation.title} does not requeue it: {error}; continue with hpcrl resume {job.root}"
         JobStateFile(job.root, restarts).set("stopped", message=f"{why}; {more}")
         say(f"{why}; {more}")
         return
@@ -290,7 +290,7 @@ def _clock(at: float) -> str:
 
 
 def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
-    """Start the RECIPE of the words in their --run-dir, or go on with it if this job has been there before; the exit
+    """Start the RECIPE of the words in their --run-dir, or resume it if this job has been there before; the exit
     status.
 
     here: opens the allocation of this process; UsageError if there is none.

@@ -65,7 +65,7 @@ class Container(BaseModel):
             check_mount(mount)
         for word in self.args:
             if not word.startswith("-"):
-                raise ValueError(f"args: {word} is no option; write --name=value as one word")
+                raise ValueError(f"args: {word} is not an option; write --name=value as one word")
         return self
 
     def _only_where_they_count(self) -> None:

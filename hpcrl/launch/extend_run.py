@@ -1,6 +1,7 @@
 """What `hpcrl resume` may change of a run: how long it trains (--num-rollout) and from which checkpoint (--ckpt-step).
 
-Invariants: nothing else changes, and nothing is removed.  A learning-rate schedule that was made for the old length is not
+Invariants: nothing else changes, and nothing is removed.  A learning-rate schedule that was made for the old length is
+not
 stretched: that is refused.  The tracker names the earlier checkpoint, and what the run saves from there on replaces the
 later ones.
 """

@@ -6,8 +6,8 @@ The launcher starts one of these on every host of the plan, locally, through sru
 is one for each slot, which starts only what begins on that slot.
 
 Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left, but
-for engines, which are started again (engines/restarter.py); a host has done its part only when the trainer has said that
-the run is over and every role here has ended well.
+for engines, which are started again (engines/restarter.py); a host has done its part only when the trainer has said
+that the run is over and every role here has ended well.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Role:
         if said is None and self.process.returncode > 0:
             said = last_error(log)
         also = f"; it says: {said}" if said else ""
-        return f"{self.name}-{self.index} {how_it_ended(self.process.returncode, self.memory)}{also}; its log is {self.log}"
+        how = how_it_ended(self.process.returncode, self.memory)
+        return f"{self.name}-{self.index} {how}{also}; its log is {self.log}"
 
 
 # ---- what runs here
@@ -157,7 +158,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
 
 
 def start(role: str, index: int, command: list[str], rundir: RunDir, variables: Mapping[str, str]) -> Role:
-    """Start one role in a session of its own, its output going to its log; variables: beside those of every role."""
+    """Start one role in a session of its own, its output going to its log; variables: in addition to those of every role."""
     log, memory = rundir.logs / f"{role}-{index}.log", MemoryWatch()
     with log.open("ab") as out:
         process = subprocess.Popen(

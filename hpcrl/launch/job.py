@@ -3,7 +3,7 @@
     RUN/                     the run of a recipe without stages
     RUN/recipe.toml, recipe.json, prepared/, STAGE/    a recipe with stages: each stage is a run of its own
 
-Invariant: a resumed run goes on exactly where it stopped: finished stages are skipped, the unfinished one continues
+Invariant: a resumed run continues exactly where it stopped: finished stages are skipped, the unfinished one continues
 from its last checkpoint with the options that it began with.  state.json always says what the job is doing, or did
 last.
 """
@@ -106,7 +106,8 @@ def run_job(
         def turn(rundir: RunDir | None = None) -> None:
             if stop.requests and state.phase != "saving":
                 say(
-                    f"asked to stop{f' ({stop.why})' if stop.why else ''}: ends after a checkpoint; a second signal ends it at once"
+                    f"asked to stop{f' ({stop.why})' if stop.why else ''}: ends after a checkpoint; "
+                    "a second signal ends it at once"
                 )
             state.beat("saving" if stop.requests else None)
             timeline.alive()
@@ -180,7 +181,8 @@ def begin_job(
     job = job if root == job.root else replace(job, root=root)
     if found := swappable_by_group(root):
         say(
-            f"note: everybody in group {found[1]} can put something else in place of {root}: {found[0]} is writable by it (chmod g-w, or +t)"
+            f"note: everybody in group {found[1]} can put something else in place of {root}: "
+            f"{found[0]} is writable by it (chmod g-w, or +t)"
         )
     write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), job.overrides), recipe.text)
     return job

@@ -2,8 +2,8 @@
 
     python -m hpcrl.launch.launcher_watchdog RUN --attempt N --launcher PID --beats FOLDER --seconds S
 
-Invariants: it ends with the launcher; it ends only the launcher that started it, whose processes then end with it; what it
-saw is recorded as the attempt's error.
+Invariants: it ends with the launcher; it ends only the launcher that started it, whose processes then end with it; what
+it saw is recorded as the attempt's error.
 """
 
 from __future__ import annotations

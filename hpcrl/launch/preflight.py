@@ -1,13 +1,13 @@
 """What is checked before anything of a run is made: one set of checks for `run`, `launch`, `submit`, `eval`, `plan`,
 `doctor` and their dry runs.
 
-    refuse_settings(stages, hosts, packages)      # what can be known of the options, the model and the machines
-    look_at(stages)                               # the first rows of prompt files that are here
-    absent(stages, sight)                         # files and custom functions that the run begins with and that are not here
+    refuse_settings(stages, hosts, packages)   # what can be known of the options, the model and the machines
+    look_at(stages)                            # the first rows of prompt files that are here
+    absent(stages, sight)                      # files and custom functions that the run begins with and that are missing
 
-Invariants: a command that starts nothing refuses what the run would refuse, in the same words; what the run itself makes,
-and what other machines alone can see, is left to them.  Where the model or the packages cannot be seen, nothing that
-depends on them is refused.
+Invariants: a command that starts nothing refuses what the run would refuse, in the same words; what the run itself
+makes, and what other machines alone can see, is left to them.  Where the model or the packages cannot be seen, nothing
+that depends on them is refused.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def refuse_missing_packages(stages: Sequence[Options]) -> None:
     needed |= {"vllm"} if any(options.num_engines for options in stages) else set()
     if lacking := sorted(name for name in needed if importlib.util.find_spec(name) is None):
         raise UsageError(
-            f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed for {sys.executable}, which would run this",
+            f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed for {sys.executable}, "
+            "which would run this",
             "pip install 'hpcrl[gpu]' on a machine with GPUs, make env in a checkout for CPUs: see docs/install.md",
         )
 
@@ -238,7 +239,7 @@ def _described(options: Options) -> tuple[Config, Family, dict[str, Any]] | None
 
 
 def missing_packages(options: Options, installed: Callable[[str], bool] | None = None) -> Iterator[UsageError]:
-    """Settings whose package is not installed here; none where Megatron-core itself is not: this is no place to train
+    """Settings whose package is not installed here; none where Megatron-core itself is not: this is not a place to train
     then."""
     there = installed or (lambda name: importlib.util.find_spec(name) is not None)
     if not locate("megatron"):

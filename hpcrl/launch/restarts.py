@@ -2,10 +2,10 @@
 
 Invariants: the time kept for saving before a limit is never less than the floor; a run that has failed in FRUITLESS
 attempts one after another without a new checkpoint is not started again by itself.  A host is called broken only for
-words by which a driver or CUDA says that the hardware is; it is called lost only where the scheduler says that it failed
-while the attempt was running, or so soon after the launcher's last word that it had not noticed yet.  job.json names the
-jobs of a chain, and as the run's job the one that runs or is next; a job of a chain whose run is done, or was stopped or
-cancelled by its user, ends at once and starts nothing.
+words by which a driver or CUDA says that the hardware is; it is called lost only where the scheduler says that it
+failed while the attempt was running, or so soon after the launcher's last word that it had not noticed yet.  job.json
+names the jobs of a chain, and as the run's job the one that runs or is next; a job of a chain whose run is done, or was
+stopped or cancelled by its user, ends at once and starts nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_headway(root: Path, restarts: int) -> None:
     if len(seen) > FRUITLESS and all(place_in_chain == here for place_in_chain in seen):
         raise HpcrlError(
             f"{FRUITLESS} restarts without a new checkpoint: not started again by itself",
-            f"see the logs of the last attempts; then go on with hpcrl resume {root}",
+            f"see the logs of the last attempts; then continue with hpcrl resume {root}",
         )
 
 
@@ -215,7 +215,7 @@ def nothing_left_to_do(job: RunJob, job_id: str) -> str:
         return "the run is finished"
     for name, why in ((STOP, "it was stopped with hpcrl stop"), (CANCEL, "it was cancelled")):
         if (job.root / name).exists():
-            return f"{why}; hpcrl resume {job.root} goes on"
+            return f"{why}; hpcrl resume {job.root} continues"
     replace_job(job.root, msgspec.structs.replace(record, job_id=job_id))
     return ""
 

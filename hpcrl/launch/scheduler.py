@@ -2,8 +2,8 @@
 that it asks with: the `AllocationRequest` for an allocation, the `BatchScript` of a job, the `Submission` of a run.
 
 A scheduler is one room of files that knows its words: it implements these two protocols, and scheduler_names.py, or an
-entry point of the package that brings it, gives it the name that a site's profile has under `scheduler`.  All else, from
-`hpcrl submit` to the requeue before a time limit, speaks to it through this file.
+entry point of the package that brings it, gives it the name that a site's profile has under `scheduler`.  All else,
+from `hpcrl submit` to the requeue before a time limit, speaks to it through this file.
 
 Invariant: nothing heavy is imported here or to make a Scheduler: `hpcrl status` makes one.
 """

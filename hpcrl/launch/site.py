@@ -6,7 +6,8 @@
     [trainer]
     gpus_per_node = 4
 
-What every scheduler needs is here; the keys of one of them are in the subclass of `SiteProfile` that it names (its `profile`).
+What every scheduler needs is here; the keys of one of them are in the subclass of `SiteProfile` that it names (its
+`profile`).
 
 Invariants: a Site is frozen and whole; an unknown key, a value of the wrong type, a control character or a placeholder
 that nobody filled in is one UsageError naming the file and the key.  Values are data: whoever writes them into a script
@@ -142,7 +143,7 @@ class SiteProfile(BaseModel):
     def _names(self) -> Self:
         for name in self.env:
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
-                raise ValueError(f"env.{name} is no name of an environment variable")
+                raise ValueError(f"env.{name} is not the name of an environment variable")
         return self
 
     def options(self, recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,7 +253,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read the site profile {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} is no TOML: {error}") from error
+        raise UsageError(f"{file} is not TOML: {error}") from error
 
 
 def _scheduler_first(overrides: Mapping[str, Any]) -> list[tuple[str, Any]]:

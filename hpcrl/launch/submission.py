@@ -1,7 +1,7 @@
 """A recipe as one job of a scheduler: the allocation that holds every stage, its submission, and its submission again.
 
-Invariants: the hosts that a Request will bring, in the order that it brings them, hold the plan of every stage.  What can
-be known to fail is refused before anything is submitted; what is submitted lies, as text, in the run directory.
+Invariants: the hosts that a Request will bring, in the order that it brings them, hold the plan of every stage.  What
+can be known to fail is refused before anything is submitted; what is submitted lies, as text, in the run directory.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | Non
     limit = 60 * minutes(site.time)
     if limit < margin + STARTUP:
         raise UsageError(
-            f"--time {site.time} is too short: a run needs {STARTUP} s to start and {margin} s to save before the limit",
+            f"--time {site.time} is too short: a run needs {STARTUP} s to start "
+            f"and {margin} s to save before the limit",
             f"ask for {-(-(margin + STARTUP) // 60)} minutes or more",
         )
     return request
@@ -111,7 +112,7 @@ def _hold(stages: Sequence[Options], hosts: list[Host]) -> bool:
 
 
 def _used(stages: Sequence[Options], components: list[Component]) -> list[Component]:
-    """The components without nodes that no stage uses: engines may fit beside the trainer ranks, where nodes have more
+    """The components without nodes that no stage uses: engines may fit next to the trainer ranks, where nodes have more
     GPUs."""
     request = AllocationRequest("heterogeneous", tuple(components), 0)
     used = {host for options in stages for host in make_plan(options, request.hosts(), "request").hosts}

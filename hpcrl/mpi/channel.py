@@ -4,9 +4,10 @@
     host -> launcher   Beat, PathFound, RunFiles, HostEnded, Bye
     all to all, once   RankJoined
 
-Invariants: nothing is pickled: every message is one typed msgspec Struct with a tag, in one buffer of at most MAX_MESSAGE
-bytes, and bytes that are not one raise PeerError, which names the rank that sent them.  Nothing blocks: sends complete in
-the background; a rank that does not take what is sent to it, or is silent for DEAD seconds, counts as gone.
+Invariants: nothing is pickled: every message is one typed msgspec Struct with a tag, in one buffer of at most
+MAX_MESSAGE bytes, and bytes that are not one raise PeerError, which names the rank that sent them.  Nothing blocks:
+sends complete in the background; a rank that does not take what is sent to it, or is silent for DEAD seconds, counts as
+gone.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def unpack(data: bytes | bytearray, kinds: Any, rank: int) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kinds)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise PeerError(f"MPI rank {rank} sent what is no message to this rank: {error}", MEND) from error
+        raise PeerError(f"MPI rank {rank} sent what is not a message to this rank: {error}", MEND) from error
 
 
 def check_size(size: int, rank: int) -> None:
@@ -171,7 +172,7 @@ class Channel(Generic[M]):
     def receive(self) -> list[tuple[int, M]]:
         """(rank, message) of everything that has come since the last call.
 
-        PeerError names a rank that sends what is no message, or one that is too large; what came before it is lost.
+        PeerError names a rank that sends what is not a message, or one that is too large; what came before it is lost.
         """
         found: list[tuple[int, M]] = []
         status = self.mpi.Status()

@@ -56,7 +56,7 @@ def write_files(rundir: RunDir, files: dict[str, bytes]) -> None:
             or "\0" in name
             or path.parts[:1] not in {(part,) for part in ALLOWED}
         ):
-            raise PeerError(f"another host sent {name!r}, which is no file of an attempt")
+            raise PeerError(f"another host sent {name!r}, which is not a file of an attempt")
     for name, data in files.items():
         target = rundir.root / name
         if target.exists() and name != SUMMARY:

@@ -9,9 +9,9 @@ A host may be repeated: its slots are added up, as MPICH and Open MPI do.  A hos
 rollout process.  IPv6 addresses stand bare, or in brackets where slots follow: [fe80::1]:8.  What LSF, Grid Engine and
 PBS tell a job of its hosts is rewritten as such a file first (`job_hostfile`).
 
-Invariant: a line is either understood whole or refused with its line and column; nothing in it is silently ignored.  Two
-spellings of one machine are refused.  Order is line order.  What a launcher would read differently from us is said in
-`notes`.
+Invariant: a line is either understood whole or refused with its line and column; nothing in it is silently ignored.
+Two spellings of one machine are refused.  Order is line order.  What a launcher would read differently from us is said
+in `notes`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _parse_line(line: _Line, notes: list[str]) -> list[tuple[Host, bool]]:
         return []
     start = len(body) - len(body.lstrip())
     if odd := next((at for at, sign in enumerate(body) if sign.isspace() and sign not in BLANKS), None):
-        raise line.error(odd, f"{body[odd]!r} is no plain blank", "write a space or a tab")
+        raise line.error(odd, f"{body[odd]!r} is not a plain blank", "write a space or a tab")
     first = _first_word(body, start)
     rest = body[start + len(first) :]
     found = _hosts_of(line, start, first)
@@ -164,10 +164,10 @@ def _part(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
         try:
             names = hostlist.expand_hostlist(name) if re.search(r"[\[\]]", name) else [name]
         except hostlist.BadHostlist as error:
-            raise line.error(column, f"{name} is no node list: {error}", "write it as in node[01-03,07]") from error
+            raise line.error(column, f"{name} is not a node list: {error}", "write it as in node[01-03,07]") from error
         for one in names:
             if not _NAME.match(one) or len(one) > 253 or (re.fullmatch(r"[0-9.]+", one) and _address(one) != 4):
-                raise line.error(column, f"{one!r} is no host name", "letters, digits, '-' and '.' make a host name")
+                raise line.error(column, f"{one!r} is not a host name", "letters, digits, '-' and '.' make a host name")
     count = _number(line, column + len(name) + 1, number, 0) if colon else None
     return [(one, count) for one in names]
 
@@ -203,7 +203,8 @@ def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | No
             slots = _number(line, value_column, value, 0)
             if key == "slot":
                 notes.append(
-                    f"{line.origin}:{line.number}: no launcher reads slot=; for Open MPI write slots={slots}, for MPICH host:{slots}"
+                    f"{line.origin}:{line.number}: no launcher reads slot=; for Open MPI write slots={slots}, "
+                    f"for MPICH host:{slots}"
                 )
             elif match[1] != key:
                 notes.append(f"{line.origin}:{line.number}: Open MPI reads {key}= in small letters only")
@@ -224,7 +225,7 @@ def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | No
 
 def _number(line: _Line, column: int, text: str, least: int = 1) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or not least <= int(text) <= MAX_SLOTS:
-        raise line.error(column, f"{text!r} is no number of slots", f"write a number from {least} to {MAX_SLOTS}")
+        raise line.error(column, f"{text!r} is not a number of slots", f"write a number from {least} to {MAX_SLOTS}")
     return int(text)
 
 
@@ -326,7 +327,7 @@ def job_hostfile(scheduler: str, environment: Mapping[str, str]) -> tuple[str, s
 def _pairs(text: str) -> str:
     words = text.split()
     if len(words) % 2:
-        raise UsageError(f"LSB_MCPU_HOSTS={text} is no list of HOST SLOTS")
+        raise UsageError(f"LSB_MCPU_HOSTS={text} is not a list of HOST SLOTS")
     return "".join(f"{host} slots={slots}\n" for host, slots in zip(words[::2], words[1::2], strict=True))
 
 

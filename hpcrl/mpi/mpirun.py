@@ -1,9 +1,9 @@
 """Calling mpirun: check that every host answers, start it with a hostfile of its dialect, and wait for its end.
 
-Invariants: a host that cannot be reached is named within a minute, before anything is started; a stop is passed on so that
-the run can save; mpirun dies with this process.  A shell inside a job is not an MPI rank, whatever variables its launcher
-has left in it.  Where mpirun ends all ranks before any of them could say why, what was said before is kept behind the
-cause that is found here; the record of a run that is over, or of another run, is not changed.
+Invariants: a host that cannot be reached is named within a minute, before anything is started; a stop is passed on so
+that the run can save; mpirun dies with this process.  A shell inside a job is not an MPI rank, whatever variables its
+launcher has left in it.  Where mpirun ends all ranks before any of them could say why, what was said before is kept
+behind the cause that is found here; the record of a run that is over, or of another run, is not changed.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ def explain_end(place: RunLocation, lost: Sequence[str], how: str, died: str = "
             _record(job, lost, what)
     again = f"hpcrl launch --resume {place.root} --hostfile FILE"
     if lost:
-        return what, f"is it up, and its network? go on without it, or when it is back: {again}"
-    return what, f"what it started has ended with it; its own words are above; go on with {again}"
+        return what, f"is it up, and its network? continue without it, or when it is back: {again}"
+    return what, f"what it started has ended with it; its own words are above; continue with {again}"
 
 
 def _record(job: RunJob, lost: Sequence[str], what: str) -> None:

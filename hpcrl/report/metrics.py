@@ -81,7 +81,8 @@ class MetricsLog:
         self._purge = first + 1
         if lacking := set(range(rollout_id)) - {row["rollout_id"] for row in kept}:
             _note(
-                f"{self.path} lacks {len(lacking)} of the {rollout_id} steps before this start, {min(lacking)} the first: {GONE}"
+                f"{self.path} lacks {len(lacking)} of the {rollout_id} steps before this start, "
+                f"{min(lacking)} the first: {GONE}"
             )
 
     def evaluated(self, rollout_id: int) -> bool:

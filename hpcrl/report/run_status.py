@@ -140,7 +140,7 @@ def _phase(run: Run, now: float, queued: QueuedJob | None, here: bool | None, ti
     if queued and queued.phase == "ended":
         return _ended(run, queued, since)
     if state.phase == "requeued" and not (queued and queued.phase == "gone"):
-        return "requeued", state.message or f"it goes on when {title or 'its scheduler'} starts it again"
+        return "requeued", state.message or f"it continues when {title or 'its scheduler'} starts it again"
     if now - state.time <= FRESH and here is not False:
         return (state.phase if state.phase in WORKING else "running"), state.message
     if (run.root / CANCEL).exists():

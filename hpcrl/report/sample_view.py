@@ -1,4 +1,4 @@
-"""Samples as lines of styled words: one in full, two beside each other, one token by token.
+"""Samples as lines of styled words: one in full, two side by side, one token by token.
 
 Invariants: pure; whatever a prompt or a response holds, nothing of it reaches a terminal as a command: control
 characters, and those that change the direction of text or hide it, stand there as visible signs.
@@ -228,5 +228,6 @@ def summary_line(found: Sequence[Pair], names: tuple[str, str]) -> Line:
         math.fsum(_number(look.record.reward) for look in looks) / max(len(found), 1)
         for looks in ([p.before for p in found], [p.after for p in found])
     )
-    text = f"{len(found)} responses to the same prompts in {names[0]} and {names[1]}: mean reward {before:.4g} -> {after:.4g}, "
+    text = f"{len(found)} responses to the same prompts in {names[0]} and {names[1]}: "
+    text += f"mean reward {before:.4g} -> {after:.4g}, "
     return (Word(f"{text}{better} better, {worse} worse, {len(found) - better - worse} the same", "bold"),)

@@ -1,9 +1,9 @@
 """What a run knows of its engines, as files of attempts/N.
 
-    peers/engine-I.json, engine-I.K.json   engine I is up, in its first life, in life K (an `EnginePeer`, from its supervisor)
-    peers/engine-I.K.ended.json            life K is over, and why (an `EngineEnd`)
-    peers/engine-I.leave.json              it is to end and not to come back (an `EngineLeave`, from the rollout process)
-    peers/engine-I.added.json              an engine in addition to those of the plan (an `EngineAdded`, from who starts it)
+    peers/engine-I.json, engine-I.K.json   engine I is up, in its first life, in life K (`EnginePeer`, from its supervisor)
+    peers/engine-I.K.ended.json            life K is over, and why (`EngineEnd`)
+    peers/engine-I.leave.json              it is to end and not to come back (`EngineLeave`, from the rollout process)
+    peers/engine-I.added.json              an engine in addition to the plan's (`EngineAdded`, from who starts it)
     engines.json                           how each engine is (`EngineViews`, from the rollout process)
     remove-engine-I                        a user asks: engine I is to finish its requests and to end
     hand-back-engine-I                     it has no time for that: its unfinished responses continue on other engines
@@ -92,7 +92,7 @@ def claim(rundir: RunDir, plan: Plan, engine: EngineAdded) -> int:
 
 
 def is_added(rundir: RunDir, index: int) -> bool:
-    """Whether the engine is one beside those of the plan."""
+    """Whether the engine is one in addition to those of the plan."""
     path = _added_file(rundir, index)
     return path.name in listed(path.parent)
 
@@ -146,7 +146,7 @@ def end_of(rundir: RunDir, index: int, life: int) -> EngineEnd | None:
 
 def record_end(rundir: RunDir, index: int, host: str, life: int, limit: int, was_up: bool, why: str) -> bool:
     """Say that a life is over: to the run, which goes on, or, where none follows, as the attempt's error, which the
-    first life's leads, unless the engine was added to the run, which then goes on without it.  Returns whether another
+    first life's leads, unless the engine was added to the run, which then continues without it.  Returns whether another
     life follows."""
     again = starts_again(limit, life, was_up)
     if again or is_added(rundir, index):

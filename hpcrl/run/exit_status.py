@@ -1,13 +1,13 @@
 """How a process ended, in words: its exit status, and what the kernel and the drivers say of memory and hardware.
 
     watch = MemoryWatch()                            # before the process is started
-    how_it_ended(process.returncode, watch)          # -> "was killed by SIGKILL (the kernel killed 1 process for want of ...)"
+    how_it_ended(process.returncode, watch)          # -> "was killed by SIGKILL (the kernel killed 1 process ...)"
 
-The kernel counts the processes that it kills: for each cgroup (memory.events of version 2, memory.oom_control of version
-1) and for the whole host (oom_kill of /proc/vmstat).
+The kernel counts the processes that it kills: for each cgroup (memory.events of version 2, memory.oom_control of
+version 1) and for the whole host (oom_kill of /proc/vmstat).
 
-Invariants: no status is an error here, not even one that no process of ours can have; what cannot be read is not guessed;
-a host is called broken only for words by which a driver or CUDA says that the hardware is.
+Invariants: no status is an error here, not even one that no process of ours can have; what cannot be read is not
+guessed; a host is called broken only for words by which a driver or CUDA says that the hardware is.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     environment = {**wishes, **os.environ}           # what the user has set wins
     for line in overruled(wishes, os.environ): ...   # and is said, with what hpcrl would have set and why
 
-Invariants: every variable has its reason beside it; what the user has set stays; a compile cache holds code that will
+Invariants: every variable has its reason next to it; what the user has set stays; a compile cache holds code that will
 be run, so it lies in a directory that nobody else can write to, or make first under its name.
 """
 

@@ -5,10 +5,10 @@
     RUN/stop, cancel  a user asks the run to save and end, or has ended its job by hand
 
 Invariants: each file is written whole.  state.json is written at each change and at least every BEAT seconds while the
-launcher lives, so an old file of a job that should be running means that its launcher is gone; the last one says how the
-job ended.  What a later start needs (the site) is in job.json.  A start heeds what was asked since it was itself asked
-for, and nothing that was asked of an earlier launcher; but a request that no launcher lived to answer holds for a start
-that no user asked for.  Times of files are compared with times of files alone: the clocks of hosts differ.
+launcher lives, so an old file of a job that should be running means that its launcher is gone; the last one says how
+the job ended.  What a later start needs (the site) is in job.json.  A start heeds what was asked since it was itself
+asked for, and nothing that was asked of an earlier launcher; but a request that no launcher lived to answer holds for a
+start that no user asked for.  Times of files are compared with times of files alone: the clocks of hosts differ.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
 
 
 def say(text: str) -> None:
-    """A line for the role's log; a log that cannot be written to is no reason to end."""
+    """A line for the role's log; a log that cannot be written to is not a reason to end."""
     with contextlib.suppress(OSError):
         print(f"{time.strftime('%H:%M:%S')} {strip_control(text, lines=True)}", file=sys.stderr, flush=True)
 

@@ -24,7 +24,7 @@
       timeline/                   what every process did when (report/timeline/)
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
 
-Invariants: every file appears whole or not at all (written beside, then renamed); the first error of an attempt is
+Invariants: every file appears whole or not at all (written next to it, then renamed); the first error of an attempt is
 kept and later ones never overwrite it.
 """
 
@@ -47,7 +47,7 @@ from hpcrl.untrusted_files import Damaged, as_given, count_of, make_parents, rea
 
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
-TRACKER = "latest_checkpointed_iteration.txt"  #: beside checkpoints: which of them is the last
+TRACKER = "latest_checkpointed_iteration.txt"  #: next to checkpoints: which of them is the last
 OVER = "over"  #: name of a mark in attempts/N
 ERROR = "error.json"  #: the first error of an attempt: its name in attempts/N
 HOSTS = "hosts.json"  #: its name in attempts/N
@@ -72,7 +72,7 @@ def _claim(path: Path) -> Path:
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600, patience: float = 0.0) -> None:
-    """Write `data` beside `path`, flush it to disk, and rename: a reader sees the old file or the new one.
+    """Write `data` next to `path`, flush it to disk, and rename: a reader sees the old file or the new one.
 
     patience: seconds for which it is tried again while the file system is full, read-only or stale.  HpcrlError with
     what the system said.
@@ -214,7 +214,9 @@ class RunDir:
         """The last attempt of an existing run."""
         path = Path(root)
         if not (path / "options.json").is_file():
-            raise UsageError(f"{root} is no run directory: it has no options.json", "name one that hpcrl run printed")
+            raise UsageError(
+                f"{root} is not a run directory: it has no options.json", "name one that hpcrl run printed"
+            )
         numbers = [count_of(name) for name in listed(path / "attempts")]
         return cls(path, max((n for n in numbers if n is not None), default=0))
 
@@ -230,7 +232,7 @@ class RunDir:
         link.replace(self.root / "logs" / "latest")
 
     def _sweep(self) -> None:
-        """Remove the files that were being written beside their places when their writer was killed, and signs of life
+        """Remove the files that were being written next to their places when their writer was killed, and signs of life
         of the dead."""
         last = self.root / "attempts" / str(self.attempt - 1)
         shutil.rmtree(last / BEATS, ignore_errors=True)

@@ -1,7 +1,7 @@
 """What a run was started with, and which runs this user has started.
 
-    RUN/recipe.json, RUN/recipe.toml      what the run was started with, so that it can resume with the same; the recipe's text
-    ~/.local/state/hpcrl/runs/NAME-HASH   a symbolic link for each run ($XDG_STATE_HOME), from which `hpcrl status` lists them
+    RUN/recipe.json, RUN/recipe.toml      what the run was started with, to resume with the same; the recipe's text
+    ~/.local/state/hpcrl/runs/NAME-HASH   a symbolic link for each run, for `hpcrl status` ($XDG_STATE_HOME)
 
 Invariants: recipe.json is written once, when the run directory is made, and a directory with this file is a run
 directory.  The links are a convenience, never a need: `remember` fails no run, and what has been removed since is not
@@ -44,7 +44,7 @@ def is_run(root: Path) -> bool:
 
 
 def write_recipe_file(root: Path, begun: RecipeFile, text: str | None = None) -> None:
-    """Write it, with a copy of the recipe beside it: `text`, or the file at `begun.path`."""
+    """Write it, with a copy of the recipe next to it: `text`, or the file at `begun.path`."""
     if text is None:
         shutil.copyfile(begun.path, root / COPY)
     else:
@@ -56,7 +56,7 @@ def read_recipe_file(root: Path) -> RecipeFile:
     """What the run in `root` was begun with.  UsageError if there is no run, or the file is damaged."""
     if not is_run(root):
         raise UsageError(
-            f"--resume {root}: no run directory (it has no {RECIPE})", "name the directory that hpcrl run printed"
+            f"--resume {root}: not a run directory (it has no {RECIPE})", "name the directory that hpcrl run printed"
         )
     try:
         return read_json(root / RECIPE, RecipeFile)

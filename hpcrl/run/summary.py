@@ -53,7 +53,7 @@ def read_summary(directory: Path) -> Summary | None:
         return None
     except (OSError, Damaged) as error:
         raise HpcrlError(
-            f"{path} is damaged: {error}", "remove it, and the stage goes on from its last checkpoint"
+            f"{path} is damaged: {error}", "remove it, and the stage resumes from its last checkpoint"
         ) from error
 
 

@@ -92,7 +92,7 @@ def _one_set(names: Sequence[str], results: Results, ranks: int, told: Callable[
 
 
 def start(command: list[str], environments: Sequence[Mapping[str, str]], logs: Path) -> list[tuple[Popen[bytes], Path]]:
-    """A process for each environment (beside ours), and its log."""
+    """A process for each environment (in addition to ours), and its log."""
     found = []
     for variables in environments:
         log = logs / f"rank-{variables.get('RANK', 'alone')}.log"

@@ -1,9 +1,9 @@
-"""What the self-test checks (a file of hpcrl/selftest/checks/ is a check, named as the file is) and what it has found so far, a
-file a check in its directory.
+"""What the self-test checks (a file of hpcrl/selftest/checks/ is a check, named as the file is) and what it has found
+so far, a file a check in its directory.
 
-Each check has a `CHECK`, and its code next to it.  Invariants: listing them imports no torch; a check says passed, failed or
-skipped with the reason, and an error in it is its failure, never the end of the others.  A result is on disk as soon as it
-is known, whole or not at all, so that an interrupted self-test resumes with what it lacks.
+Each check has a `CHECK`, and its code next to it.  Invariants: listing them imports no torch; a check says passed,
+failed or skipped with the reason, and an error in it is its failure, never the end of the others.  A result is on disk
+as soon as it is known, whole or not at all, so that an interrupted self-test resumes with what it lacks.
 """
 
 from __future__ import annotations

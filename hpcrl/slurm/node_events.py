@@ -30,7 +30,8 @@ class NodeFailure(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"Slurm has had it down since {time.strftime('%H:%M:%S', time.localtime(self.began))}: {self.reason or 'no reason given'}"
+        began = time.strftime("%H:%M:%S", time.localtime(self.began))
+        return f"Slurm has had it down since {began}: {self.reason or 'no reason given'}"
 
 
 def failures(nodes: Sequence[str], since: float, until: float) -> dict[str, str]:

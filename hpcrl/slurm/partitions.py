@@ -195,7 +195,7 @@ def judge_component(
     elif partition.state != "UP":
         wrong.append(Finding("fail", "", f"{where} is {partition.state}", set_it))
     if limit > partition.limit:
-        hint = f"a run goes on by requeueing: lower time, or {set_it}"
+        hint = f"a run continues by requeueing: lower time, or {set_it}"
         wrong.append(Finding("fail", "", f"{where}: time is {limit} minutes, the most is {partition.limit:.0f}", hint))
     if need.nodes > partition.nodes:
         wrong.append(
@@ -213,7 +213,9 @@ def judge_component(
     asked = f"{count(need.nodes, 'node')} with {' and '.join(each)}"
     if have < need.nodes:
         hint = f"ask for less (gpus_per_node, cpus_per_node, nodes), or {set_it}"
-        wrong.append(Finding("fail", "", f"{where}: {asked} asked for, {have} of its {partition.total} are so", hint))
+        wrong.append(
+            Finding("fail", "", f"{where}: {asked} asked for; {have} of its {partition.total} nodes have that", hint)
+        )
     elif up < need.nodes:
         wrong.append(
             Finding("warn", "", f"{where}: {asked} asked for, {up} of {have} such nodes are up", "it will wait")

@@ -64,7 +64,7 @@ class SlurmComponent(ComponentProfile):
     def _extra_is_not_ours(self) -> SlurmComponent:
         for name in self.extra:
             if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-                raise ValueError(f"extra.{name} is no name of an sbatch option; write it long, without the dashes")
+                raise ValueError(f"extra.{name} is not the name of an sbatch option; write it long, without the dashes")
             if name in OURS:
                 raise ValueError(
                     f"extra.{name} is set by hpcrl; " + (f"use {OURS[name]}" if OURS[name] else "leave it out")
@@ -97,7 +97,7 @@ class SlurmSite(SiteProfile):
     def _srun_takes_options(self) -> SlurmSite:
         for word in self.srun:
             if not word.startswith("-"):
-                raise ValueError(f"srun: {word} is no option; write --name=value as one word")
+                raise ValueError(f"srun: {word} is not an option; write --name=value as one word")
         return self
 
     def again(self) -> SlurmSite:

@@ -161,7 +161,8 @@ JOB_ID = "\0"  #: stands for the job's number in a path, which cannot hold it
 #: what sbatch says -> what a user can do about it
 HINTS = {
     "invalid partition": "name a partition with --set trainer.partition=... engine.partition=...; see sinfo",
-    "node configuration is not available": "ask for fewer nodes or GPUs, less time, memory or cores; see sinfo -o '%P %l %s %D %G %c %m'",
+    "node configuration is not available": "ask for fewer nodes or GPUs, less time, memory or cores; "
+    "see sinfo -o '%P %l %s %D %G %c %m'",
     "node count": "ask for fewer nodes, or a larger partition",
     "time limit": "ask for less with --time; see sinfo -o '%P %l'",
     "account": "name your account with --set account=...; see sacctmgr show assoc user=$USER",
@@ -197,7 +198,7 @@ def submit_recipe(
     if wrong:
         near = nearest(wrong[0], [name.replace("_", "-") for name in Options.model_fields])
         raise UsageError(
-            f"{wrong[0]} is no option", f"did you mean {near.replace('-', '_')}?" if near else "see docs/options.md"
+            f"{wrong[0]} is not an option", f"did you mean {near.replace('-', '_')}?" if near else "see docs/options.md"
         )
     return submit_new(loaded, profile.options(loaded, options), profile, chain)[1][0]
 

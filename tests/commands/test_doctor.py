@@ -121,21 +121,21 @@ EIGHT = [partitions.Shape(3, "mix", 64, {"h100": 8}), partitions.Shape(1, "drain
             UP,
             60,
             None,
-            ["fail  engine.partition gpu: 1 node with 9 GPUs and 1 CPUs asked for, 0 of its 4"],
+            ["fail  engine.partition gpu: 1 node with 9 GPUs and 1 CPUs asked for; 0 of its 4"],
         ),
         (
             Component("engine", 1, 8, 65),
             UP,
             60,
             None,
-            ["fail  engine.partition gpu: 1 node with 8 GPUs and 65 CPUs asked for, 0 of its 4"],
+            ["fail  engine.partition gpu: 1 node with 8 GPUs and 65 CPUs asked for; 0 of its 4"],
         ),
         (
             Component("engine", 1, 1, 1),
             UP,
             60,
             "a100",
-            ["fail  engine.partition gpu: 1 node with 1 a100 GPU and 1 CPUs asked for, 0 of its 4"],
+            ["fail  engine.partition gpu: 1 node with 1 a100 GPU and 1 CPUs asked for; 0 of its 4"],
         ),
         (
             Component("trainer", 5, 8, 1),
@@ -303,7 +303,7 @@ def test_nothing_stays_behind_where_a_run_would_lie(tmp_path: Path) -> None:
     found = [*directories.check_storage(tmp_path / "new" / "run", several=False)]
     assert bad(found) == [] and not any(tmp_path.iterdir())
     (tmp_path / "file").touch()
-    assert "is no directory" in bad([*directories.check_storage(tmp_path / "file" / "run", several=False)])[0]
+    assert "is not a directory" in bad([*directories.check_storage(tmp_path / "file" / "run", several=False)])[0]
     assert "is not writable" in bad([*directories.check_storage(Path("/proc/none"), several=False)])[0]
 
 
@@ -713,4 +713,4 @@ def test_the_login_node_is_looked_at(
     (tmp_path / "broken" / "config.json").write_text('{"vocab_size": 8}')
     assert doctor.main([*argv, "--hf-checkpoint", str(tmp_path / "broken"), "--nodes"]) == 1
     out = capsys.readouterr().out
-    assert "model.safetensors is not there" in out and "the tokenizer of" in out and "0 of its 4 are so" in out
+    assert "model.safetensors is not there" in out and "the tokenizer of" in out and "0 of its 4 nodes have that" in out

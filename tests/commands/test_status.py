@@ -480,7 +480,7 @@ def test_a_stage_or_a_job_number_stands_for_its_run(home: Path, capsys: pytest.C
     ("argv", "error"),
     [
         (["status", "nix"], "there is no run nix; name a run directory"),
-        (["status", "runs"], "runs is no run directory: it has no recipe.json"),
+        (["status", "runs"], "runs is not a run directory: it has no recipe.json"),
         (["status", "x", "y"], "unrecognized arguments: y; see hpcrl status --help"),
         (["watch"], "the following arguments are required: RUN"),
         (["status", "twice"], "may be"),

@@ -104,7 +104,7 @@ def test_a_later_job_of_a_run_that_is_over_ends_at_once(
 def test_near_its_limit_a_job_of_a_chain_hands_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, allocation = make(tmp_path / "run"), Allocation("11")
     batch_run._requeue(job, allocation, "the time limit is near")  # type: ignore[arg-type]
-    assert "the time limit is near; job 12 of the chain goes on" in capsys.readouterr().err
+    assert "the time limit is near; job 12 of the chain continues" in capsys.readouterr().err
     assert allocation.requeued == 0 and read_job(job.root).job_id == "12"
     assert json.loads((job.root / "state.json").read_text())["phase"] == "requeued"
 
@@ -194,10 +194,10 @@ def test_the_next_start_leaves_a_broken_host_out_and_says_so(
         assert (
             allocation.left_out == [("12", ["n2"]), ("13", ["n2"])]
             and not submitted
-            and "job 12 of the chain goes on" in err
+            and "job 12 of the chain continues" in err
         )
     else:
-        assert submitted == [job.root] and "job 21 goes on without it" in err
+        assert submitted == [job.root] and "job 21 continues without it" in err
 
 
 def test_a_run_on_ever_new_broken_hosts_is_not_started_for_ever(

@@ -236,7 +236,7 @@ def test_what_one_host_publishes_another_finds(tmp_path: Path) -> None:
     ["/etc/x", "../x", "attempts/../../x", "checkpoints/x", "recipe.json", "", ".", "attempts\0/x", "attemptsx/y"],
 )
 def test_nothing_outside_of_an_attempt_is_written(tmp_path: Path, name: str) -> None:
-    with pytest.raises(PeerError, match="no file of an attempt"):
+    with pytest.raises(PeerError, match="not a file of an attempt"):
         FileSync(RunDir.create(tmp_path / "run")).put({"attempts/0/end": b"", name: b"x"})
     assert not (tmp_path / "run" / "attempts" / "0").exists()
 
@@ -371,7 +371,8 @@ def test_a_limit_that_was_raised_is_honoured_and_one_that_is_known_is_kept(tmp_p
     raised, stop = Clock(lambda: answers.pop(0), 60), StopRequest()
     raised.watch(stop, rundir)  # 30 s are left, as far as it knows: it asks before it decides
     assert not stop.requests and not raised.due and not answers
-    unreachable, stop = Clock(lambda: None, 60, ends=None), StopRequest()
+    unreachable = Clock(lambda: None, 60, ends=None)
+    stop = StopRequest()
     unreachable.ends = time.time() + 800
     stop.nudges = 1
     unreachable.watch(stop, rundir)

@@ -152,8 +152,8 @@ class FakeAllocation:
     ("restarts", "error", "asked", "phase", "said"),
     [
         (0, None, 1, "requeued", "no time; queued again (1 of 2 requeues)"),
-        (2, None, 0, None, "no time; not queued again: 2 of 2 requeues are used up; go on with hpcrl resume"),
-        (1, HpcrlError("no"), 1, "stopped", "no time; Queue does not requeue it: no; go on with hpcrl resume"),
+        (2, None, 0, None, "no time; not queued again: 2 of 2 requeues are used up; continue with hpcrl resume"),
+        (1, HpcrlError("no"), 1, "stopped", "no time; Queue does not requeue it: no; continue with hpcrl resume"),
         (1, AlreadyRequeued("being done"), 1, "requeued", "Queue is queueing it again by itself (being done)"),
     ],
 )

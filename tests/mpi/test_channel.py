@@ -1,4 +1,4 @@
-"""The channel between ranks of a real MPI world, on this machine: what is no message ends nothing but names its
+"""The channel between ranks of a real MPI world, on this machine: what is not a message ends nothing but names its
 sender."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os, sys, time
 from mpi4py import MPI
 import msgspec
 from hpcrl.errors import PeerError
-from hpcrl.mpi import channel as channels, messages
+from hpcrl.mpi import channel as channels
 from hpcrl.mpi.channel import TAG, Channel
 from hpcrl.mpi.channel import *
 
@@ -70,20 +70,20 @@ def test_messages_come_typed_from_the_rank_that_sent_them() -> None:
         3,
         """
 if channel.rank:
-    channel.send(0, Ended("/run", channel.rank, 0))
+    channel.send(0, HostEnded("/run", channel.rank, 0))
     [(rank, message)] = heard(1)
     tell(f"{rank} {message}")
 else:
     tell(sorted((rank, message.attempt) for rank, message in heard(2)))
     for rank in (1, 2):
-        channel.send(rank, Files({"x": bytes(10_000_000)[: rank * 3]}))
+        channel.send(rank, RunFiles({"x": bytes(10_000_000)[: rank * 3]}))
 part()
 """,
     )
     assert said == {
         0: ["[(1, 1), (2, 2)]", "parted True"],
-        1: [f"0 Files(files={{'x': {bytes(3)!r}}})", "parted True"],
-        2: [f"0 Files(files={{'x': {bytes(6)!r}}})", "parted True"],
+        1: [f"0 RunFiles(files={{'x': {bytes(3)!r}}})", "parted True"],
+        2: [f"0 RunFiles(files={{'x': {bytes(6)!r}}})", "parted True"],
     }
 
 
@@ -94,7 +94,7 @@ def test_what_is_no_message_names_the_rank_and_the_next_one_is_heard() -> None:
 if channel.rank:
     raw(0, b"not msgpack")
     raw(0, msgspec.msgpack.encode({"is": "quit", "status": 0}))  # which only the launcher says
-    channel.send(0, Sees(True))
+    channel.send(0, PathFound(True))
 else:
     for one in heard(3):
         tell(one if isinstance(one, str) else one[1])
@@ -102,17 +102,17 @@ part()
 """,
     )
     first, second, third, parted = said[0]
-    assert first.startswith("MPI rank 1 sent what is no message") and second.startswith(
-        "MPI rank 1 sent what is no message"
+    assert first.startswith("MPI rank 1 sent what is not a message") and second.startswith(
+        "MPI rank 1 sent what is not a message"
     )
-    assert (third, parted) == ("Sees(found=True)", "parted True")
+    assert (third, parted) == ("PathFound(found=True)", "parted True")
 
 
 def test_a_message_beyond_the_limit_is_refused_unread_and_nobody_waits_for_it() -> None:
     said = world(
         2,
         """
-messages.MAX_MESSAGE = 1000
+channels.MAX_MESSAGE = 1000
 if channel.rank:
     request = channel.world.Isend([bytes(5_000_000), MPI.BYTE], dest=0, tag=TAG)
     channel.world.Barrier()
@@ -149,10 +149,10 @@ def test_gathering_is_typed_too_and_every_rank_learns_whose_word_was_none() -> N
     said = world(
         3,
         """
-everyone = channel.gather(Look(f"/rank{channel.rank}"))
+everyone = channel.gather(CheckPath(f"/rank{channel.rank}"))
 tell([one.path for one in everyone])
 try:
-    channel.gather(Look("/x") if channel.rank != 2 else Beat())
+    channel.gather(CheckPath("/x") if channel.rank != 2 else Beat())
 except PeerError as error:
     tell(str(error).partition(":")[0])
 part()
@@ -162,6 +162,6 @@ part()
     for rank in range(3):
         assert said[rank] == [
             "['/rank0', '/rank1', '/rank2']",
-            f"MPI rank {wrong[rank]} sent what is no message to this rank",
+            f"MPI rank {wrong[rank]} sent what is not a message to this rank",
             "parted True",
         ]

@@ -53,7 +53,7 @@ def test_dialects(text: str, expected: list[tuple[str, int]]) -> None:
     ("text", "line", "column", "word"),
     [
         ("node1 slots=8\nnode2 3", 2, 7, "slots=3"),
-        ("node1 slots=", 1, 13, "no number"),
+        ("node1 slots=", 1, 13, "not a number"),
         ("node1 slots=x", 1, 13, "'x'"),
         ("node1 slots=0", 1, 1, "no host has a slot"),
         ("node1:0", 1, 1, "no host has a slot"),
@@ -64,18 +64,18 @@ def test_dialects(text: str, expected: list[tuple[str, int]]) -> None:
         ("n1.hpc.edu:8\nn1:8", 1, 1, "n1.hpc.edu and n1 are one host"),
         ("localhost\n127.0.0.1", 2, 1, "127.0.0.1 and localhost are one host"),
         ("N1\n n1", 2, 2, "n1 and N1 are one host"),
-        ("10.0.0.1\n10.0.0.01", 2, 1, "'10.0.0.01' is no host name"),
+        ("10.0.0.1\n10.0.0.01", 2, 1, "'10.0.0.01' is not a host name"),
         ("fe80::1\nfe80:0::1", 2, 1, "are one host"),
         ("n1,n2:8", 1, 1, "not behind others"),
-        ("node1\u00a0slots=8", 1, 6, "no plain blank"),
-        ("node1:", 1, 7, "no number"),
+        ("node1\u00a0slots=8", 1, 6, "not a plain blank"),
+        ("node1:", 1, 7, "not a number"),
         ("node1 gpus=8", 1, 7, "gpus= is unknown"),
         ("node1 slots=8 slots=8", 1, 15, "twice"),
         ("node1:4 slots=8", 1, 8, "twice"),
         ("n[3-1]", 1, 1, "start > stop"),
         ("n[a]", 1, 1, "bad range"),
         ("n[1", 1, 1, "unbalanced"),
-        ("-node1", 1, 1, "no host name"),
+        ("-node1", 1, 1, "not a host name"),
         ("node1 slots=9 max_slots=8", 1, 6, "more than max_slots"),
         ("", 1, 1, "no host"),
         ("node1 slots=8=9", 1, 14, "does not belong"),
@@ -201,7 +201,7 @@ def test_hosts_of_other_schedulers_jobs(
 
 
 def test_damaged_lists_of_other_schedulers_are_named() -> None:
-    with pytest.raises(UsageError, match="no list of HOST SLOTS"):
+    with pytest.raises(UsageError, match="not a list of HOST SLOTS"):
         job_hostfile("lsf", {"LSB_MCPU_HOSTS": "n1 2 n2"})
     with pytest.raises(UsageError, match="cannot be read"):
         job_hostfile("pbs", {"PBS_NODEFILE": "/nowhere"})

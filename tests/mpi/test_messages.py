@@ -53,7 +53,7 @@ def test_what_is_said_is_what_is_heard(kinds: object, said: list[Message]) -> No
 
 @pytest.mark.parametrize("message", [CheckPath("/x"), BeginAttempt("/run", 0, {}), Quit(0)])
 def test_a_host_does_not_speak_as_the_launcher(message: Message) -> None:
-    with pytest.raises(PeerError, match="^MPI rank 5 sent what is no message to this rank"):
+    with pytest.raises(PeerError, match="^MPI rank 5 sent what is not a message to this rank"):
         unpack(pack(message), FromHost, 5)
 
 
@@ -82,7 +82,7 @@ def test_a_host_does_not_speak_as_the_launcher(message: Message) -> None:
 )
 def test_what_is_no_message_names_the_rank(data: bytes) -> None:
     with pytest.raises(
-        PeerError, match="^MPI rank 2 sent what is no message to this rank.*use one version of hpcrl on all hosts"
+        PeerError, match="^MPI rank 2 sent what is not a message to this rank.*use one version of hpcrl on all hosts"
     ):
         unpack(data, FromLauncher, 2)
 

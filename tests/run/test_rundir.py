@@ -70,7 +70,7 @@ def test_runs_begun_in_the_same_second_do_not_meet(tmp_path: Path, monkeypatch: 
 
 
 def test_no_run_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no run directory"):
+    with pytest.raises(UsageError, match="not a run directory"):
         RunDir.latest(tmp_path)
 
 
@@ -190,7 +190,7 @@ def test_what_a_run_was_begun_with_and_the_job_it_is_in(
 ) -> None:
     (tmp_path / "r.toml").write_text("lr = 1.0\n")
     begun = RecipeFile("identity", str(tmp_path / "r.toml"), {"lr": 2.0, "vllm": {"max_num_seqs": 1}})
-    with pytest.raises(UsageError, match="no run directory"):
+    with pytest.raises(UsageError, match="not a run directory"):
         read_recipe_file(rundir.root)
     write_recipe_file(rundir.root, begun)
     assert read_recipe_file(rundir.root) == begun and (rundir.root / "recipe.toml").read_text() == "lr = 1.0\n"

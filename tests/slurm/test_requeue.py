@@ -20,12 +20,12 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from hpcrl.launch import batch_run
-from hpcrl.launch.job import Job
+from hpcrl.launch.job import RunJob
 from hpcrl.slurm.batch_process import SlurmAllocation
 batch_run.PARTING, batch_run.AGAIN = 0.0, 1.0
 allocation = SlurmAllocation.__new__(SlurmAllocation)  # its steps are of no matter here
 allocation.job_id, allocation.restarts = sys.argv[2], 0
-batch_run._requeue(Job(None, {}, Path(sys.argv[1]), "id"), allocation, "no time", time.time() + float(sys.argv[3]))
+batch_run._requeue(RunJob(None, {}, Path(sys.argv[1]), "id"), allocation, "no time", time.time() + float(sys.argv[3]))
 """
 
 

@@ -291,10 +291,10 @@ def load(tmp_path: Path, text: str) -> SlurmSite:
         ('layout = "het"', "'heterogeneous' or 'homogeneous'"),
         ('account = "a\\nb"', "account holds a control character"),
         ('[env]\nA = "x\\u0007"', "env.A holds a control character"),
-        ('[env]\n"A B" = "x"', "env.A B is no name of an environment variable"),
+        ('[env]\n"A B" = "x"', "env.A B is not the name of an environment variable"),
         ('setup = ["a\\nb"]', "setup holds a control character"),
         ('account = "<your project>"', "account is still the placeholder <your project>"),
-        ('srun = ["--mpi", "none"]', "srun: none is no option; write --name=value as one word"),
+        ('srun = ["--mpi", "none"]', "srun: none is not an option; write --name=value as one word"),
         ("[trainer.extra]\nnodes = 3", "extra.nodes is set by hpcrl; use --actor-num-nodes"),
         ('[engine.extra]\noutput = "x"', "engine: extra.output is set by hpcrl; leave it out"),
         ('[engine.extra]\ncomment = "x"', "engine: extra.comment is set by hpcrl; leave it out"),
@@ -303,7 +303,7 @@ def load(tmp_path: Path, text: str) -> SlurmSite:
             '[engine.extra]\naccount = "x"',
             "extra.account is set by hpcrl; use the key of that name, at the top or of the component",
         ),
-        ('[trainer.extra]\n"--foo" = 3', "extra.--foo is no name of an sbatch option"),
+        ('[trainer.extra]\n"--foo" = 3', "extra.--foo is not the name of an sbatch option"),
         ('[container]\nmounts = ["/a"]', "container: mounts has no effect with kind none"),
         ('[container]\nkind = "pyxis"', "container: kind pyxis needs an image"),
         ('[container]\nkind = "pyxis"\nimage = "a.sqsh"', "begin a path with / or ./"),
@@ -311,7 +311,7 @@ def load(tmp_path: Path, text: str) -> SlurmSite:
         ('[container]\nkind = "pyxis"\nimage = "/a"\nmounts = ["x:/y"]', "mounts: x:/y is not"),
         ('[container]\nkind = "pyxis"\nimage = "/a"\nmounts = ["/x,/y"]', "mounts: /x,/y is not"),
         ("signal_margin = 10", "signal_margin = 10"),
-        ("time = ", "is no TOML"),
+        ("time = ", "is not TOML"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_file_and_key(tmp_path: Path, text: str, message: str) -> None:
@@ -376,7 +376,7 @@ def test_a_wrong_time_limit_is_the_flags_fault() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"num_rolout": 3}, "num_rolout is no option; did you mean num_rollout?"),
+        ({"num_rolout": 3}, "num_rolout is not an option; did you mean num_rollout?"),
         ({"set": {"trainer.partitoin": "x"}}, "trainer.partitoin is an unknown key; did you mean partition?"),
         ({"time": "1h"}, "time"),
         ({"layout": "cubic"}, "layout"),

@@ -88,7 +88,7 @@ def test_a_node_that_does_not_see_the_directory_and_a_wrong_network(
 def test_what_cannot_be_had_is_told_before_anything_is_submitted(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     cases = [
         ("trainer.partition=absent", "trainer.partition absent: "),
-        ("trainer.gpus_per_node=16", "0 of its 4 are so"),
+        ("trainer.gpus_per_node=16", "0 of its 4 nodes have that"),
     ]
     cases += [("engine.constraint=absent", "Slurm refuses a job like this run's")]
     for setting, message in cases:

@@ -84,7 +84,7 @@ def test_in_a_chain_the_next_job_goes_on_and_the_rest_ends_at_once(queue: Queue,
     assert first == run.number
     run.until(lambda: run.training(0))
     queue.cut(run)
-    run.until(lambda: f"job {second} of the chain goes on" in run.output())
+    run.until(lambda: f"job {second} of the chain continues" in run.output())
     ended = run.becomes("finished")
     assert (ended["job_id"], ended["restarts"], ended["attempt"]) == (second, 0, 1), run.logs()
     assert list(metrics(run.root)) == list(range(STEPS)), "no step twice, none left out"

@@ -42,7 +42,7 @@ def test_without_a_default_partition_the_mend_is_named_before_the_queue(
     assert done.returncode == 2 and "partition" in done.stderr and not (tmp_path / "run").exists(), done.stderr
     words = ["submit", sft(tmp_path, task), "--run-dir", tmp_path / "run", "--set", *BARE, "trainer.partition=one1"]
     done = hpcrl(bare, *words, check=False)
-    said = "trainer.partition one1: 2 nodes with 2 CPUs asked for, 1 of its 1 are so"
+    said = "trainer.partition one1: 2 nodes with 2 CPUs asked for; 1 of its 1 nodes have that"
     assert done.returncode == 2 and said in done.stderr, done.stderr
 
 

@@ -1,10 +1,11 @@
-"""An engine that no run has started (`hpcrl engines serve`): what it is started with, and what a run borrows of its keys.
+"""An engine that no run has started (`hpcrl engines serve`): what it is started with, and what a run borrows of its
+keys.
 
     KEYS/http.key, KEYS/weights-*.json     keys (queue/auth.py), made by whoever serves first
     KEYS/engine-PORT-XXXXXXXX/             what one server is started with; removed when it ends
 
-Invariants: one run at a time has the engines of a directory of keys, or else two would mix their weights; an engine gets
-no key that opens another.
+Invariants: one run at a time has the engines of a directory of keys, or else two would mix their weights; an engine
+gets no key that opens another.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def borrow(rundir: RunDir, plan: Plan, options: Options) -> IO[bytes] | None:
     away = next((text for text in plan.external if split_address(text)[0] not in _LOOPBACK), None)
     if away and plan.trainers[0].at in _LOOPBACK:
         raise UsageError(
-            f"{ADDRS} {away}: the run is on this machine alone and listens on {plan.trainers[0].at}, which that engine cannot reach",
+            f"{ADDRS} {away}: the run is on this machine alone and listens on {plan.trainers[0].at}, "
+            "which that engine cannot reach",
             "start the run with hpcrl submit or hpcrl launch, or serve the engine here, at 127.0.0.1",
         )
     folder = Path(options.rollout_external_engine_keys or "").expanduser()

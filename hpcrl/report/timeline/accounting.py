@@ -1,5 +1,5 @@
-"""What an allocation's node-hours went into, and the bill of a run: rows for a page, a terminal or a program.  Pure: spans
-and nodes in, numbers out.
+"""What an allocation's node-hours went into, and the bill of a run: rows for a page, a terminal or a program.  Pure:
+spans and nodes in, numbers out.
 
 A node's hour is divided over its slots (GPUs); at each moment a slot does what the busiest of its owners does
 (`PRECEDENCE`), and waits where none does anything.  Before an attempt's trainer is ready, and outside of attempts, all

@@ -8,9 +8,9 @@ its time of change how far the file system's clock is from its own, within the t
 difference may be 0 (the clocks agree, or the file system takes the time from its clients, as Lustre does) nothing is
 moved: then it is as good as the hosts' own synchronisation, usually some milliseconds.
 
-Of the trace ("Trace Event Format", Chromium: events X complete, i instant, C counter, M metadata): what an engine was asked
-to do, which the rollout process alone sees, is shown on the engine's track; events of one thread of a track nest, as the
-format demands: what overlaps otherwise gets another thread.
+Of the trace ("Trace Event Format", Chromium: events X complete, i instant, C counter, M metadata): what an engine was
+asked to do, which the rollout process alone sees, is shown on the engine's track; events of one thread of a track nest,
+as the format demands: what overlaps otherwise gets another thread.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 The first line is a `Header`, every other one `[name, begin, end, {more}]`: integer microseconds of unix time by this
 host's clock. A moment has no length; a name that begins with # is a counter, whose values are in `more`.
 
-Invariants: whoever records a span and whoever reads it take its name from here; a line goes out with one call, so that a crash loses the line that was being written and no more; within a
-process time never goes back; a file holds MOST bytes at most: then it is put aside as .old, in place of what was there,
-and the next header says how long each name has taken before; what cannot be written is left out, since no run shall end
-for want of a picture of it.
+Invariants: whoever records a span and whoever reads it take its name from here; a line goes out with one call, so that
+a crash loses the line that was being written and no more; within a process time never goes back; a file holds MOST
+bytes at most: then it is put aside as .old, in place of what was there, and the next header says how long each name has
+taken before; what cannot be written is left out, since no run shall end for want of a picture of it.
 """
 
 from __future__ import annotations

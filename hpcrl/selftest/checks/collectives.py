@@ -35,7 +35,7 @@ def work(place: CheckContext) -> Outcome:
             wrong = wrong or (name and f"rank {place.rank}: {name} of {whole} floats gives wrong values (round {turn})")
             done += 1
     if wrong:
-        return Outcome("failed", f"{wrong}; on Slingshot NCCL_PROTO=^LL128 has been the mend")
+        return Outcome("failed", f"{wrong}; on Slingshot NCCL_PROTO=^LL128 has been the fix")
     return Outcome(
         "passed", f"6 collectives over {place.world} ranks, {done} times, every value right", {"ranks": place.world}
     )
