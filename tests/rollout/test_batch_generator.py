@@ -86,7 +86,7 @@ class FakeSampler:
 
 
 class Attempt:
-    """What the rollout process does with shelf and maker; a checkpoint is what `step` returns."""
+    """What the rollout process does with store and generator; a checkpoint is what `step` returns."""
 
     def __init__(
         self, path: Path, sampler: FakeSampler, rollout: int = 0, state: Any = None, source: Any = None, **values: Any

@@ -230,7 +230,7 @@ def test_what_was_begun_and_would_come_too_late_is_made_again(tmp_path: Path) ->
         made = await second.trains(2, 5)
         await second.stream.close()
         assert sum(one.metrics["rollout/groups_remade"] for one in made) == 0, (
-            "the shelf has cut what is too old before"
+            "the store has cut what is too old before"
         )
         assert all(s.versions.min() >= 2 for one in made for s in one.rollout.samples() if 8 <= s.group < 12)
         assert not account(path).wrong

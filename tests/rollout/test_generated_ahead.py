@@ -20,7 +20,7 @@ VALUES: dict[str, Any] = {"loop": "async", "deterministic_mode": True, "save_int
 
 
 class Ahead(Attempt):
-    """The maker of --loop async with --deterministic-mode."""
+    """The generator of --loop async with --deterministic-mode."""
 
     def __init__(
         self, path: Path, rollout: int = 0, state: Any = None, sampler: FakeSampler | None = None, **values: Any

@@ -136,7 +136,7 @@ class Run:
             filling.keep(number)
 
     def _settle(self, filling: BatchSelection, in_flight: list[int], lost: dict[str, list[int]]) -> list[int]:
-        """As the maker does it; the batch."""
+        """As the generator does it; the batch."""
         ledger = self.ledger
         for number in list(in_flight):
             if self.partial and self.chance.random() < 0.3:  # finished just before it was told to end

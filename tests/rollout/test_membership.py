@@ -39,7 +39,7 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))
 
 
 class Office:
-    """Fake engines with supervisors that say what the test says, a pool, a desk, and the generator that asks."""
+    """Fake engines with supervisors that say what the test says, a pool, its membership, and the client that asks."""
 
     def __init__(self, path: Path, stack: ExitStack, *scripts: Script | None) -> None:
         self.rundir = RunDir.create(path / "run")

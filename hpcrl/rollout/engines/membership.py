@@ -29,7 +29,7 @@ LAST_WORDS = 8.0  #: seconds that a supervisor may take to say why the last engi
 
 
 class EngineMembership:
-    """Of one attempt; `keep` runs as long as the rollout process does."""
+    """The members of one attempt; `keep` runs as long as the rollout process does."""
 
     def __init__(self, rundir: RunDir, pool: EnginePool) -> None:
         self._rundir = rundir

@@ -1,4 +1,4 @@
-"""The making of a rollout, on one page: issue groups, judge what is finished, stop when the batch is full, keep the
+"""How a rollout is made, on one page: issue groups, judge what is finished, stop when the batch is full, keep the
 rest or drop it.
 
 Invariant: without over-sampling, filter and partial rollout this is: take --rollout-batch-size groups, make their
@@ -29,10 +29,13 @@ SURPLUS = "surplus"  #: the reason of groups that a full batch did not need
 
 
 class GeneratedRollout(NamedTuple):
-    """rollout: the batch; metrics: what to log of its making; dropped: samples of finished groups that are not in it,
-    and never will be;
-    line: what the ledger wrote down of it; state: where everything stands once it is trained, if that was to be said at
-    once."""
+    """A batch, and what is known of how it was made.
+
+    metrics: to be logged.
+    dropped: samples of finished groups that are not in it, and never will be.
+    line: what the ledger wrote down of it.
+    state: where everything stands once it is trained, if that has to be known at once.
+    """
 
     rollout: Rollout
     metrics: dict[str, float]

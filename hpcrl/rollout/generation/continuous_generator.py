@@ -1,5 +1,4 @@
-"""The making of rollouts in --loop fully-async: groups are at work all the time, and a batch leaves when the trainer
-asks for one.
+"""Rollouts in --loop fully-async: groups are in flight all the time, and a batch leaves when the trainer asks for one.
 
     issue what staleness and engines allow -> judge what is finished -> hand over the oldest finished, when asked
 
@@ -33,9 +32,8 @@ from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.sample import Sample
 
-STALE = (
-    "stale"  #: the reason of groups that --stale-samples drop gives up, and the count of those that `train` trains on
-)
+#: the reason of groups that --stale-samples drop gives up, and the count of those that `train` trains on
+STALE = "stale"
 LOOK = 1.0  #: seconds between two looks at the engines' own metrics
 
 
@@ -49,10 +47,10 @@ class BatchRequest:
 
 
 class ContinuousGenerator:
-    """Makes one rollout after another out of what is always at work.
+    """Makes one rollout after another out of groups that are always in flight.
 
-    abort: ends every sample in flight at the engines, what is there of them is returned; look: what the engines say of
-    themselves;
+    abort: aborts every sample in flight at the engines; their tokens so far are returned.
+    look: the engines' own metrics.
     total: rollouts of the run.
     """
 

@@ -1,5 +1,5 @@
-"""Where groups come from and where they are kept: the source, the ledger, what is held of unfinished ones, and the
-files on disk.
+"""Where groups come from and where they are kept: the source, the ledger, the progress of unfinished ones, and
+the files on disk.
 
 Invariants: every step of the ledger is taken here, together with what it means for samples and files; a group that
 counts as finished is on disk already; a snapshot says where everything stands once its rollout is trained; after going

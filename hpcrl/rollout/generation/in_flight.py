@@ -23,8 +23,12 @@ RETURN = 5.0  #: seconds that a sampler may take to return what its engine has e
 
 
 class InFlightGroups:
-    """The groups of a rollout, or of several.  each: responses to a prompt; greedy: whether the likeliest response is
-    wanted too; after: what is done with a finished group before it comes out of `next`, side by side too."""
+    """The groups of a rollout, or of several.
+
+    each: responses to a prompt.
+    greedy: whether the greedy response is wanted too.
+    after: what is done with a finished group before it comes out of `next`, concurrently too.
+    """
 
     def __init__(
         self,

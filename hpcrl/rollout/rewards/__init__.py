@@ -7,8 +7,7 @@ A file `NAME.py` here is `--rm-type NAME`.  It has
     KEYS = ("score", ...)                          if it returns a dict: the keys with numbers, the reward first
     def check() -> None                            a self-check at the start: UsageError, or ImportError for a
                                                    missing package
-    def boxed(content: str) -> str                 what it is given for boxed_NAME, if that is not the content of the box
-                                                   alone
+    def boxed(content: str) -> str                 what it is given for boxed_NAME, if not the box's content alone
 
 and is run in the processes of `hpcrl/rollout/grading/`.  An own function (--custom-rm-path) is the same without the
 file.
