@@ -82,8 +82,12 @@ def test_an_environment_of_another_python_is_refused(tmp_path: Path) -> None:
     other.chmod(0o755)
     words = ["make", "--dry-run", "env", f"HPCRL_VENV={tmp_path / 'venv'}"]
     # make tells a make that it starts, such as the one that runs these tests, what it was given
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHON" and not name.startswith("MAKE")}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHON" and not name.startswith("MAKE")
+    }
     done = subprocess.run(words, env=environment, cwd=REPO, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "-m venv" not in done.stdout, done.stderr
-    done = subprocess.run([*words, "PYTHON=python3"], env=environment, cwd=REPO, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*words, "PYTHON=python3"], env=environment, cwd=REPO, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2 and "3.11.99" in done.stderr and "HPCRL_VENV" in done.stderr
