@@ -15,12 +15,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.handover import EnginesHold, Event, HandOver, OutOfTurn
 from hpcrl.token_frames import ABORT
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.engine_http import TURN
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class GpuSharingMiddleware:
 
     async def _drained(self) -> None:
         """Wait for requests whose answers are already being sent."""
-        deadline = time.monotonic() + DRAIN
-        while self.mine.at.requests and time.monotonic() < deadline:
+        deadline = Deadline(DRAIN)
+        while self.mine.at.requests and not deadline.over:
             await asyncio.sleep(0.01)
 
     async def _do(self, event: Event, client: AsyncLLM) -> int:

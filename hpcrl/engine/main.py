@@ -39,6 +39,7 @@ from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
 from hpcrl.run.scratch import SHORT, Scratch
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.engine_http import TURN, Address, HttpError, ask
 from hpcrl.weights.route import backend
 
@@ -140,12 +141,12 @@ class EngineSupervisor:
     def wait_until_up(self) -> None:
         """Return when /health answers 200.  DeadlineError after --engine-start-timeout."""
         limit = self.context.options.engine_start_timeout
-        end = time.monotonic() + limit
+        end = Deadline(limit)
         while not self.stopped.is_set():
             self._check_child()
             if self._health() == 200:
                 return
-            if time.monotonic() > end:
+            if end.over:
                 last = self.log.last_line()
                 raise DeadlineError(
                     f"{self.name} did not answer within --engine-start-timeout {limit:.0f} s; the last it said: {last}",

@@ -24,6 +24,7 @@ from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.share_format import Share, WireError, decode
 from hpcrl.run.peers import RolloutPeer, wait_for
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.deadline import Deadline
 
 #: seconds between looks at the run directory; between repetitions of what is unanswered
 LOOK, REPEAT = 0.2, 1.0
@@ -61,11 +62,11 @@ class QueueClient:
             None  # what is not answered yet, and is said again after a reconnect
         )
         self._welcomed = self._shut_out = False
-        end = time.monotonic() + timeout
+        end = Deadline(timeout)
         self._open(self._address(wait_for(rundir, RolloutPeer, 0, timeout)))
         try:
             self._send(self._hello())
-            self._wait(end, timeout, "did not welcome", lambda message: isinstance(message, messages.Welcome) or None)
+            self._wait(end, "did not welcome", lambda message: isinstance(message, messages.Welcome) or None)
         except BaseException:
             self.close()
             raise
@@ -85,10 +86,10 @@ class QueueClient:
             self._receive(lambda _: None)
         found: Share | messages.StoppedAt | None = self._complete(rollout_id)
         if found is None:
-            end, seconds = self._end(timeout)
+            end = self._end(timeout)
             self._ask(messages.Fetch(rollout_id, self._credit, sorted(self._parts.get(rollout_id, ()))))
             what = f"did not deliver the samples of rollout {rollout_id} to"
-            found = self._wait(end, seconds, what, lambda message: self._fetched(rollout_id, message))
+            found = self._wait(end, what, lambda message: self._fetched(rollout_id, message))
             self._awaited = None
         return None if isinstance(found, messages.StoppedAt) else found
 
@@ -99,7 +100,7 @@ class QueueClient:
         or another process of the attempt did.
         """
         self._calls += 1
-        call_id, (end, seconds) = self._calls, self._end(timeout)
+        call_id, end = self._calls, self._end(timeout)
         try:
             self._ask(messages.Call(call_id, method, params))
         except WireError as error:
@@ -108,7 +109,7 @@ class QueueClient:
         def take(message: messages.FromServer) -> messages.Reply | None:
             return message if isinstance(message, messages.Reply) and message.call_id == call_id else None
 
-        reply = self._wait(end, seconds, f"did not answer {method!r} of", take)
+        reply = self._wait(end, f"did not answer {method!r} of", take)
         self._awaited = None
         return reply.result
 
@@ -172,11 +173,10 @@ class QueueClient:
 
     # ---- waiting
 
-    def _end(self, timeout: float | None) -> tuple[float, float]:
-        seconds = self._timeout if timeout is None else timeout
-        return time.monotonic() + seconds, seconds
+    def _end(self, timeout: float | None) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout)
 
-    def _wait(self, end: float, seconds: float, awaited: str, take: Callable[[messages.FromServer], T | None]) -> T:
+    def _wait(self, end: Deadline, awaited: str, take: Callable[[messages.FromServer], T | None]) -> T:
         """What `take` makes of the first message that it does not answer None to; see the class for what ends it."""
         look, repeat = 0.0, time.monotonic() + REPEAT
         while True:
@@ -184,12 +184,12 @@ class QueueClient:
             if now >= look:
                 self._rundir.check()
                 look = now + LOOK
-            if now >= end:
-                raise self._late(awaited, seconds)
+            if end.over:
+                raise self._late(awaited, end.seconds)
             if now >= repeat:
                 self._repeat()
                 repeat = now + REPEAT
-            for sock, _ in self._poller.poll(1000 * max(0.0, min(end, look, repeat) - now)):
+            for sock, _ in self._poller.poll(1000 * min(end.left, max(0.0, min(look, repeat) - now))):
                 if sock is self._monitor:
                     self._look_at_handshake()
                 elif (found := self._receive(take)) is not None:

@@ -27,6 +27,7 @@ from hpcrl.queue.share_format import Buffer, Share, WireError, encode
 from hpcrl.run.peers import RolloutPeer, publish
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.deadline import Deadline
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -146,11 +147,11 @@ class QueueServer:
         await self._update()
 
     async def _room(self, rollout_id: int, timeout: float) -> None:
-        end = time.monotonic() + timeout
+        end = Deadline(timeout)
         while not self._failure and (full := [rank for rank in self._ranks if len(rank.outbox) >= self._depth]):
             self._progress.clear()
             try:
-                await asyncio.wait_for(self._progress.wait(), max(0.0, end - time.monotonic()))
+                await asyncio.wait_for(self._progress.wait(), end.left)
             except TimeoutError:
                 who = ", ".join(rank.name for rank in full)
                 what = (

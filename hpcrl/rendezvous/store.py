@@ -24,6 +24,7 @@ from torch.distributed import DistStoreError, Store
 from hpcrl.queue import auth
 from hpcrl.queue.sockets import HEARTBEAT, HEARTBEAT_TIMEOUT, endpoint
 from hpcrl.rendezvous.table import StoreReply, StoreRequest, Verb, to_answer, to_bytes
+from hpcrl.toolbox.deadline import Deadline
 
 LOOK = 2.0  #: seconds between two calls of `check` while an answer is awaited
 #: seconds that a look at the server's port may take; between two of them pass LOOK, twice that, four times, ...
@@ -114,12 +115,12 @@ class KeyedStore(Store):
         seconds = seconds or self.timeout.total_seconds()
         connection = self._connection()
         self._mine.number = number = self._mine.number + 1
-        end = time.monotonic() + seconds
+        end = Deadline(seconds)
         knock = time.monotonic()
         pause = LOOK
         connection.send(to_bytes(StoreRequest(number, verb, keys or [], values or [], amount)))
         while True:
-            left = end - time.monotonic()
+            left = end.left
             if connection.poll(max(0, int(1000 * min(left, LOOK)))):
                 answer = to_answer.decode(connection.recv())
                 if answer.number == number:  # else to a question that was given up

@@ -25,6 +25,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.async_tasks import cancel
+from hpcrl.toolbox.deadline import Deadline
 
 _LENGTH = struct.Struct("<Q")
 
@@ -180,8 +181,8 @@ class ProcessPool(ABC, Generic[P, J]):
             process.kill()
         self._ended += self._processes
         self._processes = []
-        deadline = time.monotonic() + END
-        while not all(process.reaped() for process in self._ended) and time.monotonic() < deadline:
+        deadline = Deadline(END)
+        while not all(process.reaped() for process in self._ended) and not deadline.over:
             await asyncio.sleep(0.01)
 
     # ---- what a kind of pool says

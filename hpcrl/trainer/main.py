@@ -39,6 +39,7 @@ from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
+from hpcrl.toolbox.deadline import Deadline
 
 if TYPE_CHECKING:
     from hpcrl.queue.share_format import Share
@@ -244,17 +245,17 @@ class Trainer:
         from hpcrl.queue.client import Late
         from hpcrl.trainer.collectives import all_true
 
-        end = time.monotonic() + self.options.rollout_timeout
+        end = Deadline(self.options.rollout_timeout)
         fetched = None
         there = self.client is None
         while True:
-            left = max(0.0, end - time.monotonic())
+            left = end.left
             try:
                 if not there:
                     fetched = self.client.fetch(rollout_id, min(left, TURN) if self.updates else left)
                     there = True
             except Late:
-                if time.monotonic() >= end:
+                if end.over:
                     raise
             if all_true(there, self.patient):
                 return fetched

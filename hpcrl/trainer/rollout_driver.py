@@ -29,6 +29,7 @@ from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.run.summary import Summary, write_summary
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json
 from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine, QueueRoster
 from hpcrl.weights.engine_http import Address
@@ -74,10 +75,10 @@ class RolloutDriver:
         token."""
         rundir = self.context.rundir
         seconds = self.options.engine_start_timeout + SLACK
-        end = time.monotonic() + seconds
+        end = Deadline(seconds)
         while starting := self.roster.engines()["starting"]:
             rundir.check()
-            if time.monotonic() > end:
+            if end.over:
                 raise DeadlineError(f"{starting[0]} did not come up within {seconds:.0f} s", f"see {rundir.logs}")
             time.sleep(LOOK)
         self._name("update")
@@ -129,12 +130,12 @@ class RolloutDriver:
 
     def _fetch(self, rollout_id: int) -> Share | None:
         """The samples of a rollout; engines that come back meanwhile are told the version of their weights."""
-        end = time.monotonic() + self.options.rollout_timeout
+        end = Deadline(self.options.rollout_timeout)
         while True:
             try:
-                return self.client.fetch(rollout_id, min(TURN, max(0.0, end - time.monotonic())))
+                return self.client.fetch(rollout_id, min(TURN, end.left))
             except Late:
-                if time.monotonic() >= end:
+                if end.over:
                     raise
             self._name("waiting")
 

@@ -21,6 +21,7 @@ from hpcrl.queue.auth import http_key
 from hpcrl.run.engine_files import end_of
 from hpcrl.run.peers import EnginePeer, wait_for
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.engine_http import Address, HttpError, ask
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class PendingCalls:
         self.fleet = fleet
         self.phase = phase
         self.limit = seconds
-        self.end = time.monotonic() + seconds
+        self.end = Deadline(seconds)
         self.next_glance = time.monotonic() + GLANCE
         self.futures = [_start(e.address, path, body, seconds) for e, body in zip(fleet.engines, bodies, strict=True)]
 
@@ -116,7 +117,7 @@ class PendingCalls:
                 self._raise(engine, error)
         now = time.monotonic()
         late = [e for e, future in zip(self.fleet.engines, self.futures, strict=True) if not future.done()]
-        if late and now > self.end:
+        if late and self.end.over:
             raise self._late(late[0])
         if late and now > self.next_glance:
             self.next_glance = now + GLANCE
@@ -146,8 +147,8 @@ class PendingCalls:
 
     def _bury(self, engine: FleetEngine, message: str) -> None:
         """Raise EngineLost, with the reason that the engine's own supervisor records, if it does so in time."""
-        until = time.monotonic() + LAST_WORDS
-        while time.monotonic() < until:
+        until = Deadline(LAST_WORDS)
+        while not until.over:
             self._listen()
             if end := end_of(self.fleet.rundir, engine.index, engine.life):
                 raise EngineLost(f"{end.why} (noticed during {self.phase})", [engine])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import DeadlineError
 from hpcrl.queue.auth import ClientKeys
+from hpcrl.toolbox.deadline import Deadline
 
 if TYPE_CHECKING:
     import torch
@@ -63,11 +64,11 @@ def broadcast(group: GlooGroup, tensor: torch.Tensor, seconds: float, watch: Cal
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     work = group.group.broadcast([tensor], options)
-    end = time.monotonic() + seconds
+    end = Deadline(seconds)
     pause = 1e-5
     while not work.is_completed():
         watch()
-        if time.monotonic() > end:
+        if end.over:
             raise DeadlineError(f"a broadcast of weights did not end within {seconds:.0f} s")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.01)

@@ -25,6 +25,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.bucket import dtype_name
 from hpcrl.weights.comparison import Comparison, Differs
 from hpcrl.weights.engine_fleet import EngineLate, EngineLost, Fleet, FleetEngine, in_thread
@@ -276,8 +277,8 @@ class WeightSender:
     def _unwell(self) -> list[FleetEngine]:
         """The engines whose health check fails, once there are any: a server takes a moment to know that its
         core is dead."""
-        end = time.monotonic() + NOTICED
-        while not (found := [engine for engine in self._engines if not _is_well(engine)]) and time.monotonic() < end:
+        end = Deadline(NOTICED)
+        while not (found := [engine for engine in self._engines if not _is_well(engine)]) and not end.over:
             time.sleep(0.2)
         return found
 

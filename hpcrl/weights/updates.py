@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hpcrl.errors import DeadlineError
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.engine_fleet import EngineLate, EngineLost, FleetEngine
 from hpcrl.weights.engine_http import Address
 from hpcrl.weights.sender import WeightSender
@@ -90,10 +91,10 @@ class Updates:
         self._sender.close()
 
     def _wait_for_all(self, roster: Roster) -> None:
-        end = time.monotonic() + self._start_timeout + SLACK
+        end = Deadline(self._start_timeout + SLACK)
         while starting := roster.engines()["starting"]:
             self._rundir.check()
-            if time.monotonic() > end:
+            if end.over:
                 raise DeadlineError(
                     f"{starting[0]} did not come up within {self._start_timeout:.0f} s", f"see {self._rundir.logs}"
                 )

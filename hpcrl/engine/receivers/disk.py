@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected
 from hpcrl.errors import DataError
 from hpcrl.model_files.safetensors_files import open_file, read_header
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.bucket import Slot
 
 APPEARS = 20.0  #: seconds until a file that another host wrote shows on a network file system
@@ -66,8 +67,8 @@ class DiskReceiver(Receiver):
 
 def check(path: Path, digest: str) -> None:
     """UpdateRejected unless the bytes of a file are those that were written; OSError if it cannot be read."""
-    end = time.monotonic() + APPEARS
-    while not path.exists() and time.monotonic() < end:
+    end = Deadline(APPEARS)
+    while not path.exists() and not end.over:
         time.sleep(0.1)
     found = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:

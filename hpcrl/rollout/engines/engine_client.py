@@ -12,7 +12,6 @@ its engine; every sample gets one answer.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from hpcrl.rollout.engines.completion import Completion, ExpectedAnswer, Passing
 from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.sample import ABORTED, TRUNCATED
+from hpcrl.toolbox.deadline import Deadline
 
 ATTEMPTS = 4  #: how often one request is sent at most
 PAUSE = 0.05  #: seconds, times 4 for every attempt, before a request is sent again
@@ -195,7 +195,7 @@ class Dispatcher:
 
         DeadlineError names the engine that does not end what it was told to within --request-timeout.
         """
-        deadline = time.monotonic() + self._pool.request_timeout
+        deadline = Deadline(self._pool.request_timeout)
         requests = [*self._gathering.values(), *self._waiting, *self._sent.values()]
         calls = [call for request in requests if not request.sampling.evaluation for call in request.open()]
         for call in calls:
@@ -218,16 +218,16 @@ class Dispatcher:
         ]
         for call in calls:
             call.migrated = True
-        errand = asyncio.create_task(self._end(calls, time.monotonic() + self._pool.request_timeout))
+        errand = asyncio.create_task(self._end(calls, Deadline(self._pool.request_timeout)))
         self._errands.add(errand)
         errand.add_done_callback(self._errands.discard)
         return len(calls)
 
-    async def _end(self, calls: list[SampleCall], deadline: float) -> list[SampleCall]:
+    async def _end(self, calls: list[SampleCall], deadline: Deadline) -> list[SampleCall]:
         """Tell engines to end these until they have; those that have not by `deadline`."""
         pause = AGAIN[0]
         while calls := [call for call in calls if not call.answer.done()]:
-            if time.monotonic() > deadline:
+            if deadline.over:
                 return calls
             await asyncio.gather(*(self._tell(engine, idents) for engine, idents in _by_engine(calls).items()))
             await asyncio.wait([call.answer for call in calls], timeout=pause)

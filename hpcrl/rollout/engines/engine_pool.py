@@ -8,7 +8,6 @@ deadline that names the engine and its host.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from hpcrl.run.engine_files import EngineAdded, EngineReports
 from hpcrl.run.peers import IDLE, EnginePeer
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.deadline import Deadline
 
 PROBE = 5.0  #: seconds that an engine has to say that it lives
 CONNECT = 10.0  #: seconds for a TCP connection
@@ -147,10 +147,10 @@ class EnginePool:
         async with self._connecting:
             if self._count or not self._plan.engine_count:
                 return
-            deadline = time.monotonic() + self._patience
+            deadline = Deadline(self._patience)
             while self.look() or self.registry.starting() or not self.engines:
                 self._rundir.check()
-                if time.monotonic() > deadline:
+                if deadline.over:
                     late = next(iter(self.registry.starting() or self.registry.members.values()))
                     why = "come up" if late.state == "starting" else "get the policy's weights"
                     raise DeadlineError(
@@ -235,8 +235,8 @@ class EnginePool:
         way."""
         if self.turns is None:
             raise OutOfTurn(f"{event}: trainer and engines share no GPUs")
-        deadline = time.monotonic() + DRAIN
-        while event == Event.SLEEP and self.turns.at.requests and time.monotonic() < deadline:
+        deadline = Deadline(DRAIN)
+        while event == Event.SLEEP and self.turns.at.requests and not deadline.over:
             await asyncio.sleep(0.01)
         self.turns.tell(event)
 

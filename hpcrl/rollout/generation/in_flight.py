@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable
 
 from hpcrl.errors import HpcrlError
@@ -17,6 +16,7 @@ from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
+from hpcrl.toolbox.deadline import Deadline
 
 ENDS = 3  #: how often a response that an engine aborts unasked is resumed
 RETURN = 5.0  #: seconds that a sampler may take to return what its engine has ended
@@ -105,8 +105,8 @@ class InFlightGroups:
 
     async def _returned(self) -> None:
         """Wait, RETURN at most, until samplers have returned what engines have ended."""
-        deadline = time.monotonic() + RETURN
-        while time.monotonic() < deadline:
+        deadline = Deadline(RETURN)
+        while not deadline.over:
             working = [task for task, progress in self._running.items() if self._generates(task, progress)]
             if not working:
                 return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from typing import Any
 
 import aiohttp
@@ -18,6 +17,7 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
 from hpcrl.sample import Sample
+from hpcrl.toolbox.deadline import Deadline
 
 NEEDS_LABEL = False
 ATTEMPTS = 10
@@ -40,10 +40,10 @@ class RemoteReward:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONNECTIONS))
         url = str(options.rm_url)
         body = msgspec.json.encode({"prompt": sample.prompt, "response": sample.response, "label": sample.label})
-        deadline = time.monotonic() + 0.95 * options.reward_timeout
+        deadline = Deadline(0.95 * options.reward_timeout)
         trouble = "nothing"
         for attempt in range(ATTEMPTS):
-            left = deadline - time.monotonic()
+            left = deadline.left
             if left <= 0:
                 break
             try:
@@ -53,7 +53,7 @@ class RemoteReward:
                 if isinstance(error, aiohttp.ClientResponseError) and error.status < 500 and error.status not in AGAIN:
                     break
             spread = hashlib.blake2b(body, digest_size=1).digest()[0] / 256  # so that not all ask again at once
-            await asyncio.sleep(min(2.0**attempt + spread, LONGEST_PAUSE, max(0.0, deadline - time.monotonic())))
+            await asyncio.sleep(min(2.0**attempt + spread, LONGEST_PAUSE, deadline.left))
         raise PeerError(f"got no answer from --rm-url {url} in {attempt + 1} attempts; the last: {trouble}")
 
     async def _ask(self, url: str, body: bytes, seconds: float) -> Any:

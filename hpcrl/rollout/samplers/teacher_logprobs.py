@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +27,7 @@ from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
 from hpcrl.run.role import say
 from hpcrl.sample import ABORTED, Sample
+from hpcrl.toolbox.deadline import Deadline
 
 KEY = "HPCRL_OPD_TEACHER_KEY"  #: environment variable with the server's key, if it asks for one
 NAME = "teacher_logprobs"
@@ -180,11 +180,11 @@ class Teacher:
 
     async def _patiently(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer, asked for again with growing pauses within --reward-timeout."""
-        deadline = time.monotonic() + 0.95 * self._options.reward_timeout
+        deadline = Deadline(0.95 * self._options.reward_timeout)
         trouble = "nothing"
         attempt = 0
         for attempt in range(ATTEMPTS):
-            left = deadline - time.monotonic()
+            left = deadline.left
             if left <= 0:
                 break
             try:
@@ -198,7 +198,7 @@ class Teacher:
             spread = (
                 hashlib.blake2b(str(body["prompt"]).encode(), digest_size=1).digest()[0] / 256
             )  # so that not all ask at once
-            await asyncio.sleep(min(2.0**attempt + spread - 1, LONGEST_PAUSE, max(0.0, deadline - time.monotonic())))
+            await asyncio.sleep(min(2.0**attempt + spread - 1, LONGEST_PAUSE, deadline.left))
         raise PeerError(f"got no answer from {self} in {attempt + 1} attempts; the last: {trouble}")
 
     async def _ask(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = 60.0) -> Any:

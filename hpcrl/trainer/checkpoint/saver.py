@@ -30,6 +30,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import die_with_parent
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.checkpoint.writers import killed_writers_told
@@ -97,11 +98,11 @@ class Saver:
             return None
         minutes = self.options.distributed_timeout_minutes
         path = self.pending.final
-        deadline = time.monotonic() + 60 * minutes
+        deadline = Deadline(60 * minutes)
 
         def wait() -> None:
             while self.pending.writer is not None and not self.pending.writer.done():
-                if time.monotonic() > deadline:
+                if deadline.over:
                     raise DeadlineError(
                         f"checkpoint {path} is not written after {minutes} minutes",
                         "raise --distributed-timeout-minutes, or is the file system stuck?",

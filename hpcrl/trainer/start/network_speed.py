@@ -27,6 +27,7 @@ import torch.distributed as dist
 from hpcrl.errors import DeadlineError
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import write_atomic
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import read_regular
 
 #: bytes that are added up: enough for the bandwidth, not the latency, to count
@@ -105,9 +106,9 @@ def _store(address: str, port: int, rank: int, port_file: Path | None, seconds: 
             write_atomic(port_file, str(port).encode())
         opened = {"master_listen_fd": listener.detach()}
     elif not port and port_file:
-        end = time.monotonic() + seconds
+        end = Deadline(seconds)
         while not port_file.exists():
-            if time.monotonic() > end:
+            if end.over:
                 raise DeadlineError(f"rank 0 did not write {port_file} within {seconds:.0f} s", "see its log")
             time.sleep(0.05)
         port = int(read_regular(port_file))

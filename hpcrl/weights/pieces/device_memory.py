@@ -33,6 +33,7 @@ from typing import Protocol
 import torch
 
 from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.pieces.device_transport import PAUSE, DeviceEvent
 from hpcrl.weights.shared_memory import Region, open_region
 
@@ -81,9 +82,9 @@ class DeviceMemory(Protocol):
 def settle(memory: DeviceMemory, seconds: float) -> None:
     """Return once the device has done what this process gave it; DeadlineError after `seconds`."""
     done = memory.mark()
-    end = time.monotonic() + seconds
+    end = Deadline(seconds)
     while not done.query():
-        if time.monotonic() > end:
+        if end.over:
             raise DeadlineError(f"the device {memory.place} did not copy weights within {seconds:g} s")
         time.sleep(PAUSE)
 

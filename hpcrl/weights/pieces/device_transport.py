@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from hpcrl.errors import PeerError
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer, named
 from hpcrl.weights.pieces.wire import DATA
 
@@ -65,11 +66,11 @@ class _Part:
     def wait(self, limit: timedelta) -> None:
         """RuntimeError at the limit, PeerError when a member has left."""
         assert self.done is not None, "flush() comes first"
-        end = time.monotonic() + limit.total_seconds()
+        end = Deadline(limit.total_seconds())
         look = time.monotonic() + GLANCE
         while not self.done.query():
             now = time.monotonic()
-            if now > end:
+            if end.over:
                 raise RuntimeError("timed out")
             if now > look:
                 look = now + GLANCE
