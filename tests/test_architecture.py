@@ -284,3 +284,38 @@ def test_what_tests_share_is_on_its_map() -> None:
         path.name.removesuffix(".py") for path in folder.iterdir() if path.name[0] != "_" and path.name != "README.md"
     }
     assert there <= told, f"tests/support/__init__.py does not name {sorted(there - told)}"
+
+
+def test_there_is_one_way_to_wait_and_one_to_find_plugins() -> None:
+    """A moment in the future is a `Deadline`, unless it is when to look or ask again; plug-ins are a `PluginRoom`."""
+    again = {
+        "queue/client.py": "when it repeats itself",
+        "rendezvous/store.py": "when it knocks",
+        "weights/engine_fleet.py": "when it looks at the engines",
+        "weights/pieces/device_transport.py": "when it looks at its peers",
+    }
+    sums = set()
+    for path in FILES:
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        if room(path) == "toolbox":
+            continue
+        assert "iter_modules" not in text and 'glob("*.py")' not in text, f"{name}: use hpcrl/toolbox/plugins.py"
+        if "monotonic() +" in text:
+            sums.add(name)
+    assert not sums - set(again), "use hpcrl/toolbox/deadline.py"
+    assert not set(again) - sums, "these have none any more"
+
+
+def test_public_class_names_are_unique() -> None:
+    found: dict[str, str] = {}
+    for path in FILES:
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                assert node.name not in found, f"{path.relative_to(ROOT)} and {found[node.name]}: {node.name}"
+                found[node.name] = str(path.relative_to(ROOT))
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    for path in FILES:
+        if path.name == "__init__.py" and any(path.parent.glob("[!_]*.py")):
+            assert ast.get_docstring(parsed(path)), f"{path.relative_to(ROOT)} has no docstring"

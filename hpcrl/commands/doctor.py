@@ -47,6 +47,7 @@ from hpcrl.prompt_files import early_look
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.queued_job import JobKey
 from hpcrl.shipped_files import shipped
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json
 
 HELP = """\
@@ -283,15 +284,15 @@ def _submitted(scheduler: Scheduler, directory: Path, seconds: float) -> list[Fi
     job = JobKey(scheduler.submit_script(directory / "job.sh"), "", submitted, history=False)
     print(f"hpcrl: job {job.job_id} looks at the nodes", file=sys.stderr)
     try:
-        return _outcome(scheduler, job, directory, time.monotonic() + seconds)
+        return _outcome(scheduler, job, directory, Deadline(seconds))
     finally:
         if not (directory / "findings.json").exists():
             with contextlib.suppress(HpcrlError):
                 scheduler.cancel(job.job_id)
 
 
-def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, end: float) -> list[Finding]:
-    """The findings of the job once it has them; a finding of our own if it ends, or time ends, without."""
+def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, deadline: Deadline) -> list[Finding]:
+    """The findings of the job once it has them; a finding of our own if it ends without, or is too late."""
     gone = 0
     while True:
         with contextlib.suppress(OSError, Damaged):
@@ -310,7 +311,7 @@ def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, end: float) -> 
             said = last_line(end_of_text(log))
             hint = "see setup, modules and python of the site"
             return [Finding("fail", "", f"job {job.job_id} ended without a result: {said}", hint)]
-        if time.monotonic() > end:
+        if deadline.over:
             state = " ".join(filter(None, (word.word, word.reason))) if word else answer.note
             hint = "give it longer with --wait, or fix what it waits for"
             return [Finding("fail", "", f"job {job.job_id} did not end in time: {state}", hint)]

@@ -32,6 +32,7 @@ from hpcrl.selftest.job import SelftestJob
 from hpcrl.selftest.registry import Check, Results, choose_checks, find_checks, report, table
 from hpcrl.selftest.whole_run import gpu_count
 from hpcrl.shipped_files import shipped
+from hpcrl.toolbox.deadline import Deadline
 
 HELP = """\
 usage: hpcrl selftest [--only NAME ...] [--dir DIR] [--json FILE]
@@ -171,15 +172,15 @@ def _in_a_job(site: SiteProfile, own: dict[str, Any], results: Results) -> None:
     job = JobKey(scheduler.submit_script(directory / "job.sh"), "", time.time(), history=False)
     print(f"hpcrl: job {job.job_id}, in {directory}", file=sys.stderr)
     try:
-        _await(scheduler, job, results, time.monotonic() + own.get("wait", WAIT))
+        _await(scheduler, job, results, Deadline(own.get("wait", WAIT)))
     finally:
         if not (directory / "ended").exists():
             with contextlib.suppress(HpcrlError):
                 scheduler.cancel(job.job_id)
 
 
-def _await(scheduler: Any, job: JobKey, results: Results, end: float) -> None:
-    """Until the job has ended.  HpcrlError if it ends without a word, or time does."""
+def _await(scheduler: Any, job: JobKey, results: Results, deadline: Deadline) -> None:
+    """Until the job has ended.  HpcrlError if it ends without a word, or is too late."""
     seen: set[str] = set()
     gone, every = 0, find_checks()
     while not (results.directory / "ended").exists():
@@ -191,6 +192,6 @@ def _await(scheduler: Any, job: JobKey, results: Results, end: float) -> None:
         gone = gone + 1 if word and word.phase in ("ended", "gone") else 0
         if gone > 10:
             raise HpcrlError(f"job {job.job_id} ended before its checks", f"see {results.directory / 'job.log'}")
-        if time.monotonic() > end:
+        if deadline.over:
             raise HpcrlError(f"job {job.job_id} did not end in time", "give it longer with --wait")
         time.sleep(POLL)

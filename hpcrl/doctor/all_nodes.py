@@ -32,6 +32,7 @@ from hpcrl.launch.probe import HostReport
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end_descendants
 from hpcrl.run.rundir import listed, write_atomic
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json
 
 LATE_FILES = 75.0  #: seconds to wait for the files of nodes that have ended well: more than any cache of absence keeps
@@ -76,19 +77,19 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
     (directory / "token").touch(mode=0o600)
     expected, began = sum(step.nodes for step in job.steps), time.time()
     running = [_start(step, job, directory, expected) for step in job.steps]
-    end = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     over = lambda: all(process.poll() is not None for process in running)  # noqa: E731
     sharing = threading.Thread(
         target=share_records, args=(directory, expected, min(job.seconds, seconds), over), daemon=True
     )
     sharing.start()
     with ThreadPoolExecutor(len(running)) as pool:
-        texts = list(pool.map(lambda process: _output(process, end), running))
+        texts = list(pool.map(lambda process: _output(process, deadline), running))
     ended = time.time()
     findings = []
     unseen = {host for out, _ in texts for host in without_directory(out)}
     fine = not any(process.returncode for process in running)
-    reports = gather(directory, expected - len(unseen), time.monotonic() + (LATE_FILES if fine else 0.0))
+    reports = gather(directory, expected - len(unseen), Deadline(LATE_FILES if fine else 0.0))
     for step, process, (out, err) in zip(job.steps, running, texts, strict=True):
         count = sum(report.role == step.role for report in reports)
         if process.returncode or (count < step.nodes and not unseen):
@@ -122,15 +123,14 @@ def without_directory(text: str) -> list[str]:
     ]
 
 
-def gather(directory: Path, expected: int, end: float) -> list[NodeReport]:
-    """The reports in the directory, in the order of their files' names; waits until `end` (monotonic) for `expected` of
-    them.
+def gather(directory: Path, expected: int, deadline: Deadline) -> list[NodeReport]:
+    """The reports in the directory, in the order of their files' names; waits until the deadline for `expected` of them.
 
     A network file system may show what another host has written a minute late.  A file that is not a report is left out.
     """
     while True:
         names = sorted(name for name in listed(directory) if name.endswith(REPORT))
-        if len(names) >= expected or time.monotonic() > end:
+        if len(names) >= expected or deadline.over:
             break
         time.sleep(0.5)
     found = []
@@ -153,10 +153,10 @@ def _start(step: NodeStep, job: NodesJob, directory: Path, expected: int) -> Pop
     return Popen([*step.command, *words], stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace")
 
 
-def _output(process: Popen[str], end: float) -> tuple[str, str]:
-    """stdout and stderr, after killing it if it does not end in time (monotonic)."""
+def _output(process: Popen[str], deadline: Deadline) -> tuple[str, str]:
+    """stdout and stderr, after killing it if it does not end in time."""
     try:
-        return process.communicate(timeout=max(end - time.monotonic(), 0.1))
+        return process.communicate(timeout=max(deadline.left, 0.1))
     except TimeoutExpired:
         process.terminate()  # which ends the step
     try:

@@ -16,6 +16,7 @@ import msgspec
 
 from hpcrl.launch.probe import HostReport, host_report
 from hpcrl.run.rundir import listed, write_atomic
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json
 
 ALL = "all.cards"  #: what everybody waits for
@@ -77,8 +78,8 @@ def leave_record(
 def share_records(directory: Path, expect: int, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
     """Once `expect` records are there, or `seconds` have passed, or it is `over`: all records that are there, in one
     file."""
-    cards, end = NodeRecords(directory), time.monotonic() + seconds
-    while len(cards.look()) < expect and time.monotonic() < end and not over():
+    cards, end = NodeRecords(directory), Deadline(seconds)
+    while len(cards.look()) < expect and not end.over and not over():
         time.sleep(pause(expect))
     with contextlib.suppress(OSError):  # then the hosts find nothing, and say so
         write_atomic(directory / ALL, msgspec.json.encode(cards.found), 0o600)
@@ -87,9 +88,9 @@ def share_records(directory: Path, expect: int, seconds: float, over: Callable[[
 def all_records(directory: Path, expect: int, seconds: float) -> dict[str, NodeRecord]:
     """What `share_records` has put there, by host, as soon as it is; none if that takes more than `seconds` and
     LATE."""
-    end = time.monotonic() + seconds + LATE
+    deadline = Deadline(seconds + LATE)
     while ALL not in listed(directory):
-        if time.monotonic() > end:
+        if deadline.over:
             return {}
         time.sleep(pause(expect))
     with contextlib.suppress(OSError, Damaged):

@@ -24,7 +24,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
@@ -43,6 +42,7 @@ from hpcrl.plan import Location, socket_names
 from hpcrl.run.command import ask
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.run.rundir import listed, write_atomic
+from hpcrl.toolbox.deadline import Deadline, poll
 
 PACKAGES = ("hpcrl", "torch", "vllm", "megatron-core", "transformers")
 CONNECT = 5.0  #: seconds to connect and be answered
@@ -172,15 +172,6 @@ def greet(address: str, port: int, host: str) -> tuple[str, tuple[float, float] 
     return "", (found.time - (began + ended) / 2, (ended - began) / 2)
 
 
-def wait_until(done: Callable[[], bool], end: float, every: float = 0.05) -> bool:
-    """Whether it came true before `end` (monotonic), looking `every` so many seconds."""
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(every)
-    return True
-
-
 def meet(
     mine: NodeReport, directory: Path, expect: int, interface: str | None, seconds: float, ranks: int = 0
 ) -> NodeReport:
@@ -201,7 +192,7 @@ def meet(
             (directory / f"{mine.host}.done").touch()
         # the others may still be about to connect to us; who wrote no card needs no port
         done = lambda: sum(name.endswith(".done") for name in listed(directory)) >= len(found)  # noqa: E731
-        wait_until(done, time.monotonic() + seconds, pause(expect))
+        poll(done, Deadline(seconds), pause(expect))
     finally:
         ports.close()
     mine = msgspec.structs.replace(mine, seen=tuple(sorted(found)), tried=tried, offsets=offsets)
@@ -271,9 +262,9 @@ def add_up(
     for variables in rank_environments(found, me, chosen):
         environment = os.environ | variables | {PARENT: str(os.getpid())}
         ranks.append(Popen(command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True))
-    end, texts = time.monotonic() + seconds, []
+    deadline = Deadline(seconds)
     with ThreadPoolExecutor(len(ranks)) as pool:  # each rank's output is read as it comes, or it would block
-        texts = list(pool.map(lambda rank: _output(rank, end), ranks))
+        texts = list(pool.map(lambda rank: _output(rank, deadline), ranks))
     broken = [last_line(err) for rank, (_, err) in zip(ranks, texts, strict=True) if rank.returncode]
     if broken or me != next(host for host in sorted(found) if found[host].ranks):
         return None, broken[0] if broken else ""
@@ -283,10 +274,10 @@ def add_up(
         return None, f"rank 0 printed no result: {last_line(texts[0][0])}"
 
 
-def _output(process: Popen[str], end: float) -> tuple[str, str]:
-    """stdout and stderr of a process of ours, which is killed if it does not end in time (monotonic)."""
+def _output(process: Popen[str], deadline: Deadline) -> tuple[str, str]:
+    """stdout and stderr of a process of ours, which is killed if it does not end in time."""
     try:
-        return process.communicate(timeout=max(end - time.monotonic(), 0.1))
+        return process.communicate(timeout=max(deadline.left, 0.1))
     except TimeoutExpired:
         process.kill()
         return process.communicate()[0], "it did not end in time"

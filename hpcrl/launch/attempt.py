@@ -35,6 +35,7 @@ from hpcrl.run.role import LAST_WORDS, last_error
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import Summary, summary_of
+from hpcrl.toolbox.deadline import Deadline
 
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
@@ -214,8 +215,8 @@ def _check(members: list[HostHandle], rundir: RunDir) -> None:
     if not gone:
         rundir.check()
         return
-    end_of_wait = time.monotonic() + 3.0  # the host that knows why may be about to say so
-    while rundir.failure() is None and time.monotonic() < end_of_wait:
+    end_of_wait = Deadline(3.0)  # the host that knows why may be about to say so
+    while rundir.failure() is None and not end_of_wait.over:
         if summary_of(rundir) is not None and all(m.status == 0 for m in gone):
             return  # it had ended after all, and its last word has only now come to us
         time.sleep(0.05)
@@ -237,8 +238,8 @@ def _part(members: list[HostHandle], rundir: RunDir, poll: Callable[[], None]) -
     if any(m.status is None for m in members):
         with contextlib.suppress(OSError):  # a file system that takes nothing must not hide why the attempt has ended
             rundir.request_end()
-    deadline = time.monotonic() + PARTING
-    while any(m.status is None for m in members) and time.monotonic() < deadline:
+    deadline = Deadline(PARTING)
+    while any(m.status is None for m in members) and not deadline.over:
         poll()
         time.sleep(0.05)
     for member in members:

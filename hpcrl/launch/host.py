@@ -40,6 +40,7 @@ from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_d
 from hpcrl.run.role import last_error, read_options, read_plan, say
 from hpcrl.run.rundir import BEATS, ERROR, OVER, RunDir
 from hpcrl.run.scratch import Scratch, sweep
+from hpcrl.toolbox.deadline import Deadline
 
 PART = (
     "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
@@ -326,8 +327,8 @@ def _check(roles: list[Role], rundir: RunDir, told: SignalFlags, host: str) -> N
     gone = [r for r in roles if r.status is not None and (r.status != 0 or r.serves)]
     if not gone:
         return
-    end_of_wait = time.monotonic() + 1.0  # the role that knows why may be about to say so
-    while rundir.failure() is None and time.monotonic() < end_of_wait:
+    end_of_wait = Deadline(1.0)  # the role that knows why may be about to say so
+    while rundir.failure() is None and not end_of_wait.over:
         time.sleep(0.05)
     rundir.check()
     message = gone[0].exit_report()

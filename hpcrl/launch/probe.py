@@ -24,6 +24,7 @@ import psutil
 from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.run.peers import read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic
+from hpcrl.toolbox.deadline import Deadline
 
 MEND = "name the network with --interface, or interface = in the site's profile"
 
@@ -165,7 +166,7 @@ def gather(
     rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None
 ) -> dict[str, HostReport]:
     """Every host's report.  DeadlineError names the hosts that did not answer; `check` may give up before."""
-    deadline, found = time.monotonic() + seconds, {}
+    deadline, found = Deadline(seconds), {}
     while len(found) < len(hosts):
         there = listed(rundir.here / "hosts")
         for host in [h for h in hosts if h not in found and f"{h}.json" in there]:
@@ -173,7 +174,7 @@ def gather(
         if len(found) == len(hosts):
             break
         check()
-        if time.monotonic() > deadline:
+        if deadline.over:
             silent = ", ".join(h for h in hosts if h not in found)
             raise DeadlineError(
                 f"no answer from {silent} within --launch-timeout {seconds:.0f} s",

@@ -10,7 +10,6 @@ not implement is an error, never ignored.
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 from hpcrl.config.rules.speculation_rules import layers_behind
 from hpcrl.errors import DataError, UsageError
+from hpcrl.toolbox.plugins import PluginRoom
 
 Config = Mapping[str, Any]
 Kind = Literal["same", "row", "column", "qkv", "gate_up", "fused_gate_up", "vocab"]
@@ -121,9 +121,7 @@ def _every(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
 
 def registry() -> dict[str, Family]:
     """Every family next to this file, by model_type."""
-    package = importlib.import_module(__package__)
-    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
-    modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in PluginRoom(Path(__file__).parent).names()]
     families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     return {family.model_type: family for family in families}
 

@@ -19,6 +19,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.probe import HostReport
+from hpcrl.toolbox.deadline import Deadline
 
 MAX_MESSAGE = 64 * 2**20  #: bytes
 MEND = "use one version of hpcrl on all hosts"
@@ -156,8 +157,8 @@ class Channel(Generic[M]):
         """Take what is still under way, so that MPI can end: some implementations wait for ever for a message nobody
         received.  Collective; False if the others do not come to it within `seconds`, or say what nobody
         understands."""
-        deadline, barrier = time.monotonic() + seconds, None
-        while time.monotonic() < deadline:
+        deadline, barrier = Deadline(seconds), None
+        while not deadline.over:
             try:
                 self.receive()
             except PeerError:

@@ -34,6 +34,7 @@ from hpcrl.mpi.host_rank import HostPart, start_part
 from hpcrl.mpi.placement import Placement
 from hpcrl.plan import Host, Plan
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.deadline import Deadline
 
 PART = 20.0  #: seconds that the hosts may take to part at the end
 
@@ -158,13 +159,13 @@ class MpiHosts:
         waiting = set(self.others)
         for rank in waiting:
             self.channel.send(rank, CheckPath(str(rundir.plan_file)))
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         while waiting:
             for rank, message in self.channel.receive():
                 if isinstance(message, PathFound):
                     waiting.discard(rank)
                 self._take(rank, message, rundir)
-            if time.monotonic() > deadline or set(self.channel.silent()) & waiting:
+            if deadline.over or set(self.channel.silent()) & waiting:
                 names = ", ".join(sorted({self.placement.places[rank].host for rank in waiting}))
                 raise HpcrlError(f"no answer from {names} within --launch-timeout {seconds:.0f} s", "is the host up?")
             time.sleep(0.02)
@@ -183,9 +184,9 @@ class MpiHosts:
         waiting = set(self.others)
         for rank in waiting:
             self.channel.send(rank, Quit(status))
-        deadline = time.monotonic() + PART
+        deadline = Deadline(PART)
         try:
-            while waiting - set(self.channel.silent()) and time.monotonic() < deadline:
+            while waiting - set(self.channel.silent()) and not deadline.over:
                 waiting -= {rank for rank, message in self.channel.receive() if isinstance(message, Bye)}
                 time.sleep(0.02)
         except PeerError:

@@ -44,6 +44,7 @@ from hpcrl.run.job_files import STATE, JobState, process_age, write_state
 from hpcrl.run.process import PARENT, end
 from hpcrl.run.scratch import scratch, sweep
 from hpcrl.shipped_files import shipped
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_given, read_json
 
 GRACE = 30.0  #: seconds that mpirun may take to end when it is told to
@@ -204,8 +205,8 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
         end([psutil.Process(process.pid)], 5.0)
         print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was ended; is a host down?", file=sys.stderr)
         status = 1 if listener.status is None else listener.status
-    until = time.monotonic() + REST
-    while not late and listener.wait(0.2) and time.monotonic() < until:
+    until = Deadline(REST)
+    while not late and listener.wait(0.2) and not until.over:
         pass
     unsaid = listener.status is None  # by rank 0, or else its word may be that of one who is cut off itself
     if status and listener.place and (asked < 2 if unsaid else not asked and (late or listener.lost)):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from hpcrl.errors import UsageError
+from hpcrl.toolbox.deadline import Deadline
 
 REACH = 20.0  #: seconds that a host may take to answer
 IN = "Authenticated to "  #: what ssh says once a host has let it in
@@ -50,8 +51,8 @@ def unreachable(hosts: Sequence[str], agent: list[str]) -> dict[str, str]:
             asked[host] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said[host]
             )
-        deadline = time.monotonic() + REACH
-        while any(p.poll() is None for p in asked.values()) and time.monotonic() < deadline:
+        deadline = Deadline(REACH)
+        while any(p.poll() is None for p in asked.values()) and not deadline.over:
             time.sleep(0.05)
         return {host: why for host, process in asked.items() if (why := _wrong(process.poll(), said[host]))}
     finally:

@@ -15,6 +15,7 @@ import msgspec
 
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir, listed, write_atomic
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -133,10 +134,10 @@ def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:
 
     DeadlineError names role and log; PeerError as soon as the attempt has failed elsewhere.
     """
-    end, pause = time.monotonic() + seconds, 0.05
+    end, pause = Deadline(seconds), 0.05
     while (found := find(rundir, kind, index)) is None:
         rundir.check()
-        if time.monotonic() > end:
+        if end.over:
             name = f"{kind.role}-{index}"
             raise DeadlineError(f"{name} did not come up within {seconds:.0f} s", f"see {rundir.logs / f'{name}.log'}")
         time.sleep(pause)

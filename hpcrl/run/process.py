@@ -12,10 +12,11 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections.abc import Iterable
 
 import psutil
+
+from hpcrl.toolbox.deadline import Deadline
 
 PARENT = "HPCRL_PARENT"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -69,8 +70,8 @@ def end(processes: Iterable[psutil.Process], grace: float) -> None:
     for process in alive:
         with contextlib.suppress(psutil.Error):
             process.terminate()
-    deadline = time.monotonic() + grace
-    while alive and time.monotonic() < deadline:
+    deadline = Deadline(grace)
+    while alive and not deadline.over:
         alive = psutil.wait_procs(alive, timeout=0.1)[1]
     for process in alive:
         with contextlib.suppress(psutil.Error):

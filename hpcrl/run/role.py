@@ -25,6 +25,7 @@ from hpcrl.run.engine_files import is_added, with_added
 from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.storage_errors import WORDS, describe, remedy
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json, read_regular
 
 ERROR_LINE = re.compile(rb"\d\d:\d\d:\d\d error: (.+)")  #: in a role's log, as `act` says it
@@ -133,9 +134,9 @@ def act(
 
 def _let_others_speak(rundir: RunDir, seconds: float) -> None:
     """Wait until an error of this attempt is recorded, or so long."""
-    until = time.monotonic() + seconds
+    until = Deadline(seconds)
     with contextlib.suppress(HpcrlError):  # one that is recorded and damaged is an end too
-        while time.monotonic() < until and rundir.failure() is None:
+        while not until.over and rundir.failure() is None:
             time.sleep(LISTEN)
 
 

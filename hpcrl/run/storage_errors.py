@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from hpcrl.toolbox.deadline import Deadline
+
 #: what a file system may say for a moment, and then no more: of network ones when their server is started again, among
 #: others
 PASSING = (
@@ -106,11 +108,11 @@ def write_obstacle(directory: Path) -> str:
 def retry_while_passing(action: Callable[[], T], seconds: float | None = None) -> T:
     """What `action` returns; it is tried again for so long (PATIENCE) if a file system refuses it for a reason that may
     pass.  OSError."""
-    deadline = time.monotonic() + (PATIENCE if seconds is None else seconds)
+    deadline = Deadline(PATIENCE if seconds is None else seconds)
     while True:
         try:
             return action()
         except OSError as error:
-            if error.errno not in PASSING or time.monotonic() > deadline:
+            if error.errno not in PASSING or deadline.over:
                 raise
         time.sleep(AGAIN)

@@ -22,6 +22,7 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import PARENT, end
 from hpcrl.selftest.registry import Check, Outcome, Results, try_check
 from hpcrl.selftest.whole_run import gpu_count
+from hpcrl.toolbox.deadline import Deadline
 
 LONG = 600.0  #: seconds for the checks that one set of processes makes
 CPU_RANKS = 2  #: where there is no GPU
@@ -110,7 +111,7 @@ def watch(
     seconds: float = LONG,
 ) -> str:
     """Wait for all of them, telling of each result as it comes; why the first that failed did, "" if none."""
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     why = ""
     seen = {*results.read()}
     try:
@@ -122,7 +123,7 @@ def watch(
             if bad := next(((process, log) for process, log in started if process.poll()), None):
                 said = last_line(end_of_text(bad[1]))
                 why = f"its process {how_it_ended(bad[0].returncode)}: {said}; see {bad[1]}"
-            elif time.monotonic() > deadline:
+            elif deadline.over:
                 why = f"it did not end within {seconds:.0f} s; see {started[0][1]}"
             if over:
                 break

@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import pkgutil
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.run.rundir import write_atomic
 from hpcrl.selftest import checks
+from hpcrl.toolbox.plugins import PluginRoom
 from hpcrl.untrusted_files import Damaged, read_json
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Check:
 
 def find_checks() -> dict[str, Check]:
     """All of them by name, in their order."""
-    names = [module.name for module in pkgutil.iter_modules(checks.__path__)]
+    names = PluginRoom(Path(checks.__file__).parent).names()
     found = {name: importlib.import_module(f"{checks.__name__}.{name}").CHECK for name in names}
     return dict(sorted(found.items(), key=lambda item: item[1].turn))
 

@@ -24,6 +24,7 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import end
 from hpcrl.run.rundir import RunDir
 from hpcrl.selftest.tiny_model import make_model, make_prompts
+from hpcrl.toolbox.deadline import Deadline
 
 LONG = 420.0  #: seconds that a run may take: an engine on a GPU compiles for minutes
 GRACE = 15.0
@@ -70,9 +71,9 @@ def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] =
             stderr=out,
             env=_environment(),
         )
-        deadline, done = time.monotonic() + LONG, False
+        deadline, done = Deadline(LONG), False
         try:
-            while process.poll() is None and time.monotonic() < deadline:
+            while process.poll() is None and not deadline.over:
                 done = done or turn()
                 time.sleep(0.02)
         finally:

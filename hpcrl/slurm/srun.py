@@ -30,6 +30,7 @@ from hpcrl.report.file_tail import FileTail, last_lines
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.slurm.node_events import expand
 from hpcrl.slurm.squeue import ECHOES
+from hpcrl.toolbox.deadline import Deadline
 
 ABREAST = 16  #: hosts that are asked alone at once
 MORE = 5.0  #: seconds that each such set gets at least
@@ -168,18 +169,17 @@ class SrunHosts:
         """The hosts that cannot start a task within `seconds`: one srun a component asks them all, and those that left
         no file are asked once more alone, ABREAST of them at a time, so that a busy controller loses no healthy
         host."""
-        end = time.monotonic() + seconds
-        missing = (
-            self._unheard(time.monotonic() + seconds / 2) if self.answers else [n for g in self.groups for n in g.nodes]
-        )
+        end = Deadline(seconds)
+        every = [node for group in self.groups for node in group.nodes]
+        missing = self._unheard(Deadline(seconds / 2)) if self.answers else every
         found: list[str] = []
         for first in range(0, len(missing), ABREAST):
             part = missing[first : first + ABREAST]
-            found += self._cannot_start(part, max(end - time.monotonic(), MORE))
+            found += self._cannot_start(part, max(end.left, MORE))
         return found
 
-    def _unheard(self, end: float) -> list[str]:
-        """The hosts from which no file has come before `end` (monotonic) to one step over each component."""
+    def _unheard(self, deadline: Deadline) -> list[str]:
+        """The hosts from which no file has come before the deadline to one step over each component."""
         assert self.answers is not None
         folder = self.answers / f"answers-{time.monotonic_ns()}"
         try:
@@ -190,7 +190,7 @@ class SrunHosts:
         asked = [spawn([*command, *group.step, "answer", str(folder)], Path(os.devnull)) for group in self.groups]
         names = [node for group in self.groups for node in group.nodes]
         while missing := [node for node in names if node not in listed(folder)]:
-            if time.monotonic() > end or all(process.poll() is not None for process in asked):
+            if deadline.over or all(process.poll() is not None for process in asked):
                 break
             time.sleep(0.5)
         _kill(asked)
@@ -203,8 +203,8 @@ class SrunHosts:
         waiting = {
             node: spawn([*command, *_alone(steps[node], node), "once", "true"], Path(os.devnull)) for node in nodes
         }
-        deadline = time.monotonic() + seconds
-        while any(p.poll() is None for p in waiting.values()) and time.monotonic() < deadline:
+        deadline = Deadline(seconds)
+        while any(p.poll() is None for p in waiting.values()) and not deadline.over:
             time.sleep(0.1)
         bad = [node for node, process in waiting.items() if process.poll() != 0]
         _kill(waiting.values())

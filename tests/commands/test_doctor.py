@@ -31,6 +31,7 @@ from hpcrl.launch.scheduler import Component
 from hpcrl.run.command import CommandResult
 from hpcrl.slurm import partitions
 from hpcrl.slurm.site import SlurmSite
+from hpcrl.toolbox.deadline import Deadline
 
 
 def bad(findings: list[Finding]) -> list[str]:
@@ -570,8 +571,8 @@ def test_reports_are_whole_files_and_the_last_may_come_late(tmp_path: Path) -> N
     (tmp_path / "n3.7.report").write_bytes(b"{")
     late = threading.Timer(0.3, (tmp_path / "n2.7.report").write_bytes, [msgspec.json.encode(two)])
     late.start()
-    assert gather(tmp_path, 3, time.monotonic() + 20) == [one, two]
-    assert gather(tmp_path, 4, time.monotonic()) == [one, two], "who waits no longer takes what is there"
+    assert gather(tmp_path, 3, Deadline(20)) == [one, two]
+    assert gather(tmp_path, 4, Deadline(0)) == [one, two], "who waits no longer takes what is there"
     late.join()
 
 

@@ -8,8 +8,9 @@ ends give (`BACKEND`).
 from __future__ import annotations
 
 import importlib
-import pkgutil
+from pathlib import Path
 
+from hpcrl.toolbox.plugins import PluginRoom
 from hpcrl.weights.transports import find_way
 
 
@@ -17,9 +18,9 @@ def register_receivers() -> None:
     """Make every receiver of this room known to vLLM in this process; one that is known already is left as it is."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    for module in pkgutil.iter_modules(__path__):
-        way = find_way(module.name)
+    for name in PluginRoom(Path(__file__).parent).names():
+        way = find_way(name)
         backend = getattr(way, "PIECES", way.BACKEND)
         if backend not in WeightTransferEngineFactory._registry:
-            receiver = importlib.import_module(f"{__name__}.{module.name}").RECEIVER
+            receiver = importlib.import_module(f"{__name__}.{name}").RECEIVER
             WeightTransferEngineFactory.register_engine(backend, receiver)

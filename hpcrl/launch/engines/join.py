@@ -32,6 +32,7 @@ from hpcrl.run.engine_files import EngineAdded, claim, read_views, request_hand_
 from hpcrl.run.process import adopt_orphans, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.deadline import Deadline
 
 #: seconds without a word of the run until it counts as gone; between two looks
 SILENCE = 90.0
@@ -138,7 +139,8 @@ def _keep(
     finish: bool,
 ) -> None:
     """finish: whether engines that are told to end are given time to finish their responses."""
-    sign, leave_by = LifeSign(rundir), float("inf")
+    sign = LifeSign(rundir)
+    leave: Deadline | None = None
     while not looks.end() and not looks.over(at_once=False):
         turn()
         if sign.lost():
@@ -149,14 +151,14 @@ def _keep(
             roles.remove(role)
         if not roles and not restarter.waits:
             return
-        if told.requests and leave_by == float("inf"):
-            leave_by = time.monotonic() + LEAVE
+        if told.requests and leave is None:
+            leave = Deadline(LEAVE)
             say(f"told to end: the engines {'finish what they have' if finish else 'hand back what they have'}")
             for role in roles:
                 request_removal(rundir, role.index)
                 if not finish:
                     request_hand_back(rundir, role.index)
-        if told.requests > 1 or time.monotonic() > leave_by:
+        if told.requests > 1 or (leave is not None and leave.over):
             return
         time.sleep(0.2)
 

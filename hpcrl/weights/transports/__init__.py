@@ -16,19 +16,20 @@ Invariant of every way: a bucket's memory is not touched again before every engi
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from hpcrl.errors import PeerError, UsageError
+from hpcrl.toolbox.plugins import PluginRoom
 from hpcrl.weights.engine_fleet import Fleet
 
 if TYPE_CHECKING:
     import torch
 
 Stream = Iterator[tuple[str, "torch.Tensor"]]
+ROOM = PluginRoom(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,13 @@ class Way(Protocol):
 
 def names() -> list[str]:
     """Every way that there is a file for, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return [*ROOM.names()]
 
 
 def find_way(name: str) -> Way:
     """The way of that name.  UsageError if there is no such file."""
     if name not in names():
-        raise UsageError(f"--weight-transfer {name}: there is no such way", f"there are auto, {', '.join(names())}")
+        raise UsageError(f"--weight-transfer {name} is not a transport", ROOM.hint(name, also=["auto"]))
     return importlib.import_module(f"{__name__}.{name}")  # type: ignore[return-value]
 
 
