@@ -51,7 +51,8 @@ examples
   hpcrl run examples/quickstart.toml --recompute-granularity selective --vllm-max-num-seqs 64
 
 A recipe is a TOML file whose keys are options; a flag overrides it, --STAGE.option in that stage. Ctrl-C or SIGTERM
-saves a checkpoint and ends; a second one ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
+saves a checkpoint and ends; a second one ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130
+interrupted, 143 stopped and saved."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

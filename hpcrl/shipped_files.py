@@ -1,5 +1,5 @@
-"""Files shipped with the code that a user may read, copy and edit: examples/, hostfiles/, launch/, sbatch/ and sites/ of the
-repository, also when installed from a wheel.
+"""Files shipped with the code that a user may read, copy and edit: examples/, hostfiles/, launch/, sbatch/ and sites/
+of the repository, also when installed from a wheel.
 
 Invariant: in the repository these are links to the folders at its top, so there is one copy of each.
 """

@@ -319,3 +319,13 @@ def test_every_room_says_what_it_is_for() -> None:
     for path in FILES:
         if path.name == "__init__.py" and any(path.parent.glob("[!_]*.py")):
             assert ast.get_docstring(parsed(path)), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_pages_name_files_that_are_there() -> None:
+    """What docs/architecture.md, docs/internals.md and CONTRIBUTING.md put in backquotes as a path of the package or the tests."""
+    repo = ROOT.parent
+    for page in ("docs/architecture.md", "docs/internals.md", "CONTRIBUTING.md"):
+        for path in re.findall(r"`([\w./]+(?:\.py|/))`", (repo / page).read_text()):
+            first = path.split("/")[0]  # one that is no folder of these is relative to what the row is about
+            if "NAME" not in path and "/" in path and ((ROOT / first).is_dir() or (repo / first).is_dir()):
+                assert (ROOT / path).exists() or (repo / path).exists(), f"{page}: {path}"

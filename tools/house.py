@@ -1,4 +1,4 @@
-"""What the package looks like in numbers: modules, code lines, imports, functions, class names that stand in several files.
+"""What the package looks like in numbers: modules, code lines, imports, functions, class names in several files.
 
     python -m tools.house [DIRECTORY]          # default: hpcrl
 

@@ -43,7 +43,8 @@ def engines(argv: list[str]) -> int:
         return serve(argv[1:])
     parser = Parser(
         "engines",
-        "The engines of a run, and how each is. hpcrl engines add RUN: more of them; hpcrl engines remove RUN INDEX: let "
+        "The engines of a run, and how each is. hpcrl engines add RUN: more of them; hpcrl engines remove RUN INDEX: "
+        "let "
         "one finish and end. hpcrl engines serve RECIPE: one that no run has started.",
     )
     parser.add_argument("run", metavar="RUN", help=RUN)

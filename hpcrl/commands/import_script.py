@@ -25,9 +25,9 @@ usage: hpcrl import SCRIPT.sh [NAME=VALUE ...] [--models-dir DIR] > RECIPE.toml
   --models-dir DIR   slime's scripts/models, for a script that does not find it next to itself
 
 The script is sourced in a sandbox: no network, no file outside of a scratch directory is written, and what is not a
-text tool (ray, pkill, ssh, python ...) is noted down, not run. What it hands to train.py becomes the recipe; what became
-of each flag stands at the recipe's end, and on standard error where it is not simply kept. Exit status 2: some cannot be
-honoured."""
+text tool (ray, pkill, ssh, python ...) is noted down, not run. What it hands to train.py becomes the recipe; what
+became of each flag stands at the recipe's end, and on standard error where it is not simply kept. Exit status 2: some
+cannot be honoured."""
 
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 

@@ -41,8 +41,8 @@ usage: hpcrl selftest [--only NAME ...] [--dir DIR] [--json FILE]
        hpcrl selftest --list                    the checks, and what holds if each passes
 
 Checks devices, the network between them, the trainer's numbers, updates of a real engine, a save and a resume, on the
-GPUs that are here, or on the CPU. One line each: passed, failed, or skipped with the reason. The exit status is 1 if any
-failed.
+GPUs that are here, or on the CPU. One line each: passed, failed, or skipped with the reason. The exit status is 1 if
+any failed.
 
   --only NAME ...    these checks alone
   --dir DIR          where results, logs and its small runs go (default: selftest-TIME)

@@ -36,8 +36,8 @@ usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY
   --layout L         heterogeneous (trainer, engine and rollout nodes as components of one job) or homogeneous (one
                      ordinary job, its nodes divided by the plan)
   --set KEY=VALUE    a key of the profile, such as --set trainer.partition=gpu engine.partition=gpu account=abc
-  --chain N          N jobs instead of one, each after the one before, for sites that do not queue a job again: where one
-                     ends at its time limit the next continues, and what is left when the run is done ends at once
+  --chain N          N jobs instead of one, each after the one before, for sites that do not queue a job again: where
+                     one ends at its time limit the next continues, and what is left when the run is done ends at once
   --after JOB ...    start when these jobs have ended well, such as the conversion of the model
 
 Options are those of hpcrl run. One job is submitted, to Slurm unless the profile names another scheduler; it trains to

@@ -124,9 +124,11 @@ def without_directory(text: str) -> list[str]:
 
 
 def gather(directory: Path, expected: int, deadline: Deadline) -> list[NodeReport]:
-    """The reports in the directory, in the order of their files' names; waits until the deadline for `expected` of them.
+    """The reports in the directory, in the order of their files' names; waits until the deadline for `expected` of
+    them.
 
-    A network file system may show what another host has written a minute late.  A file that is not a report is left out.
+    A network file system may show what another host has written a minute late.  A file that is not a report is left
+    out.
     """
     while True:
         names = sorted(name for name in listed(directory) if name.endswith(REPORT))

@@ -235,7 +235,8 @@ def _requeue(job: RunJob, allocation: Allocation, why: str, ends: float | None =
     limit = int(os.environ.get("HPCRL_MAX_REQUEUES", "0"))
     if restarts >= limit:
         say(
-            f"{why}; not queued again: {restarts} of {limit} requeues are used up; continue with hpcrl resume {job.root}"
+            f"{why}; not queued again: {restarts} of {limit} requeues are used up; continue with hpcrl resume "
+            f"{job.root}"
         )
         return
     JobStateFile(job.root, restarts).set("requeued", message=why)  # before, since we may be ended at once

@@ -28,8 +28,8 @@ class Container(BaseModel):
     )
     image: str | None = Field(
         None,
-        description="file of the image (/x.sqsh, /x.sif), or what the site's tool takes from a registry; of the Container Engine "
-        "the environment file, whole path or name",
+        description="file of the image (/x.sqsh, /x.sif), or what the site's tool takes from a registry; of the "
+        "Container Engine the environment file, whole path or name",
     )
     mounts: list[str] = Field(
         [], description="SRC, SRC:DST or SRC:DST:ro; absolute; the run directory is mounted anyway"

@@ -159,7 +159,8 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
 
 
 def start(role: str, index: int, command: list[str], rundir: RunDir, variables: Mapping[str, str]) -> Role:
-    """Start one role in a session of its own, its output going to its log; variables: in addition to those of every role."""
+    """Start one role in a session of its own, its output going to its log; variables: in addition to those of every
+    role."""
     log, memory = rundir.logs / f"{role}-{index}.log", MemoryWatch()
     with log.open("ab") as out:
         process = subprocess.Popen(

@@ -3,7 +3,7 @@
 
     refuse_settings(stages, hosts, packages)   # what can be known of the options, the model and the machines
     look_at(stages)                            # the first rows of prompt files that are here
-    absent(stages, sight)                      # files and custom functions that the run begins with and that are missing
+    absent(stages, sight)                      # what the run begins with and is missing: files, custom functions
 
 Invariants: a command that starts nothing refuses what the run would refuse, in the same words; what the run itself
 makes, and what other machines alone can see, is left to them.  Where the model or the packages cannot be seen, nothing
@@ -239,8 +239,8 @@ def _described(options: Options) -> tuple[Config, Family, dict[str, Any]] | None
 
 
 def missing_packages(options: Options, installed: Callable[[str], bool] | None = None) -> Iterator[UsageError]:
-    """Settings whose package is not installed here; none where Megatron-core itself is not: this is not a place to train
-    then."""
+    """Settings whose package is not installed here; none where Megatron-core itself is not: this is not a place to
+    train then."""
     there = installed or (lambda name: importlib.util.find_spec(name) is not None)
     if not locate("megatron"):
         return

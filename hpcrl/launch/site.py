@@ -83,8 +83,8 @@ class ComponentProfile(BaseModel):
     cpus_per_node: int | None = Field(
         None,
         ge=1,
-        description="processors that a node gives to the job, as its scheduler counts them: hardware threads where cores have several "
-        "and the job is not kept to one of each",
+        description="processors that a node gives to the job, as its scheduler counts them: hardware threads where "
+        "cores have several and the job is not kept to one of each",
     )
     mem: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description='memory a node, such as "64G"; "0" is all of it')
     extra: dict[str, str | int | bool] = Field(
@@ -108,7 +108,8 @@ class SiteProfile(BaseModel):
     )
     rank_launcher: Literal["torchrun", "ranks"] | None = Field(
         None,
-        description="as --rank-launcher, for a site whose job steps should start every rank themselves; None: the recipe's",
+        description="as --rank-launcher, for a site whose job steps should start every rank themselves; None: the "
+        "recipe's",
     )
     launch_timeout: float | None = Field(
         None, gt=0, description="as --launch-timeout, for a site whose images take long to start; None: the recipe's"

@@ -41,10 +41,18 @@ PANELS = (
     Panel("loss", {"": "train/loss"}),
     Panel("token accuracy", {"": "train/token_accuracy"}, "share"),
     Panel("gradient norm", {"": "train/grad_norm"}, "zero"),
-    Panel("|trainer - engine| log-prob", {"mean": "train/train_rollout_logprob_abs_diff", "max": "train/train_rollout_logprob_abs_diff_max"}, "log"),
+    Panel(
+        "|trainer - engine| log-prob",
+        {"mean": "train/train_rollout_logprob_abs_diff", "max": "train/train_rollout_logprob_abs_diff_max"},
+        "log",
+    ),
     Panel("tokens sampled per second", {"": "perf/tokens_per_sec"}, "zero"),
-    Panel("seconds per step", {"all": "perf/step_time", "rollout": "perf/rollout_time", "training": "perf/train_time"}, "zero"),
-)  # fmt: skip
+    Panel(
+        "seconds per step",
+        {"all": "perf/step_time", "rollout": "perf/rollout_time", "training": "perf/train_time"},
+        "zero",
+    ),
+)
 
 
 def series(rows: Sequence[dict[str, Any]], metrics: dict[str, str]) -> Curves:

@@ -227,9 +227,13 @@ MORE = (
     Panel("staleness, policy versions", {"mean": "staleness/mean", "max": "staleness/max"}, "zero"),
     Panel("share of tokens by age, policy versions", {"*": "staleness/share/*"}, "share"),
     Panel("requests in flight", {"mean": "perf/requests_in_flight", "max": "perf/requests_in_flight_max"}, "zero"),
-    Panel("seconds of a weight update", {"all": "perf/update_weights_time", "engines pause": "perf/update_weights_pause_time"}, "zero"),
+    Panel(
+        "seconds of a weight update",
+        {"all": "perf/update_weights_time", "engines pause": "perf/update_weights_pause_time"},
+        "zero",
+    ),
     Panel("responses cut off", {"": "rollout/truncated_ratio"}, "share"),
-)  # fmt: skip
+)
 
 #: metrics that hpcrl itself logs, those of a held-out set without eval/NAME/ before them
 _OURS = re.compile(

@@ -1,9 +1,9 @@
 """The samples of a run as files, for those who look from outside.
 
-    samples/00000012.jsonl              what was asked, answered and earned in rollout 12, written by the rollout process
+    samples/00000012.jsonl              what was asked, answered and earned in rollout 12, by the rollout process
     samples/eval-NAME-12.jsonl          the same of an evaluation after it
     samples/trained/00000012.jsonl      what the trainer made of each, in the same order: `Trained`
-    samples/trained/00000012.tokens-0.safetensors   token by token (--save-token-data), a file for each data-parallel rank
+    samples/trained/00000012.tokens-0.safetensors   token by token (--save-token-data), a file a data-parallel rank
 
 A step is counted from 0, as its file is.  An evaluation is known by how many steps were done before it: 0 is before the
 first, and what its file calls 12 (the step that it followed) is 13 here and in whatever is shown.

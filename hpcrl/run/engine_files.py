@@ -1,6 +1,6 @@
 """What a run knows of its engines, as files of attempts/N.
 
-    peers/engine-I.json, engine-I.K.json   engine I is up, in its first life, in life K (`EnginePeer`, from its supervisor)
+    peers/engine-I.json, engine-I.K.json   engine I is up, in its first life, in life K (`EnginePeer`, its supervisor)
     peers/engine-I.K.ended.json            life K is over, and why (`EngineEnd`)
     peers/engine-I.leave.json              it is to end and not to come back (`EngineLeave`, from the rollout process)
     peers/engine-I.added.json              an engine in addition to the plan's (`EngineAdded`, from who starts it)
@@ -146,8 +146,8 @@ def end_of(rundir: RunDir, index: int, life: int) -> EngineEnd | None:
 
 def record_end(rundir: RunDir, index: int, host: str, life: int, limit: int, was_up: bool, why: str) -> bool:
     """Say that a life is over: to the run, which goes on, or, where none follows, as the attempt's error, which the
-    first life's leads, unless the engine was added to the run, which then continues without it.  Returns whether another
-    life follows."""
+    first life's leads, unless the engine was added to the run, which then continues without it.  Returns whether
+    another life follows."""
     again = starts_again(limit, life, was_up)
     if again or is_added(rundir, index):
         tell_end(rundir, index, EngineEnd(host=host, life=life, why=why, again=again, time=time.time()))

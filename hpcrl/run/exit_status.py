@@ -91,10 +91,16 @@ class MemoryWatch:
         ):  # our own first, the outermost last
             now = _field(group.events, "oom_kill")
             if now is not None and before is not None and now > before:
-                return f"the kernel killed {_many(now - before)} for want of memory{self._limit(number)}: ask for more memory"
+                return (
+                    f"the kernel killed {_many(now - before)} for want of memory{self._limit(number)}: ask for more "
+                    "memory"
+                )
         now = _field(self._host, "oom_kill")
         if now is not None and self._host_before is not None and now > self._host_before:
-            return f"perhaps for want of memory: the kernel has killed {_many(now - self._host_before)} of this host meanwhile"
+            return (
+                f"perhaps for want of memory: the kernel has killed {_many(now - self._host_before)} of this host "
+                "meanwhile"
+            )
         return ""
 
     def _limit(self, number: int) -> str:

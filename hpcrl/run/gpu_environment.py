@@ -70,16 +70,20 @@ TABLE: tuple[Variable, ...] = (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         ("trainer",),
         _one_queue,
-        "one hardware queue, so that kernels start in the order of their launch: Megatron counts on it to start the collectives of "
-        "tensor and context parallelism before the GEMMs that hide them. Not without these: expert parallelism and the reduction "
+        "one hardware queue, so that kernels start in the order of their launch: Megatron counts on it to start the "
+        "collectives of "
+        "tensor and context parallelism before the GEMMs that hide them. Not without these: expert parallelism and the "
+        "reduction "
         "of gradients run beside GEMMs only with several queues",
     ),
     Variable(
         "PYTORCH_ALLOC_CONF",
         ("trainer",),
         lambda w: None if w.options.megatron.get("nccl_ub") else "expandable_segments:True",
-        "every micro-batch has other lengths, and blocks of fixed segments that fitted the last one lie idle beside the next; a "
-        "trainer that shares its GPU gives whole segments back. Not with --nccl-ub, which registers memory where it lies. "
+        "every micro-batch has other lengths, and blocks of fixed segments that fitted the last one lie idle beside "
+        "the next; a "
+        "trainer that shares its GPU gives whole segments back. Not with --nccl-ub, which registers memory where it "
+        "lies. "
         "Not for engines: vLLM has pools of its own",
         also=("PYTORCH_CUDA_ALLOC_CONF",),
     ),
@@ -87,15 +91,18 @@ TABLE: tuple[Variable, ...] = (
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
         ("trainer",),
         lambda w: "1" if w.options.megatron.get("fp8_recipe") == "blockwise" else None,
-        "blocks of --fp8-recipe blockwise get scales in fp32, as the 128 x 128 FP8 checkpoints have that engines serve, instead of "
+        "blocks of --fp8-recipe blockwise get scales in fp32, as the 128 x 128 FP8 checkpoints have that engines "
+        "serve, instead of "
         "Transformer Engine's powers of two",
     ),
     Variable(
         "NCCL_ALGO",
         BOTH,
         _deterministic("Ring"),
-        "--deterministic-mode: one algorithm, and so one order of summing, whatever the size. For both roles: they have a "
-        "communicator in common, for the weights, and NCCL does not reconcile what its ranks were told; they would wait for ever",
+        "--deterministic-mode: one algorithm, and so one order of summing, whatever the size. For both roles: they "
+        "have a "
+        "communicator in common, for the weights, and NCCL does not reconcile what its ranks were told; they would "
+        "wait for ever",
     ),
     Variable(
         "CUBLAS_WORKSPACE_CONFIG", ("trainer",), _deterministic(":4096:8"), "--deterministic-mode: cuBLAS asks for it"
@@ -110,13 +117,15 @@ TABLE: tuple[Variable, ...] = (
         "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
         ("trainer",),
         lambda w: "1",
-        "torch.load reads plain values wherever it is called, Megatron's checkpoints and what ranks send one another included",
+        "torch.load reads plain values wherever it is called, Megatron's checkpoints and what ranks send one another "
+        "included",
     ),
     Variable(
         "VLLM_BATCH_INVARIANT",
         ("engine",),
         _deterministic("1"),
-        "--deterministic-mode: what else is in flight decides how vLLM batches, and without this also the bits of a sample",
+        "--deterministic-mode: what else is in flight decides how vLLM batches, and without this also the bits of a "
+        "sample",
     ),
     Variable(
         "NCCL_SOCKET_IFNAME",
@@ -134,7 +143,8 @@ TABLE: tuple[Variable, ...] = (
         "OMP_NUM_THREADS",
         BOTH,
         lambda w: None if w.threads is None else str(w.threads),
-        "each of a host's processes would take all of its cores: --trainer-threads, a share of the cores where the CPU does Adam's "
+        "each of a host's processes would take all of its cores: --trainer-threads, a share of the cores where the CPU "
+        "does Adam's "
         "work or the engine computes on it",
     ),
 )

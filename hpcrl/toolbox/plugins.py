@@ -5,8 +5,8 @@
     REWARDS.literals("math", {"NEEDS_LABEL": True})       # constants that the file declares, without importing it
     REWARDS.hint("maths", "module.function")              # "did you mean math?"
 
-Invariant: nothing is imported here, so a login node that lacks a plug-in's packages knows its name and what it declares.
-Files that begin with an underscore are not plug-ins.
+Invariant: nothing is imported here, so a login node that lacks a plug-in's packages knows its name and what it
+declares. Files that begin with an underscore are not plug-ins.
 """
 
 from __future__ import annotations
