@@ -121,7 +121,9 @@ def _every(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
 
 def registry() -> dict[str, Family]:
     """Every family next to this file, by model_type."""
-    modules = [importlib.import_module(f"{__package__}.{name}") for name in PluginRoom(Path(__file__).parent).names()]
+    folders = map(Path, importlib.import_module(__package__).__path__)
+    names = sorted(name for folder in folders for name in PluginRoom(folder).names())
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
     families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     return {family.model_type: family for family in families}
 

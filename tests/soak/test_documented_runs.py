@@ -66,7 +66,12 @@ def shorter(scene: Scene, command: Command) -> str:
         return ""
     recipe = load_recipe(scene.folder / shlex.split(scene.filled(command))[2])
     stages = [stage.name for stage in recipe.stages if stage.name]
-    return " ".join(f"--{stage}.num-rollout 2" for stage in stages) or "--num-rollout 2"
+    flags = [f"--{stage}.num-rollout 2" for stage in stages] or ["--num-rollout 2"]
+    # of two rollouts a critic can have one to itself
+    flags += [
+        f"--{stage.name}.num-critic-only-steps 1" for stage in recipe.stages if "num_critic_only_steps" in stage.values
+    ]
+    return " ".join(flags)
 
 
 def test_all_recipes_for_cpus_are_among_them() -> None:
