@@ -12,7 +12,7 @@ from typing import Any
 
 _STEPS = "schedules count optimizer steps: use --lr-warmup-iters, --lr-decay-iters and --lr-wsd-decay-iters"
 _LENGTH = "use --num-rollout"
-_SCHEDULE = "a resumed run goes on with the schedule of its checkpoint"
+_SCHEDULE = "a resumed run continues the schedule of its checkpoint"
 _WRAPPER = "the model is wrapped in Megatron's DistributedDataParallel"
 _GLOO = "gloo groups are made, because checkpoints need them"
 _GARBAGE = "Python's garbage collector is left as it is"

@@ -189,7 +189,7 @@ def _watch(
 
 
 def _stopped_early(stop: StopRequest) -> Stopped:
-    """Whoever knows the run says how to go on with it."""
+    """Whoever knows the run says how to resume it."""
     reason = f" ({stop.why})" if stop.why else ""
     return Stopped(f"stopped while starting{reason}: nothing was trained since the last checkpoint")
 

@@ -179,7 +179,7 @@ def _broken_host(job: RunJob) -> tuple[str, str] | None:
 
 
 def _start_elsewhere(job: RunJob, allocation: Allocation, host: str, said: str, ends: float | None = None) -> None:
-    """Have the run go on without a host that is broken: in the chain's next job, or in a new job, since one that is
+    """Have the run continue without a host that is broken: in the chain's next job, or in a new job, since one that is
     queued again keeps its request."""
     hosts, record = broken_hosts(job.root), read_job(job.root)
     why = f"host {host} is broken ({said})"

@@ -263,7 +263,7 @@ def submit_again(
 
 
 def submit_elsewhere(root: Path, record: JobFile) -> str:
-    """From the end of the run's own job: another that goes on without the hosts that broke; its number.
+    """From the end of the run's own job: another that continues without the hosts that broke; its number.
 
     UsageError if there is nothing here to submit with, HpcrlError if it is refused.
     """

@@ -229,7 +229,7 @@ def under_mpi(environment: Mapping[str, str]) -> bool:
     """Whether an mpirun has started this process.
 
     `srun --pty bash` gives its shell the variables of a world of one (PMIX_RANK, or PMI_SIZE=1) and SLURM_PTY_PORT:
-    that is no rank; mpirun called in such a shell sets variables of its own.
+    that is not a rank; mpirun called in such a shell sets variables of its own.
     """
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return True

@@ -176,7 +176,7 @@ def track(items: Iterable[Item], total: int, title: str, unit: str) -> Generator
 
 
 def _bar(title: str, total: int | None, size: bool = False) -> ProgressBar | None:
-    """A bar on stderr; None if it is no terminal."""
+    """A bar on stderr; None if it is not a terminal."""
     if not on_terminal(sys.stderr):
         return None
     from hpcrl.report.terminal import ProgressBar

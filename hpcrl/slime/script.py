@@ -144,7 +144,7 @@ def _read(path: Path) -> str:
         raise UsageError(f"cannot read the script {path}: {why}", "is it a run script?") from error
     if "\r\n" in text:
         raise UsageError(
-            f"{path} has the line ends of Windows, which bash reads as a part of each word", "mend it with dos2unix"
+            f"{path} has the line ends of Windows, which bash reads as a part of each word", "fix it with dos2unix"
         )
     return text
 

@@ -97,7 +97,7 @@ def _failure(answer: CommandResult, *words: str) -> HpcrlError:
 
 
 def run_directory(root: str) -> dict[str, Any]:
-    """What hpcrl submit has submitit call in the job: go on with the run directory that it made.
+    """What hpcrl submit has submitit call in the job: continue the run in the directory that it made.
 
     A run that was stopped ends its job as it would end `hpcrl run`, so that accounting shows it, and no job that waits
     for its success begins.

@@ -34,7 +34,7 @@ def check_loop(o: Options) -> None:
         raise UsageError(
             f"--deterministic-mode with --update-weights-interval {o.update_weights_interval}: a run that is stopped "
             "between two updates "
-            "could not go on with the weights that its engines had",
+            "could not resume with the weights that its engines had",
             "leave one of them out",
         )
     if o.loop == "fully-async":

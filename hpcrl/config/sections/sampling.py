@@ -61,13 +61,12 @@ class RolloutOptions(Base):
         "slime",
     )
     mask_offpolicy_in_partial_rollout: bool = opt(
-        False, "loss mask 0 for tokens that an older policy sampled, in responses that were gone on with", "slime"
+        False, "loss mask 0 for tokens that an older policy sampled, in responses that were continued", "slime"
     )
     buffer_filter_path: str | None = opt(
         None,
-        "which groups that were left over are gone on with: pop_first, the oldest (default), or module.function of an "
-        "own one: "
-        "(options, rollout_id, buffer, count) -> groups",
+        "which of the groups that were left over are continued: pop_first, the oldest (default), or module.function of "
+        "your own: (options, rollout_id, buffer, count) -> groups",
         "slime",
     )
     max_staleness: int | None = opt(

@@ -109,8 +109,8 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: SignalFlags) ->
     try:
         with timeline.span(ROLES):
             roles += [begin("engine", index, command) for index, command in commands.items()]
-            # a response that goes on elsewhere goes on with other noise, so a run that repeats bit for bit begins it
-            # again
+            # a response that continues elsewhere continues with other noise, so a run that repeats bit for bit begins
+            # it again
             _keep(roles, restarter, turn, looks, rundir, told, finish=options.deterministic_mode)
     finally:
         end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)

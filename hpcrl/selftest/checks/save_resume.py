@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed goes on with the same bits as one that was not stopped, over all GPUs of the
+"""A run that was stopped and resumed continues with the same bits as one that was not stopped, over all GPUs of the
 host."""
 
 from __future__ import annotations
