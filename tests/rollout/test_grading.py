@@ -173,7 +173,7 @@ def test_a_set_may_have_rewards_of_its_own() -> None:
     ("name", "words"),
     [
         ("f2", "line 4: metadata rm_type: f2 is not a reward; did you mean f1?"),
-        ("os.system", "no reward of hpcrl's"),
+        ("os.system", "not a reward of hpcrl's"),
         ("remote_rm", "--rm-url is not given"),
     ],
 )
