@@ -173,8 +173,9 @@ def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(
     run.until(lambda: run.steps() >= 1)
     os.kill(role_pid(run.root, "hpcrl.engine.server"), signal.SIGKILL)
     run.until(lambda: the_engine().restarts == 1)
-    server = psutil.Process(role_pid(run.root, "hpcrl.engine.server"))
     run.until(lambda: the_engine().state == "serving")
+    # not before: what is left of the one that was killed may have the same command line for a moment
+    server = psutil.Process(role_pid(run.root, "hpcrl.engine.server"))
     server.children()[-1].suspend()  # it has four rollouts to answer
     status, out = run.end()
     assert status == 0, out + run.logs()
