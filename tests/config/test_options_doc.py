@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.options_doc import FIRST, markdown, run_help
@@ -52,3 +54,11 @@ def test_a_first_user_sees_some_forty_and_where_the_others_are() -> None:
     shown = {line.split()[0][2:].replace("-", "_") for line in text.splitlines() if line.startswith("  --")}
     assert shown == FIRST
     assert text.endswith("more, by topic: hpcrl run --help-all, or docs/options.md")
+
+
+def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    few = capsys.readouterr().out
+    assert main(["run", "--help-all"]) == 0
+    every = capsys.readouterr().out
+    assert run_help(every=False) in few and run_help() in every and "--sapo-tau-pos" not in few

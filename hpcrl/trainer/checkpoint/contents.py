@@ -1,5 +1,5 @@
-"""What a checkpoint holds in addition to the model's tensors: Megatron-LM's `args` and random-number states; and
-whether its tensors fit the model.
+"""What a checkpoint holds in addition to the model's tensors: Megatron-LM's `args`, random-number states and the parts
+of an optimizer's state; and whether its tensors fit the model.
 
 Invariants: `args` is an argparse.Namespace of plain values, which Megatron-core reads without unpickling anything else;
 all generators that Python, numpy, torch and Megatron draw from are saved and restored together; a checkpoint that does
@@ -176,3 +176,33 @@ def _without_extras(value: Any, stored: TorchDist) -> None:
             del value[key]
         else:
             _without_extras(item, stored)
+
+
+# ---- the optimizer's parts
+
+
+def optimizer_parts(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The parts of a chained optimizer's state: one each for dense and expert parameters, or the only one."""
+    numbers = sorted(key for key in optimizer if isinstance(key, int))
+    return [optimizer[number] for number in numbers] or [optimizer]
+
+
+def as_chained(loaded: dict[Any, Any], own: list[dict[str, Any]]) -> dict[Any, Any]:
+    """What was loaded, chained as this layout's optimizer is: with expert parallelism experts have one of their own.
+
+    own: this optimizer's parts but for the tensors, which were asked for in this layout anyway.  A parameter group
+    takes its numbers (learning rate, weight decay, step) from a stored one of the same kind.
+    """
+    leaves = [loaded, *(part for key, part in loaded.items() if isinstance(key, int))]
+    stored = [group for leaf in leaves for group in leaf.get("optimizer", {}).get("param_groups", [])]
+    parts = []
+    for i, part in enumerate(own):
+        for group in part["optimizer"]["param_groups"]:
+            same = [
+                g for g in stored if all(g.get(k) == group.get(k) for k in ("wd_mult", "lr_mult", "is_decoupled_lr"))
+            ]
+            keep = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
+            group.update({k: v for k, v in (same or stored)[0].items() if k not in keep})
+        tensors = loaded[i] if len(own) > 1 else loaded
+        parts.append({**part, "param_state": tensors["param_state"]})
+    return dict(enumerate(parts)) if len(parts) > 1 else parts[0]

@@ -256,11 +256,12 @@ def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
     if not stored.holds(request["rng_state"].unique_key):  # another layout has other ranks: they keep their fresh ones
         del request["rng_state"]
     optimizer = [
-        {k: copy.deepcopy(v) for k, v in leaf.items() if k != "param_state"} for leaf in _leaves(request["optimizer"])
+        {k: copy.deepcopy(v) for k, v in leaf.items() if k != "param_state"}
+        for leaf in contents.optimizer_parts(request["optimizer"])
     ]
     state = read(request, stored, policy)
     _fill(policy, state)
-    policy.optimizer.load_state_dict(_as_chained(state["optimizer"], optimizer))
+    policy.optimizer.load_state_dict(contents.as_chained(state["optimizer"], optimizer))
     cpu_shim.after_load(policy.optimizer)
     policy.scheduler.load_state_dict(state["opt_param_scheduler"])
     if "rng_state" in request:
@@ -346,7 +347,7 @@ def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: boo
     optimizer = policy.optimizer.sharded_state_dict(
         {k: v for k, v in model.items() if k.startswith("model")}, is_loading=loading, metadata=metadata()
     )
-    for part in _leaves(optimizer):
+    for part in contents.optimizer_parts(optimizer):
         if part.get("param_state", "") is None:  # gathered on another rank; Megatron would warn that ranks differ
             del part["param_state"]
     return model | {
@@ -380,30 +381,3 @@ def _fill(policy: Policy, state: dict[str, Any]) -> None:
     for i, module in enumerate(policy.modules):
         own = state["model"] if len(policy.modules) == 1 else state[f"model{i}"]
         module.load_state_dict(own, strict=False)  # fit.check has compared the names already
-
-
-def _leaves(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The parts of a chained optimizer's state: one each for dense and expert parameters, or the only one."""
-    numbers = sorted(key for key in optimizer if isinstance(key, int))
-    return [optimizer[number] for number in numbers] or [optimizer]
-
-
-def _as_chained(loaded: dict[Any, Any], own: list[dict[str, Any]]) -> dict[Any, Any]:
-    """What was loaded, chained as this layout's optimizer is: with expert parallelism experts have one of their own.
-
-    own: this optimizer's parts but for the tensors, which were asked for in this layout anyway.  A parameter group
-    takes its numbers (learning rate, weight decay, step) from a stored one of the same kind.
-    """
-    leaves = [loaded, *(part for key, part in loaded.items() if isinstance(key, int))]
-    stored = [group for leaf in leaves for group in leaf.get("optimizer", {}).get("param_groups", [])]
-    parts = []
-    for i, part in enumerate(own):
-        for group in part["optimizer"]["param_groups"]:
-            same = [
-                g for g in stored if all(g.get(k) == group.get(k) for k in ("wd_mult", "lr_mult", "is_decoupled_lr"))
-            ]
-            keep = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
-            group.update({k: v for k, v in (same or stored)[0].items() if k not in keep})
-        tensors = loaded[i] if len(own) > 1 else loaded
-        parts.append({**part, "param_state": tensors["param_state"]})
-    return dict(enumerate(parts)) if len(parts) > 1 else parts[0]

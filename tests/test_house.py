@@ -1,0 +1,28 @@
+"""The table of what the package looks like, as CONTRIBUTING.md has it typed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.house import read_module
+
+REPO = Path(__file__).parents[1]
+
+
+def test_code_is_told_from_what_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "m.py"
+    file.write_text(
+        '"""Doc.\n\nMore."""\n\nimport os\n\n# a comment\n\n\ndef f():\n    """Doc."""\n    return (\n        os\n    )\n'
+    )
+    module = read_module(file)
+    assert (module.code, module.imports) == (5, 1)
+
+
+def test_the_command_as_printed() -> None:
+    assert "`python -m tools.house`" in (REPO / "CONTRIBUTING.md").read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.house"], cwd=REPO, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "class names in several files  0:" in done.stdout
