@@ -29,7 +29,7 @@ from tests.support.engines import connected
 from tests.support.forked_engines import Nursery
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family
-from tests.trainer import test_invariance as whole
+from tests.trainer.step import test_invariance as whole
 
 pytestmark = pytest.mark.vllm
 PROMPTS = [np.arange(20, 20 + n, dtype=np.int32) for n in (24, 9, 1, 40)]

@@ -139,7 +139,7 @@ def saved_bytes(policy: Any) -> int:
     """Storages that the decoder's forward pass saves, without its weights."""
     import torch
 
-    from tests.trainer.test_model_parity import pack
+    from tests.trainer.megatron.test_model_parity import pack
 
     module = policy.module
     stored = {}

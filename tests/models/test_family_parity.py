@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import families
 from tests.support.ranks import run_ranks
-from tests.trainer import test_invariance as invariance
-from tests.trainer import test_model_parity as parity
+from tests.trainer.megatron import test_model_parity as parity
+from tests.trainer.step import test_invariance as invariance
 
 pytestmark = pytest.mark.process
 

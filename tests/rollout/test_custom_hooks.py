@@ -18,7 +18,7 @@ from hpcrl.rollout.custom_hooks import BadSample, RolloutHooks
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.sample import Sample, SampleBatch
 from tests.config.test_flags import GRPO, SFT
-from tests.test_customise import sample
+from tests.documents.test_customise import sample
 
 HERE = "tests.rollout.test_custom_hooks"
 

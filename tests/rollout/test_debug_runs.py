@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.report.metrics import read_metrics
 from hpcrl.run.summary import read_summary
-from tests.rollout.test_rollout import EACH, GROUPS, REPO, Attempt, model
+from tests.rollout.test_main import EACH, GROUPS, REPO, Attempt, model
 
 pytestmark = pytest.mark.process
 __all__ = ["model"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.rollout.test_batch_generator import Attempt, FakeSampler
+from tests.rollout.generation.test_batch_generator import Attempt, FakeSampler
 from tests.support.ledger_account import account
 from tests.support.runs import POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
 

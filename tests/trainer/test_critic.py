@@ -12,7 +12,7 @@ from hpcrl.config.options import Options
 from hpcrl.trainer.step.share_exchange import ShareExchange
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
-from tests.trainer.test_invariance import (
+from tests.trainer.step.test_invariance import (
     LAYOUTS,
     PACKINGS,
     SAMPLES,

@@ -13,7 +13,7 @@ from hpcrl.trainer.step.share_exchange import ShareExchange
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
-from tests.trainer.test_invariance import LAYOUTS, PACKINGS, VOCAB, batch, options, shares, start
+from tests.trainer.step.test_invariance import LAYOUTS, PACKINGS, VOCAB, batch, options, shares, start
 
 pytestmark = pytest.mark.process
 

@@ -1,0 +1,160 @@
+"""Flags of a recipe with stages: --STAGE.option, which stages a plain flag counts in, and what a run directory keeps of
+it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.cli import HELP
+from hpcrl.commands.evaluate import recipe_for
+from hpcrl.commands.submit import _flags
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
+from hpcrl.config.rules.stage_flags import flags_of, place_flags, spread_flags
+from hpcrl.errors import UsageError
+from hpcrl.launch.job import begin_job, reopen_job
+from hpcrl.run.started_runs import RECIPE, RecipeFile
+from hpcrl.slime.verbatim import recipe_of
+
+REPO = Path(__file__).parents[3]
+QUICK = REPO / "examples" / "quickstart.toml"
+PLACES = {"run": "/run", "prepared": "/run/prepared"}
+
+
+def resolved(words: str, recipe: Recipe | None = None) -> tuple[Options, ...]:
+    """(sft, grpo) of the quick start with these flags."""
+    return resolve_stages(recipe or load_recipe(QUICK), parse_flags(words.split())[0], PLACES)
+
+
+def test_a_flag_of_a_stage_counts_there_alone() -> None:
+    sft, grpo = resolved("--grpo.lr 2e-5 --sft.num-rollout=10 --grpo.no-rollout-shuffle --grpo.vllm-max-num-seqs 64")
+    assert (sft.lr, grpo.lr, sft.num_rollout, grpo.num_rollout) == (5e-3, 2e-5, 10, 80)
+    assert (sft.rollout_shuffle, grpo.rollout_shuffle) == (True, False)
+    assert (sft.vllm, grpo.vllm) == ({}, {"max_num_seqs": 64})
+
+
+def test_a_plain_flag_counts_where_a_stage_names_its_option_or_else_in_all() -> None:
+    sft, grpo = resolved("--eval-interval 6 --lr-decay-style linear --seed 7 --vllm-max-num-seqs 64")
+    assert (sft.eval_interval, grpo.eval_interval, sft.lr_decay_style, grpo.lr_decay_style) == (
+        None,
+        6,
+        "linear",
+        "constant",
+    )
+    assert (sft.seed, grpo.seed) == (7, 7) and sft.vllm == grpo.vllm == {"max_num_seqs": 64}
+
+
+def test_what_several_stages_set_alike_counts_in_those() -> None:
+    stages = {"a": {"lr": 1.0, "vllm": {"max_num_seqs": 1}}, "b": {}, "c": {"lr": 1.0}}
+    assert place_flags({"lr": 2.0, "c.lr": 3.0}, stages, "r.toml") == {"a.lr": 2.0, "c.lr": 3.0}
+    assert place_flags({"vllm": {"max_num_seqs": 2, "seed": 3}}, stages, "r.toml") == {
+        "a.vllm": {"max_num_seqs": 2},
+        "vllm": {"seed": 3},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--lr 1",
+            "^--lr: 2 stages of quickstart.toml set it, to different values; write --sft.lr or --grpo.lr, or both to "
+            "set both$",
+        ),
+        ("--num-rollout 9 --lr 1", "2 things are wrong"),
+        ("--grop.lr 1", r"^--grop.lr: quickstart.toml has no stage grop; did you mean --grpo.lr\?"),
+        ("--warm.lr 1", "has no stage warm; its stages are sft, grpo"),
+        ("--grpo.lrr 1", r"^--grpo.lrr is an unknown option; did you mean --grpo.lr\?"),
+        ("--grpo.lr x", "^--grpo.lr x: expected a number"),
+        ("--grpo.lr -1", "^--grpo.lr -1.0: expected a number >= 0"),
+        ("--grpo.run-dir x", "^--grpo.run-dir has no effect"),
+        ("--grpo.min-lr 1", "^stage grpo: --min-lr has no effect here: --lr-decay-style is constant"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolved(words)
+
+
+def test_a_recipe_without_stages_has_none_to_name() -> None:
+    dpo = load_recipe(REPO / "examples" / "algorithms" / "dpo.toml")
+    with pytest.raises(UsageError, match=r"^--sft.lr: dpo.toml has no stages; write --lr$"):
+        resolved("--sft.lr 1", dpo)
+    with pytest.raises(UsageError, match=r"--sft.lr 1: arguments of train.py have no stages|--sft.lr"):
+        recipe_of(["--sft.lr", "1"], {})
+
+
+NAMES = st.sampled_from(["lr", "seed", "vllm", "a.lr", "b.lr", "b.seed", "a.vllm"])
+TABLE = st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 3), min_size=1)
+
+
+def _valued(name: str) -> st.SearchStrategy[Any]:
+    return TABLE if name.endswith("vllm") else st.integers(0, 3)
+
+
+FLAGS = st.sets(NAMES).flatmap(lambda names: st.fixed_dictionaries({name: _valued(name) for name in sorted(names)}))
+STAGE = st.sets(st.sampled_from(["lr", "seed", "vllm"])).flatmap(
+    lambda names: st.fixed_dictionaries({name: _valued(name) for name in sorted(names)})
+)
+
+
+@given(FLAGS, st.fixed_dictionaries({"a": STAGE, "b": STAGE}))
+def test_what_is_kept_resumes_as_it_began(flags: dict[str, Any], stages: dict[str, dict[str, Any]]) -> None:
+    """What `place_flags` made is a fixed point of itself and of `spread_flags`; old flags spread to what they set in
+    each stage."""
+    try:
+        placed = place_flags(flags, stages, "r.toml")
+    except UsageError:
+        placed = {}
+    assert place_flags(placed, stages, "r.toml") == placed == spread_flags(placed, stages)
+    plain = {name: value for name, value in flags.items() if "." not in name}
+    old = place_flags(spread_flags(plain, stages), stages, "r.toml")
+    assert [flags_of(old, stage) for stage in stages] == [plain, plain]
+
+
+def test_the_script_of_a_job_gives_the_same_flags() -> None:
+    words = "--grpo.lr 2e-5 --grpo.vllm-max-num-seqs 64 --seed 7 --no-bf16 --grpo.colocate --rollout-stop a b"
+    flags, _, _ = parse_flags(words.split())
+    assert parse_flags(_flags(flags))[0] == flags
+
+
+def test_a_run_keeps_where_its_flags_count_and_an_old_one_what_they_said(tmp_path: Path) -> None:
+    flags, _, _ = parse_flags(["--eval-interval", "6", "--sft.lr", "1e-3", "--seed", "7"])
+    job = begin_job(load_recipe(QUICK), flags | {"run_dir": str(tmp_path / "new")}, here=False)
+    again = reopen_job(job.root)
+    assert (
+        again.stages == job.stages
+        and [o.lr for o in again.stages] == [1e-3, 2e-4]
+        and again.stages[1].eval_interval == 6
+    )
+    kept = msgspec.json.decode((job.root / RECIPE).read_bytes(), type=RecipeFile)
+    old = RecipeFile(
+        kept.identity, kept.path, {"lr": 1e-4, "seed": 7}
+    )  # as they were stored when flags counted in all stages
+    (job.root / RECIPE).write_bytes(msgspec.json.encode(old))
+    assert [(o.lr, o.seed) for o in reopen_job(job.root).stages] == [(1e-4, 7), (1e-4, 7)]
+
+
+def test_an_evaluation_takes_the_flags_of_the_stage_that_it_evaluates() -> None:
+    flags, _, _ = parse_flags(["--load", "/c", "--grpo.eval-temperature", "0.5", "--rollout-max-response-len", "20"])
+    recipe, mine = recipe_for(QUICK, flags)
+    (options,) = resolve_stages(recipe, mine, PLACES)
+    assert (options.load, options.eval_temperature, options.rollout_max_response_len) == ("/c", 0.5, 20)
+    with pytest.raises(UsageError, match=r"^--sft.lr has no effect here: stage grpo of quickstart.toml is evaluated"):
+        recipe_for(QUICK, {"load": "/c", "sft.lr": 1.0})
+
+
+def test_every_example_of_the_help_resolves_and_changes_what_it_names() -> None:
+    text = HELP.split("examples\n")[1].split("\n\n")[0].replace("\\\n", " ")
+    lines = [line.split() for line in text.splitlines()]
+    assert len(lines) == 3 and all(line[:3] == ["hpcrl", "run", "examples/quickstart.toml"] for line in lines)
+    first, short, passed = (resolved(" ".join(line[3:])) for line in lines)
+    assert short[0].num_rollout == first[0].num_rollout and short[1].num_rollout == 20 and short[1].eval_interval == 5
+    assert passed[1].megatron["recompute_granularity"] == "selective" and passed[1].vllm == {"max_num_seqs": 64}
