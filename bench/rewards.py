@@ -29,8 +29,7 @@ REPO = Path(__file__).parent.parent
 sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
 from hpcrl.config.options import Options  # noqa: E402
-from hpcrl.rollout.answers.boxed import boxed  # noqa: E402
-from hpcrl.rollout.answers.labels import is_right  # noqa: E402
+from hpcrl.rollout.answers.labels import boxed, is_right  # noqa: E402
 from hpcrl.rollout.grading.service import Grading  # noqa: E402
 from hpcrl.sample import Sample  # noqa: E402
 from tests.support.answers import TABLE, pairs  # noqa: E402

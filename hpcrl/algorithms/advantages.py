@@ -11,10 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.interface import Advantages, RolloutBatch
-from hpcrl.algorithms.registry import find
-from hpcrl.config.algorithm_files import find_algorithm_file
+from hpcrl.algorithms.interface import Advantages, RolloutBatch, find
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_names import find_algorithm_file
 from hpcrl.errors import HpcrlError, UsageError
 
 VARIANCE_EPSILON = 1e-8  #: keeps whitening of equal advantages finite

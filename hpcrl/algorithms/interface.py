@@ -1,4 +1,5 @@
-"""What estimators, losses and corrections get and give.
+"""What estimators, losses and corrections get and give, and how one is found: by the name of its file, or by the dotted
+path of a function of the user's.
 
 Invariant: every tensor here is of samples or of tokens, never of packed rows; so a formula is the same in every layout.
 Letters of shapes: n samples of the whole rollout, m samples at hand, t tokens of whole responses, r tokens that are
@@ -7,12 +8,18 @@ trained.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from hpcrl.config.custom_functions import guarded
+from hpcrl.config.plugin_names import Kind, algorithm_files, is_path
+from hpcrl.config.plugin_points import load_own
+from hpcrl.errors import UsageError
 
 
 def _alone(sums: Tensor) -> Tensor:
@@ -220,3 +227,19 @@ class Loss(NamedTuple):
 
     total: Tensor
     report: Report
+
+
+#: kind -> the function that a file of it holds
+FUNCTION = {"estimators": "estimate", "losses": "policy_loss", "corrections": "correct", "kl": "kl"}
+
+
+def find(kind: Kind, name: str, option: str) -> Callable[..., Any]:
+    """The function that `name` stands for.  UsageError names the option if there is none; so does the HpcrlError of
+    what an own one raises."""
+    if is_path(name):
+        return guarded(load_own(option.removeprefix("--").replace("-", "_"), name), f"{option} {name}")
+    if name not in algorithm_files(kind):
+        raise UsageError(
+            f"{option} {name} is unknown", f"known: {', '.join(algorithm_files(kind))}; or module.function"
+        )
+    return getattr(importlib.import_module(f"hpcrl.algorithms.{kind}.{name}"), FUNCTION[kind])

@@ -23,8 +23,8 @@ from typing import Any
 
 from hpcrl.config.custom_settings import read_yaml
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_names import RewardWord, needing_labels, own_reward, read_words
 from hpcrl.config.prompt_words import KINDS, PromptWord, read_word
-from hpcrl.config.reward_names import RewardWord, needing_labels, own_reward, read_words
 from hpcrl.config.setting_names import nearest
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.config.rules.speculation_rules import drafts_with_weights
 from hpcrl.config.sections import Base, opt
 from hpcrl.config.sections.algorithm import AlgorithmOptions, DistillationOptions, OffPolicyOptions, OptimizerOptions
 from hpcrl.config.sections.data import DataOptions, EvalOptions, RewardOptions
 from hpcrl.config.sections.layout import BatchOptions, ClusterOptions, ModelOptions
 from hpcrl.config.sections.run import LookOptions, RunOptions, WeightOptions
 from hpcrl.config.sections.sampling import AgentOptions, PluginOptions, RolloutOptions
+
+_DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")  #: methods of vLLM that draft without a model
 
 
 class Options(
@@ -55,6 +56,12 @@ class Options(
     def world_size(self) -> int:
         """Trainer ranks."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def drafts_with_weights(self) -> bool:
+        """Whether the engines' speculative drafts come from a model, whose weights an engine must keep."""
+        setting = self.vllm.get("speculative_config")
+        return bool(setting) and setting.get("method") not in _DRAFTS_OF_TEXT
 
     @property
     def data_parallel_size(self) -> int:
@@ -147,7 +154,7 @@ class Options(
         """vLLM's level of sleep while the trainer trains; 0: nothing is sampled, and everything stays in memory."""
         if not self.takes_turns or self.offload_rollout is False:
             return 0
-        kept = self.vllm.get("enable_expert_parallel") or drafts_with_weights(self.vllm.get("speculative_config"))
+        kept = self.vllm.get("enable_expert_parallel") or self.drafts_with_weights
         return self.rollout_sleep_level or (1 if kept else 2)
 
     @property

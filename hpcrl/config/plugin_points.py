@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpcrl.config.algorithm_files import is_path
 from hpcrl.config.custom_functions import is_foreign, load_class, load_function, missing
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_names import is_path
 from hpcrl.errors import UsageError
 
 Role = Literal["rollout", "grading", "generating", "trainer"]

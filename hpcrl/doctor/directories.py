@@ -19,7 +19,7 @@ from hpcrl.errors import DataError
 from hpcrl.findings import Finding, count, last_line, size
 from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.safetensors_files import AGAIN, SINGLE, read_header, read_index
-from hpcrl.run.command import ask
+from hpcrl.run.process import run_command
 
 SECONDS = 120.0
 _LOAD = "import sys; from hpcrl.rollout.prompts.tokenizer import load_tokenizer as f; print(f(sys.argv[1]).vocab_size)"
@@ -34,7 +34,7 @@ def check_model_directory(directory: str, python: str = sys.executable, seconds:
         yield Finding("fail", "", error.what, error.hint)
         return
     yield from files(path)
-    answer = ask([python, "-c", _LOAD, str(path)], seconds)
+    answer = run_command([python, "-c", _LOAD, str(path)], seconds)
     if answer.code == 0:
         yield Finding("ok", "", f"the tokenizer loads; {last_line(answer.out)} token ids")
     else:

@@ -39,8 +39,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.findings import last_line
 from hpcrl.launch.probe import Network, choose, host_report
 from hpcrl.plan import Location, socket_names
-from hpcrl.run.command import ask
-from hpcrl.run.process import PARENT, die_with_parent
+from hpcrl.run.process import PARENT, die_with_parent, run_command
 from hpcrl.run.rundir import listed, write_atomic
 from hpcrl.toolbox.deadline import Deadline, poll
 
@@ -85,7 +84,7 @@ def locked_memory() -> int | None:
 
 def gpus(command: list[str] = QUERY, seconds: float = 20.0) -> tuple[Gpu, ...] | None:
     """The GPUs that nvidia-smi shows; None if it is not there or does not answer."""
-    answer = ask(command, seconds)
+    answer = run_command(command, seconds)
     return parse_gpus(answer.out) if answer.code == 0 else None
 
 
@@ -102,7 +101,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 def imports(module: str, seconds: float) -> str:
     """Why a module does not import in a process of its own, "" if it does."""
-    answer = ask([sys.executable, "-c", f"import importlib; importlib.import_module({module!r})"], seconds)
+    answer = run_command([sys.executable, "-c", f"import importlib; importlib.import_module({module!r})"], seconds)
     return "" if answer.code == 0 else answer.said
 
 

@@ -1,4 +1,5 @@
-"""The experts of a mixture-of-experts layer in vLLM, by the names of the checkpoint.
+"""One tensor of a checkpoint as a worker of an engine holds it, and the experts of a mixture-of-experts layer in vLLM
+by the names of the checkpoint.
 
 vLLM stacks all experts of a worker into two parameters: w13_weight [experts, gate and up rows, hidden] and w2_weight
 [experts, hidden, intermediate]; its CPU build then rearranges each expert for its grouped product and pads the
@@ -7,11 +8,13 @@ elements, so nothing here depends on how it looks, and what is shown is what the
 
 Invariant: an arrangement that is not a permutation, or that is not known to leave the matrices as they are, is never
 shown as if it were one: `experts` then returns None.
+What crosses to the trainer (`to_wire`) is plain values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -20,8 +23,46 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-from hpcrl.engine.tensor_shard import Cut, TensorShard, in_blocks
 from hpcrl.model_files.safetensors_files import Entry
+
+Segment = tuple[int, int]  #: (start, length)
+Cut = tuple[tuple[Segment, ...], Segment | None]  #: rows, columns or None for all
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """One tensor of the checkpoint on this worker.
+
+    shape: of the whole tensor; rows, columns: the parts of its first and second dimension that this worker holds, in
+    the order in which it holds them (columns None: all); show(): that part as the model uses it; same_as: the tensor
+    that this one is tied to and which alone is sent.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    rows: tuple[Segment, ...]
+    columns: Segment | None
+    show: Callable[[], torch.Tensor]
+    same_as: str | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """Everything but the tensor, as plain values."""
+        return {
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "rows": self.rows,
+            "columns": self.columns,
+            "same_as": self.same_as,
+        }
+
+
+def in_blocks(segment: Segment, size: int, block: int) -> Segment | None:
+    """A segment of `size` elements, counted in blocks; None if a block lies over its edge."""
+    start, length = segment
+    if start % block or (length % block and start + length != size):
+        return None
+    return start // block, -(-length // block)
+
 
 PLAIN = ("TRITON", "BATCHED_TRITON")  #: kernels of CUDA that take the two parameters as they come from the loader
 DIGIT = 128  #: numbers below it are exact in every dtype that experts have

@@ -31,8 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from hpcrl.engine.tensor_shard import Cut, Segment, TensorShard, in_blocks
-from hpcrl.engine.vllm_experts import coded_expert_cuts, experts, is_experts
+from hpcrl.engine.vllm_experts import Cut, Segment, TensorShard, coded_expert_cuts, experts, in_blocks, is_experts
 from hpcrl.model_files.safetensors_files import Entry
 from hpcrl.weights.bucket import dtype_name
 

@@ -26,12 +26,12 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
 from hpcrl.config.plugin_points import missing_functions
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules.speculation_rules import check_draft_layers
+from hpcrl.config.rules.engine_rules import check_draft_layers
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.site import SiteProfile
 from hpcrl.model_files import holds_weights
-from hpcrl.model_files.config_json import CONFIG, read_config, read_object
+from hpcrl.model_files.config_json import CONFIG, read_config, read_object, read_quantization
 from hpcrl.models.divisions import undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.model_args import check_model_args
@@ -39,7 +39,6 @@ from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at, prompt_files
 from hpcrl.run.rundir import TRACKER
-from hpcrl.weights.quantization_config import read_quantization
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""config.json of a Hugging Face model directory and the JSON files next to it; whether two directories have the same
-vocabulary.
+"""config.json of a Hugging Face model directory and the JSON files next to it; what its quantization_config says;
+whether two directories have the same vocabulary.
 
 Invariants: one error text for a file that is missing, unreadable, damaged or not an object, with the flag that named
 the directory; for vocabularies nothing but JSON is loaded, and where a directory has no tokenizer.json, only the size
-of the vocabulary is compared.
+of the vocabulary is compared.  Nothing here needs torch; a quantisation that passes is one that `fp8.Scheme` can do on
+the fly.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from hpcrl.errors import DataError
 
@@ -88,3 +89,45 @@ def _tokens(directory: Path, flag: str = "--hf-checkpoint") -> dict[int, str]:
     elif isinstance(vocabulary, list):  # a unigram model: pairs of token and score
         tokens = {number: entry[0] for number, entry in enumerate(vocabulary)}
     return tokens | {entry["id"]: entry["content"] for entry in found.get("added_tokens") or []}
+
+
+class Quantization(NamedTuple):
+    """strategy: block, channel or tensor; block: (rows, columns), for the first; power_of_two: scales of the format
+    ue8m0."""
+
+    strategy: Literal["block", "channel", "tensor"]
+    block: tuple[int, int] | None
+    power_of_two: bool
+
+
+def read_quantization(config: Mapping[str, Any] | None, where: str) -> Quantization | None:
+    """How matrices are quantised; None if they are not.
+
+    where: the file, for messages.  DataError for a way of quantising that we cannot do on the fly.
+    """
+    if not config:
+        return None
+    method = config.get("quant_method")
+    fmt = config.get("fmt", "e4m3")
+    power = config.get("scale_fmt") == "ue8m0"
+    if (
+        method == "fp8"
+        and fmt == "e4m3"
+        and config.get("activation_scheme") == "dynamic"
+        and config.get("weight_block_size")
+    ):
+        high, wide = config["weight_block_size"]
+        return Quantization("block", (int(high), int(wide)), power)
+    if method == "compressed-tensors" and config.get("format") == "float-quantized":
+        groups = list(config.get("config_groups", {}).values())
+        weights = groups[0].get("weights", {}) if len(groups) == 1 else {}
+        if (
+            weights.get("num_bits") == 8
+            and weights.get("strategy") in ("channel", "tensor")
+            and weights.get("symmetric")
+        ):
+            return Quantization(weights["strategy"], None, power)
+    raise DataError(
+        f"{where} has a quantization_config ({method}) that weights cannot be brought to during a run",
+        "give a checkpoint of hpcrl convert to-fp8, or one without quantisation",
+    )

@@ -38,10 +38,9 @@ from hpcrl.mpi.ssh_check import REACH, check_hosts, lost_hosts
 from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at
 from hpcrl.report.run_status import WORKING
-from hpcrl.run.command import LATE, MISSING, ask
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STATE, JobState, process_age, write_state
-from hpcrl.run.process import PARENT, end
+from hpcrl.run.process import LATE, MISSING, PARENT, end, run_command
 from hpcrl.run.scratch import scratch, sweep
 from hpcrl.shipped_files import shipped
 from hpcrl.toolbox.deadline import Deadline
@@ -133,7 +132,7 @@ def _counts(hosts: tuple[Host, ...], per_slot: bool) -> tuple[Host, ...]:
 
 def flavour(mpirun: list[str]) -> str:
     """openmpi or mpich (and what stems from it), by what the launcher says of itself."""
-    answer = ask([mpirun[0], "--version"], REACH)
+    answer = run_command([mpirun[0], "--version"], REACH)
     if answer.code in (LATE, MISSING):
         return "openmpi"  # for a dry run; it is looked for before it is called
     return "openmpi" if any(name in answer.out for name in ("Open MPI", "open-mpi", "OpenRTE")) else "mpich"

@@ -1,3 +1,3 @@
 """Pickles that torch and Megatron exchange: `reader.py` (start here) reads them as plain values, `writer.py` writes
-what ranks send; `names.py` is the list of what a pickle may hold.
+what ranks send; it opens with the list of what a pickle may hold.
 """

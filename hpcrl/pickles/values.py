@@ -22,7 +22,7 @@ class Refused(HpcrlError, pickle.UnpicklingError):
 
 
 def refused(what: str) -> Refused:
-    """`what` (a name, mostly) is not on the list of `names.py`."""
+    """`what` (a name, mostly) is not on the list of `reader.py`."""
     return Refused(
         f"a message of another rank, or a checkpoint's .metadata, holds {what}, which is not on hpcrl's list of "
         "plain values (not damage)",

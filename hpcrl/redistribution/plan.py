@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcrl.redistribution.layouts import Layouts, Worker
+from hpcrl.redistribution.layouts import Layouts, Worker, wanted
 from hpcrl.redistribution.loads import ALIGN, divide, padded, shares
-from hpcrl.redistribution.rectangles import wanted
 
 Columns = dict[str, np.ndarray]
 

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hpcrl.report.eta import number
+from hpcrl.report.metrics import number
 
 _COUNT = re.compile(r"(?:rollout|eval/(.+))/reward_(?:errors|timeouts)")
 _PLACE = re.compile(r" \(([^()]+:\d+) in [^()]+\)$")

@@ -13,9 +13,8 @@ from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hpcrl.plain_text import strip_control
-from hpcrl.report.eta import step_rows
 from hpcrl.report.file_tail import FileTail
-from hpcrl.report.metrics import parse_record
+from hpcrl.report.metrics import parse_record, step_rows
 from hpcrl.report.run_status import awaited
 from hpcrl.report.status_text import on_terminal
 from hpcrl.run.peers import TrainerPeer, find

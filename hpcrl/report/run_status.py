@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from hpcrl.errors import HpcrlError
-from hpcrl.report.eta import WINDOW, evaluated, number, seconds_left, step_rows, step_time
 from hpcrl.report.failed_gradings import failed_gradings
+from hpcrl.report.metrics import WINDOW, evaluated, number, seconds_left, step_rows, step_time
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.run.engine_files import EngineView
 from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, JobState

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config.custom_functions import ours
-from hpcrl.config.reward_names import needing_labels, read_words
+from hpcrl.config.plugin_names import needing_labels, read_words
 from hpcrl.config.setting_names import own
 from hpcrl.errors import UsageError
 from hpcrl.slime.mis_settings import mis_flags

@@ -23,7 +23,7 @@ from hpcrl.launch.batch_run import batch_main, run_in_job, stopped
 from hpcrl.launch.job import reopen_job
 from hpcrl.launch.scheduler import AlreadyRequeued, SchedulerSilent
 from hpcrl.plan import Host
-from hpcrl.run.command import LATE, CommandResult, ask
+from hpcrl.run.process import LATE, CommandResult, run_command
 from hpcrl.slurm import node_events, squeue
 from hpcrl.slurm.srun import SrunHosts, read_groups
 
@@ -63,7 +63,7 @@ class SlurmAllocation:
         return node_events.failures(hosts, since, until)
 
     def requeue(self) -> None:
-        answer = ask(["scontrol", "requeue", self.job_id], CALL)
+        answer = run_command(["scontrol", "requeue", self.job_id], CALL)
         if answer.code in (
             0,
             -signal.SIGTERM,
@@ -85,7 +85,7 @@ class SlurmAllocation:
 
 def _scontrol(*words: str) -> None:
     """HpcrlError with what scontrol said if it failed or did not answer."""
-    answer = ask(["scontrol", *words], CALL)
+    answer = run_command(["scontrol", *words], CALL)
     if answer.code:
         raise _failure(answer, *words)
 

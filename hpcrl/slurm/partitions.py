@@ -16,7 +16,7 @@ from hpcrl.errors import UsageError
 from hpcrl.findings import Finding, count
 from hpcrl.launch.scheduler import Component
 from hpcrl.launch.site import minutes
-from hpcrl.run.command import CommandResult, ask
+from hpcrl.run.process import CommandResult, run_command
 from hpcrl.slurm.site import SlurmSite
 
 SECONDS = 10.0
@@ -55,8 +55,8 @@ def responds(seconds: float = SECONDS) -> Iterator[Finding]:
         yield Finding("fail", "", f"{', '.join(missing)} not found: no Slurm here", LOGIN)
         return
     version, answer = (
-        ask(["sbatch", "--version"], seconds),
-        ask(["squeue", "--noheader", "--format=%i", "--me"], seconds),
+        run_command(["sbatch", "--version"], seconds),
+        run_command(["squeue", "--noheader", "--format=%i", "--me"], seconds),
     )
     if answer.code != 0:
         yield Finding("fail", "", f"squeue: {answer.said}", "is the controller up? see scontrol ping")
@@ -64,7 +64,7 @@ def responds(seconds: float = SECONDS) -> Iterator[Finding]:
     yield Finding(
         "ok", "", f"{version.out.strip()}, the controller answers; {count(len(answer.out.split()), 'job')} of yours"
     )
-    if shutil.which("sacct") is None or ask(["sacct", "--noheader", "--allocations"], seconds).code != 0:
+    if shutil.which("sacct") is None or run_command(["sacct", "--noheader", "--allocations"], seconds).code != 0:
         yield Finding(
             "warn", "", "sacct gives no answer: no accounting", "states of ended jobs come from the run directory alone"
         )
@@ -88,7 +88,7 @@ def _component(site: SlurmSite, need: Component, seconds: float) -> Iterator[Fin
 
 def _partition_holds(site: SlurmSite, need: Component, name: str, seconds: float) -> list[Finding]:
     """name: "" for the default partition."""
-    shown = ask(["scontrol", "show", "partition", "--oneliner", *([name] if name else [])], seconds)
+    shown = run_command(["scontrol", "show", "partition", "--oneliner", *([name] if name else [])], seconds)
     found = [partition for partition, default in partitions(shown) if name or default]
     if not found:
         hint = f"set {need.name}.partition; there are {_list(seconds)}"
@@ -106,13 +106,13 @@ def _partition_holds(site: SlurmSite, need: Component, name: str, seconds: float
             )
         ]
     command = ["sinfo", "--noheader", f"--partition={found[0].name}", "--format=%D|%t|%c|%G"]
-    shapes = parse_shapes(ask(command, seconds).out)
+    shapes = parse_shapes(run_command(command, seconds).out)
     gpus = need.slots if site.gpus(need.name, need.slots) else 0
     return judge_component(need, found[0], shapes, minutes(site.time), getattr(site, need.name).gpu_type, gpus)
 
 
 def _list(seconds: float) -> str:
-    answer = ask(["sinfo", "--noheader", "--format=%R"], seconds)
+    answer = run_command(["sinfo", "--noheader", "--format=%R"], seconds)
     return ", ".join(dict.fromkeys(answer.out.split())) if answer.code == 0 else "none that sinfo shows"
 
 

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from hpcrl.run import command
-from hpcrl.run.command import CommandResult
+from hpcrl.run.process import CommandResult, run_command
 from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 
 DEADLINE = 10.0
@@ -243,7 +242,7 @@ def call(words: Sequence[str]) -> CommandResult:
     """The answer of one of Slurm's commands within DEADLINE seconds, times in it in Unix seconds, whatever the user has
     set."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SACCT_"))}
-    return command.ask(words, DEADLINE, env=env | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C.UTF-8"})
+    return run_command(words, DEADLINE, env=env | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C.UTF-8"})
 
 
 def _row(line: str) -> JobRow | None:

@@ -28,7 +28,7 @@ from hpcrl.launch.job import run_dir_of
 from hpcrl.launch.scheduler import AllocationRequest, BatchScript, Component, ScriptVerdict, Submission, batch_python
 from hpcrl.launch.site import load_site
 from hpcrl.launch.submission import submit_new
-from hpcrl.run.command import ask
+from hpcrl.run.process import run_command
 from hpcrl.shipped_files import shipped
 from hpcrl.slurm.site import SlurmSite
 from hpcrl.slurm.squeue import MARK, NAME
@@ -241,7 +241,7 @@ def _quoted(text: str) -> str:
 
 def test_only(script: str) -> ScriptVerdict:
     """What `sbatch --test-only` says of a script."""
-    answer = ask(["sbatch", "--test-only"], SECONDS, script, _outside_of_jobs())
+    answer = run_command(["sbatch", "--test-only"], SECONDS, script, _outside_of_jobs())
     said = " ".join((answer.err + answer.out).split()).replace("sbatch: ", "")
     # an account, partition, QOS or feature that is not there is refused by sbatch too, with the same words
     return ScriptVerdict(answer.code == 0, said, _hint(said), never="invalid" in said.lower())
@@ -293,7 +293,7 @@ def send(submission: Submission) -> Any:
 
 def send_script(file: Path) -> str:
     """Submit a script as it is; the job's number."""
-    answer = ask(["sbatch", "--parsable", str(file)], SECONDS, env=_outside_of_jobs())
+    answer = run_command(["sbatch", "--parsable", str(file)], SECONDS, env=_outside_of_jobs())
     if answer.code:
         raise _refused(answer.err or answer.said)
     return answer.out.strip().partition(";")[0]

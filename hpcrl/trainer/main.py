@@ -180,7 +180,7 @@ class Trainer:
         """One rollout and its optimizer steps; False if the run was asked to stop before it."""
         from hpcrl.trainer.loop_schedule import check_staleness, publishes, settles
         from hpcrl.trainer.step import train_batch
-        from hpcrl.trainer.step.sample_record import record_samples
+        from hpcrl.trainer.step.sums import record_samples
 
         rollout_id = self.at.rollout_id
         begun = time.monotonic()

@@ -24,9 +24,8 @@ from typing import Any, Literal
 import torch
 
 from hpcrl.errors import DataError
-from hpcrl.model_files.config_json import CONFIG, read_config
+from hpcrl.model_files.config_json import CONFIG, read_config, read_quantization
 from hpcrl.model_files.safetensors_files import listing
-from hpcrl.weights.quantization_config import read_quantization
 
 Strategy = Literal["block", "channel", "tensor"]
 Stream = Iterator[tuple[str, torch.Tensor]]

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from hpcrl.algorithms import corrections, estimators, kl, losses
-from hpcrl.config.algorithm_files import Kind, algorithm_files
 from hpcrl.config.options import AlgorithmOptions, DistillationOptions, OffPolicyOptions
+from hpcrl.config.plugin_names import Kind, algorithm_files
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.config.rules.algorithm_needs import policy_loss_name
 

@@ -12,8 +12,8 @@ import torch
 
 from hpcrl.algorithms.advantages import compute_advantages, overlong_penalty
 from hpcrl.algorithms.interface import Advantages, RolloutBatch
-from hpcrl.config.algorithm_files import algorithm_files
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_names import algorithm_files
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from tests.algorithms.batches import Sample, options, over_ranks, random_samples, rollout_batch
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from hpcrl.cli import main
-from hpcrl.report import eta
+from hpcrl.report import metrics
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status, judge_run, span
 from hpcrl.report.status_text import line, page, strip_control, table
@@ -352,8 +352,8 @@ def test_a_run_that_will_not_finish_in_time_says_what_becomes_of_it(tmp_path: Pa
 
 def test_a_step_is_the_median_of_the_last_twenty() -> None:
     rows = steps(50, each=100.0, until=NOW - 500) + steps(19, first=50, each=2.0) + steps(2, first=69, each=900.0)
-    assert eta.step_time(rows) == 2.0
-    assert eta.step_time([]) is None
+    assert metrics.step_time(rows) == 2.0
+    assert metrics.step_time([]) is None
 
 
 def test_pauses_for_checkpoints_and_evaluations_count() -> None:
@@ -369,35 +369,35 @@ def test_pauses_for_checkpoints_and_evaluations_count() -> None:
             rows.append({"rollout_id": i, "time": at, "eval/a/accuracy": 0.5})
     # 10 steps are done (and saved); of 14, steps 11 to 14 follow: two pauses of 3 s, two of them with 7 s (12, and 14:
     # the end)
-    left = eta.seconds_left(rows, 10, 14, 2, 4, rows[-1]["time"])
+    left = metrics.seconds_left(rows, 10, 14, 2, 4, rows[-1]["time"])
     assert left == pytest.approx(4 * 2.0 + 2 * 3.0 + 2 * 7.0)
-    assert eta.seconds_left(rows, 10, 14, 2, None, rows[-1]["time"]) is not None
-    assert eta.seconds_left(rows, 14, 14, 2, 4, NOW) == 0.0
+    assert metrics.seconds_left(rows, 10, 14, 2, None, rows[-1]["time"]) is not None
+    assert metrics.seconds_left(rows, 14, 14, 2, 4, NOW) == 0.0
 
 
 def test_an_evaluation_that_no_step_has_followed_yet_counts() -> None:
     rows = [*steps(4, each=1.0), {"rollout_id": 3, "time": NOW + 50, "eval/a/accuracy": 0.5}]
-    assert eta.seconds_left(rows, 4, 6, None, 2, NOW) == pytest.approx(2 * 1.0)
-    assert eta.seconds_left(rows, 4, 7, None, 4, NOW) == pytest.approx(3 * 1.0)
-    assert eta.seconds_left(rows, 4, 9, None, 4, NOW) == pytest.approx(5 * 1.0 + 50.0), "after step 8"
-    assert eta.pauses(rows, lambda done: done % 4 == 0) == {False: 0.0, True: 50.0}
+    assert metrics.seconds_left(rows, 4, 6, None, 2, NOW) == pytest.approx(2 * 1.0)
+    assert metrics.seconds_left(rows, 4, 7, None, 4, NOW) == pytest.approx(3 * 1.0)
+    assert metrics.seconds_left(rows, 4, 9, None, 4, NOW) == pytest.approx(5 * 1.0 + 50.0), "after step 8"
+    assert metrics.pauses(rows, lambda done: done % 4 == 0) == {False: 0.0, True: 50.0}
 
 
 def test_steps_that_were_lost_between_two_records_are_no_pause() -> None:
     rows = [*steps(1, until=NOW - 500), *steps(1, first=5)]
-    assert eta.pauses(rows, lambda _: "any") == {}
+    assert metrics.pauses(rows, lambda _: "any") == {}
 
 
 def test_what_has_passed_of_a_step_is_taken_off_but_no_more_than_a_step() -> None:
     rows = steps(5, each=10.0)
-    assert eta.seconds_left(rows, 5, 7, None, None, NOW) == pytest.approx(20.0)
-    assert eta.seconds_left(rows, 5, 7, None, None, NOW + 4) == pytest.approx(16.0)
-    assert eta.seconds_left(rows, 5, 7, None, None, NOW + 4000) == pytest.approx(10.0)
+    assert metrics.seconds_left(rows, 5, 7, None, None, NOW) == pytest.approx(20.0)
+    assert metrics.seconds_left(rows, 5, 7, None, None, NOW + 4) == pytest.approx(16.0)
+    assert metrics.seconds_left(rows, 5, 7, None, None, NOW + 4000) == pytest.approx(10.0)
 
 
 def test_a_restart_is_no_pause() -> None:
     rows = steps(5, each=1.0, until=NOW - 5000) + steps(5, first=5, each=1.0)
-    assert eta.seconds_left(rows, 10, 20, None, None, NOW) == pytest.approx(10.0)
+    assert metrics.seconds_left(rows, 10, 20, None, None, NOW) == pytest.approx(10.0)
 
 
 # ---- text

@@ -28,7 +28,7 @@ from hpcrl.doctor.one_node import UNSEEN, parse_gpus
 from hpcrl.findings import Finding, last_line, size
 from hpcrl.launch.probe import HostReport, Network
 from hpcrl.launch.scheduler import Component
-from hpcrl.run.command import CommandResult
+from hpcrl.run.process import CommandResult
 from hpcrl.slurm import partitions
 from hpcrl.slurm.site import SlurmSite
 from hpcrl.toolbox.deadline import Deadline

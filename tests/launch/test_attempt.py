@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from hpcrl.commands.resume import rewind_run
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError
 from hpcrl.heartbeat import Silent
 from hpcrl.launch import attempt, batch_run
-from hpcrl.launch.extend_run import rewind_run
 from hpcrl.launch.job import RunJob, held
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.run.peers import TrainerPeer, publish

@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from hpcrl.errors import DataError
 from hpcrl.model_files.torch_dist import TorchDist
-from hpcrl.pickles import names
+from hpcrl.pickles import reader
 from hpcrl.pickles.reader import PlainUnpickler, read_plain
 from hpcrl.pickles.values import Refused
 from hpcrl.pickles.writer import PlainPickler, refuse_foreign_pickles
@@ -153,7 +153,7 @@ def plain() -> list[Any]:
         },
         [1j, bytearray(b"ab"), OrderedDict(a=1), Path("/a/b"), PurePosixPath("c"), 1 << 100, -(1 << 40)],
         OrderedDict(a=torch.float32, b=size, c=torch.strided),
-        [getattr(torch, name) for name in sorted(names.DTYPES)],
+        [getattr(torch, name) for name in sorted(reader.DTYPES)],
         [
             torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
             torch.tensor(1.5),
@@ -229,7 +229,7 @@ def test_every_name_on_the_list_is_read_as_it_was_sent() -> None:
     stream = Notes(io.BytesIO(dumped(io.BytesIO(b"state")))).load()
     assert stream.getvalue() == b"state"
     Notes(io.BytesIO(as_python_3_11_2(LoadItemType.TENSOR))).load()
-    listed = names.RECORDS | names.ENUMS | set(names.MAKERS) | {("torch", name) for name in names.DTYPES}
+    listed = reader.RECORDS | reader.ENUMS | set(reader.MAKERS) | {("torch", name) for name in reader.DTYPES}
     assert Notes.seen == listed
 
 

@@ -10,9 +10,8 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker, whole
+from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker, sources, targets, whole
 from hpcrl.redistribution.plan import Redistribution, busiest, redistribute
-from hpcrl.redistribution.rectangles import sources, targets
 from tests.support.families import SIZES
 from tests.support.layouts import Case, random_case
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.run.command import LATE, MISSING, CommandResult, ask
+from hpcrl.run.process import LATE, MISSING, CommandResult, run_command
 
 
 @pytest.mark.parametrize(
@@ -28,21 +28,21 @@ from hpcrl.run.command import LATE, MISSING, CommandResult, ask
     ],
 )
 def test_what_it_answers(script: str, answer: CommandResult, said: str) -> None:
-    found = ask(["sh", "-c", script], 5)
+    found = run_command(["sh", "-c", script], 5)
     assert (found, found.said) == (answer, said)
 
 
 def test_it_reads_what_it_is_given_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ask(["cat"], 5, "a\nb").out == "a\nb"
-    assert ask(["cat"], 5).out == "", "the terminal is not its input"
+    assert run_command(["cat"], 5, "a\nb").out == "a\nb"
+    assert run_command(["cat"], 5).out == "", "the terminal is not its input"
     monkeypatch.setenv("OURS", "x")
-    assert ask(["sh", "-c", "echo $OURS"], 5).out == "x\n"
-    assert ask(["sh", "-c", "echo $OURS"], 5, env={"PATH": os.environ["PATH"]}).out == "\n"
+    assert run_command(["sh", "-c", "echo $OURS"], 5).out == "x\n"
+    assert run_command(["sh", "-c", "echo $OURS"], 5, env={"PATH": os.environ["PATH"]}).out == "\n"
 
 
 @pytest.mark.parametrize("program", ["/nowhere/x", "no-such-program-anywhere", "/tmp"])
 def test_a_program_that_is_missing_is_an_answer(program: str) -> None:
-    answer = ask([program, "--version"], 5)
+    answer = run_command([program, "--version"], 5)
     assert answer.code == MISSING and answer.said.startswith("cannot be started: ")
 
 
@@ -50,7 +50,7 @@ def test_one_that_is_late_is_ended_with_what_it_started(tmp_path: Path) -> None:
     """Its child holds the pipe open, as a hanging file system's client would."""
     began = time.monotonic()
     file = tmp_path / "pid"
-    answer = ask(["sh", "-c", f"sleep 60 & echo $! > {file}; sleep 60"], 1)
+    answer = run_command(["sh", "-c", f"sleep 60 & echo $! > {file}; sleep 60"], 1)
     assert (answer.code, answer.out, answer.said) == (LATE, "", "no answer within 1 s")
     assert time.monotonic() - began < 10
     deadline, child = time.monotonic() + 5, int(file.read_text())

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hpcrl.config.algorithm_files import find_algorithm_file
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_names import find_algorithm_file
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,16 @@
 
 Invariant: an estimator, loss, correction or teacher without what it needs ends here, before anything starts, and so
 does an option that the chosen ones do not read; what each needs and reads is declared in its own file
-(`algorithm_files.py`).
+(`plugin_names.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.algorithm_files import NEEDS, Kind, algorithm_files, find_algorithm_file, is_path
 from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions, Options
 from hpcrl.config.passthrough import dashed
+from hpcrl.config.plugin_names import NEEDS, Kind, algorithm_files, find_algorithm_file, is_path
 from hpcrl.config.rules.algorithm_needs import needs, policy_loss_name, routing
 from hpcrl.config.sections.algorithm import DistillationOptions
 from hpcrl.errors import UsageError, failures, raise_together

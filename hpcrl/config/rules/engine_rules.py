@@ -1,19 +1,26 @@
-"""How many engines there are, what external ones need, and what goes together in a weight update: pure functions of the
-options.
+"""How many engines there are, what external ones need, what goes together in a weight update, and what speculative
+decoding (--vllm-speculative-config) asks of a run: pure functions of the options, and of config.json.
 
-Invariants: the GPUs of engines divide into whole engines; an address that passes is HOST:PORT, and stands once; an
-update that cannot be, and what has no effect on it, is refused before anything starts.
+vLLM draws from the policy's own distribution whatever was drafted, so that tokens and log-probs are those of a run
+without it.  Invariants: the GPUs of engines divide into whole engines; an address that passes is HOST:PORT, and stands
+once; an update that cannot be, and what has no effect on it, is refused before anything starts; no weight update brings
+a draft its weights.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.toolbox.plugins import PluginRoom
+
+if TYPE_CHECKING:
+    from hpcrl.config.options import Options
+
 
 ADDRS = "--rollout-external-engine-addrs"
 KEYS = "--rollout-external-engine-keys"
@@ -137,3 +144,44 @@ def inert_in_weights(o: Options) -> Iterator[tuple[str, str]]:
         yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
     if o.weight_update != "delta":
         yield "weight_update_check_interval", f"--weight-update is {o.weight_update}"
+
+
+FLAG = "--vllm-speculative-config"
+OWN_LAYERS = "mtp"  #: the method that drafts with the layers which a checkpoint has behind the model's last one
+_LAYERS_BEHIND = ("num_nextn_predict_layers", "num_mtp_layers")  #: of config.json: how many those are
+
+
+def check_speculation(o: Options) -> None:
+    """UsageError for a setting that vLLM would refuse when the engines start, or at the first sample."""
+    setting = o.vllm.get("speculative_config")
+    if setting is None:
+        return
+    count = setting.get("num_speculative_tokens")
+    if count is not None and (type(count) is not int or count < 1):
+        raise UsageError(f"{FLAG}: num_speculative_tokens is {count!r}, expected a whole number >= 1")
+    if setting.get("method") == OWN_LAYERS and count is None:
+        raise UsageError(f"{FLAG} does not say how many tokens are drafted", 'give it "num_speculative_tokens"')
+    for name in ("rollout_min_p", "eval_min_p"):
+        if value := getattr(o, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value:g} and {FLAG} exclude each other: vLLM checks no draft against "
+                "min-p",
+                "leave one of them out",
+            )
+
+
+def layers_behind(config: Mapping[str, Any]) -> int:
+    """Layers that a checkpoint has behind the model's last one, by its config.json; they predict further tokens."""
+    return next((int(config[name]) for name in _LAYERS_BEHIND if config.get(name)), 0)
+
+
+def check_draft_layers(o: Options, config: Mapping[str, Any]) -> None:
+    """UsageError if drafts are to come from layers that this model does not have."""
+    setting = o.vllm.get("speculative_config") or {}
+    if setting.get("method") == OWN_LAYERS and "model" not in setting and not layers_behind(config):
+        raise UsageError(
+            f'{FLAG} with "method": "{OWN_LAYERS}" (slime\'s --sglang-speculative-algorithm EAGLE): the model\'s '
+            "config.json has no"
+            " layers that predict further tokens (num_nextn_predict_layers)",
+            "leave it out",
+        )

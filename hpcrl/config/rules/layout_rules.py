@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
-from hpcrl.config.rules.speculation_rules import drafts_with_weights
 from hpcrl.errors import UsageError
 
 
@@ -79,7 +78,7 @@ def check_sharing(o: Options) -> None:
             "update brings it",
             "leave one of them out",
         )
-    if o.sleep_level == 2 and drafts_with_weights(o.vllm.get("speculative_config")):
+    if o.sleep_level == 2 and o.drafts_with_weights:
         raise UsageError(
             "--rollout-sleep-level 2 with --vllm-speculative-config: the drafts' weights would go with the others, and "
             "no update "

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from hpcrl.config.algorithm_files import is_path
 from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
+from hpcrl.config.plugin_names import check_key, is_path, needing_labels, read_words
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.config.prompt_words import read_words as read_prompt_words
-from hpcrl.config.reward_names import check_key, needing_labels, read_words
 from hpcrl.config.rules.algorithm_rules import (
     check_algorithm,
     check_distillation,
@@ -25,6 +24,7 @@ from hpcrl.config.rules.algorithm_rules import (
 from hpcrl.config.rules.engine_rules import (
     check_engines,
     check_external,
+    check_speculation,
     check_weights,
     inert_in_external,
     inert_in_weights,
@@ -33,7 +33,6 @@ from hpcrl.config.rules.layout_rules import check_ranks, check_sharing, check_vi
 from hpcrl.config.rules.passed_through_rules import check_engine_settings, check_passed_through
 from hpcrl.config.rules.run_rules import check_looking, check_loop, inert_in_loop
 from hpcrl.config.rules.schedules import check_schedules
-from hpcrl.config.rules.speculation_rules import check_speculation
 from hpcrl.errors import UsageError, failures, raise_together
 from hpcrl.toolbox.plugins import PluginRoom
 

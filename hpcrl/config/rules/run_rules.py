@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.algorithm_files import find_algorithm_file
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_names import find_algorithm_file
 from hpcrl.errors import UsageError
 
 

@@ -21,7 +21,7 @@ import torch
 from hpcrl.engine.pieces.borrowed_view import BorrowedPart, BorrowedView
 from hpcrl.engine.pieces.part_tensor import part_tensor
 from hpcrl.model_files.safetensors_files import ITEM_BYTES
-from hpcrl.redistribution.rectangles import targets
+from hpcrl.redistribution.layouts import targets
 from hpcrl.weights.comparison import digest
 from hpcrl.weights.pieces.elements import WHOLE, copy, read, size, words
 from hpcrl.weights.pieces.wire import Message, ReceivePlan, WireTensor

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hpcrl.redistribution.rectangles import Index
+from hpcrl.redistribution.layouts import Index
 from hpcrl.weights.pieces.elements import copy
 
 Area = tuple[int, int, int, int]  #: rows [a, b), columns [c, d)

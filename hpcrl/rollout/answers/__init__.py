@@ -1,6 +1,6 @@
 """Answers to mathematical questions: found in a response, read, and compared.
 
-    boxed.py       the last \\boxed{...} of a response
+    labels.py      the last \\boxed{...} of a response; what a label says is right
     latex.py       one spelling for the many that LaTeX and Unicode allow
     expression.py  an expression as a tree, by a grammar (nothing is evaluated as code), and its value
     units.py       percent, money, degrees, lengths ... behind a number

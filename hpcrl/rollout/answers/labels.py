@@ -1,20 +1,56 @@
-"""What a label says the right answers are, and whether an answer is one of them.
+r"""What a label says the right answers are, whether an answer is one of them, and the last complete \boxed{...} of a
+text.
 
-A label is text, a number, true or false, or a list of them: then each is right.  Where a text label has a \\boxed{...},
+A label is text, a number, true or false, or a list of them: then each is right.  Where a text label has a \boxed{...},
 that is the answer.
 
-Invariant: a package that reads or compares otherwise than this code expects is an error that names the versions, at the
-start (`check`), and not a run whose rewards are all 0.
+Invariants: a package that reads or compares otherwise than this code expects is an error that names the versions, at
+the start (`check`), and not a run whose rewards are all 0.  A box is found in one pass over the last TAIL characters at
+most, whatever the text.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.answers import calculus
-from hpcrl.rollout.answers.boxed import boxed
 from hpcrl.rollout.answers.compare import equivalent
+
+TAIL = 1_000_000  #: characters at the end of a text that are looked at: no answer stands before them
+_TOKENS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def boxed(text: str) -> str | None:
+    r"""What stands in the last complete \boxed{...} (or \fbox{...}) of `text`, stripped, or None if there is none.
+
+    Of boxes that lie in each other the inner one counts.  An escaped brace is not a brace.
+    """
+    text = text[-TAIL:]
+    begins = [found.start() for found in _BOX.finditer(text)]
+    if not begins:
+        return None
+    opened: list[tuple[int, bool]] = []  # (where the content begins, whether it is boxed) of every open brace
+    start, content = -1, None
+    for found in _TOKENS.finditer(text, _safe_start(text, begins[0])):
+        token = found.group()
+        if token.endswith("{") and token != "\\{":
+            opened.append((found.end(), len(token) > 1))
+        elif token == "}" and opened:
+            begin, is_boxed = opened.pop()
+            if is_boxed and begin > start:
+                start = begin
+                content = text[begin : found.start()].strip()
+    return content
+
+
+def _safe_start(text: str, box: int) -> int:
+    r"""Where to begin reading so that the box at `box` is read as one: the backslashes before it may escape its own."""
+    while box and text[box - 1] == "\\":
+        box -= 1
+    return box
 
 
 def right_answers(label: Any) -> list[str]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from hpcrl.config.eval_sets import EvalSet, eval_sets
 from hpcrl.config.options import Options
-from hpcrl.rollout.answers.boxed import boxed
+from hpcrl.rollout.answers.labels import boxed
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.grading.service import GradedBy, Grading

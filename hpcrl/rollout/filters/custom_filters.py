@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hpcrl.config.algorithm_files import is_path
 from hpcrl.config.custom_functions import said_of, settled, short, trace_of
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_names import is_path
 from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.filters.verdict import Verdict, read_verdict

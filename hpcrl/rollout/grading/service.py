@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.config.reward_names import RewardWord, own_reward, read_words
+from hpcrl.config.plugin_names import RewardWord, own_reward, read_words
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.rollout.custom_hooks import BadSample, RolloutHooks
 from hpcrl.rollout.grading.tally import Said, Tally

@@ -29,8 +29,8 @@ import numpy as np
 
 from hpcrl.config.custom_functions import is_async, place_of, settled, short, trace_of
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_names import read_words
 from hpcrl.config.plugin_points import load_own
-from hpcrl.config.reward_names import read_words
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.worker_messages import (
     ERROR,
@@ -82,7 +82,7 @@ class Reward:
         """The sample with the response that the reward looks at."""
         if self.boxed is None:
             return sample
-        from hpcrl.rollout.answers.boxed import boxed
+        from hpcrl.rollout.answers.labels import boxed
 
         content = boxed(sample.response)
         return replace(sample, response="" if content is None else self.boxed(content))

@@ -13,7 +13,7 @@ import string
 from typing import Any
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.answers.boxed import boxed as find_boxed
+from hpcrl.rollout.answers.labels import boxed as find_boxed
 from hpcrl.sample import Sample
 
 NEEDS_LABEL = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpcrl.config.options import Options
 from hpcrl.rollout.answers import labels
-from hpcrl.rollout.answers.boxed import boxed as find_boxed
+from hpcrl.rollout.answers.labels import boxed as find_boxed
 from hpcrl.rollout.answers.labels import is_right
 from hpcrl.sample import Sample
 

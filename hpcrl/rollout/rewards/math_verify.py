@@ -9,7 +9,7 @@ from __future__ import annotations
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.rollout.answers import calculus
-from hpcrl.rollout.answers.boxed import boxed as find_boxed
+from hpcrl.rollout.answers.labels import boxed as find_boxed
 from hpcrl.rollout.answers.labels import right_answers
 from hpcrl.sample import Sample
 

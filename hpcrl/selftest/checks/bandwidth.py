@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.run.command import ask
+from hpcrl.run.process import run_command
 from hpcrl.selftest.registry import Check, CheckContext, Outcome, Skip
 
 SLOW = 0.25  #: of the link: below this the fast network or NVLink is not in use
@@ -32,7 +32,7 @@ def work(place: CheckContext) -> Outcome:
     speed = found["bus_bandwidth"]
     link, name = place.link, "the network"
     if place.hosts == 1:
-        answer = ask(["nvidia-smi", "nvlink", "--status"], 20.0)
+        answer = run_command(["nvidia-smi", "nvlink", "--status"], 20.0)
         link = nvlink(answer.out) if answer.code == 0 else None
         name = "NVLink"
     numbers = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpcrl.algorithms.mismatch import DIFFERENCE
+from hpcrl.algorithms.loss import DIFFERENCE
 from hpcrl.selftest.registry import Check, Outcome
 from hpcrl.selftest.whole_run import gpu_count, sampling_run, steps
 

@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 import pytest
 
-from hpcrl.config.algorithm_files import NEEDS, Kind, algorithm_files, find_algorithm_file
 from hpcrl.config.options import AlgorithmOptions, OffPolicyOptions, Options
+from hpcrl.config.plugin_names import NEEDS, Kind, algorithm_files, find_algorithm_file
 from hpcrl.config.rules.algorithm_needs import Needs, needs, policy_loss_name
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.errors import UsageError

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.answers import calculus, labels
-from hpcrl.rollout.answers.boxed import boxed
 from hpcrl.rollout.answers.compare import equivalent
-from hpcrl.rollout.answers.labels import is_right, right_answers
+from hpcrl.rollout.answers.labels import boxed, is_right, right_answers
 from tests.support.answers import pairs
 
 TABLE = list(pairs())

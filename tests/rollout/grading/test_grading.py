@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.reward_names import own_reward, read_words
+from hpcrl.config.plugin_names import own_reward, read_words
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.rollout import worker_pool
-from hpcrl.rollout.answers.boxed import boxed as find_boxed
+from hpcrl.rollout.answers.labels import boxed as find_boxed
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.grading.tally import Tally, grading_metrics
 from hpcrl.rollout.prompts.prompt_files import PromptFile

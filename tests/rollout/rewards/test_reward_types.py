@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.reward_names import declared, read_words, reward_names
+from hpcrl.config.plugin_names import declared, plugin_names, read_words
 from hpcrl.errors import UsageError
 from hpcrl.rollout.grading.worker import grade, load_reward
 from hpcrl.rollout.rewards import gpqa
@@ -277,8 +277,8 @@ def test_every_file_is_a_reward() -> None:
         "random",
         "math_verify",
         "exact",
-    } <= set(reward_names())
-    for name in reward_names():
+    } <= set(plugin_names())
+    for name in plugin_names():
         module = importlib.import_module(f"hpcrl.rollout.rewards.{name}")
         assert callable(module.reward) and module.__doc__.startswith(("--rm-type", "r--rm-type")), name
         assert declared(name) == {
@@ -288,7 +288,7 @@ def test_every_file_is_a_reward() -> None:
 
 
 def test_a_new_file_joins_by_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import hpcrl.config.reward_names as names
+    import hpcrl.config.plugin_names as names
     import hpcrl.rollout.rewards as package
 
     (tmp_path / "brief.py").write_text(
@@ -297,7 +297,7 @@ def test_a_new_file_joins_by_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(names, "REWARDS", PluginRoom(tmp_path))
     monkeypatch.setattr(package, "__path__", [str(tmp_path)])
     try:
-        assert names.reward_names() == ("brief",) and read_words("brief:2")[0].weight == 2
+        assert names.plugin_names() == ("brief",) and read_words("brief:2")[0].weight == 2
         assert not names.needing_labels(read_words("boxed_brief"))
         assert worth("brief", "four") == 0.25 and worth("boxed_brief", r"a long one \boxed{ab}") == 0.5
     finally:

@@ -27,7 +27,7 @@ LAYOUTS = {
 
 def train_on_rank(root: Path, opts: Options) -> None:
     from hpcrl.trainer.step import train_batch
-    from hpcrl.trainer.step.sample_record import record_samples
+    from hpcrl.trainer.step.sums import record_samples
 
     policy = start(opts)
     mine = ShareExchange(policy.ranks).exchange(shares(opts)[policy.ranks.dp_rank])

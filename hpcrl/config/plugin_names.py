@@ -1,10 +1,18 @@
-"""The rewards that --rm-type may name, and how it names them.
+"""What registers itself by its file's name and is named by an option: rewards, estimators, losses, corrections and KL
+estimators; without importing them.
 
 A word of --rm-type is NAME, boxed_NAME or module.function, each with an optional weight behind a colon: `math`,
 `boxed_gpqa`, `math:1.0 my_rewards.brief:0.1`.  A name is a file of hpcrl/rollout/rewards/.
 
-Invariant: names and what is needed to check options come from the files' text alone, nothing is imported, so a login
-node without the packages of the rollout process refuses what that process would refuse.
+An algorithm is one file of `hpcrl/algorithms/<kind>/`; its name is the option's value.  Besides its function it may
+declare, as literals that are read here:
+    NEEDS    what must be given or hold: see `NEEDS`
+    OPTIONS  the options that it reads, beyond those that every algorithm reads: given with another, they have no effect
+    LOSS     of an estimator, the policy loss that belongs to it (default: ppo)
+    KL       of an estimator, what --kl-coef acts on: "token", its rewards of tokens, or "reward" (default)
+
+Invariant: names and what is needed to check options come from the files' text alone, nothing is imported, so a new file
+needs no second place, and a login node without the packages of the run refuses what the run would refuse.
 """
 
 from __future__ import annotations
@@ -13,11 +21,63 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hpcrl.errors import UsageError
 from hpcrl.toolbox.plugins import PluginRoom
+
+Kind = Literal["estimators", "losses", "corrections", "kl"]
+ROOM = Path(__file__).parents[1] / "algorithms"
+
+#: what an algorithm may need
+NEEDS = {
+    "groups": "several responses to each prompt",
+    "critic": "a value model",
+    "normalize_advantages": "--normalize-advantages",
+    "greedy": "the reward of a greedy response to each prompt",
+    "teacher": "a teacher",
+}
+#: what a file may declare -> what it means to declare nothing
+DEFAULTS = {"NEEDS": (), "OPTIONS": (), "LOSS": "ppo", "KL": "reward"}
+
+
+@dataclass(frozen=True)
+class AlgorithmFile:
+    """What a file declares; title: the first line of its docstring."""
+
+    title: str
+    needs: tuple[str, ...]
+    options: tuple[str, ...]
+    loss: str
+    kl: str
+
+
+@cache
+def algorithm_files(kind: Kind) -> dict[str, AlgorithmFile]:
+    """Name -> what its file declares, of every file of a kind, by name."""
+    room = PluginRoom(ROOM / kind)
+    declared = {name: room.literals(name, DEFAULTS) for name in room.names()}
+    return {
+        name: AlgorithmFile(room.title(name), **{key.lower(): value for key, value in found.items()})
+        for name, found in declared.items()
+    }
+
+
+def is_path(name: str) -> bool:
+    """Whether a value is the dotted path of an own function, not the name of a file."""
+    return "." in name
+
+
+def find_algorithm_file(kind: Kind, name: str) -> AlgorithmFile | None:
+    """What `name` declares.
+
+    None for the dotted path of an own function, of which nothing is known before it is imported, and for a name that
+    there is not: one rule refuses it (`config/rules/algorithm_rules.py`).
+    """
+    return algorithm_files(kind).get(name)
+
 
 REWARDS = PluginRoom(Path(__file__).parents[1] / "rollout" / "rewards")
 BOXED = "boxed_"
@@ -39,7 +99,7 @@ class RewardWord:
     weight: float
 
 
-def reward_names() -> tuple[str, ...]:
+def plugin_names() -> tuple[str, ...]:
     """Every name, in order."""
     return REWARDS.names()
 
@@ -87,7 +147,7 @@ def _read(word: str) -> RewardWord:
 
 def file_of(name: str) -> str | None:
     """The file of a reward's name, which may begin with boxed_; None if there is none."""
-    known = reward_names()
+    known = plugin_names()
     bare = name.removeprefix(BOXED)
     return name if name in known else bare if bare in known else None
 
