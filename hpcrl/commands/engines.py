@@ -19,7 +19,7 @@ from hpcrl.commands.find_run import find_run, look_at_run
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
-from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
+from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.engines.add import add_here, local_name, script_of, submit_added

@@ -26,9 +26,9 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe
 from hpcrl.config.rules.option_rules import inert
-from hpcrl.config.rules.stage_flags import flags_of, split_name, stage_flag
 from hpcrl.config.sections.algorithm import AlgorithmOptions, OffPolicyOptions, OptimizerOptions
 from hpcrl.config.setting_names import spell
+from hpcrl.config.stage_flags import flags_of, split_name, stage_flag
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import directory_of

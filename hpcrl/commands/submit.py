@@ -16,7 +16,7 @@ import msgspec
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
-from hpcrl.config.rules.stage_flags import split_name, stage_flag
+from hpcrl.config.stage_flags import split_name, stage_flag
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.directories import file_system
 from hpcrl.errors import UsageError

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpcrl.config.rules.stage_flags import TABLES, split_name
 from hpcrl.config.setting_names import find_flag, find_in, put
+from hpcrl.config.stage_flags import TABLES, split_name
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
 

@@ -177,6 +177,11 @@ def dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
+def flag(name: str) -> str:
+    """An option as an error names it."""
+    return f"--{dashed(name)}"
+
+
 @cache
 def spellings(table: Table) -> dict[str, Target]:
     """Every flag of a table, without the leading dashes -> where it leads.  Empty if the package is not installed.

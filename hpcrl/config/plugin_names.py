@@ -74,7 +74,7 @@ def find_algorithm_file(kind: Kind, name: str) -> AlgorithmFile | None:
     """What `name` declares.
 
     None for the dotted path of an own function, of which nothing is known before it is imported, and for a name that
-    there is not: one rule refuses it (`config/rules/algorithm_rules.py`).
+    there is not: one rule refuses it (`config/rules/algorithm.py`).
     """
     return algorithm_files(kind).get(name)
 

@@ -7,7 +7,7 @@
     name = "sft"
     loss_type = "sft_loss"
 
-A flag goes before the stage's table, which goes before the top of the recipe; `rules/stage_flags.py` says in which
+A flag goes before the stage's table, which goes before the top of the recipe; `stage_flags.py` says in which
 stages it counts.  Placeholders in text: {prepared} is RUN/prepared, {recipe} the recipe's directory, {run} the run
 directory, {python} this interpreter; in `prepare` also any option by its name, such as {seed}.  Invariant: pure
 functions; whatever they return has been checked as a whole.
@@ -29,9 +29,11 @@ from pydantic import ValidationError
 from hpcrl.config.custom_functions import ours
 from hpcrl.config.custom_settings import with_own_settings
 from hpcrl.config.options import Options
-from hpcrl.config.rules.option_rules import check_options, check_run_dir, flag, inert
-from hpcrl.config.rules.stage_flags import flags_of, place_flags, split_name, spread_flags, stage_flag
+from hpcrl.config.passthrough import flag
+from hpcrl.config.rules.option_rules import check_options, inert
+from hpcrl.config.rules.run import check_run_dir
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
+from hpcrl.config.stage_flags import flags_of, place_flags, split_name, spread_flags, stage_flag
 from hpcrl.errors import UsageError, parts_of, raise_together
 from hpcrl.shipped_files import copy_hint
 from hpcrl.untrusted_files import as_given, read_given

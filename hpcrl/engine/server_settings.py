@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.engine_rules import FLAG as SPECULATION
+from hpcrl.config.rules.sampling import SPECULATION
 from hpcrl.config.setting_names import gather_table
 from hpcrl.engine.gpu_sharing import ON_CPU, SLEEP_LEVEL
 from hpcrl.engine.multi_node import node_flags

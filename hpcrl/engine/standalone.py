@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
+from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.engine.main import EngineSupervisor, supervise
 from hpcrl.engine.multi_node import bound_socket
 from hpcrl.errors import UsageError

@@ -27,7 +27,7 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
-from hpcrl.config.rules.option_rules import check_run_dir
+from hpcrl.config.rules.run import check_run_dir
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, run_attempt
 from hpcrl.launch.preflight import (

@@ -26,7 +26,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
 from hpcrl.config.plugin_points import missing_functions
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules.engine_rules import check_draft_layers
+from hpcrl.config.rules.sampling import check_draft_layers
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.site import SiteProfile

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import settings
-from hpcrl.config.rules.engine_rules import OWN_LAYERS, layers_behind
+from hpcrl.config.rules.sampling import OWN_LAYERS, layers_behind
 from hpcrl.memory.parameters import largest_module, whole_model
 from hpcrl.memory.training import GIB, longest_sample
 from hpcrl.models.family import Config, Family

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrl.config.rules.engine_rules import layers_behind
+from hpcrl.config.rules.sampling import layers_behind
 from hpcrl.errors import DataError, UsageError
 from hpcrl.toolbox.plugins import PluginRoom
 

@@ -74,7 +74,7 @@ def find_routing(options: Options, config: Config) -> Routing:
 
     UsageError for a dense one, if a replay of its choices is asked for; DataError for a bad config.json.
     """
-    assert options.hf_checkpoint is not None, "checked by option_rules.py"
+    assert options.hf_checkpoint is not None, "checked by rules/run.py"
     found = Routing.of_fields(find_family(config, options.hf_checkpoint).transformer(config))
     if found is None:
         flag = replay_flag(options)

@@ -14,7 +14,7 @@ from typing import Any
 from hpcrl.config.eval_sets import EvalSet
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import RewardWord, declared, file_of, needing_labels, read_words
-from hpcrl.config.rules.option_rules import label_key
+from hpcrl.config.rules.data import label_key
 from hpcrl.errors import DataError
 from hpcrl.prompt_files.rows import kind_of_json
 

@@ -21,8 +21,8 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.recipe import build_options
 from hpcrl.config.rules.option_rules import check_options, inert
-from hpcrl.config.rules.stage_flags import split_name
 from hpcrl.config.setting_names import nearest, own
+from hpcrl.config.stage_flags import split_name
 from hpcrl.errors import UsageError
 from hpcrl.slime.readers import READERS, FlagReading, Given, own_function
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.layout_rules import expert_layout
+from hpcrl.config.rules.layout import expert_layout
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import planned
 from hpcrl.pickles.writer import refuse_foreign_pickles

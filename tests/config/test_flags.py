@@ -15,7 +15,8 @@ from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, changed, load_recipe, resolve_stages
-from hpcrl.config.rules.option_rules import check_options, inert, label_key
+from hpcrl.config.rules.data import label_key
+from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.config.setting_names import kind_of_field
 from hpcrl.errors import UsageError
 

@@ -1,4 +1,5 @@
-"""What options must say together; `option_rules.py` calls every rule of this room, in order.
+"""What options must say together: those of `sections/NAME.py` in `NAME.py` here; `option_rules.py` calls every rule, in
+order.
 
 Invariant: pure functions of the resolved options; nothing is read but what they name.
 """

@@ -5,6 +5,8 @@ Invariant: whatever `check_schedules` lets pass, Megatron's OptimizerParamSchedu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 
@@ -75,3 +77,18 @@ def run_steps(o: Options) -> int | None:
 def warmup_steps(o: Options, steps: int) -> float:
     """Steps of warm-up, of the schedule's `steps`; a fraction may give a part of a step, as in Megatron-LM."""
     return o.lr_warmup_iters if o.lr_warmup_fraction is None else o.lr_warmup_fraction * steps
+
+
+def inert_in_schedules(o: Options) -> Iterator[tuple[str, str]]:
+    """Options of schedules without effect, several in one string -> why."""
+    if o.lr_decay_style == "constant":
+        fraction = " lr_decay_iters" if o.lr_warmup_fraction is None and o.weight_decay_incr_style == "constant" else ""
+        yield "min_lr" + fraction, "--lr-decay-style is constant"
+    if o.lr_decay_style != "WSD":
+        yield "lr_wsd_decay_style lr_wsd_decay_iters", "--lr-decay-style is not WSD"
+    if not o.lr_warmup_iters and not o.lr_warmup_fraction:
+        yield "lr_warmup_init", "neither --lr-warmup-iters nor --lr-warmup-fraction is given"
+    if o.weight_decay_incr_style == "constant":
+        yield "start_weight_decay end_weight_decay", "--weight-decay-incr-style is constant"
+    else:
+        yield "weight_decay", f"--weight-decay-incr-style is {o.weight_decay_incr_style}"

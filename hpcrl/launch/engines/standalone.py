@@ -19,7 +19,7 @@ from typing import IO
 import msgspec
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
+from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import HTTP_KEY, borrow_keys, lend_keys, make_engine_keys

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from hpcrl.config.rules.engine_rules import ADDRS, KEYS, split_address
+from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.errors import DeadlineError, UsageError
 from hpcrl.queue.auth import http_key
 from hpcrl.rollout.async_tasks import cancel

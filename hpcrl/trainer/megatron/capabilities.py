@@ -15,7 +15,7 @@ import torch
 
 from hpcrl.config.megatron_flags import INFERENCE, NEEDS, PARTS, VALUE_NEEDS
 from hpcrl.config.passthrough import as_flag
-from hpcrl.config.rules.passed_through_rules import check_megatron
+from hpcrl.config.rules.passed_through import check_megatron
 from hpcrl.errors import UsageError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.engine_rules import split_address
+from hpcrl.config.rules.layout import split_address
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import UsageError
 from hpcrl.plan import local_hosts, make_plan

@@ -17,13 +17,13 @@ from hpcrl.commands.submit import _flags
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
-from hpcrl.config.rules.stage_flags import flags_of, place_flags, spread_flags
+from hpcrl.config.stage_flags import flags_of, place_flags, spread_flags
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import begin_job, reopen_job
 from hpcrl.run.started_runs import RECIPE, RecipeFile
 from hpcrl.slime.verbatim import recipe_of
 
-REPO = Path(__file__).parents[3]
+REPO = Path(__file__).parents[2]
 QUICK = REPO / "examples" / "quickstart.toml"
 PLACES = {"run": "/run", "prepared": "/run/prepared"}
 

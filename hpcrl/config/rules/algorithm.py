@@ -51,8 +51,7 @@ def _experts(o: Options) -> None:
     if o.use_rollout_routing_replay and o.custom_generate_function_path is not None:
         raise UsageError(
             "--use-rollout-routing-replay: --custom-generate-function-path makes the samples, and its turns bring no "
-            "experts of the "
-            "engine's",
+            "experts of the engine's",
             "leave one of them out, or give --use-routing-replay, the old policy's choice",
         )
 

@@ -1,0 +1,257 @@
+"""What a run as a whole goes together with: its length, saves, loop and staleness, weight updates, debug switches and
+replays: pure functions of the options of `sections/run.py`.
+
+Invariants: a run whose loop could not keep its bound on staleness, or could not repeat what --deterministic-mode
+promises, is refused before anything starts, and so is an update that cannot be.  A debug switch may be added to any
+recipe: what it leaves without effect is not an error there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpcrl.config.options import Options
+from hpcrl.config.plugin_names import find_algorithm_file
+from hpcrl.errors import UsageError
+from hpcrl.toolbox.plugins import PluginRoom
+
+#: each file is a way of --weight-transfer, named as the option's value
+TRANSPORTS = PluginRoom(Path(__file__).parents[2] / "weights" / "transports")
+
+
+def check_needed(o: Options) -> None:
+    """UsageError for a run without model, prompts or length."""
+    if o.hf_checkpoint is None:
+        raise UsageError("no model given", "give --hf-checkpoint, a Hugging Face directory")
+    given = o.prompt_data or o.data_source_path
+    if given is None and o.load_debug_rollout_data is None and not o.only_evaluates:
+        raise UsageError("no prompts given", "give --prompt-data, a .jsonl or .parquet file")
+    if o.num_rollout is None and o.num_epoch is None:
+        raise UsageError("the length of the run is not given", "give --num-rollout or --num-epoch")
+    if o.num_rollout == 0 and o.eval_interval is None:
+        raise UsageError(
+            "--num-rollout 0 without --eval-interval leaves nothing to do", "give --eval-interval to evaluate only"
+        )
+
+
+def check_saving(o: Options) -> None:
+    """UsageError for checkpoints to keep that are never saved."""
+    kept, each = o.save_retain_interval, o.save_interval
+    if kept and each and kept % each:
+        raise UsageError(
+            f"--save-retain-interval {kept} is not a multiple of --save-interval {each}", "change one of them"
+        )
+
+
+def check_run_dir(template: str) -> None:
+    """UsageError unless `template` has no other placeholders than {name} and {time}."""
+    try:
+        template.format(name="", time="")
+    except (LookupError, ValueError):
+        raise UsageError(f"--run-dir {template}: only {{name}} and {{time}} may stand in braces") from None
+
+
+def check_loop(o: Options) -> None:
+    """UsageError for the first thing that --loop does not go with."""
+    if not o.runs_ahead:
+        return
+    shown = f"--loop {o.loop}"
+    if o.colocate:
+        raise UsageError(
+            f"{shown} and --colocate exclude each other: trainer and engines cannot work at once on the same GPUs",
+            "give the engines GPUs of their own with --rollout-num-gpus, or take --loop sync",
+        )
+    if o.max_staleness is not None and o.max_staleness < o.loop_lag:
+        raise UsageError(
+            f"--max-staleness {o.max_staleness} is less than the {o.loop_lag} policy versions that {shown} runs ahead "
+            "(--update-weights-interval x optimizer steps of a rollout)",
+            "raise it, or take --loop sync",
+        )
+    if o.deterministic_mode and o.loop == "async" and o.update_weights_interval > 1:
+        raise UsageError(
+            f"--deterministic-mode with --update-weights-interval {o.update_weights_interval}: a run that is stopped "
+            "between two updates could not resume with the weights that its engines had",
+            "leave one of them out",
+        )
+    if o.loop == "fully-async":
+        _check_fully_async(o)
+
+
+def _check_fully_async(o: Options) -> None:
+    if o.deterministic_mode:
+        raise UsageError(
+            "--loop fully-async and --deterministic-mode exclude each other: when new weights reach a response depends "
+            "on the clock",
+            "take --loop async, which repeats bit for bit",
+        )
+    if o.rollout_function_path is not None:
+        raise UsageError(
+            "--loop fully-async and --rollout-function-path exclude each other: the function makes one rollout at a "
+            "time",
+            "take --loop async",
+        )
+    if o.keep_old_actor:
+        raise UsageError(
+            "--loop fully-async and --keep-old-actor exclude each other: a response may have tokens of several "
+            "policies",
+            "take --use-rollout-logprobs, or --use-tis",
+        )
+    corrected = o.use_tis or o.custom_tis_function_path is not None or o.use_rollout_logprobs
+    if o.stale_samples == "train" and not corrected:
+        raise UsageError(
+            "--stale-samples train without a correction would learn from old samples as if they were new",
+            "give --use-tis, --custom-tis-function-path or --use-rollout-logprobs",
+        )
+
+
+def check_weights(o: Options) -> None:
+    """UsageError for a way of transfer that there is not, or that an update of this kind cannot take."""
+    if o.weight_transfer != "auto" and o.weight_transfer not in TRANSPORTS:
+        raise UsageError(
+            f"--weight-transfer {o.weight_transfer} is not a transport",
+            TRANSPORTS.hint(o.weight_transfer, also=["auto"]),
+        )
+    if o.weight_update == "delta" and o.weight_transfer == "nccl":
+        raise UsageError(
+            "--weight-update delta finds and keeps what has changed in the host's memory, --weight-transfer nccl sends "
+            "from the GPU's",
+            "give --weight-update auto or resharded, or --weight-transfer gloo",
+        )
+    if o.weight_update in ("resharded", "delta") and o.weight_transfer == "disk":
+        raise UsageError(
+            f"--weight-update {o.weight_update}: what goes over --weight-transfer disk is whole tensors",
+            "leave one of them out",
+        )
+    if o.weight_transfer == "ipc":
+        _check_ipc(o)
+    pieces = o.weight_update in ("resharded", "delta")
+    if (parts := o.engine_data_parallel_size) > 1 and (pieces or o.weight_transfer == "ipc"):
+        flag, value = ("--weight-update", o.weight_update) if pieces else ("--weight-transfer", o.weight_transfer)
+        raise UsageError(
+            f"{flag} {value} and --vllm-data-parallel-size {parts} (slime's --sglang-dp-size) exclude each other: of "
+            "an engine's data-parallel parts, vLLM lets only the first tell what it holds",
+            f"give {flag} auto",
+        )
+
+
+def _check_ipc(o: Options) -> None:
+    """UsageError where a trainer rank's memory cannot be opened by all engines, or would not be all that they need."""
+    if not o.colocate:
+        raise UsageError(
+            "--weight-transfer ipc is for engines on the trainer's GPUs, and --colocate is not given",
+            "give --colocate, or --weight-transfer auto",
+        )
+    if o.actor_num_nodes > 1:
+        raise UsageError(
+            "--weight-transfer ipc: no GPU's memory can be opened from another host, and --actor-num-nodes is "
+            f"{o.actor_num_nodes}",
+            "use --weight-transfer auto, or one node",
+        )
+    if o.weight_update in ("gathered", "delta"):
+        raise UsageError(
+            f"--weight-update {o.weight_update}: what goes over --weight-transfer ipc is pieces, whole, from the GPU's "
+            "memory",
+            "give --weight-update auto or resharded, or --weight-transfer shm",
+        )
+
+
+def check_looking(o: Options) -> None:
+    """UsageError for the first thing that excludes another."""
+    one_side = [
+        f"--{name}"
+        for name, given in (
+            ("debug-train-only", o.debug_train_only),
+            ("load-debug-rollout-data", o.load_debug_rollout_data),
+        )
+        if given
+    ]
+    if o.debug_rollout_only and one_side:
+        raise UsageError(f"--debug-rollout-only and {one_side[0]} exclude each other", "leave one of them out")
+    if o.debug_train_only and o.load_debug_rollout_data is None and not o.learns_labels:
+        raise UsageError(
+            "--debug-train-only has nothing to train from",
+            "give --load-debug-rollout-data, or a loss that learns labels",
+        )
+    if o.debug_rollout_only and o.learns_labels:
+        raise UsageError(f"--debug-rollout-only: --loss-type {o.loss_type} samples nothing", "leave it out")
+    if o.load_debug_rollout_data is not None and not o.num_rollout:
+        raise UsageError("--load-debug-rollout-data without --num-rollout", "say how many of the files to train from")
+    if o.load_debug_rollout_data is not None and o.save_debug_rollout_data is not None:
+        raise UsageError(
+            "--save-debug-rollout-data would write what --load-debug-rollout-data reads", "leave one of them out"
+        )
+    _processed_rewards(o)
+    for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
+        _template("--" + name.replace("_", "-"), getattr(o, name), o.num_rollout)
+
+
+def _processed_rewards(o: Options) -> None:
+    if o.custom_reward_post_process_path is None or o.loss_type != "policy_loss" or o.disable_rewards_normalization:
+        return
+    declared = find_algorithm_file("estimators", o.advantage_estimator)
+    if declared is not None and "disable_rewards_normalization" in declared.options:
+        raise UsageError(
+            f"--custom-reward-post-process-path takes the place of what --advantage-estimator {o.advantage_estimator} "
+            "does to a group's rewards",
+            "give --disable-rewards-normalization too",
+        )
+
+
+def _template(flag: str, template: str | None, rollouts: int | None) -> None:
+    if template is None:
+        return
+    try:
+        several = template.format(rollout_id=0) != template.format(rollout_id=1)
+    except (LookupError, ValueError, AttributeError):
+        raise UsageError(
+            f"{flag} {template}: only {{rollout_id}} may stand in braces", "such as data/{rollout_id:05d}"
+        ) from None
+    if not several and rollouts != 1:
+        raise UsageError(
+            f"{flag} {template} is one file for all rollouts", "write {rollout_id} where their number is to stand"
+        )
+
+
+def inert_in_run(o: Options) -> Iterator[tuple[str, str]]:
+    """Options of the run without effect, several in one string -> why."""
+    yield from _inert_in_loop(o)
+    yield from _inert_in_weights(o)
+    if o.debug_rollout_only:
+        yield "save_token_data", "--debug-rollout-only trains nothing"
+    if o.num_rollout is not None:
+        yield "num_epoch", "--num-rollout is given"
+    if o.save_interval is None:
+        yield "async_save", "--save-interval is not given, and the last save is waited for"
+
+
+def _inert_in_loop(o: Options) -> Iterator[tuple[str, str]]:
+    """Options without effect in this loop, several in one string -> why."""
+    if o.takes_turns:
+        yield "engine_restarts", "with --colocate the end of an engine ends the run"
+    if o.learns_labels:
+        yield (
+            "loop update_weights_interval stale_samples max_staleness",
+            f"--loss-type {o.loss_type} learns what the prompt file holds",
+        )
+    if o.only_evaluates:
+        yield "loop update_weights_interval stale_samples max_staleness", "--num-rollout 0 trains nothing"
+    if o.loop == "sync":
+        yield "update_weights_interval stale_samples", "--loop is sync"
+        if not o.partial_rollout:
+            yield "max_staleness", "--loop is sync, and --partial-rollout is not given"
+    elif o.loop == "async":
+        yield "stale_samples", "--loop is async: what is sampled ahead is as old as --update-weights-interval says"
+    else:
+        yield (
+            "over_sampling_batch_size partial_rollout mask_offpolicy_in_partial_rollout buffer_filter_path",
+            "--loop fully-async issues as many groups as --max-staleness allows, and ends no response to fill a batch",
+        )
+
+
+def _inert_in_weights(o: Options) -> Iterator[tuple[str, str]]:
+    """(options, why they do nothing)"""
+    if o.weight_transfer != "disk":
+        yield "update_weight_disk_dir custom_update_weight_post_write_path", f"--weight-transfer is {o.weight_transfer}"
+    if o.weight_update != "delta":
+        yield "weight_update_check_interval", f"--weight-update is {o.weight_update}"

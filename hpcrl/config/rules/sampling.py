@@ -1,0 +1,153 @@
+"""What sampling, filling a rollout, and speculative decoding (--vllm-speculative-config) ask of a run: pure functions
+of the options of `sections/sampling.py`, and of config.json.
+
+vLLM draws from the policy's own distribution whatever was drafted, so that tokens and log-probs are those of a run
+without it.  Invariants: engines' log-probs are ones that the trainer can compute as well; no weight update brings a
+draft its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.options import Options
+from hpcrl.config.passthrough import flag
+from hpcrl.config.plugin_names import is_path
+from hpcrl.config.plugin_points import POINTS, paths_of
+from hpcrl.errors import UsageError
+from hpcrl.toolbox.plugins import PluginRoom
+
+#: each file is a built-in filter, named as the option's value
+FILTERS = Path(__file__).parents[2] / "rollout" / "filters"
+SPECULATION = "--vllm-speculative-config"
+OWN_LAYERS = "mtp"  #: the method that drafts with the layers which a checkpoint has behind the model's last one
+_LAYERS_BEHIND = ("num_nextn_predict_layers", "num_mtp_layers")  #: of config.json: how many those are
+_NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval no engine is asked"
+#: what is said to engines, and to what grades their answers
+_OF_ENGINES = (
+    "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout "
+    "engine_restarts engine_hang_timeout update_timeout request_timeout rollout_server_concurrency "
+    "rollout_max_context_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p rollout_stop "
+    "rollout_stop_token_ids rollout_skip_special_tokens rm_type custom_rm_path rm_url reward_key reward_num_workers "
+    "reward_cpu_limit reward_timeout reward_memory_gb reward_max_failed update_weight_buffer_size "
+    "custom_generate_function_path weight_transfer weight_update weight_update_check_interval update_weight_disk_dir "
+    "check_weight_update_equal vllm custom_update_weight_post_write_path"
+)
+_OF_FILLING = (
+    "over_sampling_batch_size dynamic_sampling_filter_path partial_rollout mask_offpolicy_in_partial_rollout "
+    "buffer_filter_path"
+)
+
+
+def check_sampling(o: Options) -> None:
+    """UsageError for lengths that leave no room, and for log-probs that the trainer could not compute."""
+    context = o.rollout_max_context_len
+    prompt = o.rollout_max_prompt_len
+    if context and prompt and prompt >= context:
+        raise UsageError(
+            f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}"
+        )
+    if o.truncated_sampling and o.rollout_temperature != 1:
+        raise UsageError(
+            f"--rollout-temperature {o.rollout_temperature:g} with --rollout-top-p, --rollout-top-k or "
+            "--rollout-min-p: engines have log-probs either of the whole distribution at temperature 1, or of what is "
+            "left of it, and the trainer computes neither",
+            "keep --rollout-temperature 1, or sample from all tokens",
+        )
+
+
+def check_filling(o: Options) -> None:
+    """UsageError for groups that could not fill a rollout, or a filter that there is not."""
+    if o.over_sampling_batch_size is not None and o.over_sampling_batch_size < o.rollout_batch_size:
+        raise UsageError(
+            f"--over-sampling-batch-size {o.over_sampling_batch_size} is less than --rollout-batch-size "
+            f"{o.rollout_batch_size}",
+            "it is how many groups are issued at a time",
+        )
+    for name, room in (("dynamic_sampling_filter_path", "dynamic"), ("buffer_filter_path", "buffer")):
+        value, built_in = getattr(o, name), PluginRoom(FILTERS / room)
+        if value is not None and not is_path(value) and value not in built_in:
+            raise UsageError(
+                f"{flag(name)} {value} is not a filter",
+                built_in.hint(value, "a function of your own is module.function"),
+            )
+    if o.partial_rollout and o.deterministic_mode:
+        raise UsageError(
+            "--partial-rollout and --deterministic-mode exclude each other: how far a response has come when it is "
+            "ended depends on the clock",
+            "leave one of them out",
+        )
+
+
+def check_speculation(o: Options) -> None:
+    """UsageError for a setting that vLLM would refuse when the engines start, or at the first sample."""
+    setting = o.vllm.get("speculative_config")
+    if setting is None:
+        return
+    count = setting.get("num_speculative_tokens")
+    if count is not None and (type(count) is not int or count < 1):
+        raise UsageError(f"{SPECULATION}: num_speculative_tokens is {count!r}, expected a whole number >= 1")
+    if setting.get("method") == OWN_LAYERS and count is None:
+        raise UsageError(f"{SPECULATION} does not say how many tokens are drafted", 'give it "num_speculative_tokens"')
+    for name in ("rollout_min_p", "eval_min_p"):
+        if value := getattr(o, name):
+            raise UsageError(
+                f"{flag(name)} {value:g} and {SPECULATION} exclude each other: vLLM checks no draft against min-p",
+                "leave one of them out",
+            )
+
+
+def layers_behind(config: Mapping[str, Any]) -> int:
+    """Layers that a checkpoint has behind the model's last one, by its config.json; they predict further tokens."""
+    return next((int(config[name]) for name in _LAYERS_BEHIND if config.get(name)), 0)
+
+
+def check_draft_layers(o: Options, config: Mapping[str, Any]) -> None:
+    """UsageError if drafts are to come from layers that this model does not have."""
+    setting = o.vllm.get("speculative_config") or {}
+    if setting.get("method") == OWN_LAYERS and "model" not in setting and not layers_behind(config):
+        raise UsageError(
+            f'{SPECULATION} with "method": "{OWN_LAYERS}" (slime\'s --sglang-speculative-algorithm EAGLE): '
+            "the model's config.json has no layers that predict further tokens (num_nextn_predict_layers)",
+            "leave it out",
+        )
+
+
+def inert_in_sampling(o: Options) -> Iterator[tuple[str, str]]:
+    """Options of sampling and of custom functions without effect, several in one string -> why."""
+    if o.learns_labels:
+        yield (
+            "rollout_function_path rollout_sample_hook_path custom_reward_post_process_path "
+            "rollout_data_postprocess_path",
+            f"--loss-type {o.loss_type} grades nothing",
+        )
+        yield "max_logprob_diff", f"--loss-type {o.loss_type} learns what the prompt file holds"
+    if not o.needs_engines and not o.trains_only:
+        yield _OF_ENGINES, _NO_ENGINE
+        if o.rollout_num_gpus:  # 0 may well be said
+            yield "rollout_num_gpus", _NO_ENGINE
+    if o.custom_generate_function_path is None:
+        yield (
+            "custom_generate_num_workers custom_generate_timeout custom_generate_max_failed",
+            "--custom-generate-function-path is not given",
+        )
+    if not any(paths_of(o, name) for name in POINTS):
+        yield "custom custom_config_path", "there is no own function that could read them"
+    yield from _inert_in_filling(o)
+
+
+def _inert_in_filling(o: Options) -> Iterator[tuple[str, str]]:
+    if o.learns_labels:
+        yield _OF_FILLING, f"--loss-type {o.loss_type} learns what the prompt file holds"
+    elif not o.leaves_groups_over:
+        yield (
+            "partial_rollout",
+            "no group is left over without --dynamic-sampling-filter-path or an --over-sampling-batch-size above "
+            "--rollout-batch-size",
+        )
+    if not o.partial_rollout:
+        yield "mask_offpolicy_in_partial_rollout buffer_filter_path", "--partial-rollout is not given"
+    if o.rollout_function_path is not None:
+        yield _OF_FILLING, "--rollout-function-path makes the rollout"
