@@ -38,7 +38,7 @@ from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended
 from hpcrl.run.gpu_environment import gpus_are_here
 from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, raise_file_limit
 from hpcrl.run.role import last_error, read_options, read_plan, say
-from hpcrl.run.rundir import BEATS, ERROR, OVER, RunDir
+from hpcrl.run.rundir import BEATS, ERROR, OVER, STOP, RunDir
 from hpcrl.run.scratch import Scratch, sweep
 from hpcrl.toolbox.deadline import Deadline
 
@@ -52,6 +52,7 @@ EVERY, SELDOM = (
 )  #: seconds between two looks into the run directory; every how many of them look for a later attempt
 HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
+CLOSING_SAVED = 10.0  #: the same in a run that was asked to stop
 
 
 @dataclass
@@ -223,8 +224,8 @@ def run_host(
         roles += [begin(*one) for one in ours]
         engines = {index: command for name, index, command in ours if name == "engine"}
         restarter = EngineRestarter(rundir, host, restart_limit(options, plan), engines, begin)
-        look = lambda: (turn(), check_alive(pulse, options.hang_timeout, rundir, host))  # noqa: E731
-        _watch(roles, restarter, options, rundir, told, look)
+        alive = lambda: check_alive(pulse, options.hang_timeout, rundir, host)  # noqa: E731
+        _watch(roles, restarter, options, rundir, told, turn, alive)
     finally:
         with timeline.span("end the roles"):
             end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
@@ -241,7 +242,8 @@ def _watch(
     options: Options,
     rundir: RunDir,
     told: SignalFlags,
-    turn: Callable[[], object],
+    turn: Callable[[], None],
+    alive: Callable[[], None],
 ) -> None:
     working = [r for r in roles if not r.serves]
     close_by = quit_by = float("inf")
@@ -250,6 +252,8 @@ def _watch(
         turn()
         if looks.end():
             return
+        if not looks.stopping:  # which has a limit of its own, and needs the trainer alone
+            alive()
         if not told.requests:
             restarter.restart_ended(roles)
         _check(roles, rundir, told, restarter.host)
@@ -261,8 +265,11 @@ def _watch(
         if told.requests > 1 or now > quit_by:
             raise PeerError(f"host {restarter.host} was told to end", "the last saved checkpoint is good")
         if any(r.status is not None for r in working):
-            close_by = min(close_by, now + CLOSING)
+            close_by = min(close_by, now + (CLOSING_SAVED if looks.stopping else CLOSING))
         if now > close_by and (late := next((r for r in working if r.status is None), None)):
+            if looks.stopping and looks.is_over:
+                say(f"{late.name}-{late.index} does not end by itself; the run has saved, and is ended without it")
+                return
             raise DeadlineError(
                 f"{late.name}-{late.index} did not end within {CLOSING:.0f} s after the others", f"see {late.log}"
             )
@@ -299,6 +306,7 @@ class RunDirPoller:
     count: int = 0
     ended: bool = False
     is_over: bool = False
+    stopping: bool = False  #: whether the run was asked to save and end
 
     def _look(self, at_once: bool = False) -> None:
         now = time.monotonic()
@@ -309,6 +317,7 @@ class RunDirPoller:
         if ERROR in signs:
             self.rundir.check()
         self.is_over = OVER in signs
+        self.stopping = STOP in signs
         self.ended = "end" in signs or (self.count % SELDOM == 0 and self.rundir.superseded())
 
     def end(self) -> bool:

@@ -1,8 +1,9 @@
 """The rollout queue's client: lives in the first trainer rank of each data-parallel rank; blocking, for one thread.
 
 Invariants: every wait has a deadline, ends within 0.2 s once another process of the attempt has failed, and its error
-names role, host and what was awaited; a share is returned once, whole, however often its parts arrive; the last part of
-a share is acknowledged only when the share has been checked.
+names role, host and what was awaited; once the run is asked to stop, nothing waits for a silent server; a share is
+returned once, whole, however often its parts arrive; the last part of a share is acknowledged only when the share has
+been checked.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hpcrl.plan import Plan
 from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.share_format import Share, WireError, decode
 from hpcrl.run.peers import RolloutPeer, wait_for
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import STOP, RunDir
 from hpcrl.toolbox.deadline import Deadline
 
 #: seconds between looks at the run directory; between repetitions of what is unanswered
@@ -39,22 +40,38 @@ class Late(DeadlineError):
     """What was awaited has not come yet, and nothing is known to be wrong."""
 
 
+class Unanswered(Late):
+    """The run was asked to stop, and the rollout process is silent."""
+
+
 class QueueClient:
     """One data-parallel rank's end of the queue of one attempt.
 
     timeout: seconds for the server to come up and answer the first message, and what `fetch` and `call` wait unless
-    told otherwise.  credit: parts that may be under way.
+    told otherwise.
+    patience: seconds without any message after which a call is given up, once the run is asked to stop.
+    credit: parts that may be under way.
     """
 
     def __init__(
-        self, rundir: RunDir, plan: Plan, dp_rank: int, dp_size: int, timeout: float, credit: int = messages.CREDIT
+        self,
+        rundir: RunDir,
+        plan: Plan,
+        dp_rank: int,
+        dp_size: int,
+        timeout: float,
+        patience: float = 30.0,
+        credit: int = messages.CREDIT,
     ) -> None:
         self._rundir = rundir
         self._plan = plan
         self._rank = dp_rank
         self._size = dp_size
         self._timeout = timeout
+        self._patience = patience
         self._credit = credit
+        self._given_up = False
+        self.stop_seen: float | None = None  # when it was first seen that the run is asked to stop
         self._name = secrets.token_hex(8)
         self._parts: dict[int, dict[int, tuple[messages.SharePart, list[zmq.Frame]]]] = {}
         self._done = self._calls = -1
@@ -73,31 +90,31 @@ class QueueClient:
 
     # ---- what the trainer does
 
-    def fetch(self, rollout_id: int, timeout: float | None = None) -> Share | None:
-        """This rank's share of a rollout, waited for; None if the run was stopped before that rollout.
+    def fetch(self, rollout_id: int, timeout: float | None = None) -> Share:
+        """This rank's share of a rollout, waited for.
 
         The share's arrays are views on what was received.  Late after `timeout` seconds (a later fetch continues
         where this one stopped), PeerError if the rollout process answers an error or another process of the attempt
         fails, WireError if what comes is not a valid share.
         """
-        self._rundir.check()
+        self._look()
         self._parts = {number: parts for number, parts in self._parts.items() if number >= rollout_id}
         while self._socket.poll(0):  # what came ahead of its fetch
             self._receive(lambda _: None)
-        found: Share | messages.StoppedAt | None = self._complete(rollout_id)
+        found = self._complete(rollout_id)
         if found is None:
             end = self._end(timeout)
             self._ask(messages.Fetch(rollout_id, self._credit, sorted(self._parts.get(rollout_id, ()))))
             what = f"did not deliver the samples of rollout {rollout_id} to"
             found = self._wait(end, what, lambda message: self._fetched(rollout_id, message))
             self._awaited = None
-        return None if isinstance(found, messages.StoppedAt) else found
+        return found
 
     def call(self, method: str, timeout: float | None = None, **params: Any) -> dict[str, Any]:
         """The result of a method of the rollout process, which runs once even if the connection breaks in between.
 
-        DeadlineError after `timeout` seconds; otherwise the HpcrlError that the method answered, PeerError if it failed
-        or another process of the attempt did.
+        Late after `timeout` seconds, Unanswered if the run is to stop and the rollout process is silent; otherwise the
+        HpcrlError that the method answered, PeerError if it failed or another process of the attempt did.
         """
         self._calls += 1
         call_id, end = self._calls, self._end(timeout)
@@ -178,12 +195,16 @@ class QueueClient:
 
     def _wait(self, end: Deadline, awaited: str, take: Callable[[messages.FromServer], T | None]) -> T:
         """What `take` makes of the first message that it does not answer None to; see the class for what ends it."""
-        look, repeat = 0.0, time.monotonic() + REPEAT
+        begun = time.monotonic()
+        look = 0.0
+        repeat = time.monotonic() + REPEAT
         while True:
             now = time.monotonic()
             if now >= look:
-                self._rundir.check()
+                self._look()
                 look = now + LOOK
+                if self._silent(begun):
+                    raise Unanswered(f"{self._where} {awaited} {self._me()} once the run was asked to stop")
             if end.over:
                 raise self._late(awaited, end.seconds)
             if now >= repeat:
@@ -194,6 +215,17 @@ class QueueClient:
                     self._look_at_handshake()
                 elif (found := self._receive(take)) is not None:
                     return found
+
+    def _look(self) -> None:
+        """Look whether the run is asked to stop.  PeerError if it has failed."""
+        if STOP in self._rundir.check() and self.stop_seen is None:
+            self.stop_seen = time.monotonic()
+
+    def _silent(self, begun: float) -> bool:
+        """Whether the run is to stop, and the server, which was last asked at `begun`, is given up: for good."""
+        if self.stop_seen is not None and not self._given_up:
+            self._given_up = time.monotonic() - max(self._heard, self.stop_seen, begun) > self._patience
+        return self._given_up
 
     def _late(self, awaited: str, seconds: float) -> DeadlineError:
         what = f"{self._where} {awaited} {self._me()} within {seconds:g} s"
@@ -266,9 +298,7 @@ class QueueClient:
 
     # ---- shares
 
-    def _fetched(self, rollout_id: int, message: messages.FromServer) -> Share | messages.StoppedAt | None:
-        if isinstance(message, messages.StoppedAt) and message.rollout_id == rollout_id:
-            return message
+    def _fetched(self, rollout_id: int, message: messages.FromServer) -> Share | None:
         return (
             self._complete(rollout_id)
             if isinstance(message, messages.SharePart) and message.rollout_id == rollout_id

@@ -1,7 +1,7 @@
 """What the two sides of the queue say to each other, and how a share is cut into parts of bounded size.
 
     client -> server   Hello, Fetch, Ack, Call, Ping                       one frame each, or several of PIECE_BYTES
-    server -> client   Welcome, WhoAreYou, StoppedAt, Reply, Failed, Pong  one frame each
+    server -> client   Welcome, WhoAreYou, Reply, Failed, Pong             one frame each
                        SharePart                                           one frame, then its pieces
 
 Invariants: every message is one typed msgspec Struct with a tag; bytes that are none raise WireError and nothing else;
@@ -103,12 +103,6 @@ class Ack(_Message, tag="ack"):
     part: Count
 
 
-class StoppedAt(_Message, tag="stopped"):
-    """The run was asked to stop before this rollout: there is no share."""
-
-    rollout_id: Count
-
-
 class Call(_Message, tag="call"):
     """Run a handler, once however often this arrives."""
 
@@ -143,7 +137,7 @@ class Pong(_Message, tag="pong"):
 
 
 FromClient = Hello | Fetch | Ack | Call | Ping
-FromServer = Welcome | WhoAreYou | SharePart | StoppedAt | Reply | Failed | Pong
+FromServer = Welcome | WhoAreYou | SharePart | Reply | Failed | Pong
 
 _pack = msgspec.msgpack.Encoder().encode
 _from_client = msgspec.msgpack.Decoder(FromClient).decode

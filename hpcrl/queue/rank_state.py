@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Plan
-from hpcrl.queue.messages import PROTOCOL, Failed, Hello, Reply, SharePart, StoppedAt, failed, split
+from hpcrl.queue.messages import PROTOCOL, Failed, Hello, Reply, SharePart, failed, split
 from hpcrl.queue.share_format import Buffer, WireError
 
 
@@ -210,11 +210,8 @@ class Rank:
             return PeerError(f"{here} (pid {hello.pid}) was replaced: {self.name} has its place")
         return None
 
-    def refuse_fetch(
-        self, wanted: int | None, stop: int | None, failure: HpcrlError | None
-    ) -> Failed | StoppedAt | None:
-        """The answer to a fetch of rollout `wanted` that will get no share; stop: the first rollout that is not
-        made."""
+    def refuse_fetch(self, wanted: int | None, failure: HpcrlError | None) -> Failed | None:
+        """The answer to a fetch of rollout `wanted` that will get no share."""
         if wanted is None:
             return None
         if failure:
@@ -226,7 +223,7 @@ class Rank:
                 f"the share of rollout {wanted} was delivered to trainer DP rank {self.number} before",
                 rollout_id=wanted,
             )
-        return StoppedAt(wanted) if stop is not None and wanted >= stop else None
+        return None
 
     def complain(self) -> bool:
         """Count a message that is malformed or refused; whether it is to be logged."""

@@ -59,7 +59,6 @@ class QueueServer:
         self._ranks = [Rank(number, PendingShares(lease, part_bytes)) for number in range(dp_size)]
         self._seats: dict[bytes, Seat] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stop: int | None = None
         self._failure: PeerError | None = None
         self._progress = asyncio.Event()
         self._context: zmq.asyncio.Context | None = None
@@ -114,8 +113,8 @@ class QueueServer:
 
     # ---- what the rollout process does
 
-    async def put(self, rollout_id: int, shares: Sequence[Share], timeout: float = 3600.0) -> bool:
-        """Hand over one share per data-parallel rank; False if the run was stopped before this rollout.
+    async def put(self, rollout_id: int, shares: Sequence[Share], timeout: float = 3600.0) -> None:
+        """Hand over one share per data-parallel rank.
 
         Ids must go up.  The arrays must not change until the shares are acknowledged.  Waits while a rank has `depth`
         unacknowledged shares; DeadlineError names the ranks after `timeout` seconds, PeerError after `fail`.
@@ -126,16 +125,8 @@ class QueueServer:
             )
         frames = [encode(share) for share in shares]
         await self._room(rollout_id, timeout)
-        if self._stop is not None and rollout_id >= self._stop:
-            return False
         for rank, its_frames in zip(self._ranks, frames, strict=True):
             rank.outbox.put(rollout_id, its_frames)
-        await self._update()
-        return True
-
-    async def stop_at(self, rollout_id: int) -> None:
-        """Answer every fetch of this rollout and of later ones with "stopped", unless its shares were put before."""
-        self._stop = rollout_id if self._stop is None else min(self._stop, rollout_id)
         await self._update()
 
     async def fail(self, message: str) -> None:
@@ -241,7 +232,7 @@ class QueueServer:
 
     async def _deliver(self, rank: Rank, seat: Seat) -> None:
         """Send the seat what its fetch can have now, and of later shares what its credit allows."""
-        if answer := rank.refuse_fetch(seat.waits_for, self._stop, self._failure):
+        if answer := rank.refuse_fetch(seat.waits_for, self._failure):
             seat.waits_for = None
             await self._send(seat.route, answer)
             return

@@ -164,8 +164,6 @@ class RolloutRole:
         if self.generated_ahead is not None:
             self.generated_ahead.begin(rollout_id)
         self._next = rollout_id
-        if self._stopping:
-            await self.server.stop_at(rollout_id)
         return {"num_rollout": self.work.total}
 
     async def generate(
@@ -224,9 +222,13 @@ class RolloutRole:
         return {}
 
     async def finish(self, rollout_id: int) -> dict[str, Any]:
-        """End this process, once the answer is out."""
+        """End this process, once the answer is out.  rollout_id: the first that the trainer has not learned from; what
+        a resumed run will have to make anew is not waited for."""
         if self._making is not None:
-            await asyncio.wait([self._making])
+            if self.generated_ahead is None or self._made_id > rollout_id:
+                await cancel(self._making)
+            else:
+                await asyncio.wait([self._making])
         if self.continuous is not None:
             await self.continuous.close()
         say(f"finished at rollout {rollout_id}")
@@ -265,8 +267,7 @@ class RolloutRole:
         metrics = await self.work.hooks.log(samples, metrics, seconds)
         batch = await self.work.hooks.batch(samples, metrics)
         shares = make_shares(made.rollout, self.options, metrics, batch)
-        if not self._stopping or not self._last_ahead(rollout_id):
-            self._handed_over = rollout_id
+        self._handed_over = rollout_id
         self.timeline.add(MAKE, at, self.timeline.now(), rollout_id=rollout_id)  # from here on the trainer may train it
         await self.server.put(rollout_id, shares)
         await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout_id:08d}.jsonl", samples)
@@ -303,7 +304,7 @@ class RolloutRole:
             self._fail(error)
 
     async def _stop(self) -> None:
-        """Make nothing more: what is being made is dropped, and the trainer is told where to end."""
+        """Make nothing more, and drop what is being made; the trainer sees by itself that it is to end."""
         say("asked to stop")
         self._stopping = True
         await self.evaluations.stop()
@@ -318,7 +319,6 @@ class RolloutRole:
         if self.continuous is not None:
             await self.continuous.stop()
         self._end_at = end
-        await self.server.stop_at(end)
 
     def _last_ahead(self, rollout_id: int) -> bool:
         """Whether a run that is asked to stop still makes this rollout, so that a resumed one learns from the same

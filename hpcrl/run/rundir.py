@@ -49,6 +49,7 @@ from hpcrl.untrusted_files import Damaged, as_given, count_of, make_parents, rea
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 TRACKER = "latest_checkpointed_iteration.txt"  #: next to checkpoints: which of them is the last
 OVER = "over"  #: name of a mark in attempts/N
+STOP = "stop"  #: the same, of a run that was asked to save and end
 ERROR = "error.json"  #: the first error of an attempt: its name in attempts/N
 HOSTS = "hosts.json"  #: its name in attempts/N
 BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
@@ -288,22 +289,24 @@ class RunDir:
                 f"the attempt has failed, and {path} is damaged: {error}", f"see the logs in {self.logs}"
             ) from error
 
-    def check(self) -> None:
-        """PeerError if this attempt has failed somewhere: no use in waiting on."""
-        if ERROR in self.signs() and (found := self.failure()):
+    def check(self) -> frozenset[str]:
+        """The signs; PeerError if this attempt has failed somewhere: no use in waiting on."""
+        signs = self.signs()
+        if ERROR in signs and (found := self.failure()):
             raise PeerError(str(found))
+        return signs
 
     def signs(self) -> frozenset[str]:
-        """What has been said of this attempt so far, by name, in one look: "stop", "end", the file of the first
+        """What has been said of this attempt so far, by name, in one look: STOP, "end", the file of the first
         error."""
         return listed(self.here)
 
     def request_stop(self) -> None:
         """Ask the run to save a checkpoint and end."""
-        touch(self.here / "stop")
+        touch(self.here / STOP)
 
     def stop_requested(self) -> bool:
-        return "stop" in self.signs()
+        return STOP in self.signs()
 
     def request_end(self) -> None:
         """Tell every host to end its processes of this attempt now."""

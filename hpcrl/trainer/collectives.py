@@ -57,13 +57,13 @@ def broadcast_json(value: Any, source: int = 0, group: dist.ProcessGroup | None 
     return msgspec.json.decode(broadcast_bytes(data, source, group))
 
 
-def all_true(mine: bool, group: dist.ProcessGroup) -> bool:
-    """Whether it is true on every rank of a gloo group; collective."""
+def least(mine: int, group: dist.ProcessGroup) -> int:
+    """The least of all ranks' numbers; collective over a gloo group."""
     if dist.get_world_size(group) == 1:
         return mine
-    least = torch.tensor(int(mine))
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    return bool(least)
+    found = torch.tensor(mine)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    return int(found)
 
 
 def may_be_echo(error: BaseException) -> bool:

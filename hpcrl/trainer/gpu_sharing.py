@@ -13,12 +13,13 @@ allocates it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from hpcrl.handover import ENGINES_UP, Event, HandOver, TrainerHolds
-from hpcrl.queue.client import QueueClient
+from hpcrl.queue.client import QueueClient, Unanswered
 from hpcrl.run.role import RoleContext, say
 from hpcrl.trainer.megatron.host_memory import DeviceState
 from hpcrl.weights.engine_fleet import Fleet, fleet_of
@@ -113,7 +114,8 @@ class GpuSharing:
 
     def _tell_rollout(self, event: Event) -> None:
         if self._client is not None:
-            self._client.call("turn", self._options.rollout_timeout, event=event)
+            with contextlib.suppress(Unanswered):  # the run is to stop: it saves and ends without the rollout process
+                self._client.call("turn", self._options.rollout_timeout, event=event)
 
 
 def _no_barrier() -> None:

@@ -5,13 +5,15 @@
 With --loop async and fully-async the next rollout is requested before this one is trained on (`loop_schedule.py`).
 With --colocate the checkpoint is saved before the weights are published: after that the engines have the GPUs.
 
-Invariants: all ranks take the same branch at every step, because the answers that rank 0 gets from the queue are
-broadcast before any rank acts on them; the policy version grows by one with each optimizer step; what is saved is
-always the state between two rollouts; a resumed run first makes up for an evaluation that is due.
+Invariants: all ranks take the same branch at every step, because the answers that rank 0 gets from the queue, and what
+it sees of a request to stop, are shared before any rank acts on them; a stop waits for no other role; the policy
+version grows by one with each optimizer step; what is saved is always the state between two rollouts; a resumed run
+first makes up for an evaluation that is due.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -21,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hpcrl.queue.messages import UNFINISHED
+from hpcrl.errors import HpcrlError
 from hpcrl.report.timeline.spans import (
     LOGPROBS,
     PAUSED,
@@ -39,17 +41,15 @@ from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.toolbox.deadline import Deadline
 
 if TYPE_CHECKING:
-    from hpcrl.queue.share_format import Share
     from hpcrl.weights.updates import Updates
 
 T = TypeVar("T")
-TURN = 1.0  #: seconds that all ranks wait for the rollout process before they check whether engines want weights
 #: seconds to hold back an error that may only mean that another rank is gone: that rank's own error is to be recorded
 #: first, or its launcher's, which waits 3 s for a more telling one
 ECHO = 6.0
+SILENCE = 0.25  #: of --stop-timeout, that the rollout process may be silent in a run that is to stop
 
 
 class Trainer:
@@ -68,6 +68,7 @@ class Trainer:
         from hpcrl.trainer.megatron import model
         from hpcrl.trainer.parallel_state import initialize, verify_groups
         from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
+        from hpcrl.trainer.rollout_calls import RolloutCalls
         from hpcrl.trainer.start.rendezvous import connect
         from hpcrl.trainer.step.share_exchange import ShareExchange
 
@@ -99,11 +100,15 @@ class Trainer:
         self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
-        self.client = QueueClient(*args) if self.shares.fetches else None
+        patience = self.options.stop_timeout * SILENCE
+        self.client = QueueClient(*args, patience) if self.shares.fetches else None
+        self.updates: Updates | None = None
+        self.rollout = RolloutCalls(self.client, self.options, self.driver, self.patient, self._join)
         if self.gpu_sharing:
             self.gpu_sharing.use([self.policy, *self.others.trained_too], self.client if self.driver else None)
         self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
+        self.between = True  # whether the model is what `at` says, as it is between two rollouts
         self.waited = 0.0  # seconds of this step
         self.asked = -1  # the last rollout that was requested
         self.published = 0  # the policy version that the engines have
@@ -116,11 +121,11 @@ class Trainer:
         from hpcrl.trainer.evaluations import EvaluationSchedule
         from hpcrl.trainer.megatron.model import know_length
 
-        self.total = self._ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
+        self.total = self.rollout.ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
         know_length(self.policy.scheduler, self.options, self.total)
         self.others.know_length(self.total)
         together = partial(broadcast_json, group=self.patient)
-        asking = (self._ask, self._await, self.log, together, self.timeline)
+        asking = (self.rollout.ask, self.rollout.wait, self.log, together, self.timeline)
         self.evaluations = EvaluationSchedule(self.options, self.total, *asking)
         self.updates = self._updates(together) if self.context.plan.engine_count else None
         if self.updates:
@@ -159,26 +164,42 @@ class Trainer:
     # ---- the loop
 
     def run(self) -> None:
+        from hpcrl.trainer.rollout_calls import StopAsked
+
         started = time.monotonic()
+        status: Literal["finished", "stopped"] = "finished"
+        try:
+            self._loop()
+        except StopAsked as error:
+            if not self.between:
+                raise HpcrlError(
+                    "rollout-0 gave no sign of life once the run was asked to stop, and did not tell where its data "
+                    "stands: the step is lost",
+                    "the last checkpoint is good",
+                ) from error
+            self.stopping = True
+            status = "stopped"
+        if self.total:  # what was only evaluated has not changed
+            self._save()
+        with contextlib.suppress(StopAsked):
+            self.evaluations.look()
+        with contextlib.suppress(StopAsked):
+            self.rollout.ask("finish", rollout_id=self.at.rollout_id)
+        self._finish(status, started)
+
+    def _loop(self) -> None:
         self._publish()
         if self.options.runs_ahead:
             self._generate(self.at.rollout_id)
         if self.evaluations.owed(self.at.rollout_id):
             self._evaluate(self.at.rollout_id - 1)
         while self.at.rollout_id < self.total:
-            if not self._step():
-                self.stopping = True
-                self._save()
-                self.evaluations.look()
-                self._finish("stopped", started)
-                return
-        if self.total:  # what was only evaluated has not changed
-            self._save()
-        self._finish("finished", started)
+            self._step()
 
-    def _step(self) -> bool:
-        """One rollout and its optimizer steps; False if the run was asked to stop before it."""
+    def _step(self) -> None:
+        """One rollout and its optimizer steps.  StopAsked before it, if the run is to stop."""
         from hpcrl.trainer.loop_schedule import check_staleness, publishes, settles
+        from hpcrl.trainer.rollout_calls import StopAsked
         from hpcrl.trainer.step import train_batch
         from hpcrl.trainer.step.sums import record_samples
 
@@ -187,12 +208,10 @@ class Trainer:
         at = self.timeline.now()
         self.waited = 0.0
         self._generate(rollout_id)
-        fetched = self._fetch(rollout_id)
+        fetched = self.rollout.fetch(rollout_id)
         if self.gpu_sharing:
             self.gpu_sharing.take()
         share = self.shares.exchange(fetched)
-        if share is None:
-            return False
         self.waited += time.monotonic() - begun
         self.timeline.add(WAIT, at, self.timeline.now(), rollout_id=rollout_id)
         if self.options.runs_ahead:
@@ -202,6 +221,7 @@ class Trainer:
         record = partial(record_samples, self.context.rundir.root, self.options, self.ranks)
         trains = self.timeline.now()
         version = self.at.version
+        self.between = False
         metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks, version)
         self.timeline.add(LOGPROBS, trains, trains + int(1e6 * metrics["perf/train_preparation_time"]))
         self.timeline.add(TRAIN, trains, self.timeline.now(), rollout_id=rollout_id)
@@ -210,12 +230,14 @@ class Trainer:
         publishing = bool(steps) and publishes(self.options, rollout_id, self.evaluations.due(rollout_id))
         settle = settles(self.options, publishing)
         self.weights += steps
-        snapshot = partial(self._await, "snapshot", rollout_id=rollout_id, saved=self.saved, settle=settle)
+        snapshot = partial(self.rollout.wait, "snapshot", rollout_id=rollout_id, saved=self.saved, settle=settle)
         data = self._waiting(snapshot) if settle else snapshot()
         self.at = replace(self.at, rollout_id=rollout_id + 1, version=self.at.version + steps, data=data)
+        self.between = True
         metrics = share.metrics | metrics | (self._publish() if publishing and not self.gpu_sharing else {})
         if self.options.runs_ahead:
-            self._waiting(self._generate, rollout_id + 2)
+            with contextlib.suppress(StopAsked):  # the next fetch ends the run, once this step is logged
+                self._waiting(self._generate, rollout_id + 2)
         metrics["perf/step_time"] = took = time.monotonic() - begun
         metrics |= {"perf/train_wait_time": self.waited, "perf/wait_time_ratio": self.waited / took}
         self.timeline.add(STEP, at, self.timeline.now(), rollout_id=rollout_id)
@@ -233,33 +255,10 @@ class Trainer:
         self.evaluations.look()
         if self.evaluations.due(rollout_id):
             self._evaluate(rollout_id)
-        return True
 
     def _evaluate(self, rollout_id: int) -> None:
         if self.options.eval_interval is not None and self.context.plan.engine_count:
             self.evaluations.begin(rollout_id, self.at.version)
-
-    def _fetch(self, rollout_id: int) -> Share | None:
-        """What `QueueClient.fetch` has for this rank; None also if it fetches nothing.  All ranks wait until each has
-        its own, and meanwhile serve engines that want weights: these samples may be waiting for them."""
-        from hpcrl.queue.client import Late
-        from hpcrl.trainer.collectives import all_true
-
-        end = Deadline(self.options.rollout_timeout)
-        fetched = None
-        there = self.client is None
-        while True:
-            left = end.left
-            try:
-                if not there:
-                    fetched = self.client.fetch(rollout_id, min(left, TURN) if self.updates else left)
-                    there = True
-            except Late:
-                if end.over:
-                    raise
-            if all_true(there, self.patient):
-                return fetched
-            self._join()
 
     def _join(self) -> None:
         """Send the current weights to engines that have joined or come back."""
@@ -284,7 +283,7 @@ class Trainer:
         consumed = self.at.version + sum(
             steps_of(self.options, between) for between in range(self.at.rollout_id, rollout_id)
         )
-        self._await("generate", rollout_id=rollout_id, version=self.published, consumed=consumed)
+        self.rollout.wait("generate", rollout_id=rollout_id, version=self.published, consumed=consumed)
         self.asked = rollout_id
 
     def _due(self, interval: int | None) -> bool:
@@ -327,7 +326,6 @@ class Trainer:
             say(f"{'saving' if self.saver.pending else 'saved'} {path}")
 
     def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
-        self._ask("finish", rollout_id=self.at.rollout_id)
         if self.updates:
             self.exporter.leave()
         if self.driver:
@@ -337,19 +335,6 @@ class Trainer:
             seconds = time.monotonic() - started
             last = Summary(status, rundir.attempt, self.at.rollout_id, self.total, self.at.version, seconds)
             write_summary(rundir.root, last)
-
-    def _await(self, method: str, **params: object) -> dict:
-        """As `_ask`, for what is answered once samples exist; these may wait for engines that wait for weights."""
-        while UNFINISHED in (answer := self._ask(method, patience=TURN, **params)):
-            self._join()
-        return answer
-
-    def _ask(self, method: str, **params: object) -> dict:
-        """Rank 0 asks the rollout process; every rank gets the answer."""
-        from hpcrl.trainer.collectives import broadcast_json
-
-        answer = self.client.call(method, self.options.rollout_timeout, **params) if self.driver else None
-        return broadcast_json(answer, group=self.patient)
 
     def _together(self) -> None:
         """Wait for all ranks, as long as any of them may have to wait for other roles."""

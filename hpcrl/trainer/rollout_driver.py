@@ -129,15 +129,17 @@ class RolloutDriver:
         return True
 
     def _fetch(self, rollout_id: int) -> Share | None:
-        """The samples of a rollout; engines that come back meanwhile are told the version of their weights."""
+        """The samples of a rollout, None if the run is asked to stop; engines that come back meanwhile are told the
+        version of their weights."""
         end = Deadline(self.options.rollout_timeout)
-        while True:
+        while self.client.stop_seen is None:
             try:
                 return self.client.fetch(rollout_id, min(TURN, end.left))
             except Late:
                 if end.over:
                     raise
             self._name("waiting")
+        return None
 
     def _evaluate(self, rollout_id: int) -> None:
         if self.options.eval_interval is None:

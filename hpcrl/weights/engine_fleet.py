@@ -188,17 +188,28 @@ def joined(work: Callable[[], Any], pending: PendingCalls) -> Any:
 
 
 class QueueRoster:
-    """`weights.updates.Roster` over the queue; timeout: seconds that a call may take."""
+    """`weights.updates.Roster` over the queue; timeout: seconds that a call may take.
+
+    Once the run is to stop and the rollout process is silent, there are no engines: who asks is about to end.
+    """
 
     def __init__(self, client: QueueClient, timeout: float) -> None:
         self._client = client
         self._timeout = timeout
 
     def engines(self) -> dict[str, Any]:
-        return self._client.call("engines", self._timeout)
+        return self._call("engines") or {"update": [], "waiting": [], "starting": []}
 
     def updated(self, engines: list[list[int]], version: int, alone: bool) -> None:
-        self._client.call("engines_updated", self._timeout, engines=engines, version=version, alone=alone)
+        self._call("engines_updated", engines=engines, version=version, alone=alone)
 
     def lost(self, engines: list[list[Any]]) -> None:
-        self._client.call("engines_lost", self._timeout, engines=engines)
+        self._call("engines_lost", engines=engines)
+
+    def _call(self, method: str, **params: Any) -> dict[str, Any] | None:
+        from hpcrl.queue.client import Unanswered
+
+        try:
+            return self._client.call(method, self._timeout, **params)
+        except Unanswered:
+            return None

@@ -22,7 +22,7 @@ import zmq.utils.z85
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue import auth, messages, sockets
-from hpcrl.queue.client import QueueClient
+from hpcrl.queue.client import Late, QueueClient, Unanswered
 from hpcrl.queue.messages import Ack, Call, Failed, Fetch, Ping, Pong, Reply, SharePart, Welcome, WhoAreYou
 from hpcrl.queue.share_format import WireError
 from hpcrl.run.peers import RolloutPeer, find, publish
@@ -192,25 +192,33 @@ def test_a_share_that_does_not_fit_is_refused_where_it_is_made(served: Served) -
 # ---- stopping and failing
 
 
-def test_stop_answers_fetches_that_wait_and_that_come(served: Served, client: QueueClient) -> None:
-    other = served.client(1)
-    served.put(0, share(0), share(0, seed=1))
-    assert same(client.fetch(0), share(0))
-    threading.Timer(0.1, lambda: served.run(served.server.stop_at(1))).start()
-    assert client.fetch(1) is None
-    assert client.fetch(2) is None
-    assert served.put(1, share(1), share(1, seed=1)) is False
-    assert same(other.fetch(0), share(0, seed=1))  # put before the stop: every rank gets it
-    assert other.fetch(1) is None
-    assert client.call("echo") == {"got": {}}
-    other.close()
+def test_a_call_of_a_run_that_is_to_stop_outlasts_a_slow_server_but_no_silent_one(
+    served: Served, rundir: RunDir
+) -> None:
+    client = served.client(patience=1.5)
+    rundir.request_stop()
+    with pytest.raises(Late):
+        client.call("slow", 3)
+    assert client.stop_seen is not None
+    hold = threading.Event()
+    served.block(hold)
+    begun = time.monotonic()
+    try:
+        for _ in range(2):  # a server that is given up is not waited for again
+            with pytest.raises(Unanswered, match="once the run was asked to stop"):
+                client.call("echo", WAIT)
+    finally:
+        hold.set()
+    assert time.monotonic() - begun < WAIT
+    client.close()
 
 
-def test_what_was_put_before_a_stop_is_delivered(served: Served, client: QueueClient) -> None:
-    served.put(0, share(0), share(0, seed=1))
-    served.run(served.server.stop_at(0))
-    assert same(client.fetch(0), share(0))
-    assert client.fetch(1) is None
+def test_a_silent_server_is_waited_for_in_a_run_that_goes_on(served: Served) -> None:
+    client = served.client(patience=0.0)
+    with pytest.raises(Late) as error:
+        client.call("slow", 2)
+    assert not isinstance(error.value, Unanswered) and client.stop_seen is None
+    client.close()
 
 
 @pytest.mark.parametrize("wait", [lambda c: c.fetch(0), lambda c: c.call("slow")])

@@ -60,8 +60,12 @@ class Served:
         """Run a coroutine in the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
-    def put(self, rollout_id: int, *shares: Any, **options: Any) -> bool:
-        return self.run(self.server.put(rollout_id, shares, **options))
+    def block(self, until: threading.Event) -> None:
+        """Have the server's loop stand still, as that of a process that was stopped."""
+        self._loop.call_soon_threadsafe(until.wait)
+
+    def put(self, rollout_id: int, *shares: Any, **options: Any) -> None:
+        self.run(self.server.put(rollout_id, shares, **options))
 
     def client(self, rank: int = 0, timeout: float = WAIT, **options: Any) -> QueueClient:
         return QueueClient(self.rundir, options.pop("plan", self.plan), rank, self.dp_size, timeout, **options)

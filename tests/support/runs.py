@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -61,6 +62,15 @@ async def odd_tokens(options: Any, sample: Any) -> float:
     """A reward that varies within a group whatever the model says: the share of odd token ids in the response."""
     response = sample.tokens[len(sample.tokens) - sample.response_length :]
     return float((response % 2).mean()) if len(response) else 0.0
+
+
+async def held_odd_tokens(options: Any, sample: Any) -> float:
+    """The same, once there is no file `held` beside the run directory; `held.seen` says that it waits."""
+    held = Path(options.run_dir).parent / "held"
+    while held.exists():
+        held.with_suffix(".seen").touch()
+        await asyncio.sleep(0.05)
+    return await odd_tokens(options, sample)
 
 
 def make_task(directory: Path) -> Path:

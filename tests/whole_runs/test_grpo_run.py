@@ -152,6 +152,29 @@ def test_ended_and_resumed_is_the_same_run(
     assert bill["node_hours"]["lost"] > 0, bill
 
 
+def test_a_stop_needs_no_rollout_process(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """It hangs while the trainer waits for samples: the trainer sees by itself that the run is to stop, and saves."""
+    values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "stop_timeout": 60}
+    held = {"custom_rm_path": "tests.support.runs.held_odd_tokens", "save_interval": None}
+    run = start(tmp_path, task, **KL | values | held)
+    run.until(lambda: run.steps() >= 2)
+    (tmp_path / "held").touch()
+    steps = run.steps()
+    run.until(lambda: (tmp_path / "held.seen").exists())
+    psutil.Process(role_pid(run.root, "hpcrl.rollout.main")).suspend()
+    os.kill(run.process.pid, signal.SIGTERM)
+    status, out = run.end()
+    assert status == 143, out + run.logs()
+    assert all_gone(run.root, [])
+    trained = run.steps()
+    assert trained >= steps >= 2 and (run.root / f"checkpoints/iter_{trained:07d}").is_dir(), run.logs()
+    (tmp_path / "held").unlink()
+    again = Run("--resume", run.root, root=run.root)
+    status, out = again.end()
+    assert status == 0, out + again.logs()
+    assert metrics(run.root) == metrics(uncut) and samples(run.root) == samples(uncut)
+
+
 def bill_of(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """What `hpcrl bill` says of a run."""
     assert main(["bill", str(root), "--json"]) == 0

@@ -42,36 +42,29 @@ class ShareExchange:
         # buffers
         self._group, _ = dist.new_subgroups_by_enumeration(replicas, timeout=timedelta(minutes=minutes), backend="gloo")
 
-    def exchange(self, share: Share | None) -> Share | None:
+    def exchange(self, share: Share | None) -> Share:
         """The share of this replica on each of its ranks; collective over the replica.
 
-        share: on the rank that fetches, what the queue delivered, None to stop; ignored on the others.
+        share: on the rank that fetches, what the queue delivered; ignored on the others.
         """
-        if self._group is None:
-            return share
-        if self.fetches:
-            frames = [] if share is None else share.frames or encode(share)
-            self._send([np.frombuffer(frame, np.uint8) for frame in frames])
-            return share
-        frames = self._receive()
-        return decode(frames) if frames else None
+        if share is None or not self.fetches:
+            return decode(self._receive())
+        if self._group is not None:
+            self._send([np.frombuffer(frame, np.uint8) for frame in share.frames or encode(share)])
+        return share
 
     def _send(self, frames: Sequence[np.ndarray]) -> None:
         sizes = [len(frame) for frame in frames]
         dist.broadcast(torch.tensor(sizes + [-1] * (MOST_FRAMES - len(sizes))), self._source, group=self._group)
-        if frames:
-            whole = np.zeros(_starts(sizes)[-1], np.uint8)
-            for start, frame in zip(_starts(sizes), frames, strict=False):
-                whole[start : start + len(frame)] = frame
-            dist.broadcast(torch.from_numpy(whole), self._source, group=self._group)
+        whole = np.zeros(_starts(sizes)[-1], np.uint8)
+        for start, frame in zip(_starts(sizes), frames, strict=False):
+            whole[start : start + len(frame)] = frame
+        dist.broadcast(torch.from_numpy(whole), self._source, group=self._group)
 
     def _receive(self) -> list[Buffer]:
-        """The frames; none to stop."""
         wanted = torch.empty(MOST_FRAMES, dtype=torch.int64)
         dist.broadcast(wanted, self._source, group=self._group)
         sizes = [size for size in wanted.tolist() if size >= 0]  # -1: no such frame
-        if not sizes:
-            return []
         whole = np.empty(_starts(sizes)[-1], np.uint8)
         dist.broadcast(torch.from_numpy(whole), self._source, group=self._group)
         return [memoryview(whole[start : start + size]) for start, size in zip(_starts(sizes), sizes, strict=False)]

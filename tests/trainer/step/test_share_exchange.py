@@ -22,8 +22,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-def exchange_on_rank(opts: Options) -> tuple[bool, bool, bool, list[int]]:
-    """(whether what arrived is what was fetched, was the fetched object itself, a stop arrives, [encodings, decodings,
+def exchange_on_rank(opts: Options) -> tuple[bool, bool, list[int]]:
+    """(whether what arrived is what was fetched, was the fetched object itself, [encodings, decodings,
     collectives])."""
     import torch.distributed as dist
 
@@ -47,23 +47,22 @@ def exchange_on_rank(opts: Options) -> tuple[bool, bool, bool, list[int]]:
     share_exchange.decode = counted(1, decode)
     dist.broadcast = counted(2, dist.broadcast)
     found = exchange.exchange(mine)
-    seen = list(counts)
-    return same(found, fetched), found is fetched, exchange.exchange(None) is None, seen
+    return same(found, fetched), found is fetched, list(counts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_of_a_replica_gets_what_was_fetched_and_nothing_is_encoded_again(layout: str) -> None:
     n, sizes = LAYOUTS[layout]
     found = run_ranks(n, exchange_on_rank, Options(actor_num_gpus_per_node=n, **sizes))
-    assert all(whole and stop for whole, _, stop, _ in found)
-    fetching = [counts for _, itself, _, counts in found if itself]
+    assert all(whole for whole, _, _ in found)
+    fetching = [counts for _, itself, counts in found if itself]
     assert fetching == [[0, 0, 2]] * (n // 2 if layout.startswith("dp2") else 1)
-    assert all(counts == [0, 1, 2] for _, itself, _, counts in found if not itself)
+    assert all(counts == [0, 1, 2] for _, itself, counts in found if not itself)
 
 
 def test_without_peers_the_fetched_share_is_used_as_it_is() -> None:
     found = run_ranks(2, exchange_on_rank, Options(actor_num_gpus_per_node=2))
-    assert found == [(True, True, True, [0, 0, 0])] * 2
+    assert found == [(True, True, [0, 0, 0])] * 2
 
 
 def test_a_share_that_was_made_here_is_encoded_once() -> None:
