@@ -85,12 +85,9 @@ def command(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"hpcrl {__version__}")
         return 0
-    if argv[0] == "convert":
-        return convert(argv[1:])
     if argv[0] not in COMMANDS:
-        names = [*COMMANDS, "convert"]
-        near = difflib.get_close_matches(argv[0], names, n=1)
-        hint = f"did you mean hpcrl {near[0]}?" if near else f"there are {', '.join(names)}"
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f"did you mean hpcrl {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UsageError(f"{argv[0]} is not a command", f"{hint}; see hpcrl --help" if not near else hint)
     module, _, name = COMMANDS[argv[0]].partition(":")
     return getattr(importlib.import_module(module), name)(argv[1:])
@@ -116,28 +113,9 @@ COMMANDS = {
     "bill": "hpcrl.commands.report:bill",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
+    "convert": "hpcrl.commands.convert:convert",
     "hostfile": "hpcrl.commands.hostfile:hostfile",
     "options": "hpcrl.commands.run:options",
     "doctor": "hpcrl.commands.doctor:main",
     "selftest": "hpcrl.commands.selftest:selftest",
 }
-
-
-# ---- hpcrl convert
-
-#: conversion -> the module whose main(argv) does it
-CONVERSIONS = {
-    "to-torch-dist": "hpcrl.convert.to_torch_dist",
-    "to-hf": "hpcrl.convert.to_hf",
-    "to-fp8": "hpcrl.convert.to_fp8",
-}
-
-
-def convert(argv: list[str]) -> int:
-    """`hpcrl convert`: weights from one format to another; each conversion has its own flags."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: hpcrl convert WHAT [--help] ...\n\nWHAT: {', '.join(CONVERSIONS)}")
-        return 0
-    if argv[0] not in CONVERSIONS:
-        raise UsageError(f"hpcrl convert {argv[0]}: no such conversion", f"there are {', '.join(CONVERSIONS)}")
-    return importlib.import_module(CONVERSIONS[argv[0]]).main(argv[1:])

@@ -5,7 +5,9 @@ Invariant: what comes out holds nothing that a terminal obeys, and nothing that 
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 
 #: escape sequences; control characters but tab and newline; marks that turn the direction of text; Unicode's line
 #: separators
@@ -19,3 +21,10 @@ def strip_control(text: str, *, lines: bool = False) -> str:
     """Text without control characters and escape sequences; on one line, or with its `lines`."""
     found = CONTROL.sub("", text)
     return found if lines else found.replace("\n", " ")
+
+
+def replace_unencodable() -> None:
+    """Let stdout and stderr write a question mark, rather than fail, for a character that their encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.commands.arguments import RUN, Parser
 from hpcrl.commands.find_run import find_run, look_at_run
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
@@ -31,6 +30,7 @@ from hpcrl.report.status_text import engine_table, shorten_path, strip_control
 from hpcrl.run.engine_files import EngineViews, read_views, request_removal
 from hpcrl.run.role import read_options, read_plan
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.arguments import RUN, Parser
 
 
 def engines(argv: list[str]) -> int:

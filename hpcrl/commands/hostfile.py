@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
-from hpcrl.commands.arguments import Parser
 from hpcrl.errors import UsageError
 from hpcrl.mpi.hostfile import job_hostfile, parse_hostfile, read_hostfile, write_hostfile
+from hpcrl.toolbox.arguments import Parser
 
 
 def hostfile(argv: list[str]) -> int:

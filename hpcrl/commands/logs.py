@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.commands.arguments import RUN, Parser
 from hpcrl.commands.find_run import Ending, Jobs, find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.report.file_tail import FileTail
 from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
+from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.untrusted_files import count_of
 
 ROLES = ("trainer", "engine", "rollout", "job")

@@ -9,7 +9,6 @@ import json
 import sys
 from pathlib import Path
 
-from hpcrl.commands.arguments import RUN, Parser
 from hpcrl.commands.find_run import find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
@@ -17,6 +16,7 @@ from hpcrl.report.timeline.accounting import as_numbers, rows, text
 from hpcrl.report.timeline.reading import trace as trace_of
 from hpcrl.report.timeline.run_spending import Recorded, read_run, spending
 from hpcrl.run.rundir import write_atomic
+from hpcrl.toolbox.arguments import RUN, Parser
 
 
 def report(argv: list[str]) -> int:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.commands.arguments import Parser
 from hpcrl.errors import UsageError
+from hpcrl.toolbox.arguments import Parser
 
 RUN_HELP = """\
 usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]

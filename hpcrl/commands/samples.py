@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcrl.commands.arguments import RUN, Parser
 from hpcrl.commands.find_run import find_run
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run, StageFiles, load_json
 from hpcrl.report.status_text import on_terminal
+from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.untrusted_files import as_given
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcrl.commands.arguments import RUN, Parser
 from hpcrl.commands.find_run import Ending, Jobs, all_runs, find_run, look_at_run, look_at_runs
 from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import line, on_terminal, page, shorten_path, table
+from hpcrl.toolbox.arguments import RUN, Parser
 
 if TYPE_CHECKING:
     from hpcrl.report.terminal import LivePage

@@ -15,7 +15,6 @@ import time
 import msgspec
 import psutil
 
-from hpcrl.commands.arguments import RUN, Parser
 from hpcrl.commands.find_run import Jobs, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.restarts import later_jobs
@@ -24,6 +23,7 @@ from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import WORKING, Status
 from hpcrl.report.status_text import shorten_path
 from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, JobState, write_state
+from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.untrusted_files import touch
 
 BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "now"

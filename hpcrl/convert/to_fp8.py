@@ -16,7 +16,6 @@ number of workers.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -34,6 +33,7 @@ from hpcrl.model_files.config_json import read_config, write_config
 from hpcrl.model_files.hf_writer import TensorHeader, copy_assets, directory, header
 from hpcrl.model_files.safetensors_files import DTYPES, INDEX, SINGLE, Entry, listing, open_file
 from hpcrl.report.progress import track
+from hpcrl.toolbox.arguments import Parser
 from hpcrl.weights.fp8 import FP8, Scheme, Stream, quantized
 
 Progress = Callable[[Iterator[Any], int], Generator[Any, None, None]]
@@ -178,12 +178,11 @@ def quantization_config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any
 # ---- the command
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The flags of slime's tool of this name, and --force."""
-    found = argparse.ArgumentParser(
-        prog="hpcrl convert to-fp8",
-        description="Quantise the linear layers of a Hugging Face checkpoint to FP8 (e4m3), "
-        "for engines to sample with.",
+    found = Parser(
+        "convert to-fp8",
+        "Quantise the linear layers of a Hugging Face checkpoint to FP8 (e4m3), for engines to sample with.",
     )
     found.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory with safetensors in bf16")
     found.add_argument("--save-dir", type=Path, required=True, help="where the FP8 checkpoint goes")

@@ -12,7 +12,6 @@ checkpoint holds it; one that is missing, in excess or of another shape is an er
 
 from __future__ import annotations
 
-import argparse
 import copy
 import re
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -37,6 +36,7 @@ from hpcrl.report.progress import Meter
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import TRACKER, RunDir
 from hpcrl.run.started_runs import is_run
+from hpcrl.toolbox.arguments import Parser
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
 #: an expert's weight by the name of the layer that holds each expert as a module, or of the one that groups them
@@ -252,14 +252,9 @@ def _some(names: Sequence[str]) -> str:
 # ---- the command
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, f"see {self.prog} --help")
-
-
 def main(argv: Sequence[str]) -> int:
     """The command line; errors are HpcrlErrors."""
-    parser = _Parser(prog="hpcrl convert to-hf", description="A torch_dist checkpoint -> a Hugging Face directory.")
+    parser = Parser("convert to-hf", "A torch_dist checkpoint -> a Hugging Face directory.")
     parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory: says the three that follow")
     parser.add_argument(
         "--input-dir", type=Path, help="iter_* or release directory, or the one above; RUN's checkpoints"

@@ -6,9 +6,7 @@ left.
 
 from __future__ import annotations
 
-import io
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
@@ -19,13 +17,6 @@ from hpcrl.run.engine_files import EngineView, EngineViews
 from hpcrl.run.job_files import OVER
 
 HEAD = ("RUN", "STATE", "STAGE", "STEP", "REWARD", "TOK/S", "STALE", "LAST STEP", "NEEDS", "JOB", "")
-
-
-def replace_unencodable() -> None:
-    """Let stdout and stderr write a question mark, rather than fail, for a character that their encoding lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def on_terminal(stream: TextIO) -> bool:

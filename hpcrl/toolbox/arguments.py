@@ -11,6 +11,7 @@ import argparse
 from typing import NoReturn
 
 from hpcrl.errors import UsageError
+from hpcrl.plain_text import replace_unencodable
 
 #: what RUN means, in the help of every command that takes one
 RUN = "run directory, its name, or its job ID"
@@ -21,8 +22,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(prog=f"hpcrl {name}", description=description, allow_abbrev=False)
-        from hpcrl.report.status_text import replace_unencodable
-
         replace_unencodable()
 
     def error(self, message: str) -> NoReturn:
