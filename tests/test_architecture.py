@@ -277,35 +277,6 @@ def test_nobody_listens_on_every_interface() -> None:
                 pytest.fail(f"{path}:{node.lineno}")
 
 
-#: folders of tests/ that are not a room's: helpers, whole runs, campaigns; and pages, examples and the wheel
-NOT_ROOMS = {"support", "whole_runs", "soak", "documents"}
-
-
-def test_tests_lie_where_their_rooms_do() -> None:
-    """A folder in tests/ is a room under the same path, and a test named as a module of a smaller room is in it."""
-    tests = Path(__file__).parent
-    for path in sorted(tests.rglob("*.py")):
-        folder = path.parent.relative_to(tests)
-        if folder.parts and folder.parts[0] in NOT_ROOMS:
-            continue
-        assert (ROOT / folder).is_dir(), f"{folder} is not a room of hpcrl"
-        name = path.name.removeprefix("test_")
-        rooms = {found.parent.relative_to(ROOT) for found in (ROOT / folder).rglob(name)} if folder.parts else set()
-        if path.name.startswith("test_") and rooms:
-            assert folder in rooms, f"{path.relative_to(tests)} belongs in tests/{min(rooms)}"
-    for folder in {path.parent for path in tests.rglob("test_*.py")}:
-        assert len(list(folder.glob("test_*.py"))) <= MOST, f"{folder} holds more than {MOST} files: divide it"
-
-
-def test_what_tests_share_is_on_its_map() -> None:
-    folder = Path(__file__).parent / "support"
-    told = set(re.findall(r"\w+", (folder / "__init__.py").read_text()))
-    there = {
-        path.name.removesuffix(".py") for path in folder.iterdir() if path.name[0] != "_" and path.name != "README.md"
-    }
-    assert there <= told, f"tests/support/__init__.py does not name {sorted(there - told)}"
-
-
 def test_there_is_one_way_to_wait_and_one_to_find_plugins() -> None:
     """A moment in the future is a `Deadline`, unless it is when to look or ask again; plug-ins are a `PluginRoom`."""
     again = {

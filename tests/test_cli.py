@@ -182,7 +182,7 @@ def test_without_a_gpu_one_rank_is_enough_unless_more_are_asked_for(
     assert main(["run", str(file), "--dry-run", *said]) == 0
     out, err = capsys.readouterr()
     assert f"trainer  {'0' if ranks == 1 else f'0-{ranks - 1}'} " in out, out
-    assert ("no GPU here: one trainer rank" in err) == (ranks == 1)
+    assert ("no GPU here" in err) == (ranks == 1)
 
 
 @pytest.mark.parametrize(("said", "chosen"), [((), True), (("--rollout-num-gpus", "2"), False)])

@@ -87,7 +87,7 @@ def test_an_interpreter_that_stands_still_is_found(tmp_path: Path, children: lis
     """Its threads live, its process sleeps: nothing in it can say so."""
     children.append(start(tmp_path, "trainer-0", HOLDS))
     (found,) = looks(Pulse(tmp_path, look=0.1), 20, 0.8)
-    assert "gives no sign of life for" in found
+    assert "gives no sign" in found
 
 
 def test_who_computes_without_a_word_is_at_work(tmp_path: Path) -> None:
@@ -149,9 +149,7 @@ def test_the_host_names_who_hangs(tmp_path: Path, name: str, role: str) -> None:
     for clock.now in range(0, 61, 5):
         check_alive(pulse, 60, rundir, "node2")
     clock.now = 65.0
-    with pytest.raises(
-        PeerError, match=rf"on node2: {name} gives no sign of life for 65 s \(process 1\).*--hang-timeout"
-    ):
+    with pytest.raises(PeerError, match=rf"on node2: {name}.*sign of life for 65 s \(process 1\).*--hang-timeout"):
         check_alive(pulse, 60, rundir, "node2")
     assert rundir.failure().role == role
     assert rundir.failure().index == int(name[-1])
@@ -165,7 +163,7 @@ def test_an_engines_supervisor_is_only_said_to_hang(tmp_path: Path, capsys: pyte
     pulse = Pulse(tmp_path, here=False, clock=clock)
     for clock.now in range(0, 100, 5):
         check_alive(pulse, 60, rundir, "node2")
-    assert "engine-1 gives no sign of life" in capsys.readouterr().err
+    assert "engine-1 gives no sign" in capsys.readouterr().err
     assert rundir.failure() is None
 
 
@@ -179,7 +177,7 @@ def test_the_launcher_names_a_host_that_hangs(tmp_path: Path) -> None:
     for clock.now in range(0, 71, 10):
         _check_hosts(pulse, 60, rundir)
     clock.now = 80.0
-    with pytest.raises(PeerError, match="the process of host node3 gives no sign of life for 80 s"):
+    with pytest.raises(PeerError, match="the process of host node3.*sign of life for 80 s"):
         _check_hosts(pulse, 60, rundir)
     assert rundir.failure().role == "launcher"
 
@@ -208,7 +206,7 @@ def test_a_launcher_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
     process.send_signal(signal.SIGSTOP)
     assert process.wait(30) == -signal.SIGKILL
     process.stdout.close()
-    assert f"gives no sign of life for 2 s (process {process.pid}, which is stopped)" in rundir.failure().message
+    assert f"sign of life for 2 s (process {process.pid}, which is stopped)" in rundir.failure().message
     assert "failed" in (rundir.root / "state.json").read_text()
 
 

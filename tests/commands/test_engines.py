@@ -117,7 +117,7 @@ def test_an_added_engine_is_on_the_runs_network() -> None:
     )
     assert where("c", PLAN, "eth0", report(IB, ETH)) == ("192.168.0.9", "eth0")
     assert where("a", PLAN, None, report()) == ("10.0.0.1", "ib0"), "a host of the run's own"
-    with pytest.raises(UsageError, match="host c is not on the run's network"):
+    with pytest.raises(UsageError, match="host c is not"):
         where("c", PLAN, None, report(ETH))
     alone = Plan("run", 0, (), (), Location("127.0.0.1", (), "127.0.0.1", "lo"))
     with pytest.raises(UsageError, match="listens nowhere but there"):

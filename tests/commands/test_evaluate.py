@@ -86,7 +86,7 @@ def test_a_run_its_checkpoints_or_one_of_them(tmp_path: Path) -> None:
     staged = tmp_path / "r2"
     run_dir(staged / "grpo")
     assert options_of(recipe_for(staged, given)[0], tmp_path, **given).load == str(staged / "grpo" / "checkpoints")
-    with pytest.raises(UsageError, match="nothing to evaluate is named; give --eval-prompt-data NAME PATH"):
+    with pytest.raises(UsageError, match="evaluate is named; give --eval-prompt-data NAME PATH"):
         recipe_for(run, {})
 
 
@@ -226,10 +226,7 @@ def test_what_is_not_here_is_refused_before_anything_is_made(
         )
     (tmp_path / "hub.toml").write_text(text.replace("/nowhere/model", "Qwen/Qwen3-0.6B"))
     assert main(["run", str(tmp_path / "hub.toml"), *out]) == 2
-    assert (
-        "is not here; fetch it first: hf download Qwen/Qwen3-0.6B --local-dir DIR, and name DIR"
-        in capsys.readouterr().err
-    )
+    assert "hf download Qwen/Qwen3-0.6B --local-dir DIR" in capsys.readouterr().err
     assert main(["run", str(tmp_path / "made.toml"), *out, "--dry-run"]) == 0
     (tmp_path / "own.toml").write_text(
         (tmp_path / "made.toml").read_text().replace('rm_type = "math"', 'custom_rm_path = "no_such.f"')

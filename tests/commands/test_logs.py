@@ -151,4 +151,4 @@ def test_following_goes_on_over_attempts_until_the_run_ends(
         "half a line",
         "born again",
     ]
-    assert "the run has ended: finished" in err
+    assert "run has ended: finished" in err

@@ -194,7 +194,7 @@ def test_damaged_files_are_read_as_far_as_they_go(run: Path, capsys: pytest.Capt
     path.write_bytes(whole.split(b"\n")[0] + b"\n\x00\x00\xff\n" + b"[" * 100_000 + b"\n" + whole.split(b"\n")[2][:40])
     assert main(["samples", str(run)]) == 0
     caught = capsys.readouterr()
-    assert shown(caught.out) == ["0.0"] and "3 damaged lines were left out" in caught.err
+    assert shown(caught.out) == ["0.0"] and "3 damaged lines were left" in caught.err
     (run / "samples/trained/00000007.jsonl").write_bytes(b'{"group":"x"}\n\xff')
     assert next(read_looks(run, 7)).trained is None
 

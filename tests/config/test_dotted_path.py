@@ -109,7 +109,7 @@ def test_a_module_that_breaks_is_named(module: Callable[[str, str], None], text:
 
 
 def test_a_class_lacks_a_method() -> None:
-    with pytest.raises(UsageError, match=r"has no method give; declare it: def give\(self, group\)"):
+    with pytest.raises(UsageError, match=r"no method give; declare.*give\(self, group\)"):
         load_class(f"{HERE}.Source", "--x", ("options",), {"give": ("group",)})
     with pytest.raises(UsageError, match=r"Source.take takes \(self, count\)"):
         load_class(f"{HERE}.Source", "--x", ("options",), {"take": ("count", "more")})
@@ -124,7 +124,7 @@ def test_what_it_raises_is_named_and_its_traceback_shown(capfd: pytest.CaptureFi
         return 1 / number
 
     with pytest.raises(
-        HpcrlError, match=r"^--x my.f raised ZeroDivisionError: division by zero \(test_dotted_path.py:\d+ in bad\)"
+        HpcrlError, match=r"^--x my.f raised ZeroDivisionError: division by.*\(test_dotted_path.py:\d+ in bad\)"
     ):
         guarded(bad, "--x my.f")(0)
     assert "Traceback" in capfd.readouterr().err

@@ -207,7 +207,7 @@ def test_a_whole_table_as_json() -> None:
     overrides, _, _ = parse_flags(["--vllm", '{"max_num_seqs": 3}'])
     assert overrides == {"vllm": {"max_num_seqs": 3}}
     with pytest.raises(
-        UsageError, match=r"--megatron: recompute_granularty is an unknown option; did you mean recompute_granularity\?"
+        UsageError, match=r"--megatron: recompute_granularty.*unknown option; did you.*recompute_granularity\?"
     ):
         parse_flags(["--megatron", '{"recompute_granularty": "full"}'])
 
@@ -593,9 +593,7 @@ def test_an_option_without_effect_is_an_error(change: dict[str, Any]) -> None:
 
 def test_a_seed_without_anything_to_draw_is_an_error() -> None:
     check_options(Options(**(GRPO | {"rollout_seed": 1})))  # every sample is drawn
-    with pytest.raises(
-        UsageError, match="--rollout-seed has no effect here: --rollout-shuffle is not given, and nothing is sampled"
-    ):
+    with pytest.raises(UsageError, match="--rollout-seed has no effect here: --rollout-shuffle.*nothing is sampled"):
         check_options(Options(**(SFT | {"rollout_num_gpus": 0, "rollout_seed": 1})))
 
 
@@ -628,7 +626,7 @@ def test_whose_label_is_read() -> None:
     assert held.label_key is None and not held.needs_label
     sft = evaluated | {"loss_type": "sft_loss", "label_key": None, "eval_label_key": "answer"}
     assert eval_sets(Options(**sft))[0].label_key == "answer"
-    with pytest.raises(UsageError, match="without --label-key learns the assistant's turns of chat messages"):
+    with pytest.raises(UsageError, match="without --label-key learns the assistant's turns"):
         label_key(Options(**sft))
     assert label_key(Options(**(sft | {"apply_chat_template": True}))) is None
     pairs = {"loss_type": "dpo_loss", "rejected_key": "worse", "apply_chat_template": True}

@@ -74,10 +74,10 @@ def check_updates(side: Side) -> None:
 def check_omissions(side: Side, name: str) -> None:
     """An update without one tensor is refused by the sender and by the engine, which goes on with its old weights."""
     pairs = [(n, tensor) for n, tensor in side.reference.pairs() if n != name]
-    with pytest.raises(HpcrlError, match=f"has not exported 1 tensors of the engines, the first is {name}"):
+    with pytest.raises(HpcrlError, match=f"has not exported 1 tensors of the engines,.*{name}"):
         side.push(pairs)
     changed = [(n, tensor + 1) for n, tensor in pairs]
-    with pytest.raises(HttpError, match=f"1 tensors are missing, the first is {name}"):
+    with pytest.raises(HttpError, match=f"1 tensors are missing,.*{name}"):
         raw_push(side.engines.address(), changed)
     with pytest.raises(HttpError, match=f"the model has no {name}x"):
         raw_push(side.engines.address(), [*changed, (f"{name}x", torch.zeros(3))])
@@ -117,9 +117,7 @@ def check_stale(side: Side) -> None:
     fleet = side.sender.fleet
     assert fleet is not None
     fleet.call("breaking", "break_experts")
-    with pytest.raises(
-        Differs, match=r"after the update \d+ tensors are not what was sent: .*experts\.\d+\..*not resumed"
-    ):
+    with pytest.raises(Differs, match=r"after the update \d+.*not what was sent:.*experts\.\d+\..*not resumed"):
         side.push(side.reference.step(13))
     fleet.call("mending", "mend_experts")
 
@@ -191,14 +189,14 @@ def check_wide_is_refused(side: Side, pairs: Pairs) -> None:
     side.sender.scheme = None
     with pytest.raises(HpcrlError, match="_proj.weight is float32, the engines need float8_e4m3fn"):
         side.push(pairs)
-    with pytest.raises(HpcrlError, match=f"has not exported 1 tensors of the engines, the first is {name}"):
+    with pytest.raises(HpcrlError, match=f"has not exported 1 tensors of the engines,.*{name}"):
         side.push(partial)
     side.sender.scheme = scheme
     with pytest.raises(
         HttpError, match=r"_proj.weight is float32\[\d+, \d+\], the model needs float8_e4m3fn\[\d+, \d+\]"
     ):
         raw_push(address, pairs)
-    with pytest.raises(HttpError, match=f"1 tensors are missing, the first is {name}"):
+    with pytest.raises(HttpError, match=f"1 tensors are missing,.*{name}"):
         raw_push(address, partial)
 
 

@@ -130,5 +130,5 @@ def test_a_call_may_take_as_long_as_who_asked_waits_for_it(tmp_path: Path) -> No
         ask(address, "POST", "/collective_rpc", 5, {"method": "take_long", "args": ["600"]})
     code, message = engines.ended()
     assert code != 0 and time.monotonic() - begun < 60
-    assert "engine 0 on 127.0.0.1 hangs: its engine core has been at /collective_rpc for" in message
+    assert "engine 0 on 127.0.0.1" in message and "core has been at /collective_rpc for" in message
     assert gone(pids)

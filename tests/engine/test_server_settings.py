@@ -191,7 +191,7 @@ def test_who_tells_the_experts_and_when_nobody_can(model: str) -> None:
         with pytest.raises(UsageError, match=f"--use-rollout-routing-replay: vLLM.*{re.escape(said)}"):
             found(build, **values)
     (Path(model) / "config.json").write_text(json.dumps(EXPERTS | {"model_type": "qwen3"}))
-    with pytest.raises(UsageError, match="replays the choice of experts, and the qwen3 model in .* has none; leave"):
+    with pytest.raises(UsageError, match="replays the choice.*qwen3 model in.*has none; leave"):
         found(CPU)
 
 
@@ -267,9 +267,7 @@ def test_an_older_vllm_is_refused(found: str, good: int) -> None:
     if good:
         check_version(found)
     else:
-        with pytest.raises(
-            UsageError, match=f"vLLM {re.escape(found)} is installed, 0.32 is the oldest that hpcrl works with"
-        ):
+        with pytest.raises(UsageError, match=f"vLLM {re.escape(found)} is installed, 0.32.*oldest that hpcrl works"):
             check_version(found)
 
 

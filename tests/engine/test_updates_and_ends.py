@@ -307,7 +307,7 @@ def test_a_tensor_that_changed_on_its_way_is_noticed(shm: Side) -> None:
 
     names: list[str] = []
     transport.stage = tampered
-    with pytest.raises(Differs, match="after the update 1 tensors are not what was sent.*not resumed") as caught:
+    with pytest.raises(Differs, match="after the update 1 tensors are not what.*sent.*not resumed") as caught:
         shm.step()
     transport.stage = stage
     assert names[0] in str(caught.value)
@@ -510,7 +510,7 @@ def test_an_engine_cannot_bind_a_host_that_is_not_its_own(tmp_path: Path, model:
     engines.processes = [engines._start(0)]
     code, message = engines.ended()
     assert code != 0
-    assert "engine 0 on 192.0.2.1 cannot bind a port of its host" in message
+    assert "engine 0 on 192.0.2.1 cannot bind a port" in message
 
 
 def test_an_engine_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path, model: Path) -> None:

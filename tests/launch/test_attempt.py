@@ -55,7 +55,7 @@ def test_a_host_that_could_not_record_its_error_is_told_with_its_own_last_words(
     ended = SimpleNamespace(name="the process of this host", status=1, log=log, memory=None, lost=lambda: "")
     with pytest.raises(
         PeerError,
-        match=r"exit code 1 before the run was over; it says: on node1: .*the file system is full; its log is",
+        match="exit code 1.*run was over;.*node1:.*the file system is full;",
     ):
         attempt._check([ended], rundir)  # type: ignore[list-item]
 
@@ -225,14 +225,14 @@ def test_an_error_that_no_file_takes_is_left_with_the_scheduler(
 def test_a_run_goes_back_to_a_checkpoint_that_is_there(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
-    with pytest.raises(UsageError, match="no stage that could go on"):
+    with pytest.raises(UsageError, match="no stage that could"):
         rewind_run(job, 2)
     rundir.options_file.write_text(Options().model_dump_json())
     for number in (2, 4):
         (rundir.checkpoints / f"iter_{number:07d}").mkdir()
     tracker = rundir.checkpoints / "latest_checkpointed_iteration.txt"
     tracker.write_text("4")
-    with pytest.raises(UsageError, match=r"--ckpt-step 3: .*/checkpoints has no such checkpoint; there are 2, 4"):
+    with pytest.raises(UsageError, match="--ckpt-step 3:.*/checkpoints has no such checkpoint;.*2, 4"):
         rewind_run(job, 3)
     rewind_run(job, 2)
     assert tracker.read_text() == "2" and (rundir.checkpoints / "iter_0000004").is_dir(), "nothing is removed"

@@ -63,9 +63,7 @@ def test_gpus_that_are_bound_to_tasks() -> None:
     assert [shown("trainer", index, "0", slot=index, **ranks) for index in (0, 1)] == ["0", "0"]
     assert [shown("engine", index, str(2 + index), slot=2 + index, **ranks) for index in (0, 1)] == ["2", "3"]
     assert shown("trainer", 1, "0,1,2,3", slot=1, **ranks) == "0,1", "tasks that see all of the host's"
-    with pytest.raises(
-        UsageError, match=r"holds 1 GPUs bound to this task, 2 are needed: slots 2-3 .* --gpu-bind=none"
-    ):
+    with pytest.raises(UsageError, match="holds 1.*bound to this task, 2 are needed: slots 2-3.*--gpu-bind=none"):
         shown("engine", 0, "0", slot=2, rollout_num_gpus_per_engine=2, **ranks)
 
 

@@ -65,9 +65,9 @@ def test_two_networks_or_none_are_for_the_user() -> None:
     ):
         choose(two)
     assert choose(two, "ib")["a"].address == "10.9.0.1"
-    with pytest.raises(UsageError, match="host a: no interfaces fit hsn; it has eth0, ib0"):
+    with pytest.raises(UsageError, match="no interfaces fit hsn;.*eth0, ib0"):
         choose(two, "hsn")
-    with pytest.raises(UsageError, match="share no network: a has eth0 10.0.0.1; b has none"):
+    with pytest.raises(UsageError, match="share no network:.*eth0 10.0.0.1; b has none"):
         choose({"a": machine("a", eth0="10.0.0.1/24"), "b": machine("b")})
 
 
@@ -82,7 +82,7 @@ def test_hosts_that_do_not_answer_are_named(tmp_path: Path) -> None:
     rundir.begin()
     write(rundir, "a")
     assert list(gather(rundir, ["a"], 1)) == ["a"]
-    with pytest.raises(DeadlineError, match=r"no answer from b, c within --launch-timeout 0 s"):
+    with pytest.raises(DeadlineError, match="from b, c within --launch-timeout 0 s"):
         gather(rundir, ["a", "b", "c"], 0)
 
 
@@ -152,7 +152,7 @@ def test_hosts_are_tried_before_mpirun(tmp_path: Path) -> None:
     agent.write_text('#!/bin/bash\n[ "$1" = good ] || { echo "no route to $1" >&2; exit 255; }\n')
     agent.chmod(0o755)
     check_hosts(["good"], [str(agent)])
-    with pytest.raises(UsageError, match="host bad cannot be reached: no route to bad; try: .*agent bad true"):
+    with pytest.raises(UsageError, match="bad cannot be reached:.*agent bad true"):
         check_hosts(["good", "bad"], [str(agent)])
     with pytest.raises(UsageError, match="host localhost is .* other hosts cannot reach"):
         check_hosts(["good", "localhost"], [str(agent)])
@@ -179,9 +179,7 @@ esac
     found = unreachable(["far", "slow", "full", "good"], [str(ssh)])
     assert found.pop("slow").startswith("lets us in, but its shell was not ready within 2 s: ")
     assert found == {"far": "does not answer within 2 s", "full": "cannot be reached: full: no space left"}
-    with pytest.raises(
-        UsageError, match=r"^host slow lets us in, .*; let its start-up file end at once .*try: \S*ssh slow true"
-    ):
+    with pytest.raises(UsageError, match=r"^host slow lets us in,.*; let its start-up file.*try: \S*ssh slow true"):
         check_hosts(["slow"], [str(ssh)])
 
 
@@ -236,7 +234,7 @@ def test_what_one_host_publishes_another_finds(tmp_path: Path) -> None:
     ["/etc/x", "../x", "attempts/../../x", "checkpoints/x", "recipe.json", "", ".", "attempts\0/x", "attemptsx/y"],
 )
 def test_nothing_outside_of_an_attempt_is_written(tmp_path: Path, name: str) -> None:
-    with pytest.raises(PeerError, match="not a file of an attempt"):
+    with pytest.raises(PeerError, match="file of an attempt"):
         FileSync(RunDir.create(tmp_path / "run")).put({"attempts/0/end": b"", name: b"x"})
     assert not (tmp_path / "run" / "attempts" / "0").exists()
 
@@ -255,7 +253,7 @@ def test_groups_come_from_slurms_node_lists() -> None:
     assert second.nodes == ("g3",) and second.slots == 0
     with pytest.raises(UsageError, match="HPCRL_SLOTS_1"):
         read_groups({k: v for k, v in env.items() if k != "HPCRL_SLOTS_1"})
-    with pytest.raises(UsageError, match="not inside a Slurm job"):
+    with pytest.raises(UsageError, match="not inside a Slurm"):
         read_groups({})
 
 
@@ -360,7 +358,7 @@ def test_a_count_of_restarts_that_cannot_be_read_begins_anew_and_is_told_once(
     assert "headway.json cannot be read" in capsys.readouterr().err
     for restart in range(4, 3 + FRUITLESS):
         check_headway(tmp_path, restart)
-    with pytest.raises(HpcrlError, match="5 restarts without a new checkpoint"):
+    with pytest.raises(HpcrlError, match="5 restarts without a new"):
         check_headway(tmp_path, 9)
     assert capsys.readouterr().err == ""
 

@@ -85,10 +85,10 @@ def test_a_profile_has_the_keys_of_its_scheduler(installed: Path) -> None:
     other = apply(SiteProfile(), {"hold": "true", "scheduler": NAME})
     assert other.hold, "whatever the order in which they are given"
     assert saved_site(json.loads(json.dumps(other.model_dump()))) == other
-    with pytest.raises(UsageError, match=r"site in job.json: scheduler gone: there is none"):
+    with pytest.raises(UsageError, match="site in job.json: scheduler gone: there is"):
         saved_site({"scheduler": "gone"})
     (installed / "number.toml").write_text("scheduler = 3")
-    with pytest.raises(UsageError, match=r"number.toml: scheduler = 3: input should be a valid string"):
+    with pytest.raises(UsageError, match="number.toml: scheduler = 3:.*should be a valid"):
         load_site(str(installed / "number.toml"))
 
 
@@ -102,7 +102,7 @@ def test_a_run_of_a_scheduler_that_is_not_here_any_more_can_be_looked_at(
         put(root / "job.json", record | {"scheduler": name})
         assert main(["status", "a"]) == 0
         out = capsys.readouterr().out
-        assert "runs/a: finished" in out and f"scheduler {name}" in out and "from the run directory alone" in out
+        assert "runs/a: finished" in out and f"scheduler {name}" in out and "run directory alone" in out
         assert main(["cancel", "a"]) == 2
         assert f"scheduler {name}" in capsys.readouterr().err
 
@@ -126,7 +126,7 @@ def test_each_scheduler_is_asked_once_for_all_runs(
     make(installed / "runs/local", phase="finished")
     assert main(["status"]) == 0
     assert sorted(asked) == [("Queue", 3), ("Slurm", 3)]
-    assert "Queue is not here to say more" in capsys.readouterr().out
+    assert "not here to say" in capsys.readouterr().out
 
 
 # ---- queued again

@@ -39,7 +39,7 @@ def test_everybody_says_the_same_of_a_bad_file(tmp_path: Path, damage: bytes | N
 
 def test_a_file_that_cannot_be_opened_is_no_missing_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(DataError, match="config.json cannot be read: Is a directory"):
+    with pytest.raises(DataError, match="config.json.*Is a directory"):
         read_config(tmp_path)
     with pytest.raises(DataError, match="no config.json there"):
         read_config(tmp_path / "config.json" / "x")

@@ -63,7 +63,7 @@ def test_an_index_joins_files_and_hides_what_it_does_not_name(tmp_path: Path) ->
 
 def test_a_directory_without_any_has_none(tmp_path: Path) -> None:
     assert listing(tmp_path) == {} and read_index(tmp_path) is None
-    with pytest.raises(DataError, match="model.safetensors is not there; is the directory complete"):
+    with pytest.raises(DataError, match="model.safetensors.*is the directory complete"):
         open_file(tmp_path / SINGLE)
 
 
@@ -97,7 +97,7 @@ def test_damage_is_one_line_that_names_the_file(tmp_path: Path, header: Any, dat
 @pytest.mark.parametrize("data", [b"", b"\1\2", b"\xff" * 64, b"<html>not found</html>", struct.pack("<Q", 99) + b"{}"])
 def test_what_is_no_such_file_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / SINGLE).write_bytes(data)
-    with pytest.raises(DataError, match=r"model\.safetensors cannot be read: \w[^\n]*; it is damaged or not complete"):
+    with pytest.raises(DataError, match=r"model\.safetensors cannot be read: \w[^\n]*;.*damaged or not complete"):
         listing(tmp_path)
 
 

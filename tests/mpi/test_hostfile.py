@@ -201,7 +201,7 @@ def test_hosts_of_other_schedulers_jobs(
 
 
 def test_damaged_lists_of_other_schedulers_are_named() -> None:
-    with pytest.raises(UsageError, match="not a list of HOST SLOTS"):
+    with pytest.raises(UsageError, match="list of HOST SLOTS"):
         job_hostfile("lsf", {"LSB_MCPU_HOSTS": "n1 2 n2"})
     with pytest.raises(UsageError, match="cannot be read"):
         job_hostfile("pbs", {"PBS_NODEFILE": "/nowhere"})

@@ -288,7 +288,7 @@ def test_a_name_is_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module
     for word in ("Acts", "ActingError", "Config"):
         monkeypatch.setattr(sys.modules[module], word, getattr(here, word), raising=False)
     monkeypatch.setattr(sys.modules[module], "neighbour", here, raising=False)
-    with pytest.raises(Refused, match=rf"holds {module}.{name}, which is not on hpcrl's list .* \(not damage\)"):
+    with pytest.raises(Refused, match=rf"holds {module}.{name},.*not on hpcrl's list.*\(not damage\)"):
         read_plain(io.BytesIO(by_name(module, name, str(made))))
     assert not made.exists()
 
@@ -364,7 +364,7 @@ def test_torchs_object_collectives_do_not_obey(alone: None, tmp_path: Path) -> N
     refuse_foreign_pickles()
     dist.all_gather_object(found, {"plain": torch.ones(2)})
     assert torch.equal(found[0]["plain"], torch.ones(2))
-    with pytest.raises(Refused, match=r"holds posix.mkdir, which is not on hpcrl's list"):
+    with pytest.raises(Refused, match="holds posix.mkdir,.*not on hpcrl's list"):
         dist.all_gather_object(found, Calls(os.mkdir, str(made)))
     assert not made.exists()
 

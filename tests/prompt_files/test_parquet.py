@@ -36,9 +36,7 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(builtins, "__import__", absent)
     (tmp_path / "p.parquet").write_bytes(b"PAR1")
-    with pytest.raises(
-        HpcrlError, match=r"p\.parquet: reading parquet needs the package pyarrow; pip install 'hpcrl\[parquet\]'"
-    ):
+    with pytest.raises(HpcrlError, match=r"p\.parquet:.*package pyarrow; pip install 'hpcrl\[parquet\]'"):
         open_rows(PromptWord("p", str(tmp_path / "p.parquet")))
     assert not list(first_parquet_rows(tmp_path / "p.parquet", 3)), "a login node need not have it"
 
@@ -63,5 +61,5 @@ def test_rows_slices_and_nulls(tmp_path: Path) -> None:
 def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "p.parquet").write_text(json.dumps({"a": 1}))
-    with pytest.raises(DataError, match=r"p\.parquet is not a parquet file"):
+    with pytest.raises(DataError, match=r"p\.parquet.*not a parquet file"):
         open_rows(PromptWord("p", str(tmp_path / "p.parquet")))

@@ -116,7 +116,7 @@ def test_a_file_that_changes_under_the_run_is_refused(read: Callable[..., Prompt
     file = read([row(1), row(2)])
     with (tmp_path / "p.jsonl").open("a") as more:
         more.write("\n")
-    with pytest.raises(DataError, match="was written to while the run reads it"):
+    with pytest.raises(DataError, match="while the run reads"):
         file.prompts[0]
 
 
@@ -173,14 +173,14 @@ def test_what_the_template_is_given(read: Callable[..., PromptFile], tokenizer: 
     assert tokenizer.decode(prompt.tokens).endswith("<|assistant|>1+1")
     with pytest.raises(
         UsageError,
-        match="--apply-chat-template-kwargs: the chat template .* does not look at 'quiet'; it looks at loud",
+        match="--apply-chat-template-kwargs: the chat template.*not look at 'quiet';",
     ):
         read([row(1)], apply_chat_template_kwargs={"quiet": True})
 
 
 def test_a_row_without_a_template_is_text() -> None:
     assert read_row("p", {"input": "a"}, Keys()).text == "a"
-    with pytest.raises(DataError, match="p: the prompt is a list of chat messages; give --apply-chat-template"):
+    with pytest.raises(DataError, match="list of chat messages;.*--apply-chat-template"):
         read_row("p", {"input": [{"role": "user", "content": "a"}]}, Keys())
 
 
@@ -209,10 +209,10 @@ def test_a_changed_mixture_is_refused(read: Callable[..., PromptFile]) -> None:
         files | {"a.jsonl": [row(1), row(5)]},
         {"a.jsonl": files["a.jsonl"]},
     ):
-        with pytest.raises(DataError, match="has changed since the checkpoint"):
+        with pytest.raises(DataError, match="changed since the checkpoint"):
             PromptSource(read(other), 0, True).restore(state)
     whole = PromptSource(read({"a.jsonl": [row(1), row(2)]}), 0, True).state()
-    with pytest.raises(DataError, match="has changed since the checkpoint"):
+    with pytest.raises(DataError, match="changed since the checkpoint"):
         PromptSource(read({"a.jsonl@[:1]": [row(1), row(2)]}), 0, True).restore(whole)
 
 

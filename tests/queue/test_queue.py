@@ -166,7 +166,7 @@ def test_a_part_that_comes_twice_counts_once(
 def test_a_share_is_delivered_once(served: Served, client: QueueClient) -> None:
     served.put(0, share(0), share(0, seed=1))
     client.fetch(0)
-    with pytest.raises(PeerError, match="share of rollout 0 was delivered to trainer DP rank 0 before"):
+    with pytest.raises(PeerError, match="share of rollout 0.*delivered to trainer DP.*0 before"):
         client.fetch(0)
 
 
@@ -183,18 +183,17 @@ def test_a_share_that_does_not_fit_is_refused_where_it_is_made(served: Served) -
     wrong.batch.logprobs[0] = float("nan")
     with pytest.raises(WireError, match="logprob 0: not finite"):
         served.put(0, share(0), wrong)
-    with pytest.raises(ValueError, match="one share of that rollout for each of 2 ranks"):
+    with pytest.raises(ValueError, match="rollout for each of 2 ranks"):
         served.put(0, share(0))
-    with pytest.raises(ValueError, match="one share of that rollout"):
+    with pytest.raises(ValueError, match="share of that rollout"):
         served.put(0, share(0), share(1))
 
 
 # ---- stopping and failing
 
 
-def test_a_call_of_a_run_that_is_to_stop_outlasts_a_slow_server_but_no_silent_one(
-    served: Served, rundir: RunDir
-) -> None:
+def test_call_during_a_stop(served: Served, rundir: RunDir) -> None:
+    """A call of a run that is to stop outlasts a slow server but not a silent one."""
     client = served.client(patience=1.5)
     rundir.request_stop()
     with pytest.raises(Late):
@@ -205,7 +204,7 @@ def test_a_call_of_a_run_that_is_to_stop_outlasts_a_slow_server_but_no_silent_on
     begun = time.monotonic()
     try:
         for _ in range(2):  # a server that is given up is not waited for again
-            with pytest.raises(Unanswered, match="once the run was asked to stop"):
+            with pytest.raises(Unanswered, match="asked to stop"):
                 client.call("echo", WAIT)
     finally:
         hold.set()
@@ -213,7 +212,8 @@ def test_a_call_of_a_run_that_is_to_stop_outlasts_a_slow_server_but_no_silent_on
     client.close()
 
 
-def test_a_silent_server_is_waited_for_in_a_run_that_goes_on(served: Served) -> None:
+def test_silent_server_without_a_stop(served: Served) -> None:
+    """A silent server is waited for in a run that continues."""
     client = served.client(patience=0.0)
     with pytest.raises(Late) as error:
         client.call("slow", 2)
@@ -252,12 +252,10 @@ def test_deadlines_name_role_host_and_what_was_awaited(served: Served, client: Q
     peer = find(served.rundir, RolloutPeer)
     host = r"trainer DP rank 0 on \S+"
     where = rf"rollout-0 on 127\.0\.0\.1:{peer.port}"
-    with pytest.raises(
-        DeadlineError, match=rf"{where} did not deliver the samples of rollout 7 to {host} within 0.1 s.*rollout-0\.log"
-    ):
+    with pytest.raises(DeadlineError, match=rf"{where} did not deliver.*7 to {host} within 0.1 s.*rollout-0\.log"):
         client.fetch(7, 0.1)
     with pytest.raises(
-        DeadlineError, match=rf"{where} did not answer 'slow' of {host} within 0.1 s \(last heard of it 0 s ago\)"
+        DeadlineError, match=rf"{where} did not answer 'slow'.*{host} within 0.1 s \(last heard of it 0 s ago\)"
     ):
         client.call("slow", 0.1)
 
@@ -288,12 +286,12 @@ def test_a_server_that_is_gone_is_named(rundir: RunDir, monkeypatch: pytest.Monk
     served = Served(rundir)
     client = served.client()
     served.close()
-    with pytest.raises(DeadlineError, match="did not deliver the samples of rollout 0"):
+    with pytest.raises(DeadlineError, match="not deliver the samples.*0"):
         client.fetch(0, 0.3)
     begun = time.monotonic()
     client.close()
     assert time.monotonic() - begun < 2
-    with pytest.raises(DeadlineError, match="did not welcome trainer DP rank 0"):
+    with pytest.raises(DeadlineError, match="welcome trainer DP rank 0"):
         QueueClient(rundir, PLAN, 0, 2, 0.3)
 
 
@@ -310,14 +308,14 @@ def test_errors_of_a_handler_reach_the_caller(
 ) -> None:
     with pytest.raises(DataError, match="^prompts.jsonl, line 3: no label; add one$"):
         client.call("bad_data")
-    with pytest.raises(PeerError, match="broken failed in the rollout process: KeyError: 'nobody'"):
+    with pytest.raises(PeerError, match="rollout process: KeyError: 'nobody'"):
         client.call("broken")
     assert "in broken" in capfd.readouterr().err
     with pytest.raises(WireError, match="cannot be sent"):
         client.call("unsendable")
     with pytest.raises(PeerError, match="no method 'ecko', only .*echo"):
         client.call("ecko")
-    with pytest.raises(WireError, match="the parameters of echo: cannot be sent"):
+    with pytest.raises(WireError, match="parameters of echo: cannot"):
         client.call("echo", it=object())
     assert client.call("echo") == {"got": {}}
 
@@ -469,7 +467,7 @@ def test_garbage_is_logged_and_answered_and_ends_nothing(
         tell(dealer, Fetch(2**62), Fetch(0))
         until(lambda: served.server._ranks[1].complaints == 200 + len(GARBAGE))
     logged = capfd.readouterr().err
-    assert "queue: trainer DP rank 1: not a message of the queue" in logged
+    assert "queue: trainer DP rank 1" in logged and "message of the queue" in logged
     assert logged.count("trainer DP rank 1") == 20  # then no more
     assert client.call("echo") == {"got": {}}
 
@@ -482,7 +480,7 @@ def test_a_defect_in_one_answer_ends_nothing(
 
     with monkeypatch.context() as broken:
         broken.setattr(served.server._ranks[0].outbox, "want", defect)
-        with pytest.raises(PeerError, match="could not answer: see its log"):
+        with pytest.raises(PeerError, match="could not answer: see"):
             client.fetch(0)
     assert client.call("echo") == {"got": {}}
 
@@ -590,7 +588,7 @@ def test_the_door_opens_to_a_known_curve_key_alone(
     answer = ask_at_the_door(served, request)
     assert answer[:3] == [b"1.0", b"7", b"200" if at is None else b"400"]
     assert answer[4] == (b"dp-1" if at is None else b"")
-    assert ("queue: refused a peer at 192.0.2.7: it holds no key" in capfd.readouterr().err) == (other == b"x" * 32)
+    assert ("refused a peer at 192.0.2.7: it holds no key" in capfd.readouterr().err) == (other == b"x" * 32)
     assert ask_at_the_door(served, good)[4] == b"dp-1", "it goes on answering"
 
 
@@ -628,9 +626,7 @@ def test_a_server_that_admits_all_is_told_apart(rundir: RunDir, monkeypatch: pyt
         publish(
             rundir, RolloutPeer(host="127.0.0.1", port=port, run_id=PLAN.run_id, attempt=PLAN.attempt, public_key=key)
         )
-        with pytest.raises(
-            DeadlineError, match=r"did not welcome .*\(the encrypted handshake fails: it holds other keys"
-        ):
+        with pytest.raises(DeadlineError, match=r"did not welcome.*\(the encrypted handshake fails:"):
             QueueClient(rundir, PLAN, 0, 2, 0.4)
         assert false.poll(0) == 0
 
@@ -646,9 +642,7 @@ def test_a_client_with_keys_of_another_attempt_is_told(served: Served) -> None:
     path = served.rundir.keys / "queue-client-0.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(auth.client_keys(served.rundir, 0), server=public)))
     begun = time.monotonic()
-    with pytest.raises(
-        PeerError, match=r"refuses the key of trainer DP rank 0 on \S+; are .*keys and the server of one attempt"
-    ):
+    with pytest.raises(PeerError, match=r"key of trainer DP.*0 on \S+; are.*keys.*server of one attempt"):
         served.client()
     assert time.monotonic() - begun < 5
 
@@ -657,13 +651,13 @@ def test_another_run_is_told_by_both_sides(served: Served) -> None:
     other = Plan("run-b", 1, PLAN.trainers, (), HERE)
     with pytest.raises(
         PeerError,
-        match=r"rollout-0 on .* belongs to run run-a, attempt 0; trainer DP rank 0 on \S+ to run run-b, attempt 1",
+        match=r"rollout-0 on.*belongs to run run-a,.*0; trainer DP rank 0 on \S+ to run run-b, attempt 1",
     ):
         served.client(plan=other)
     with raw(served) as dealer:
         tell(dealer, hello(served, run_id="run-b", attempt=1))
         answer = hear(dealer)
-        assert "belongs to run run-b, attempt 1; the rollout process to run run-a, attempt 0" in answer.what
+        assert "belongs to run run-b" in answer.what and "process to run run-a" in answer.what
         tell(dealer, Fetch(0))
         assert hear(dealer) == WhoAreYou()
 
@@ -673,7 +667,7 @@ def test_a_client_does_not_take_a_welcome_from_another_run(served: Served, monke
     served.server._plan = Plan("run-b", 4, PLAN.trainers, (), HERE)
     with pytest.raises(
         PeerError,
-        match=r"says that it is of run run-b, attempt 4, protocol 1; .* is of run run-a, attempt 0, protocol 1",
+        match="run run-b, attempt 4, protocol 1;.*is of run run-a,.*0, protocol 1",
     ):
         served.client()
 
@@ -683,7 +677,7 @@ def test_a_rank_cannot_have_anothers_share(served: Served) -> None:
     with raw(served, 1) as dealer:
         tell(dealer, hello(served, 0), Fetch(0))
         answer = hear(dealer)
-        assert "says that it is DP rank 0, but holds the key of DP rank 1" in answer.what
+        assert "it is DP rank 0" in answer.what and "key of DP rank 1" in answer.what
         assert hear(dealer) == WhoAreYou()
         tell(dealer, hello(served, 1), Fetch(0, credit=64))
         assert isinstance(hear(dealer), Welcome)
@@ -716,7 +710,7 @@ def test_the_one_who_came_last_has_the_seat(served: Served, client: QueueClient)
     served.put(0, share(0), share(0, seed=1))
     assert same(second.fetch(0), share(0))
     with pytest.raises(
-        PeerError, match=r"trainer DP rank 0 on \S+ \(pid \d+\) was replaced: trainer DP rank 0 on \S+ \(pid"
+        PeerError, match=r"trainer DP rank 0 on \S+ \(pid \d+\) was replaced: trainer DP.*0 on \S+ \(pid"
     ):
         client.fetch(0)
     second.close()
@@ -760,15 +754,15 @@ def test_it_never_listens_on_every_interface(host: str) -> None:
 
 
 def test_a_loopback_address_is_of_no_use_to_other_hosts() -> None:
-    with pytest.raises(UsageError, match="which other hosts cannot reach"):
+    with pytest.raises(UsageError, match="other hosts cannot reach"):
         sockets.bind_address(Plan("r", 0, (Location("node1", (0,)),), (), Location("127.0.0.1", ())))
-    with pytest.raises(UsageError, match="no-such-host of the plan has no address"):
+    with pytest.raises(UsageError, match="plan has no address"):
         sockets.bind_address(Plan("r", 0, (HERE,), (), Location("no-such-host", ())))
 
 
 def test_it_listens_on_the_plans_host_on_a_port_of_the_systems_choice(rundir: RunDir) -> None:
     away = Plan("run-a", 0, (Location("192.0.2.1", (0,)),), (), Location("192.0.2.1", ()))
-    with pytest.raises(HpcrlError, match=r"the queue cannot listen on 192.0.2.1: .*; is this the host"):
+    with pytest.raises(HpcrlError, match="queue cannot listen on 192.0.2.1:.*; is this the host"):
         Served(rundir, plan=away)
     one, two = Served(rundir), find(rundir, RolloutPeer)
     assert two.host == "127.0.0.1"
@@ -907,7 +901,7 @@ def test_refusals_are_not_logged_without_end_nor_names_kept_of_any_length(
             tell(dealer, hello(served, dp_size=99))
             assert isinstance(hear(dealer), messages.Failed)
         tell(dealer, hello(served, client="x" * 1000))
-        assert "not a message of the queue" in hear(dealer).what
+        assert "message of the queue" in hear(dealer).what
         for number in range(20):
             tell(dealer, hello(served, client=f"c{number}"))
             hear(dealer)

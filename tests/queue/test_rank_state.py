@@ -104,7 +104,7 @@ def test_a_client_that_is_busy_elsewhere_is_sent_nothing_twice() -> None:
 
 @pytest.mark.parametrize("rollout_id", [0, 1])
 def test_ids_go_up(rollout_id: int) -> None:
-    with pytest.raises(ValueError, match=f"rollout {rollout_id} was put after that of rollout 1"):
+    with pytest.raises(ValueError, match=f"rollout {rollout_id} was put after.*1"):
         outbox(1, 1).put(rollout_id, [b"x"])
 
 

@@ -48,7 +48,7 @@ def test_columns_that_only_some_runs_have_arrive_too() -> None:
     assert same(decode(frames), its)
     picked = its.batch.take([1])
     assert all(np.array_equal(picked.extra[name], samples[0].extra[name]) for name in OPTIONAL)
-    with pytest.raises(DataError, match="some samples of a batch have routed_experts, sample 1 of group 0 differs"):
+    with pytest.raises(DataError, match="samples of a batch.*routed_experts, sample 1 of group 0 differs"):
         SampleBatch.of([samples[0], sample(1)])
 
 
@@ -226,7 +226,7 @@ def test_a_mask_has_a_bit_for_each_token(size: int) -> None:
     frames = frames_of(share())
     columns = msgspec.msgpack.decode(frames[0])["columns"]
     columns[3][2] = size
-    with pytest.raises(WireError, match=f"{size} bytes do not hold one bit for each of 14 tokens"):
+    with pytest.raises(WireError, match=f"{size} bytes do not hold.*14 tokens"):
         decode([*with_header(frames, columns=columns)[:4], bytes(size), *frames[5:]])
 
 
@@ -328,7 +328,7 @@ def test_a_message_of_the_wrong_side_is_refused() -> None:
 
 @pytest.mark.parametrize("params", [{"a": object()}, {"a": 2**70}, {1: np.float32(1)}])
 def test_what_msgpack_cannot_carry_is_told(params: dict[Any, Any]) -> None:
-    with pytest.raises(WireError, match="cannot be sent over the queue"):
+    with pytest.raises(WireError, match="cannot be sent over"):
         messages.pack(messages.Call(0, "m", params))
 
 

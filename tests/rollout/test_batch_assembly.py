@@ -67,7 +67,7 @@ def test_staleness_is_checked_on_every_token() -> None:
     check_staleness([fresh], 5)
     check_staleness([fresh, mixed], 5, bound=1)
     for samples, version in (([fresh, mixed], 5), ([fresh], 6), ([fresh], 4)):
-        with pytest.raises(HpcrlError, match="was sampled under policy versions"):
+        with pytest.raises(HpcrlError, match="sampled under policy versions"):
             check_staleness(samples, version)
 
 

@@ -250,10 +250,10 @@ def test_positions_that_do_not_fit_are_refused(tmp_path: Path, model: Path, uncu
     lines = (model / "train.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join(reversed(lines)) + "\n")
     with Attempt(tmp_path / "run", model, None, prompt_data=str(tmp_path / "train.jsonl")) as attempt:
-        with pytest.raises(HpcrlError, match="has changed since the checkpoint"):
+        with pytest.raises(HpcrlError, match="changed since the checkpoint"):
             attempt.begin(2, uncut[2][1])
         assert attempt.end() == 1
-        assert "has changed since the checkpoint" in attempt.error()
+        assert "changed since the checkpoint" in attempt.error()
     with (
         Attempt(tmp_path / "other", model, None) as attempt,
         pytest.raises(HpcrlError, match="is that of rollout 1, the run resumes at 3"),
@@ -427,7 +427,10 @@ def test_an_engine_that_never_comes_up(tmp_path: Path, model: Path) -> None:
         attempt.begin()
         attempt.call("generate", rollout_id=0, version=0)
         assert attempt.end() == 1
-        assert "engine-0 on 127.0.0.1 did not come up within --engine-start-timeout 1 s" in attempt.error()
+        assert (
+            "engine-0 on 127.0.0.1" in attempt.error()
+            and "not come up within --engine-start-timeout 1 s" in attempt.error()
+        )
 
 
 @pytest.mark.parametrize(

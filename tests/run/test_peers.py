@@ -73,12 +73,12 @@ def test_an_earlier_attempts_peer_does_not_count(rundir: RunDir) -> None:
 )
 def test_a_damaged_record_is_named_at_once(rundir: RunDir, damage: bytes) -> None:
     peer_file(rundir.here, EnginePeer, 0).write_bytes(damage)
-    with pytest.raises(PeerError, match=r"engine-0\.json is damaged, or of another version of hpcrl"):
+    with pytest.raises(PeerError, match=r"engine-0\.json.*another version of hpcrl"):
         wait_for(rundir, EnginePeer, 0, 30)
 
 
 def test_a_wait_ends_at_its_deadline_and_names_role_and_log(rundir: RunDir) -> None:
-    with pytest.raises(DeadlineError, match=r"engine-3 did not come up within 0 s.*engine-3\.log"):
+    with pytest.raises(DeadlineError, match=r"engine-3.*not come up within 0 s.*engine-3\.log"):
         wait_for(rundir, EnginePeer, 3, 0.1)
 
 

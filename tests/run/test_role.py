@@ -47,5 +47,5 @@ def test_a_hosts_report_that_is_none_is_named(rundir: RunDir, damage: bytes) -> 
     probe.write(rundir, "a")
     assert probe.gather(rundir, ["a"], 5)["a"].host == "a"
     (rundir.here / "hosts" / "b.json").write_bytes(damage)
-    with pytest.raises(PeerError, match=r"hosts/b\.json is damaged, or of another version"):
+    with pytest.raises(PeerError, match=r"hosts/b\.json.*damaged, or of another"):
         probe.gather(rundir, ["a", "b"], 5)

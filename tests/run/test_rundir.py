@@ -105,7 +105,7 @@ def test_what_the_launcher_says_speaks_for_itself(rundir: RunDir) -> None:
 )
 def test_a_damaged_error_still_ends_the_attempt(rundir: RunDir, damage: bytes) -> None:
     (rundir.here / ERROR).write_bytes(damage)
-    with pytest.raises(PeerError, match=r"the attempt has failed, and .*error\.json is damaged"):
+    with pytest.raises(PeerError, match=r"attempt has failed, and.*error\.json is damaged"):
         rundir.check()
 
 
@@ -212,14 +212,12 @@ def test_nobody_can_put_another_directory_in_its_place(tmp_path: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o755, 0o755]
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(
-        UsageError, match=r"everybody may put something else in its place: .*/open is writable by all; .*chmod o-w"
-    ):
+    with pytest.raises(UsageError, match="everybody may put something.*/open is writable by all;.*chmod o-w"):
         RunDir.create(tmp_path / "open" / "run")
     (tmp_path / "open").chmod(0o1777)
     RunDir.create(tmp_path / "open" / "run")
     (tmp_path / "lure").symlink_to(tmp_path / "strangers" / "den")
-    with pytest.raises(UsageError, match=r"lure is a link to .*/strangers/den, which is not there"):
+    with pytest.raises(UsageError, match="lure is a link.*/strangers/den, which is not there"):
         RunDir.create(tmp_path / "lure")
     assert not (tmp_path / "strangers").exists()
 
@@ -255,9 +253,9 @@ def test_a_file_that_a_user_names_ends(tmp_path: Path) -> None:
     ):
         with pytest.raises(OSError, match=said):
             read_given(tmp_path / name, 100)
-    with pytest.raises(OSError, match="is not a regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         read_given("/dev/zero")
-    with pytest.raises(UsageError, match="fifo: is not a regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         read_hostfile(tmp_path / "fifo")
     command = (
         f"exec 7< <(echo node1); {sys.executable} -c 'from hpcrl.untrusted_files import read_given; "
@@ -286,7 +284,7 @@ def test_a_path_stays_as_it_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (said / "open").mkdir()
     (said / "open").chmod(0o777)
     (tmp_path / "way").symlink_to(said / "open")
-    with pytest.raises(UsageError, match="everybody may put something else in its place"):
+    with pytest.raises(UsageError, match="everybody may put something"):
         RunDir.create(tmp_path / "way" / "run")
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     if said.lstat().st_uid not in (0, 4711):

@@ -52,16 +52,16 @@ def fill(place: Path) -> Path:
 def test_a_full_and_a_read_only_file_system_are_called_so(small: Path) -> None:
     assert not write_obstacle(small) and list(small.iterdir()) == [], "a probe leaves nothing"
     filler = fill(small)
-    assert "the file system is full (No space left on device; 0.0 MB are free)" in write_obstacle(small)
-    with pytest.raises(HpcrlError, match=r"cannot write .*/a: the file system is full .*; free space"):
+    assert "space left on device; 0.0 MB are free)" in write_obstacle(small)
+    with pytest.raises(HpcrlError, match="cannot write.*/a:.*file system is full.*; free space"):
         write_atomic(small / "a", b"x" * 8192)
     assert not (small / "a").exists() and [path.name for path in small.iterdir() if path.name.startswith(".")] == []
     filler.unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-    assert "the file system is read-only (Read-only file system)" in write_obstacle(small)
-    with pytest.raises(HpcrlError, match=r"read-only .*; have it mounted for writing"):
+    assert "read-only (Read-only file system)" in write_obstacle(small)
+    with pytest.raises(HpcrlError, match="read-only.*;.*mounted for writing"):
         write_atomic(small / "a", b"x")
-    with pytest.raises(UsageError, match=r"--run-dir .*: the file system is read-only"):
+    with pytest.raises(UsageError, match="--run-dir.*:.*file system is read-only"):
         RunDir.create(small / "run")
 
 
@@ -103,10 +103,8 @@ def test_a_role_says_what_the_system_said(tmp_path: Path, capsys: pytest.Capture
     assert act("rollout", RoleContext(rundir, None, None, 0), 0, body) == 1  # type: ignore[arg-type]
     failure = rundir.failure()
     assert failure is not None
-    assert (
-        failure.message
-        == "/dev/shm/x: this process has too many files open (Too many open files); raise the hard limit, ulimit -Hn"
-    )
+    assert failure.message.startswith("/dev/shm/x: ")
+    assert "(Too many open files)" in failure.message and failure.message.endswith("ulimit -Hn")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection reset by peer"), PeerError("Connection reset by peer")])
@@ -203,7 +201,7 @@ def test_a_host_without_memory_is_told_from_a_limit(tmp_path: Path) -> None:
     root = tree(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": "max\n", "proc/vmstat": "pgfault 1\noom_kill 0\n"})
     watch = MemoryWatch(root)
     (root / "proc/vmstat").write_text("pgfault 1\noom_kill 2\n")
-    assert watch.said() == "perhaps for want of memory: the kernel has killed 2 processes of this host meanwhile"
+    assert "killed 2 processes" in watch.said()
     nothing = MemoryWatch(tmp_path / "nothing")
     assert not nothing.sees and how_it_ended(-9, nothing) == how_it_ended(-9), (
         "where nothing can be read nothing is claimed"
@@ -229,10 +227,7 @@ def test_a_process_that_the_kernel_really_kills(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", code, str(group)], capture_output=True, text=True, timeout=60, check=False
         )
-        assert (
-            "was killed by SIGKILL (the kernel killed 1 process for want of memory at the limit of 0.1 GiB"
-            in done.stdout
-        ), done
+        assert "SIGKILL (the kernel killed 1" in done.stdout and "memory at the limit" in done.stdout, done
     finally:
         group.rmdir()
 

@@ -128,9 +128,7 @@ def test_drafts_are_asked_of_a_model_that_has_layers_for_them(tmp_path: Path) ->
     glm = resolved("run-glm4.7-355B-A32B")
     assert glm.vllm["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
     (tmp_path / "config.json").write_text(json.dumps(MODELS["GLM-4.5"][1] | {"num_nextn_predict_layers": 0}))
-    with pytest.raises(
-        UsageError, match='--vllm-speculative-config with "method": "mtp" .* has no layers that predict further'
-    ):
+    with pytest.raises(UsageError, match='--vllm-speculative-config with "method": "mtp".*layers that predict further'):
         refuse_wrong_settings([glm.model_copy(update={"hf_checkpoint": str(tmp_path)})], same_packages=False)
 
 
@@ -171,7 +169,7 @@ def test_parts_of_a_speculation_that_is_not_asked_for_pass() -> None:
 def test_a_distillation_with_labels_keeps_its_reward(more: str, outcome: tuple[str, str] | None) -> None:
     words = [*words_of("on_policy_distillation/run-qwen3-8B-opd-megatron"), *more.split()]
     if outcome is None:
-        with pytest.raises(UsageError, match="--rm-type math compares with the label; give --label-key"):
+        with pytest.raises(UsageError, match="--rm-type.*compares with the label;.*--label-key"):
             resolve_stages(recipe_of(words, {}), {}, PLACES)
         return
     options = resolve_stages(recipe_of(words, {}), {}, PLACES)[0]

@@ -83,7 +83,7 @@ def test_a_printed_script_keeps_the_run_directory(
 def test_a_printed_script_is_of_one_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO)
     assert main(["submit", "examples/quickstart.toml", "--print", "--chain", "3"]) == 2
-    assert "--print writes the script of one job, and --chain submits several; leave one" in capsys.readouterr().err
+    assert "--chain submits several" in capsys.readouterr().err
 
 
 def test_a_percent_sign_in_a_directory_is_no_pattern() -> None:
@@ -258,7 +258,7 @@ def test_no_node_is_asked_for_that_the_plan_leaves_idle(
 def test_an_engine_that_leaves_a_rest_on_each_node_gets_more_nodes() -> None:
     o = Options(actor_num_gpus_per_node=1, rollout_num_gpus=9, rollout_num_gpus_per_engine=3)
     assert [(c.nodes, c.slots) for c in request(o).components[1:]] == [(2, 8)]
-    with pytest.raises(UsageError, match="does not fill nodes of 8"):
+    with pytest.raises(UsageError, match="not fill nodes of 8"):
         request(
             Options(actor_num_gpus_per_node=1, rollout_num_gpus=12, rollout_num_gpus_per_engine=12),
             engine={"gpus_per_node": 8},
@@ -298,9 +298,7 @@ def test_the_time_for_saving_is_measured_or_the_floor_or_the_sites() -> None:
     assert request(o).margin == FLOOR
     assert make_request([o], SlurmSite(), 500).margin == 500
     assert request(o, signal_margin=77).margin == 77
-    with pytest.raises(
-        UsageError, match="4 is too short: a run needs 120 s to start and 180 s to save.*ask for 5 minutes"
-    ):
+    with pytest.raises(UsageError, match="4 is too short:.*120 s to start and 180 s to save.*ask for 5 minutes"):
         request(o, time="4")
 
 
@@ -388,7 +386,7 @@ def test_a_dry_run_says_that_slurm_did_not_answer_and_shows_the_rest(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert main(["submit", str(REPO / "examples/quickstart.toml"), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "#SBATCH --nodes=1" in out and "whether it would take this job is not known" in out
+    assert "#SBATCH --nodes=1" in out and "would take this job" in out
 
 
 @pytest.mark.parametrize(("kind", "image"), [("pyxis", "/x.sqsh"), ("apptainer", "/x.sif")])

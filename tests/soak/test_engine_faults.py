@@ -146,7 +146,7 @@ def test_engines_end_at_drawn_moments_and_the_run_goes_on(
     job.ends("FAILED")  # with 143: stopped, and saved
     found, trained = account(job.root), list(metrics(job.root).values())
     log = "".join(path.read_text() for path in job.root.glob("logs/attempt-0/trainer-0.log"))
-    during = len(re.findall(r"the weight update to version \d+ continues without", log))
+    during = len(re.findall(r"weight update to version \d+ continues without", log))
     restarts = [view.restarts for view in faults.views()]
     numbers = {"seed": seed, "faults": sum(one["hit"] for one in faults.done), "restarts": restarts}
     numbers |= {

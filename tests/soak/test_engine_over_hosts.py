@@ -94,6 +94,6 @@ def test_a_part_that_dies_is_named_and_nothing_is_left(side: Side) -> None:
     os.kill(server.pid, signal.SIGKILL)
     assert engines.follower.wait(30) != 0
     failure = engines.rundir.failure()
-    assert failure is not None and "engine 0, part 1 on b: its vLLM server" in failure.message, failure
+    assert failure is not None and "engine 0, part 1 on b: its vLLM" in failure.message, failure
     engines.stop()
     assert gone(pids)

@@ -116,7 +116,7 @@ def test_a_step_longer_than_the_time_limit_is_given_up_and_said(
             bare.run(["scontrol", "update", f"jobid={job.number}", "timelimit=30"])
     job.ends("FAILED", 180)
     assert said(job).count(words) >= 2, "at each start"
-    assert "1 of 1 requeues are used up; continue with hpcrl resume" in said(job)
+    assert "1 of 1 requeues are used up" in said(job)
     assert not metrics(job.root)
 
 

@@ -1,4 +1,4 @@
-"""What tests share. Each module is named here (tests/test_architecture.py compares).
+"""What tests share. Each module is named here (tests/test_suite.py compares).
 
 Real parts, started once and forked or shared
     ranks              trainer ranks of Megatron-core, forked from a process that has imported it

@@ -30,7 +30,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("broken")
 def test_gpus_that_torch_cannot_use_are_an_error_with_torchs_reason() -> None:
     with pytest.raises(
-        UsageError, match=r"\(CUDA_VISIBLE_DEVICES=0,1\), and CUDA 13.0 cannot use them: The NVIDIA driver .* 12020"
+        UsageError, match=r"\(CUDA_VISIBLE_DEVICES=0,1\), and CUDA 13.0 cannot use them:.*12020"
     ) as found:
         cuda_is_there("0,1")
     assert "\n" not in str(found.value) and "docs/install.md" in str(found.value)

@@ -126,7 +126,7 @@ def test_a_call_of_all_workers(rundir: RunDir, stubs: list[Stub]) -> None:
 
 def test_a_late_engine_is_named_though_its_health_is_good(rundir: RunDir, stubs: list[Stub]) -> None:
     stubs += [Stub(lambda *_: (200, None)), Stub(hang)]
-    with pytest.raises(DeadlineError, match=r"engine-1 on 127.0.0.1: pausing did not end within 0 s"):
+    with pytest.raises(DeadlineError, match="engine-1 on 127.0.0.1: pausing did not end.*0 s"):
         fleet(rundir, stubs, 0.3).post("pausing", "/pause")
 
 

@@ -148,7 +148,7 @@ def test_without_restarts_the_end_of_an_engine_is_an_error(tmp_path: Path) -> No
 def test_all_are_waited_for_and_who_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcrl.weights.updates.SLACK", 0.0)
     made, _ = updates(tmp_path, Sender(), engines(2, up=False), seconds=0.3)
-    with pytest.raises(DeadlineError, match="engine-0 on host did not come up within 0 s"):
+    with pytest.raises(DeadlineError, match="engine-0.*not come up within 0 s"):
         made.wait()
 
 

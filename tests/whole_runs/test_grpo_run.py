@@ -207,7 +207,7 @@ def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(
     assert samples(run.root) == samples(uncut)
     assert (the_engine().state, the_engine().restarts) == ("serving", 2)
     reports = [end_of(RunDir(run.root), 0, life).why for life in (0, 1)]
-    assert re.search("SIGKILL|died", reports[0]) and "engine core has not answered for 5 s" in reports[1], reports
+    assert re.search("SIGKILL|died", reports[0]) and "core has not answered" in reports[1], reports
 
 
 def test_sharing_slots_changes_no_number(tmp_path: Path, task: Path, uncut: Path) -> None:
@@ -269,7 +269,7 @@ def test_samples_are_shown_with_what_the_trainer_made_of_them(uncut: Path, capsy
     assert re.search(r"log-prob a token: trainer (-[\d.]+), engine (-[\d.]+); they differ by \d", text), text
     assert re.search(r"^    token +trainer +engine +differ +advantage$", text, re.MULTILINE), text
     assert main(["samples", str(uncut), "--diff", "0", "0"]) == 0
-    assert "32 responses to the same prompts in step 0 and step 0" in capsys.readouterr().out
+    assert "same prompts in step 0 and step 0" in capsys.readouterr().out
 
 
 def test_without_restarts_a_dead_engine_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:

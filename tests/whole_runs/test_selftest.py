@@ -27,7 +27,7 @@ def test_every_check_passes_on_this_machine_and_is_not_made_twice(tmp_path: Path
     done = selftest(tmp_path, "--dir", "st", "--json", "found.json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["checks"]
-    assert found["stream_order"]["said"] == "no GPU: there are no streams"
+    assert found["stream_order"]["said"].startswith("no GPU: ")
     assert found["ipc"]["said"].startswith("no GPU: ")
     skipped = {"stream_order", "ipc"}
     assert {name: check["result"] for name, check in found.items()} == {

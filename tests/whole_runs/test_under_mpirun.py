@@ -121,7 +121,7 @@ def test_an_engine_needs_no_shared_run_directory(cluster: Cluster, tmp_path: Pat
     # trainers on both would save what the other cannot see
     spread = sft(tmp_path / "spread", task)
     done = launch(cluster, "openmpi", hosts, spread, "--run-dir", "/tmp/apart", check=False)
-    assert done.returncode == 2 and "node2 has trainer ranks and does not see /tmp/apart" in done.stderr
+    assert done.returncode == 2 and "node2 has trainer ranks" in done.stderr and "/tmp/apart" in done.stderr
     for node in ("node1", "node2"):
         cluster.run("rm -rf /tmp/apart", node=node)
 

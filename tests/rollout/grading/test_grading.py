@@ -247,9 +247,7 @@ def test_an_object_needs_a_key() -> None:
     train, held = run(body, **options)
     assert (train.reward, held.reward) == (0.5, 3.0) and train.rewards == {"score": 0.5, "length": 3.0}
     (without,) = graded(sample("abc"), custom_rm_path=f"{HERE}.as_object")
-    assert (
-        without.grading == "error" and "an object with score, length, why: give --reward-key" in without.grading_error
-    )
+    assert without.grading == "error" and "score, length, why: give --reward-key" in without.grading_error
 
 
 @pytest.mark.parametrize(
@@ -448,11 +446,11 @@ def test_no_reward_is_an_error() -> None:
 
 def test_processes_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcrl.rollout.worker_pool.sys.executable", "/bin/false")
-    with pytest.raises(HpcrlError, match="the process that grades with math did not start: exit status 1"):
+    with pytest.raises(HpcrlError, match="grades with math.*exit status 1"):
         graded(sample("x"), rm_type="math")
 
 
 def test_an_import_that_never_ends_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "START", 1.0)
-    with pytest.raises(HpcrlError, match="did not start: it was not ready within 1 s"):
+    with pytest.raises(HpcrlError, match="was not ready within 1 s"):
         graded(sample("x"), custom_rm_path="tests.support.breakable.reward_never_imported.reward")

@@ -85,7 +85,7 @@ def test_a_message_may_be_left_out_of_the_loss(tmp_path: Path) -> None:
     talk = [TALK[0], TALK[1] | {"step_loss_mask": 0}, *TALK[2:]]
     tokenizer, prompt = learn(tmp_path, PLAIN, talk)
     assert said(tokenizer, prompt) == ["4<|end|>"]
-    with pytest.raises(DataError, match="line 1: no message is left to learn"):
+    with pytest.raises(DataError, match="line 1: no message is left"):
         learn(tmp_path, PLAIN, [message | {"step_loss_mask": 0} for message in TALK])
 
 
@@ -95,7 +95,7 @@ def test_a_template_that_treats_the_last_turn_alone_otherwise(tmp_path: Path) ->
     thought = [*TALK[:3], TALK[3] | {"reasoning_content": "22"}]
     tokenizer, prompt = learn(tmp_path, THINKING, thought)
     assert said(tokenizer, prompt) == ["2<|end|>", "(22)4<|end|>"]
-    with pytest.raises(DataError, match=r"line 1: the chat template leaves out a part of message 2 \(a thought"):
+    with pytest.raises(DataError, match=r"line 1:.*chat template leaves out.*2 \(a thought"):
         learn(tmp_path, THINKING, [TALK[0], TALK[1] | {"reasoning_content": "11"}, *TALK[2:]])
 
 
@@ -103,7 +103,7 @@ def test_a_template_whose_turns_end_with_the_next_role(tmp_path: Path) -> None:
     tokenizer, prompt = learn(tmp_path, ROLES, TALK, eos=[1, 3])
     assert tokenizer.end_texts() == ["<|end|>", "<|user|>"]
     assert said(tokenizer, prompt) == ["2<|user|>", "4<|end|>"], "the next role's token is what ends a response"
-    with pytest.raises(DataError, match="the chat template ends message 2 with no end-of-sequence token"):
+    with pytest.raises(DataError, match="chat template ends message 2 with no end-of-sequence token"):
         learn(tmp_path, ROLES, TALK)
 
 
@@ -135,5 +135,5 @@ def test_what_cannot_be_masked_exactly_is_refused(
 def test_a_conversation_beyond_the_context_is_dropped_or_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="each of its 1 prompts is longer"):
         learn(tmp_path, PLAIN, TALK, rollout_max_context_len=12)
-    with pytest.raises(DataError, match="prompt and label together are 21 tokens long, the limit is 12"):
+    with pytest.raises(DataError, match="prompt and label together.*21 tokens long, the limit.*12"):
         learn(tmp_path, PLAIN, TALK, rollout_max_context_len=12, overlong_prompts="error")

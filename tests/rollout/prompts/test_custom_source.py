@@ -147,13 +147,11 @@ def test_its_rows_are_those_of_a_file(tokenizer: Tokenizer, tmp_path: Path) -> N
 def test_what_is_too_long_is_dropped_and_others_are_asked_for(tokenizer: Tokenizer) -> None:
     source = own(tokenizer, "Counting", rollout_max_prompt_len=1)
     assert [group.prompt.raw for group in source.take(10)] == [str(n) for n in range(10)]
-    with pytest.raises(
-        DataError, match=f"{MOST_DROPPED} prompts in a row are longer than the limit of 1 tokens; raise"
-    ):
+    with pytest.raises(DataError, match=f"{MOST_DROPPED}.*row are longer than.*1 tokens; raise"):
         source.take(1)
     assert source.metrics() == {"data/dropped": float(MOST_DROPPED)}
     strict = own(tokenizer, "Counting", rollout_max_prompt_len=1, overlong_prompts="error")
-    with pytest.raises(DataError, match=f"{HERE}.Counting, prompt 11: the prompt is 2 tokens long, the limit is 1"):
+    with pytest.raises(DataError, match=f"{HERE}.Counting, prompt 11: the prompt is 2 tokens long, the limit.*1"):
         strict.take(20)
 
 
@@ -161,7 +159,7 @@ def test_its_numbers_are_logged_and_its_rewards_named(tokenizer: Tokenizer) -> N
     source = own(tokenizer, "Numbered", rm_type="math", label_key="label")
     assert source.take(2)[1].prompt.metadata == {"rm_type": "f1"} and source.file().types.keys() == {"f1"}
     assert source.metrics() == {"data/dropped": 0.0, "data/given": 2.0, "data/half": 0.5}
-    with pytest.raises(HpcrlError, match=r"metrics\(\) returned {'a': 'text'}, names with finite numbers are wanted"):
+    with pytest.raises(HpcrlError, match=r"metrics\(\) returned {'a': 'text'},.*finite numbers are wanted"):
         own(tokenizer, "Numbered", name="wrong").metrics()
 
 
@@ -188,9 +186,9 @@ def test_what_it_gives_is_checked(tokenizer: Tokenizer, how: str, words: str) ->
 
 
 def test_what_is_no_source(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UsageError, match="has no method take; declare it: def take"):
+    with pytest.raises(UsageError, match="declare it: def take"):
         load_own("data_source_path", f"{HERE}.Without")
-    with pytest.raises(UsageError, match="Async.take is async; a plain method is wanted"):
+    with pytest.raises(UsageError, match="Async.take.*plain method is wanted"):
         own(tokenizer, "Async")
 
 
@@ -257,7 +255,7 @@ def test_a_position_of_another_source_is_refused(tokenizer: Tokenizer) -> None:
         DataError, match=f"position is that of {HERE}.Counting, not of --data-source-path {HERE}.Listed"
     ):
         own(tokenizer, "Listed").restore(state)
-    with pytest.raises(DataError, match="position is that of prompt files"):
+    with pytest.raises(DataError, match="that of prompt files"):
         own(tokenizer, "Listed").restore({"epoch": 0, "offset": 0, "next_group": 0, "file": {}})
     with pytest.raises(
         DataError, match=f"position is that of --data-source-path {HERE}.Counting, not of --prompt-data"
@@ -283,9 +281,7 @@ def test_how_long_a_run_is(model: Path) -> None:
     assert work("Listed", num_epoch=3).total == 6 and work("Counting", num_rollout=5).total == 5
     found = work("Counting", num_rollout=5)
     assert isinstance(found.source, CustomSource) and found.source.take(1)[0].prompt.target.tolist()[-1] == 1  # type: ignore[union-attr]
-    with pytest.raises(
-        UsageError, match="does not say how many prompts an epoch has; give --num-rollout, or the class a __len__"
-    ):
+    with pytest.raises(UsageError, match="say how many prompts.*--num-rollout, or the class a __len__"):
         work("Counting", num_epoch=3)
     with pytest.raises(
         DataError, match=f"--data-source-path {HERE}.Listed has 10 prompts, fewer than --rollout-batch-size 16"

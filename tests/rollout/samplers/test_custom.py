@@ -276,7 +276,7 @@ def test_in_deterministic_mode_what_failed_is_made_again_with_more_time(model: P
 
 
 def test_an_engines_failure_is_the_runs_and_a_response_that_is_not_needed_is_given_back(found: dict[str, Any]) -> None:
-    assert found["broken"] == "engine-0 answered a completion without tokens"
+    assert found["broken"].startswith("engine-0 ") and "without tokens" in found["broken"]
     [sample] = found["ended"]
     assert sample.status == ABORTED and sample.response_length == 3, "of the turn that was under way"
 

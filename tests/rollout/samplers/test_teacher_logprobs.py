@@ -196,19 +196,19 @@ def test_too_many_failures_end_the_run(own: Tokenizer) -> None:
         Server(own, lambda number, body: 400) as server,
         pytest.raises(
             HpcrlError,
-            match="2 of the 8 gradings of rollout 5 by the teacher failed, more than --reward-max-failed 0.1",
+            match="2 of the 8 gradings of rollout 5.*teacher failed, more than --reward-max-failed 0.1",
         ),
     ):
         mark(server, own, [sample(0), sample(1)])
 
 
 def test_a_teacher_that_is_none_is_refused(own: Tokenizer) -> None:
-    with Server(own) as server, pytest.raises(UsageError, match="does not serve small; it serves: big, other"):
+    with Server(own) as server, pytest.raises(UsageError, match="not serve small;.*big, other"):
         mark(server, own, [], opd_teacher_model="small")
     other: Any = SimpleNamespace(encode=lambda texts: [own.encode(texts)[0][:-1]])
     with (
         Server(other) as server,
-        pytest.raises(DataError, match=r"the teacher at .* has another vocabulary: of one text its token"),
+        pytest.raises(DataError, match="the teacher at.*another vocabulary"),
     ):
         mark(server, own, [])
     with pytest.raises(PeerError, match="did not answer /v1/models: Client"):

@@ -578,7 +578,7 @@ def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(tmp_path: Path, 
     opts = options(models["dense"], 2, async_save=True)
     answers = run_ranks(2, background, opts, tmp_path / "c", "writer", timeout=60)
     assert alike(answers)
-    assert "iter_0000002 was not saved: the process that wrote it was killed by SIGKILL" in answers[0]["error"]
+    assert re.search("iter_0000002 was not saved.*killed by SIGKILL", answers[0]["error"])
     assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
 
 
@@ -617,7 +617,7 @@ def test_a_killed_writer_is_told_to_who_waits_and_nowhere_else() -> None:
         while os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             time.sleep(0.01)
         time.sleep(0.1)  # its signal has come by now
-        with pytest.raises(HpcrlError, match="a process that wrote it was killed by SIGKILL"):
+        with pytest.raises(HpcrlError, match="killed by SIGKILL"):
             never.get(timeout=30)
     writer.join()
 
@@ -633,7 +633,7 @@ def test_megatrons_own_writer_that_is_killed_is_not_waited_for(
     opts = options(models["dense"], 2, async_save=True)
     answers = run_ranks(2, file_writer_killed, opts, tmp_path / "c", wait, timeout=60)
     assert alike(answers)
-    assert re.search("iter_0000002 was not saved: .*a process that wrote it was killed by SIGKILL", answers[0]["error"])
+    assert re.search("iter_0000002 was not saved.*killed by SIGKILL", answers[0]["error"])
     assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
 
 

@@ -416,7 +416,7 @@ def test_a_schedule_learns_how_long_the_epochs_are() -> None:
     found, same, error = run_ranks(1, rates_when_known, read(f"{schedule} --num-epoch 2"), 10, 10)[0]
     assert [*map(sum, found)] == pytest.approx([*map(sum, known)]) and found[1][0] < found[2][0] > found[9][0]
     assert all(same.values())
-    assert "--lr-warmup-iters 2 is not less than the 1 optimizer steps" in error
+    assert "--lr-warmup-iters 2 is not less than" in error and "1 optimizer steps" in error
 
 
 def test_learning_rates_and_weight_decays() -> None:

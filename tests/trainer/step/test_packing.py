@@ -146,7 +146,7 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
         check_batch(batch([(1, 3), (0, 2)]), 100)
     data = batch([(1, 3)])
     data.tokens[2] = 100
-    with pytest.raises(DataError, match="token id 100 is outside the model's vocabulary of 100"):
+    with pytest.raises(DataError, match="token id 100.*outside the model's vocabulary.*100"):
         check_batch(data, 100)
 
 

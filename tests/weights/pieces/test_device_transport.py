@@ -148,7 +148,7 @@ def test_who_waits_hears_of_who_leaves_and_never_waits_too_long() -> None:
     late = others[0]
     moved = late.receive(torch.zeros(4, dtype=torch.uint8), 1, DATA)
     late.flush()
-    with pytest.raises(DeadlineError, match="receiving weights from trainer rank 1 did not end within 0 s"):
+    with pytest.raises(DeadlineError, match="receiving weights from trainer.*1 did not end within 0 s"):
         moved.wait()
     late.close()
     late.send(torch.zeros(4, dtype=torch.uint8), 1, DATA)
@@ -167,5 +167,5 @@ def test_only_resharded_updates_have_engines_that_take_pieces_alone() -> None:
     plan = make_plan(options, [Host("n0", 2)], "run")
     assert backend(options, plan, cpu=False) == "hpcrl_nccl"
     assert backend(options.model_copy(update={"weight_update": "auto"}), plan, cpu=False) == "nccl"
-    with pytest.raises(UsageError, match="--weight-transfer nccl needs CUDA, but vLLM's CPU build is installed"):
+    with pytest.raises(UsageError, match="--weight-transfer nccl needs CUDA"):
         backend(options, plan, cpu=True)

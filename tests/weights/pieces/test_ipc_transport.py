@@ -238,7 +238,7 @@ def test_a_message_beyond_the_end_of_a_memory_is_refused() -> None:
 def test_no_wait_for_a_device_is_for_ever_and_nothing_leaves_the_host() -> None:
     posts = members(2, 1)
     transport = IpcTransport(posts[0].group, 0, 1, 0.1, exported_memory=ExportedMemory(SlowMemory(60)))
-    with pytest.raises(DeadlineError, match=r"the device host did not copy weights within 0.1 s"):
+    with pytest.raises(DeadlineError, match="not copy weights within 0.1 s"):
         transport.settle()
     with pytest.raises(PeerError, match="engine worker 0 is on another host.*--weight-transfer shm"):
         transport.send(torch.zeros(4, dtype=torch.uint8), 1, DATA)

@@ -224,7 +224,7 @@ def test_changes_without_what_they_change_are_refused() -> None:
     case, plan = simple()
     posts = members(2, 1)
     reader = worker_side(case, plan, boxes_of(case, plan), posts[1], keep=True)
-    with pytest.raises(ValueError, match="has not kept what they change"):
+    with pytest.raises(ValueError, match="not kept what they"):
         reader.receive(lambda tensors, last: None, changes=True)
 
 
@@ -313,7 +313,7 @@ def test_a_plan_that_does_not_bring_everything_is_refused() -> None:
     [box] = boxes_of(case, plan)
     Assembly(box, {"w0": ([(0, 8)], None)})
     less = ReceivePlan(box.host_leader, box.workers, box.limit, box.tensors, box.rounds[1:])
-    with pytest.raises(ValueError, match=r"of w0 \d+ elements would come, this worker needs 64"):
+    with pytest.raises(ValueError, match=r"of w0 \d+.*come, this worker needs 64"):
         Assembly(less, {"w0": ([(0, 8)], None)})
 
 

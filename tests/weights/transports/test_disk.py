@@ -118,7 +118,7 @@ def test_an_engine_reads_them_and_refuses_what_was_damaged(
         send(self)
 
     monkeypatch.setattr(DiskTransport, "send", damaged)
-    with pytest.raises(PeerError, match="holds other bytes than were written"):
+    with pytest.raises(PeerError, match="bytes than were written"):
         side.step()
     monkeypatch.undo()
     side.reference.back_to(old)

@@ -1,0 +1,118 @@
+"""The rules that the tests themselves keep: where they are, and how much of a message's wording they expect."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.test_architecture import MOST, ROOT
+from tools import messages
+
+TESTS = Path(__file__).parent
+FILES = sorted(TESTS.rglob("*.py"))
+#: folders of tests/ that are not a room's: helpers, whole runs, campaigns; and pages, examples and the wheel
+NOT_ROOMS = {"support", "whole_runs", "soak", "documents"}
+
+
+def test_tests_lie_where_their_rooms_do() -> None:
+    """A folder in tests/ is a room under the same path, and a test named as a module of a smaller room is in it."""
+    for path in FILES:
+        folder = path.parent.relative_to(TESTS)
+        if folder.parts and folder.parts[0] in NOT_ROOMS:
+            continue
+        assert (ROOT / folder).is_dir(), f"{folder} is not a room of hpcrl"
+        name = path.name.removeprefix("test_")
+        rooms = {found.parent.relative_to(ROOT) for found in (ROOT / folder).rglob(name)} if folder.parts else set()
+        if path.name.startswith("test_") and rooms:
+            assert folder in rooms, f"{path.relative_to(TESTS)} belongs in tests/{min(rooms)}"
+    for folder in {path.parent for path in TESTS.rglob("test_*.py")}:
+        assert len(list(folder.glob("test_*.py"))) <= MOST, f"{folder} holds more than {MOST} files: divide it"
+
+
+def test_what_tests_share_is_on_its_map() -> None:
+    folder = Path(__file__).parent / "support"
+    told = set(re.findall(r"\w+", (folder / "__init__.py").read_text()))
+    there = {
+        path.name.removesuffix(".py") for path in folder.iterdir() if path.name[0] != "_" and path.name != "README.md"
+    }
+    assert there <= told, f"tests/support/__init__.py does not name {sorted(there - told)}"
+
+
+#: ordinary words in a row that a test may expect of a message.  Four tell two errors of one class apart; more are a
+#: sentence, and then whoever improves its wording has to mend tests that are not about it.
+WORDS = 4
+WORD = re.compile(r"""[("'`]*[A-Za-z][A-Za-z'’]*(-[a-z]+)*["'`)]*[,;:.?!]*""")
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def literals(node: ast.expr) -> Iterator[ast.Constant]:
+    """The literal texts of an expected text."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node
+    elif isinstance(node, ast.JoinedStr | ast.BinOp | ast.IfExp):
+        for part in ast.iter_child_nodes(node):
+            yield from literals(part) if isinstance(part, ast.expr) else ()
+
+
+def cases(function: ast.FunctionDef, used: set[str]) -> Iterator[ast.expr]:
+    """What parametrize gives the arguments `used`."""
+    for mark in function.decorator_list:
+        if not (isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.parametrize"):
+            continue
+        names = [name.strip() for name in str(getattr(mark.args[0], "value", "")).split(",")]
+        for row in mark.args[1].elts if isinstance(mark.args[1], ast.List | ast.Tuple) else ():
+            values = [row] if len(names) == 1 else getattr(row, "elts", None) or getattr(row, "args", [])
+            yield from (value for name, value in zip(names, values, strict=False) if name in used)
+
+
+def expected(tree: ast.Module) -> Iterator[ast.expr]:
+    """The texts that tests look for: of `match=`, of `re.search` and its kin, left of `in`, and what parametrize gives
+    `match=`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield from (word.value for word in node.keywords if word.arg == "match")
+            if ast.unparse(node.func) in ("re.search", "re.match", "re.fullmatch", "re.findall"):
+                yield node.args[0]
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            yield node.left
+        elif isinstance(node, ast.FunctionDef):
+            matched = [
+                word.value
+                for call in ast.walk(node)
+                if isinstance(call, ast.Call)
+                for word in call.keywords
+                if word.arg == "match"
+            ]
+            yield from cases(
+                node, {name.id for value in matched for name in ast.walk(value) if isinstance(name, ast.Name)}
+            )
+
+
+def longest_run(text: str) -> int:
+    """The most ordinary words in a row: flags, paths, numbers and the like end a row."""
+    best = row = 0
+    for word in text.split():
+        row = row + 1 if WORD.fullmatch(word) else 0
+        best = max(best, row)
+    return best
+
+
+def test_no_test_expects_a_sentence() -> None:
+    """Expect the flag, file, host or number that a message names, and the class of the error."""
+    for path in FILES:
+        for text in (text for node in expected(tree_of(path)) for text in literals(node)):
+            assert longest_run(text.value) <= WORDS, (
+                f"{path}:{text.lineno}: {text.value!r}: expect fewer words in a row"
+            )
+
+
+def test_messages_are_all_in_one_file() -> None:
+    """So that a change of wording is seen in one place, and no test of what happens has to know it."""
+    assert messages.PAGE.read_text("utf-8") == messages.page(), "write it anew: python -m tools.messages --write"
