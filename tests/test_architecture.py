@@ -172,7 +172,7 @@ def test_floors() -> None:
                 assert module.split(".")[0] not in HEAVY, f"{path}:{line}: imports {module} at the top"
 
 
-def test_a_launchers_room_is_named_only_where_one_is_chosen() -> None:
+def test_launcher_rooms_are_named_by_choosers() -> None:
     """By import or as text: what else speaks to a scheduler does so through hpcrl/launch/scheduler.py."""
     for path in FILES:
         name = str(path.relative_to(ROOT))
@@ -277,7 +277,7 @@ def test_nobody_listens_on_every_interface() -> None:
                 pytest.fail(f"{path}:{node.lineno}")
 
 
-def test_there_is_one_way_to_wait_and_one_to_find_plugins() -> None:
+def test_one_deadline_and_one_plugin_room() -> None:
     """A moment in the future is a `Deadline`, unless it is when to look or ask again; plug-ins are a `PluginRoom`."""
     again = {
         "queue/client.py": "when it repeats itself",

@@ -127,7 +127,8 @@ def test_help_teaches_by_example(argv: list[str], capsys: pytest.CaptureFixture[
 # ---- running
 
 
-def test_run_hands_over_the_recipe_and_what_the_flags_set(recipe: Path, runner: list[tuple[Any, ...]]) -> None:
+def test_run_passes_recipe_and_flags(recipe: Path, runner: list[tuple[Any, ...]]) -> None:
+    """`hpcrl run` passes on the recipe and what the flags set."""
     argv = ["run", str(recipe), "--num-rollout", "5", "--no-bf16", "--optimizer", "sgd", "--vllm-max-num-seqs", "4"]
     assert main(argv) == 7
     [(given, overrides, resume)] = runner
@@ -165,7 +166,7 @@ def test_dry_run_shows_every_stage_and_starts_nothing(
 @pytest.mark.parametrize(
     ("gpus", "said", "ranks"), [([], (), 1), ([], ("--actor-num-gpus-per-node", "4"), 4), (["/dev/nvidia0"], (), 8)]
 )
-def test_without_a_gpu_one_rank_is_enough_unless_more_are_asked_for(
+def test_one_rank_without_a_gpu(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -173,6 +174,7 @@ def test_without_a_gpu_one_rank_is_enough_unless_more_are_asked_for(
     said: tuple[str, ...],
     ranks: int,
 ) -> None:
+    """Without a GPU one rank is enough unless more are asked for."""
     monkeypatch.setattr("hpcrl.run.gpu_environment.glob.glob", lambda pattern: gpus)
     file = tmp_path / "r.toml"
     file.write_text(
@@ -186,13 +188,14 @@ def test_without_a_gpu_one_rank_is_enough_unless_more_are_asked_for(
 
 
 @pytest.mark.parametrize(("said", "chosen"), [((), True), (("--rollout-num-gpus", "2"), False)])
-def test_without_a_gpu_an_evaluation_of_a_model_gets_one_engine(
+def test_one_engine_without_a_gpu(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     said: tuple[str, ...],
     chosen: bool,
 ) -> None:
+    """Without a GPU, the evaluation of a model gets one engine."""
     monkeypatch.setattr("hpcrl.run.gpu_environment.glob.glob", lambda pattern: [])
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
@@ -212,7 +215,7 @@ def test_without_a_gpu_an_evaluation_of_a_model_gets_one_engine(
         ("--lr -1", "--lr -1.0: expected a number >= 0"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_is_made(
+def test_refused_before_anything_is_made(
     words: str,
     message: str,
     more: list[str],
@@ -220,6 +223,7 @@ def test_what_cannot_run_is_refused_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """What cannot run is refused before anything is made."""
     monkeypatch.chdir(recipe.parent)
     assert main(["run", str(recipe), *words.split(), *more]) == 2
     assert message in said(capsys) and [p.name for p in recipe.parent.iterdir()] == [recipe.name]

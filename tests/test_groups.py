@@ -15,7 +15,8 @@ SIZES = st.sampled_from([1, 2, 3, 4])
 
 
 @given(SIZES, SIZES, SIZES, SIZES)
-def test_each_kind_is_a_partition_into_groups_of_its_size(tp: int, pp: int, cp: int, dp: int) -> None:
+def test_groups_are_a_partition(tp: int, pp: int, cp: int, dp: int) -> None:
+    """Each kind is a partition into groups of its size."""
     world = tp * pp * cp * dp
     found = layout(world, tp, pp, cp)
     for kind, size in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp), ("dp-cp", cp * dp)):
@@ -55,7 +56,8 @@ def test_what_does_not_divide_is_refused() -> None:
         layout(64, tp=8, pp=4, cp=3)
 
 
-def test_the_plan_command_says_which_groups_leave_a_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_marks_groups_across_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan command says which groups span hosts."""
     from hpcrl.cli import main
 
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\nc slots=2\n")

@@ -68,7 +68,7 @@ def test_whatever_is_tried_nobody_is_there_out_of_turn(tries: list[tuple[Event, 
             assert asleep_since_take, "the trainer has trained, and its weights have not come"
 
 
-def test_of_every_state_that_can_be_there_is_one_way_on_and_it_leads_back() -> None:
+def test_one_way_out_of_every_state() -> None:
     """No state is a dead end, and beside requests there is but one thing that may happen next."""
     states = reachable()
     assert len(states) == 11

@@ -68,9 +68,8 @@ def looks(pulse: Pulse, seconds: float, limit: float) -> list[str]:
 
 
 @pytest.mark.process
-def test_a_stopped_process_is_found_and_one_that_lives_is_not(
-    tmp_path: Path, children: list[subprocess.Popen[bytes]]
-) -> None:
+def test_stopped_process_is_found(tmp_path: Path, children: list[subprocess.Popen[bytes]]) -> None:
+    """A stopped process is found, and a living one is not reported."""
     children += [start(tmp_path, "trainer-0", "time.sleep(60)"), start(tmp_path, "trainer-1", "time.sleep(60)")]
     pulse = Pulse(tmp_path, look=0.1)
     assert looks(pulse, 1.0, 0.8) == []
@@ -108,7 +107,8 @@ def test_who_computes_without_a_word_is_at_work(tmp_path: Path) -> None:
     assert found[0].pid == os.getpid(), "once it uses no processor any more, it is silent"
 
 
-def test_a_watcher_that_was_asleep_itself_blames_nobody(tmp_path: Path) -> None:
+def test_suspended_watcher_blames_no_one(tmp_path: Path) -> None:
+    """A watcher that was suspended itself blames no one."""
     (tmp_path / "trainer-0").write_text("1 1")
     clock = Clock()
     pulse = Pulse(tmp_path, here=False, look=5.0, clock=clock)

@@ -66,7 +66,8 @@ def test_long_tails_are_balanced() -> None:
     assert makespan / (sum(lengths) / 8) <= 1.02
 
 
-def test_without_balance_a_rank_may_get_all_the_long_samples() -> None:
+def test_without_balance() -> None:
+    """Without balancing, a rank may get all the long samples."""
     lengths = [100, 1] * 8
     for limit in (None, 400):
         loads = {}
@@ -87,14 +88,16 @@ def test_micro_batches_that_a_multiple_asks_for() -> None:
         make_schedule([10] * 6, dp=1, max_tokens_per_gpu=30, multiple=4)
 
 
-def test_a_micro_batch_may_reach_the_limit_and_not_exceed_it() -> None:
+def test_limit_may_be_reached() -> None:
+    """A micro-batch may reach the limit and not exceed it."""
     assert make_schedule([50, 50], dp=1, max_tokens_per_gpu=100).steps == ((((0, 1),),),)
     (steps,) = make_schedule([6, 7, 3, 8, 6], dp=1, max_tokens_per_gpu=12).steps  # 6 + 6 reaches it: the rest is even
     assert [sum([6, 7, 3, 8, 6][i] for i in micro) for micro in steps[0]] == [12, 10, 8]
     assert make_schedule([50, 51], dp=1, max_tokens_per_gpu=100).steps == ((((1,), (0,)),),)
 
 
-def test_context_parallel_ranks_hold_a_micro_batch_together() -> None:
+def test_context_parallel_ranks_share() -> None:
+    """Context-parallel ranks hold a micro-batch together."""
     assert len(make_schedule([50, 50], dp=1, max_tokens_per_gpu=50).steps[0][0]) == 2
     assert len(make_schedule([50, 50], dp=1, cp=2, max_tokens_per_gpu=50).steps[0][0]) == 1
 
@@ -115,7 +118,8 @@ def test_as_few_micro_batches_as_can_be(lengths: list[int], dp: int, limit: int,
 
 
 @pytest.mark.parametrize("balance", [True, False])
-def test_every_rank_begins_with_its_largest_micro_batch(balance: bool) -> None:
+def test_largest_micro_batch_first(balance: bool) -> None:
+    """Every rank begins with its largest micro-batch."""
     rng = random.Random(3)
     lengths = [rng.randrange(1, 100) for _ in range(64)]
     for rank in make_schedule(lengths, dp=2, max_tokens_per_gpu=250, balance=balance).steps:

@@ -35,7 +35,8 @@ def pins(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("extra", LISTS)
-def test_what_is_declared_is_pinned_to_a_version_that_fits(extra: str) -> None:
+def test_pins_fit_declarations(extra: str) -> None:
+    """What is declared is pinned to a version that fits."""
     pinned = {name: version for file in LISTS[extra] for name, version in pins(file).items()}
     for requirement in map(Requirement, EXTRAS[extra] if extra else PROJECT["dependencies"]):
         if requirement.name == PROJECT["name"]:
@@ -53,7 +54,7 @@ def test_the_lists_do_not_contradict_each_other() -> None:
 
 
 @pytest.mark.parametrize(("suits", "chosen"), [(True, "/usr/bin/python3"), (False, "python3")])
-def test_ci_takes_the_distributions_python_where_it_suits(suits: bool, chosen: str, tmp_path: Path) -> None:
+def test_ci_uses_the_distributions_python(suits: bool, chosen: str, tmp_path: Path) -> None:
     """The script is run with a `make` that only says what it is asked for, and ends before the second environment."""
     own = tmp_path / "own-python"
     own.write_text(f'#!/bin/sh\nif [ "$1" = -c ] && ! {str(suits).lower()}; then exit 1; fi\nexec python3 "$@"\n')

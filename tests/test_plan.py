@@ -63,7 +63,8 @@ def test_every_slot_has_one_role_or_two_when_colocated(shape: tuple) -> None:
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4))
-def test_tensor_parallel_groups_stay_inside_a_host_where_they_can(tp: int, pp: int, cp: int, nodes: int) -> None:
+def test_tensor_parallel_groups_inside_a_host(tp: int, pp: int, cp: int, nodes: int) -> None:
+    """Tensor-parallel groups stay inside a host where they can."""
     o = options(
         8, 0, nodes=nodes, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
     )
@@ -79,7 +80,8 @@ def test_tensor_parallel_groups_stay_inside_a_host_where_they_can(tp: int, pp: i
         assert len({plan.trainers[rank].host for rank in group}) == 1
 
 
-def test_too_few_slots_name_both_numbers_and_every_host() -> None:
+def test_too_few_slots() -> None:
+    """Too few slots: the error names both numbers and every host."""
     with pytest.raises(UsageError, match=r"needs 5 slots, the hosts have 3 \(a 3\)"):
         make_plan(options(4, 1), [Host("a", 3)], "r")
 
@@ -89,13 +91,15 @@ def test_a_host_that_is_listed_twice_is_refused() -> None:
         make_plan(options(1, 0), [Host("a", 3), Host("a", 3)], "r")
 
 
-def test_trainers_take_their_share_of_each_node_and_engines_the_rest() -> None:
+def test_trainers_and_engines_share_nodes() -> None:
+    """Trainers take their share of each node, and engines the rest."""
     plan = make_plan(options(4, 8, 4, nodes=2), [Host("a", 8), Host("b", 8)], "r")
     assert [p.host for p in plan.trainers] == ["a"] * 4 + ["b"] * 4
     assert [(e.host, e.slots) for e in plan.engines] == [("a", (4, 5, 6, 7)), ("b", (4, 5, 6, 7))]
 
 
-def test_an_engine_larger_than_a_host_takes_whole_hosts() -> None:
+def test_engine_larger_than_a_host() -> None:
+    """An engine larger than a host takes whole hosts."""
     o = options(8, 64, 32, nodes=8, colocate=True)
     plan = make_plan(o, [Host(f"n{i}", 8) for i in range(8)], "r")
     assert [e.hosts for e in plan.engines] == [("n0", "n1", "n2", "n3"), ("n4", "n5", "n6", "n7")]
@@ -163,6 +167,7 @@ def test_no_process_takes_the_gpus_of_another(
         visible_devices(inherited, slots, 4, own)
 
 
-def test_slots_of_a_host_are_counted_to_the_last_one_in_use() -> None:
+def test_slots_up_to_the_last_in_use() -> None:
+    """Slots of a host are counted up to the last one in use."""
     plan = make_plan(options(4, 8, 4, nodes=2), [Host("a", 16), Host("b", 8), Host("c", 0)], "r")
     assert [plan.slots_on(host) for host in "abc"] == [12, 4, 0]

@@ -48,7 +48,8 @@ def test_hardware_threads_of_a_core_count_once(
     assert cores(range(allowed), {GIVEN: given}, machine(tmp_path, count, threads)) == found
 
 
-def test_where_the_kernel_does_not_say_each_processor_is_a_core(tmp_path: Path) -> None:
+def test_unknown_topology(tmp_path: Path) -> None:
+    """Where the kernel does not say, each processor is a core."""
     assert cores(range(6), {}, tmp_path / "none") == 6 and cores((), {}, tmp_path) == 1
 
 
@@ -75,7 +76,8 @@ end.set()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor alone")
-def test_a_process_with_all_its_threads_stays_beside_its_gpu(tmp_path: Path) -> None:
+def test_threads_stay_near_the_gpu(tmp_path: Path) -> None:
+    """A process with all its threads stays near its GPU."""
     mine = sorted(os.sched_getaffinity(0))
     beside = tmp_path / "bus/pci/devices" / GPU / "local_cpulist"
     beside.parent.mkdir(parents=True)
@@ -94,7 +96,8 @@ def test_a_process_with_all_its_threads_stays_beside_its_gpu(tmp_path: Path) -> 
     assert bind_beside("none", tmp_path) == frozenset()
 
 
-def test_a_job_says_how_many_processors_of_the_host_are_its_own(tmp_path: Path) -> None:
+def test_jobs_share_of_processors(tmp_path: Path) -> None:
+    """A job says how many processors of the host are its own."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\necho "${GIVEN}"\n')
     python.chmod(0o755)

@@ -113,6 +113,14 @@ def test_no_test_expects_a_sentence() -> None:
             )
 
 
+def test_names_are_short() -> None:
+    """A name says the topic in at most 50 characters; the sentence is the docstring."""
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                assert len(node.name) <= 50, f"{path}:{node.lineno}: {node.name}"
+
+
 def test_messages_are_all_in_one_file() -> None:
     """So that a change of wording is seen in one place, and no test of what happens has to know it."""
     assert messages.PAGE.read_text("utf-8") == messages.page(), "write it anew: python -m tools.messages --write"

@@ -196,7 +196,8 @@ def test_it_is_the_formula(case: dict[str, Any], seed: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_it_does_not_matter_which_rank_has_which_sample(case: dict[str, Any]) -> None:
+def test_samples_may_be_on_any_rank(case: dict[str, Any]) -> None:
+    """Advantages do not depend on which rank holds which sample."""
     samples, o = random_samples(3), options(**case)
     whole = compute_advantages(rollout_batch(samples), o)
     ends = np.cumsum([s.length for s in samples])
@@ -226,7 +227,7 @@ def test_every_estimator_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo", "opo", "reinforce_plus_plus_baseline"])
-def test_a_response_of_several_samples_counts_once_in_its_group(name: str) -> None:
+def test_response_of_several_samples(name: str) -> None:
     """One response cut into three samples, and one that fills the step up: the advantages of its tokens are those of
     the whole."""
     o = options(advantage_estimator=name, normalize_advantages=name == "reinforce_plus_plus_baseline")

@@ -372,7 +372,8 @@ def test_an_own_reducer_gives_one_weight_a_sample() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_mismatch_of_trainer_and_engine_is_always_measured(seed: int) -> None:
+def test_trainer_engine_mismatch_is_measured(seed: int) -> None:
+    """The mismatch between trainer and engine is always measured."""
     samples, o = random_samples(seed), options()
     report = compute_loss(token_batch(samples), o).report
     wanted: dict[str, float] = {}
@@ -415,7 +416,8 @@ def test_the_mismatch_of_trainer_and_engine_is_always_measured(seed: int) -> Non
     assert not apart.maxima
 
 
-def test_the_share_that_a_correction_changes_is_reported() -> None:
+def test_corrected_share_is_reported() -> None:
+    """The share of tokens that a correction changes is reported."""
     samples = random_samples(1)
     tokens = token_batch(samples)
     ratio = (tokens.trainer - tokens.rollout).exp()
@@ -645,7 +647,8 @@ def test_what_is_lacking_is_said(case: dict[str, Any], error: type, message: str
         compute_loss(token_batch(random_samples(0, groups=(2, 2)), reference=None), options(**case))
 
 
-def test_only_what_an_engine_sampled_is_compared_with_it() -> None:
+def test_only_sampled_tokens_are_compared() -> None:
+    """Only tokens that an engine sampled are compared with it."""
     tokens = token_batch(random_samples(0, groups=(2, 2)))
     name = "train_rollout_logprob_abs_diff"
     assert not compute_loss(tokens, options(loss_type="sft_loss")).report.token_means

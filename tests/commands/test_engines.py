@@ -167,7 +167,7 @@ def test_a_run_that_says_nothing_any_more_is_gone(rundir: RunDir, monkeypatch: p
     assert sign.lost()
 
 
-def test_what_is_started_for_an_added_job_outlives_the_schedulers_warning() -> None:
+def test_added_job_outlives_schedulers_warning() -> None:
     """Slurm sends SIGUSR1 to all processes of a step, which ends whoever does not handle it."""
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))

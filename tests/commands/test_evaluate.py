@@ -28,7 +28,8 @@ def options_of(recipe: Recipe, tmp_path: Path, **overrides: Any) -> Options:
     return options
 
 
-def test_a_recipe_is_evaluated_without_what_says_how_to_train(tmp_path: Path) -> None:
+def test_evaluation_drops_training_settings(tmp_path: Path) -> None:
+    """A recipe is evaluated without the settings that say how to train."""
     given = {"load": "/somewhere/checkpoints"}
     recipe, _ = recipe_for(REPO / "examples" / "quickstart.toml", given)
     options = options_of(recipe, tmp_path, **given)
@@ -204,7 +205,7 @@ def test_what_is_not_here_yet_is_left_to_the_run(tmp_path: Path) -> None:
     look_at([options(tmp_path, prompt_data=f"{tmp_path}/p.jsonl@[1:]")])
 
 
-def test_what_is_not_here_is_refused_before_anything_is_made(
+def test_missing_inputs_are_refused_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless it is to be made, or is where this machine cannot look."""

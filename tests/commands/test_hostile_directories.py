@@ -195,9 +195,8 @@ def test_a_linked_lock_is_nobodys(tmp_path: Path) -> None:
         assert owner(bad) is None
 
 
-def test_a_damaged_first_error_is_an_error_and_a_stale_one_is_looked_at_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_and_stale_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged first error is an error, and a stale one is read again."""
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     path = rundir.here / "error.json"
@@ -239,7 +238,8 @@ def test_careful_reading(tmp_path: Path) -> None:
     assert [count_of(name) for name in ("12", "", "-1", "\u00b2", "1" * 10)] == [12, None, None, None, None]
 
 
-def test_an_error_of_a_command_cannot_talk_to_the_terminal(tmp_path: Path) -> None:
+def test_command_error_is_escaped(tmp_path: Path) -> None:
+    """An error of a command cannot send escape codes to the terminal."""
     word = "\x1b[31m\x9b\u202ex\x07"
     done = subprocess.run(
         [sys.executable, "-m", "hpcrl", "status", word], capture_output=True, text=True, timeout=60, cwd=tmp_path

@@ -104,7 +104,8 @@ def test_only_the_newest_output_of_the_job_is_shown(run: Path, capsys: pytest.Ca
     assert "the job's own" not in (out := capsys.readouterr().out) and "the new job's" in out
 
 
-def test_a_run_that_has_said_nothing_and_one_with_a_damaged_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_run_and_damaged_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run without logs, and one with a damaged plan."""
     make(run.parent / "b")
     assert main(["logs", "b"]) == 0
     assert "nothing has been logged" in capsys.readouterr().err
@@ -118,9 +119,8 @@ def test_a_terminal_is_safe() -> None:
     assert clean(b" 10%|#  \r 20%|## \r") == " 20%|## ", "what a bar shows in the end"
 
 
-def test_following_goes_on_over_attempts_until_the_run_ends(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_follow_across_attempts(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Following continues across attempts until the run ends."""
     from hpcrl.commands import logs
 
     monkeypatch.setattr(logs, "GLANCE", 0.01)

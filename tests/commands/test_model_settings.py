@@ -21,7 +21,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_flags_of_the_model_are_compared_with_config_json(model: Path) -> None:
+def test_model_flags_match_config_json(model: Path) -> None:
+    """Flags that describe the model are compared with config.json."""
     check_model(Options(hf_checkpoint=str(model), megatron={"num_layers": 36, "gated_linear_unit": True}))
     check_model(Options(hf_checkpoint="/nowhere/at/all", megatron={"num_layers": 35}))
     with pytest.raises(UsageError, match="--num-layers 35: the model's config.json says 36"):
@@ -61,7 +62,8 @@ def test_whose_packages_these_are() -> None:
     assert not same_packages(SlurmSite(trainer={"gpus_per_node": 0}))
 
 
-def test_weights_in_four_bits_are_refused_where_engines_are_asked(model: Path) -> None:
+def test_four_bit_weights_are_refused(model: Path) -> None:
+    """Weights in four bits are refused where engines are needed."""
     config = json.loads((model / "config.json").read_text())
     four = {
         "quant_method": "compressed-tensors",

@@ -11,9 +11,10 @@ from hpcrl.cli import main
 from tests.support.rundirs import NOW, log, make, steps
 
 
-def test_only_what_never_trained_and_has_ended_is_removed(
+def test_only_ended_untrained_runs_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Only runs that never trained and have ended are removed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     make(tmp_path / "runs/typo", phase="failed", message="no such file")

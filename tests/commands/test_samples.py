@@ -95,9 +95,8 @@ def test_which_samples_are_shown(run: Path, capsys: pytest.CaptureFixture[str], 
     assert shown(said(capsys, str(run), *flags.split())) == wanted
 
 
-def test_an_evaluation_before_the_first_step_belongs_to_its_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_before_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An evaluation before the first step is listed under its set."""
     root = make(tmp_path / "a")
     for name, step in (("held", -1), ("held", 7), ("held-2", -1), ("held-2", 15), ("held-2-3", 7)):
         put(root, step, sample(0, 0, 0.0), name=f"eval-{name}-{{}}.jsonl")
@@ -108,7 +107,8 @@ def test_an_evaluation_before_the_first_step_belongs_to_its_set(
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_numbers_are_told_in_few_words_and_none_that_is_not_there(steps: set[int]) -> None:
+def test_numbers_in_a_few_words(steps: set[int]) -> None:
+    """Numbers are printed in a few words, and missing ones are left out."""
     told = numbers(sorted(steps))
     found = set[int]()
     for part in filter(None, told.replace("...", "").split(", ")):
@@ -259,9 +259,8 @@ def test_tokens_are_shown_one_a_line(run: Path, capsys: pytest.CaptureFixture[st
     ], "the second of the file's samples; numbers where there is no tokenizer"
 
 
-def test_tokens_are_shown_as_text_where_the_tokenizer_is(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_as_text(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens are shown as text where the tokenizer is available."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "model/config.json").write_text(json.dumps({"vocab_size": 128, "eos_token_id": 1}))

@@ -59,7 +59,8 @@ def test_a_launcher_that_has_fallen_silent_is_lost(tmp_path: Path) -> None:
     assert look(make(tmp_path, phase="finished"), NOW + 9e6, here=False).phase == "finished", "its last word stays good"
 
 
-def test_a_failed_run_shows_the_first_error_its_mend_and_the_log(tmp_path: Path) -> None:
+def test_failed_run_shows_error_hint_and_log(tmp_path: Path) -> None:
+    """A failed run shows its first error, the hint and the log."""
     root = make(tmp_path, ("sft", "grpo"), phase="failed", attempt=1, message="engine-0: it died; see it")
     begin(root / "grpo", 0)
     here = begin(root / "grpo", 1)
@@ -85,7 +86,8 @@ def test_the_way_to_go_on_is_one_that_is_open(tmp_path: Path) -> None:
     assert f"hpcrl launch --resume {root} --hostfile FILE" in page(look(root))
 
 
-def test_the_error_of_a_rank_is_in_the_log_of_the_first_on_its_host(tmp_path: Path) -> None:
+def test_rank_error_points_to_hosts_first_log(tmp_path: Path) -> None:
+    """The error of a rank is in the log of the first rank on its host."""
     root = make(tmp_path, phase="failed")
     put(begin(root) / "error.json", {"role": "trainer", "index": 3, "message": "bad", "time": NOW})
     for name in ("trainer-0.log", "trainer-2.log", "trainer-4.log"):
@@ -93,14 +95,16 @@ def test_the_error_of_a_rank_is_in_the_log_of_the_first_on_its_host(tmp_path: Pa
     assert look(root).log == str(root / "logs/attempt-0/trainer-2.log")
 
 
-def test_a_job_that_failed_before_any_role_points_to_its_newest_output(tmp_path: Path) -> None:
+def test_failed_job_points_to_newest_output(tmp_path: Path) -> None:
+    """A job that failed before any role started points to its newest output."""
     root = make(tmp_path, phase="failed", message="no")
     for number, name in enumerate(("job-2.out", "job-1.out", "prepare.log")):
         os.utime(put(root / "logs" / name, ""), (NOW + number, NOW + number))
     assert look(root).log == str(root / "logs/job-1.out")
 
 
-def test_a_run_that_only_samples_counts_its_rollouts_and_an_evaluation_has_none(tmp_path: Path) -> None:
+def test_sampling_only_run_counts_rollouts(tmp_path: Path) -> None:
+    """A run that only samples counts its rollouts; an evaluation has none."""
     root = make(tmp_path / "sampling", phase="finished", attempt=0)
     begin(root, total=2)
     log(root, *({"rollout_id": i, "time": NOW, "rollout/reward": 0.25, "perf/step_time": 1.0} for i in range(2)))
@@ -115,7 +119,8 @@ def test_a_run_that_only_samples_counts_its_rollouts_and_an_evaluation_has_none(
     assert line(look(root)).startswith("finished  a accuracy 0.500  3 evaluation gradings failed")
 
 
-def test_an_error_of_an_earlier_attempt_is_not_shown_for_this_one(tmp_path: Path) -> None:
+def test_earlier_attempts_error_is_hidden(tmp_path: Path) -> None:
+    """An error of an earlier attempt is not shown for this one."""
     root = make(tmp_path, phase="failed", attempt=1, message="no host answers")
     put(begin(root, 0) / "error.json", {"role": "engine", "index": 0, "message": "old", "time": NOW - 100})
     assert look(root).message == "no host answers"
@@ -143,7 +148,8 @@ def test_a_pending_job_says_why(tmp_path: Path) -> None:
     assert look(root, queued=GONE).phase == "lost"
 
 
-def test_the_queue_overrules_the_last_word_of_an_earlier_start(tmp_path: Path) -> None:
+def test_queue_overrules_earlier_state(tmp_path: Path) -> None:
+    """The queue overrules the last state of an earlier start."""
     root = make(tmp_path, phase="requeued", time=NOW - 100)
     submitted(root, "12")
     assert look(root).phase == "requeued"
@@ -162,7 +168,8 @@ def test_a_resumed_job_is_not_what_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["failed", "cancelled", "requeued"])
-def test_a_job_that_was_ended_before_its_launcher_could_speak(tmp_path: Path, phase: str) -> None:
+def test_job_ended_before_its_launcher(tmp_path: Path, phase: str) -> None:
+    """A job that ended before its launcher wrote anything."""
     root = make(tmp_path, phase="running", time=NOW - 5)
     submitted(root, "12")
     ended = QueuedJob("ended", "OVER", "somehow", phase, start=NOW - 400)
@@ -179,7 +186,8 @@ def test_a_job_that_was_ended_before_its_launcher_could_speak(tmp_path: Path, ph
     assert "old" not in look(root, queued=ended).message, "of an attempt before"
 
 
-def test_what_the_launcher_said_last_stays_true_when_the_job_is_gone(tmp_path: Path) -> None:
+def test_launchers_last_state_stays(tmp_path: Path) -> None:
+    """The launcher's last state stays valid when the job is gone."""
     root = make(tmp_path, phase="finished", time=NOW - 300)
     submitted(root, "12")
     for queued in (
@@ -248,7 +256,8 @@ def test_damaged_files_are_noted_and_never_an_error(tmp_path: Path, damage: byte
     assert page(found) and table([found]) and line(found)
 
 
-def test_an_empty_directory_and_one_where_everything_is_a_directory(tmp_path: Path) -> None:
+def test_empty_and_absurd_directories(tmp_path: Path) -> None:
+    """An empty directory, and one where every entry is a directory."""
     assert look(tmp_path).phase == "lost"
     for name in ("state.json", "job.json", "recipe.json", "recipe.toml", "options.json", "metrics.jsonl"):
         (tmp_path / name).mkdir()
@@ -291,7 +300,8 @@ def test_a_resumed_stage_begins_where_it_goes_on(tmp_path: Path) -> None:
     assert (look(root).step, look(root).total, look(root).needs) == (7, 10, None)
 
 
-def test_fine_tuning_shows_the_tokens_that_were_learned(tmp_path: Path) -> None:
+def test_fine_tuning_shows_learned_tokens(tmp_path: Path) -> None:
+    """Fine-tuning shows the number of learned tokens."""
     root = make(tmp_path, phase="running")
     begin(root)
     log(root, {"rollout_id": 0, "time": NOW, "train/loss": 0.5, "perf/train_tokens": 300.0, "perf/step_time": 0.5})
@@ -327,7 +337,8 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
     assert page(found) and table([found])
 
 
-def test_a_run_that_will_not_finish_in_time_says_what_becomes_of_it(tmp_path: Path) -> None:
+def test_run_that_will_not_finish_in_time(tmp_path: Path) -> None:
+    """A run that will not finish in time shows what will happen to it."""
     root = make(tmp_path, phase="running", ends=NOW + 10)
     submitted(root, "12")
     begin(root)
@@ -369,7 +380,8 @@ def test_pauses_for_checkpoints_and_evaluations_count() -> None:
     assert metrics.seconds_left(rows, 14, 14, 2, 4, NOW) == 0.0
 
 
-def test_an_evaluation_that_no_step_has_followed_yet_counts() -> None:
+def test_evaluation_without_later_step() -> None:
+    """An evaluation that no step has followed yet is shown."""
     rows = [*steps(4, each=1.0), {"rollout_id": 3, "time": NOW + 50, "eval/a/accuracy": 0.5}]
     assert metrics.seconds_left(rows, 4, 6, None, 2, NOW) == pytest.approx(2 * 1.0)
     assert metrics.seconds_left(rows, 4, 7, None, 4, NOW) == pytest.approx(3 * 1.0)
@@ -377,12 +389,14 @@ def test_an_evaluation_that_no_step_has_followed_yet_counts() -> None:
     assert metrics.pauses(rows, lambda done: done % 4 == 0) == {False: 0.0, True: 50.0}
 
 
-def test_steps_that_were_lost_between_two_records_are_no_pause() -> None:
+def test_lost_steps_are_not_a_pause() -> None:
+    """Steps that were lost between two records do not count as a pause."""
     rows = [*steps(1, until=NOW - 500), *steps(1, first=5)]
     assert metrics.pauses(rows, lambda _: "any") == {}
 
 
-def test_what_has_passed_of_a_step_is_taken_off_but_no_more_than_a_step() -> None:
+def test_elapsed_part_of_a_step() -> None:
+    """What has elapsed of a step is subtracted, but no more than one step."""
     rows = steps(5, each=10.0)
     assert metrics.seconds_left(rows, 5, 7, None, None, NOW) == pytest.approx(20.0)
     assert metrics.seconds_left(rows, 5, 7, None, None, NOW + 4) == pytest.approx(16.0)
@@ -421,7 +435,8 @@ def test_a_terminal_is_safe_from_what_a_run_says(tmp_path: Path) -> None:
     assert strip_control("a\x1b[31mred\x1b[0m\tb") == "ared\tb"
 
 
-def test_the_table_leaves_out_what_nobody_has_and_cuts_nothing(tmp_path: Path) -> None:
+def test_table_omits_empty_columns(tmp_path: Path) -> None:
+    """The table omits columns without values and truncates nothing."""
     found = [look(make(tmp_path / name, phase=phase, message=message)) for name, phase, message in
              [("one", "running", ""), ("two", "failed", "a long story " * 20)]]  # fmt: skip
     lines = table(found).splitlines()
@@ -489,9 +504,8 @@ def test_wrong_usage(home: Path, capsys: pytest.CaptureFixture[str], argv: list[
     assert error in capsys.readouterr().err
 
 
-def test_a_launcher_of_this_host_that_is_gone_is_noticed_at_once(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dead_local_launcher_is_seen_at_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A launcher of this host that died is noticed at once."""
     root = make(home / "runs/a", phase="running", time=time.time(), host=HERE)
     (root / "lock").write_text(str(os.getpid()))  # a number that another process, ours, has now
     main(["status", "a"])
@@ -522,7 +536,8 @@ def test_watch_tells_each_change_once(
     assert [text.split()[1] for text in capsys.readouterr().out.splitlines()] == ["starting", "running", "finished"]
 
 
-def test_a_job_that_stops_to_be_queued_again_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requeued_job_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that stops in order to be requeued has not ended."""
     from hpcrl.commands import find_run
 
     now = [100.0]

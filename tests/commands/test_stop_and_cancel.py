@@ -91,9 +91,8 @@ def test_stop_asks_and_asks_once(
     assert "asked to save" in capsys.readouterr().out
 
 
-def test_stop_signals_a_launcher_that_does_not_look_for_the_file(
-    run: Path, old_launcher: subprocess.Popen[str]
-) -> None:
+def test_stop_signals_an_old_launcher(run: Path, old_launcher: subprocess.Popen[str]) -> None:
+    """`stop` signals a launcher that does not look for the stop file."""
     assert main(["stop", "a"]) == 0
     assert old_launcher.wait(5) == 0
     assert not (run / "stop").exists()

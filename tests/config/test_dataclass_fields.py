@@ -79,7 +79,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         cached.cache_clear()
 
 
-def test_kinds_come_from_annotations_through_aliases_and_imports(package: str) -> None:
+def test_kinds_through_aliases_and_imports(package: str) -> None:
+    """Types are read from annotations through aliases and imports."""
     fields = read_fields(f"{package}.deep.config", "Config")
     assert fields is not None
     assert {name: setting.kind for name, setting in fields.items()} == {
@@ -143,7 +144,8 @@ def as_imported(table: passthrough.Table) -> dict[str, bool | None]:
 
 
 @pytest.mark.process
-def test_megatrons_fields_are_those_of_the_imported_classes() -> None:
+def test_megatron_fields() -> None:
+    """Megatron's fields are those of the imported classes."""
     imported = as_imported("megatron")
     read = passthrough.settings("megatron")
     assert read is not None and set(read) - set(passthrough.MODEL_ARGUMENTS) == set(imported)
@@ -152,7 +154,8 @@ def test_megatrons_fields_are_those_of_the_imported_classes() -> None:
 
 
 @pytest.mark.vllm
-def test_vllms_fields_are_those_of_the_imported_classes() -> None:
+def test_vllm_fields() -> None:
+    """vLLM's fields are those of the imported classes."""
     imported, read = as_imported("vllm"), passthrough.settings("vllm")
     assert read is not None and set(read) == set(imported)
     switches = {

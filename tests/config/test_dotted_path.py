@@ -119,7 +119,9 @@ def test_what_it_takes() -> None:
     assert takes(two, "b") and not takes(two, "c") and takes(two_and_more, "anything")
 
 
-def test_what_it_raises_is_named_and_its_traceback_shown(capfd: pytest.CaptureFixture[str]) -> None:
+def test_exception_is_named_with_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """An exception of a custom function is named, and its traceback printed."""
+
     def bad(number: int) -> float:
         return 1 / number
 

@@ -108,7 +108,8 @@ def is_a_flag_and_a_key(name: str, tmp_path: Path) -> None:
         st.sampled_from(["lr", "seed", "rollout_batch_size"]), st.lists(st.booleans(), min_size=3, max_size=3)
     )
 )
-def test_a_flag_goes_before_the_stage_and_the_stage_before_the_recipe(given: dict[str, list[bool]]) -> None:
+def test_precedence_flag_stage_recipe(given: dict[str, list[bool]]) -> None:
+    """A flag overrides the stage, and the stage the recipe."""
     layers: list[dict[str, Any]] = [{k: n for k, where in given.items() if where[n - 1]} for n in (1, 2, 3)]
     one = recipe(GRPO | layers[0], Stage("s", layers[1]))
     options = resolve_stages(one, layers[2], PLACES)[0]
@@ -193,7 +194,8 @@ def test_other_projects_flags_reach_their_fields(
         assert load_recipe(top).values == overrides
 
 
-def test_megatrons_own_name_of_a_switch_turns_it_off_in_a_recipe(tmp_path: Path) -> None:
+def test_megatron_negative_switch_in_recipe(tmp_path: Path) -> None:
+    """Megatron's own name of a switch turns it off in a recipe."""
     file = write(tmp_path, {"no_rope_fusion": False}, "[megatron]\ndisable_tp_comm_bulk_dgrad = true\n")
     assert load_recipe(file).values == {"megatron": {"apply_rope_fusion": True, "tp_comm_bulk_dgrad": False}}
     assert parse_flags(["--use-rotary-position-embeddings"])[0] == {"megatron": {"position_embedding_type": "rope"}}
@@ -236,7 +238,8 @@ def test_every_owned_or_irregular_name_still_exists() -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_without_the_packages_names_are_taken_as_they_are() -> None:
+def test_names_pass_without_packages() -> None:
+    """Without the packages installed, names are taken as they are."""
     argv = '--recompute-granularity full --vllm-foo 3 --vllm-bar --vllm-no-baz --vllm-qux a 1 --lr 1 --moe-x [1,"a"] --swiglu --no-rope-fusion'.split()
     overrides, _, _ = parse_flags(argv)
     assert overrides == {
@@ -252,7 +255,8 @@ def test_without_the_packages_names_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_without_the_packages_a_misspelt_own_flag_is_still_found() -> None:
+def test_own_misspelt_flag_without_packages() -> None:
+    """Without the packages installed, a misspelt option of hpcrl is still found."""
     with pytest.raises(UsageError, match=r"did you mean --num-rollout\?"):
         parse_flags(["--num-rolout", "3"])
     with pytest.raises(UsageError, match="key of the run"):
@@ -283,7 +287,8 @@ def test_without_the_packages_a_misspelt_own_flag_is_still_found() -> None:
         ("--recompute-granularity ful", "expected one of full, selective"),
     ],
 )
-def test_a_wrong_command_line_says_flag_value_and_what_was_expected(words: str, message: str) -> None:
+def test_wrong_command_lines(words: str, message: str) -> None:
+    """A wrong command line names flag, value and what was expected."""
     with pytest.raises(UsageError, match=message):
         parse_flags(words.split(maxsplit=1) if "{" in words else words.split())
 
@@ -368,7 +373,8 @@ def test_placeholders_are_filled_in_text_alone(tmp_path: Path) -> None:
     assert options.run_dir == "runs/{name}-{time}" and options.name == "recipe"
 
 
-def test_prepare_commands_see_the_run_the_recipe_and_the_options(tmp_path: Path) -> None:
+def test_prepare_commands_environment(tmp_path: Path) -> None:
+    """Prepare commands see the run, the recipe and the options."""
     import sys
 
     text = (
@@ -385,7 +391,8 @@ def test_prepare_commands_see_the_run_the_recipe_and_the_options(tmp_path: Path)
     assert one.prepare == (("make", "data"),)
 
 
-def test_a_copy_of_a_recipe_remembers_where_it_came_from(tmp_path: Path) -> None:
+def test_copied_recipe_remembers_origin(tmp_path: Path) -> None:
+    """A copy of a recipe remembers where it came from."""
     origin = Path("/elsewhere/quick.toml")
     read = load_recipe(write(tmp_path, {"hf_checkpoint": "{recipe}/m"}), origin=origin)
     assert (read.path, read.name) == (origin, "quick") and read.places({})["recipe"] == "/elsewhere"
@@ -664,7 +671,8 @@ def test_options_said_to_be_inert_exist() -> None:
         assert set(inert(Options(**values))) <= set(Options.model_fields)
 
 
-def test_what_all_stages_share_must_have_an_effect_in_one_of_them() -> None:
+def test_shared_options_need_one_stage() -> None:
+    """An option shared by all stages must have an effect in at least one."""
     shared = {k: v for k, v in GRPO.items() if k != "num_rollout"}
     two = recipe(shared, Stage("sft", {"loss_type": "sft_loss", "num_rollout": 2}), Stage("grpo", {"num_rollout": 3}))
     first, second = resolve_stages(two, {"eps_clip": 0.3, "rollout_num_gpus": 2}, PLACES)

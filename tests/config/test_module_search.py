@@ -43,9 +43,7 @@ BESIDE = (
         ("./beside.py", "it is a file, and module.function is wanted"),
     ],
 )
-def test_whether_it_can_be_there_is_known_without_running_it(
-    path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_found_without_being_run(path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the directory where the run is started, too; what files do not show is left to the run."""
     monkeypatch.chdir(tmp_path)
     for name in ("beside.py", "src/rewards/mine.py", "package/inner/mine.py"):
@@ -76,7 +74,7 @@ FOLDERS = ("tests", "tools", "examples", "bench", "docs", "launch", "sites", "sb
 
 
 @pytest.mark.parametrize("package", [False, True], ids=["folder", "package"])
-def test_own_folders_may_have_the_names_of_those_of_the_checkout(tmp_path: Path, package: bool) -> None:
+def test_own_folder_named_as_the_checkouts(tmp_path: Path, package: bool) -> None:
     """In a fresh interpreter, as an installed `hpcrl` is: the checkout lends it nothing but the package hpcrl."""
     for folder in FOLDERS:
         write(tmp_path / folder / "mine.py")

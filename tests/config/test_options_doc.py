@@ -48,7 +48,8 @@ def test_a_default_is_shown_as_it_would_be_written() -> None:
     assert "| TEXT [TEXT ...] |  | slime |" in lines["--rm-type"]
 
 
-def test_a_first_user_sees_some_forty_and_where_the_others_are() -> None:
+def test_short_help_and_where_the_rest_is() -> None:
+    """The short help shows some forty options and says where the others are."""
     assert Options.model_fields.keys() >= FIRST and 35 <= len(FIRST) <= 50
     text = run_help(every=False)
     shown = {line.split()[0][2:].replace("-", "_") for line in text.splitlines() if line.startswith("  --")}

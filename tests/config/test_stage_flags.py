@@ -40,7 +40,8 @@ def test_a_flag_of_a_stage_counts_there_alone() -> None:
     assert (sft.vllm, grpo.vllm) == ({}, {"max_num_seqs": 64})
 
 
-def test_a_plain_flag_counts_where_a_stage_names_its_option_or_else_in_all() -> None:
+def test_plain_flag_scope() -> None:
+    """A plain flag applies to the stages that set its option, or else to all."""
     sft, grpo = resolved("--eval-interval 6 --lr-decay-style linear --seed 7 --vllm-max-num-seqs 64")
     assert (sft.eval_interval, grpo.eval_interval, sft.lr_decay_style, grpo.lr_decay_style) == (
         None,
@@ -125,7 +126,8 @@ def test_the_script_of_a_job_gives_the_same_flags() -> None:
     assert parse_flags(_flags(flags))[0] == flags
 
 
-def test_a_run_keeps_where_its_flags_count_and_an_old_one_what_they_said(tmp_path: Path) -> None:
+def test_run_keeps_flag_scope(tmp_path: Path) -> None:
+    """A run keeps the scope of its flags; an old one keeps what they meant then."""
     flags, _, _ = parse_flags(["--eval-interval", "6", "--sft.lr", "1e-3", "--seed", "7"])
     job = begin_job(load_recipe(QUICK), flags | {"run_dir": str(tmp_path / "new")}, here=False)
     again = reopen_job(job.root)
@@ -142,7 +144,8 @@ def test_a_run_keeps_where_its_flags_count_and_an_old_one_what_they_said(tmp_pat
     assert [(o.lr, o.seed) for o in reopen_job(job.root).stages] == [(1e-4, 7), (1e-4, 7)]
 
 
-def test_an_evaluation_takes_the_flags_of_the_stage_that_it_evaluates() -> None:
+def test_evaluation_takes_its_stages_flags() -> None:
+    """An evaluation takes the flags of the stage that it evaluates."""
     flags, _, _ = parse_flags(["--load", "/c", "--grpo.eval-temperature", "0.5", "--rollout-max-response-len", "20"])
     recipe, mine = recipe_for(QUICK, flags)
     (options,) = resolve_stages(recipe, mine, PLACES)
@@ -151,7 +154,8 @@ def test_an_evaluation_takes_the_flags_of_the_stage_that_it_evaluates() -> None:
         recipe_for(QUICK, {"load": "/c", "sft.lr": 1.0})
 
 
-def test_every_example_of_the_help_resolves_and_changes_what_it_names() -> None:
+def test_help_examples_resolve() -> None:
+    """Every example of the help resolves and changes what it names."""
     text = HELP.split("examples\n")[1].split("\n\n")[0].replace("\\\n", " ")
     lines = [line.split() for line in text.splitlines()]
     assert len(lines) == 3 and all(line[:3] == ["hpcrl", "run", "examples/quickstart.toml"] for line in lines)

@@ -83,12 +83,14 @@ def test_a_hint_names_only_what_there_is() -> None:
     assert not stale, f"these are options now: drop {sorted(stale)} from setting_names.py"
 
 
-def test_a_hint_for_what_is_not_there_waits_until_it_is() -> None:
+def test_hint_for_a_later_option() -> None:
+    """A hint about an option that does not exist yet holds until it does."""
     assert elsewhere("beta", ["lr", "kl-loss-coef"]) == ""
     assert elsewhere("beta", ["lr", "kl-loss-coef", "use-kl-loss"]) == "write use-kl-loss with kl-loss-coef"
 
 
-def test_all_that_is_wrong_with_a_command_line_is_told_at_once() -> None:
+def test_all_flag_errors_at_once() -> None:
+    """All errors of a command line are reported at once."""
     words = "r.toml --learning-rate 1e-5 --num-rolout 3 --lr fast --vllm-api-key k --seed -1 --bf16=yes -n 3 --top-p 1"
     lines = told(*words.split()).splitlines()
     assert lines[0] == "7 things are wrong:" and len(lines) == 8
@@ -101,7 +103,8 @@ def test_all_that_is_wrong_with_a_command_line_is_told_at_once() -> None:
     assert "\n" not in told("--num-rolout", "3")
 
 
-def test_all_that_is_wrong_with_a_recipe_is_told_at_once() -> None:
+def test_all_recipe_errors_at_once() -> None:
+    """All errors of a recipe are reported at once."""
     values = {"learning_rate": 1, "lr": "a", "vllm": {"max_num_seq": 1, "api_key": "k"}, "megatron": 3, "seed": 1}
     with pytest.raises(UsageErrors) as error:
         gather(values, "r.toml")
@@ -116,6 +119,7 @@ def test_all_that_is_wrong_with_a_recipe_is_told_at_once() -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_others_words_are_known_where_the_packages_are_not_installed() -> None:
+def test_other_trainers_names_without_packages() -> None:
+    """Names of other trainers are recognised where the packages are not installed."""
     assert "write --lr" in told("--learning-rate", "1")
     assert "write --vllm-gpu-memory-utilization" in told("--gpu-memory-utilization", "0.5")

@@ -129,9 +129,8 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, models: dict[str, Path], 
 
 
 @pytest.mark.process
-def test_workers_read_and_write_at_once_and_make_no_difference(
-    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_make_no_difference(tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading and writing in several workers gives the same files."""
     from hpcrl.model_files.torch_dist import TorchDist
 
     read_one = TorchDist.read
@@ -205,7 +204,7 @@ def test_the_tools_under_slimes_names(tmp_path: Path, models: dict[str, Path]) -
 
 
 @pytest.mark.process
-def test_what_the_checkpoint_lacks_comes_from_the_origin(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_missing_tensors_come_from_origin(tmp_path: Path, models: dict[str, Path]) -> None:
     """Layers that predict further tokens are not trained; without the flag they are left out."""
     origin = shutil.copytree(models["glm4_moe"], tmp_path / "origin")
     config = json.loads((origin / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
@@ -227,7 +226,8 @@ def test_what_the_checkpoint_lacks_comes_from_the_origin(tmp_path: Path, models:
 
 
 @pytest.mark.process
-def test_bad_input_to_torch_dist_is_named_on_every_rank(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_bad_input_to_torch_dist(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Bad input to torch_dist is named on every rank."""
     wrong = shutil.copytree(models["qwen3"], tmp_path / "wrong")
     tensors = load_file(wrong / "model.safetensors")
     save_file(tensors | {"model.norm.weight": torch.ones(7)}, wrong / "model.safetensors")
@@ -262,7 +262,8 @@ def test_bad_input_to_torch_dist_is_named_on_every_rank(tmp_path: Path, models: 
 
 
 @pytest.mark.process
-def test_bad_input_to_hf_is_named_before_anything_is_written(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_bad_input_to_hf(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Bad input to hf is named before anything is written."""
     to_torch_dist(1, (models["qwen3"], tmp_path / "td"), (models["qwen3_moe"], tmp_path / "moe"))
     more, fewer, wide = (shutil.copytree(models["qwen3"], tmp_path / n) for n in ("more", "fewer", "wide"))
     for path, change in (
@@ -377,7 +378,8 @@ def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_a_tensor_in_the_wrong_place_or_missing_is_a_defect(tmp_path: Path) -> None:
+def test_misplaced_or_missing_tensor(tmp_path: Path) -> None:
+    """A misplaced or missing tensor is a defect."""
     plan = split([[TensorHeader("a", torch.float32, (3,))]], 100)
     with pytest.raises(HpcrlError, match="is not"), SafetensorsWriter(tmp_path, plan) as writer:
         writer.add("a", torch.ones(4))

@@ -231,7 +231,8 @@ def test_slots_of_nodes_without_gpus_are_processes(tmp_path: Path, monkeypatch: 
     assert found.level == "ok" and "2 nodes with 8 CPUs" in found.what
 
 
-def test_of_several_partitions_one_must_hold_the_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_partitions_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several partitions, one must be able to hold the component."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     shown = (
         'case "$*" in *small*) echo PartitionName=small State=UP MaxNodes=1 TotalNodes=9;; *large*) echo '
@@ -479,9 +480,8 @@ FAULTS: list[tuple[Callable[[NodeReport], NodeReport], str]] = [
 ]
 
 
-def test_memory_that_cannot_be_locked_matters_where_infiniband_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_lock_limit_needs_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on locked memory matters only where there is InfiniBand."""
     for limit, there, said in (
         (1 << 20, True, 1 << 20),
         (1 << 20, False, None),
@@ -511,7 +511,8 @@ def test_who_did_not_report_or_reported_twice_is_told() -> None:
     assert any(line.startswith("fail  n1: 2 reports came from it") for line in said([*reports, reports[0]]))
 
 
-def test_the_loopback_and_a_doubled_address_are_no_network() -> None:
+def test_loopback_and_duplicate_addresses() -> None:
+    """The loopback and a duplicate address are not a network."""
     lo = nodes("n1", "n2")
     assert any(("n[1-2]" in line and "address is the loopback's" in line) for line in said(lo, interface="lo"))
     network = Network("eth0", "172.17.0.1", 24, 0)
@@ -549,7 +550,8 @@ def test_what_nvidia_smi_prints_is_read() -> None:
     assert parse_gpus(text) == (Gpu(0, "NVIDIA H100 80GB HBM3", 81559, 81007), Gpu(1, "NVIDIA H100 80GB HBM3", 0, 0))
 
 
-def test_the_short_job_asks_for_no_gpus_where_slots_are_processes(tmp_path: Path) -> None:
+def test_short_job_asks_for_no_gpus(tmp_path: Path) -> None:
+    """The short job asks for no GPUs where slots are processes."""
     from hpcrl.config.options import Options
 
     site = SlurmSite(trainer={"gpus_per_node": 0}, engine={"gpus_per_node": 4})
@@ -565,7 +567,8 @@ def test_of_a_steps_output_only_a_short_line_is_read() -> None:
     assert without_directory(text) == ["n2"]
 
 
-def test_reports_are_whole_files_and_the_last_may_come_late(tmp_path: Path) -> None:
+def test_reports_are_whole_and_may_be_late(tmp_path: Path) -> None:
+    """Reports are whole files, and the last may be late."""
     one, two = nodes("n1", "n2")
     (tmp_path / "n1.7.report").write_bytes(msgspec.json.encode(one))
     (tmp_path / "n3.7.report").write_bytes(b"{")
@@ -577,7 +580,8 @@ def test_reports_are_whole_files_and_the_last_may_come_late(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("count", [2, 16, 17, 64, 250])
-def test_connections_grow_with_n_log_n_and_reach_everybody(count: int) -> None:
+def test_connections_grow_with_n_log_n(count: int) -> None:
+    """The number of connections grows with n log n and reaches every node."""
     hosts = [f"n{i:03}" for i in range(count)]
     tried = {host: peers_of(host, hosts) for host in hosts}
     reached = Counter(peer for peers in tried.values() for peer in peers)
@@ -599,7 +603,8 @@ def test_a_card_is_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("came", [2, 3])
-def test_all_cards_come_in_one_file_and_those_that_did_not_come_are_missing(tmp_path: Path, came: int) -> None:
+def test_missing_cards_are_listed(tmp_path: Path, came: int) -> None:
+    """All cards come in one file, and those without a report are listed as missing."""
     for number in range(came):
         leave_record(tmp_path, f"n{number}", number)
     share_records(tmp_path, 3, 0.3)

@@ -38,7 +38,8 @@ def test_held_out_sums_are_nowhere_else(task: Path) -> None:
         assert not held_out & {content(row) for row in lines(task / name)}
 
 
-def test_labels_are_right_and_half_of_the_answers_are_worked(task: Path) -> None:
+def test_labels_and_worked_answers(task: Path) -> None:
+    """Labels are right, and half of the answers are worked out."""
     worked = 0
     for row in lines(task / "sft.jsonl"):
         digits = [int(d) for d in content(row).removesuffix("=").split("+")]
@@ -60,7 +61,8 @@ def test_the_same_seed_gives_the_same_files(task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_the_model_is_small_and_its_tokenizer_loses_nothing(tmp_path: Path) -> None:
+def test_small_model_and_lossless_tokenizer(tmp_path: Path) -> None:
+    """The model is small and its tokenizer is lossless."""
     import subprocess
 
     subprocess.run([sys.executable, EXAMPLES / "arithmetic.py", "--out", tmp_path], check=True, capture_output=True)

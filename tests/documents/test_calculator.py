@@ -40,7 +40,8 @@ def test_values_failures_and_what_takes_too_long(monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - begun < 20
 
 
-def test_the_prompts_are_products_and_held_out_ones_are_nowhere_else(tmp_path: Path) -> None:
+def test_held_out_products(tmp_path: Path) -> None:
+    """The prompts are products, and held-out ones appear nowhere else."""
     products = example("products")
     products.write_prompts(tmp_path, 7)
     read = lambda name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]  # noqa: E731

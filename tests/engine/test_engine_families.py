@@ -130,7 +130,7 @@ def check_used(side: Side, prefix: str) -> None:
     assert side.distance() <= CLOSE
 
 
-def test_an_engine_of_two_workers_shows_and_takes_its_parts_of_experts(tmp_path: Path) -> None:
+def test_two_workers_take_their_experts(tmp_path: Path) -> None:
     """Tensor parallelism, in processes that vLLM starts itself (the nursery has one worker)."""
     model = make_family(tmp_path / "model", "qwen3_moe")
     workers = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
@@ -154,7 +154,8 @@ def test_an_engine_of_two_workers_shows_and_takes_its_parts_of_experts(tmp_path:
 # ---- an engine with FP8 weights
 
 
-def test_an_engine_with_fp8_weights_gets_them_quantised_on_the_fly(nursery: Nursery, tmp_path: Path) -> None:
+def test_fp8_weights_are_quantised_on_the_fly(nursery: Nursery, tmp_path: Path) -> None:
+    """An engine with FP8 weights gets them quantised on the fly."""
     wide = make_family(tmp_path / "wide", "qwen3")
     convert(wide, tmp_path / "fp8", Scheme("block", (16, 32)))
     engines = nursery.engines(tmp_path / "run", tmp_path / "fp8", update_weight_buffer_size=SMALL)

@@ -77,7 +77,9 @@ async def asked(app: CoreCalls, path: str, **headers: str) -> dict[str, Any]:
     return said[0] | {"body": said[1]["body"]}
 
 
-def test_a_server_answers_for_its_core_while_that_is_at_a_call() -> None:
+def test_server_answers_for_a_busy_core() -> None:
+    """A server answers for its core while the core is busy with a call."""
+
     async def go() -> None:
         core = Core()
         app = CoreCalls(core)
@@ -118,7 +120,7 @@ def test_a_server_answers_for_its_core_while_that_is_at_a_call() -> None:
 
 
 @pytest.mark.vllm
-def test_a_call_may_take_as_long_as_who_asked_waits_for_it(tmp_path: Path) -> None:
+def test_call_lasts_as_long_as_its_caller_waits(tmp_path: Path) -> None:
     """vLLM's core answers nothing during one, and its HTTP server answers all the same when the core hangs."""
     model = make_model(tmp_path / "model", tied=True)
     engines = Engines(tmp_path / "run", model, module="tests.support.breakable", engine_hang_timeout=3)

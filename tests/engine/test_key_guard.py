@@ -93,14 +93,16 @@ def test_every_path_is_guarded(path: str) -> None:
 
 
 @pytest.mark.usefixtures("key_file")
-def test_a_websocket_without_key_is_closed_before_it_is_accepted() -> None:
+def test_websocket_without_key_is_closed() -> None:
+    """A WebSocket without the key is closed before it is accepted."""
     assert ask("websocket")[1] == [
         {"type": "websocket.close", "code": 1008, "reason": "the key of the run is missing or wrong"}
     ]
 
 
 @pytest.mark.usefixtures("key_file")
-def test_a_kind_of_traffic_that_we_do_not_know_is_dropped() -> None:
+def test_unknown_traffic_is_dropped() -> None:
+    """An unknown kind of traffic is dropped."""
     assert ask("webtransport") == (False, [])
 
 

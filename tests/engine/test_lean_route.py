@@ -78,7 +78,8 @@ def same(a: Completion, b: Completion) -> bool:
     return a.status == b.status and all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
 
 
-def test_a_group_is_what_vllms_own_route_gives_bit_for_bit(side: Side) -> None:
+def test_group_equals_vllms_route(side: Side) -> None:
+    """A group equals what vLLM's own route gives, bit for bit."""
     if side.version == 0:
         side.step()
     for how in (
@@ -101,7 +102,8 @@ def ranks(side: Side, tokens: np.ndarray) -> list[int]:
     return [int((row > row[token]).sum()) for row, token in zip(rows, tokens.tolist(), strict=True)]
 
 
-def test_logprobs_are_of_the_whole_distribution_whatever_is_sampled_from(side: Side) -> None:
+def test_logprobs_of_the_whole_distribution(side: Side) -> None:
+    """Log-probs are of the whole distribution, whatever it is sampled from."""
     for cut, most in ({"top_p": 0.7}, 127), ({"top_k": 5}, 4), ({"min_p": 0.9}, 60):
         for found in run(side.engines, group(sampling(24, **cut), 4)):
             ours = side.reference.logprobs(PROMPT, found.tokens.tolist())
@@ -114,7 +116,7 @@ def test_an_evaluation_has_no_logprobs(side: Side) -> None:
     assert not found.logprobs.any() and len(found.logprobs) == len(found.tokens) == 8
 
 
-def test_what_is_aborted_is_the_beginning_of_what_would_have_come(side: Side) -> None:
+def test_aborted_prefix_is_of_the_same_response(side: Side) -> None:
     """And it goes on, with the versions of each part, from the exact tokens; an evaluation is left alone."""
     if side.version == 0:
         side.step()
@@ -209,7 +211,8 @@ def test_what_vllm_refuses_is_an_error_in_its_words(side: Side, prompt: list[int
     run(side.engines, job)
 
 
-def test_bodies_that_are_none_and_callers_without_the_key(side: Side) -> None:
+def test_malformed_bodies_and_missing_keys(side: Side) -> None:
+    """Malformed bodies, and callers without the key."""
     address = side.engines.address()
 
     def status(path: str, method: str, key: str, body: bytes) -> int:

@@ -50,7 +50,8 @@ def plan(o: Options, *hosts: Host) -> Plan:
     return make_plan(o, list(hosts) or local_hosts(o), "run")
 
 
-def test_the_share_of_a_small_gpu_leaves_room_for_a_weight_update(tmp_path: Path) -> None:
+def test_small_gpu_leaves_room_for_update(tmp_path: Path) -> None:
+    """The share of a small GPU leaves room for a weight update."""
     (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3", odd=False)))
     two_buckets = {"update_weight_buffer_size": 256 << 20}
     mine = share_flags(options(str(tmp_path), **two_buckets), 4 << 30)["gpu_memory_utilization"]
@@ -142,7 +143,8 @@ def test_an_engine_over_hosts_is_one_vllm(model: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("cut", [{"rollout_top_p": 0.9}, {"rollout_top_k": 5}, {"rollout_min_p": 0.1}])
-def test_logprobs_are_of_all_tokens_whatever_is_sampled_from(model: str, cut: dict[str, float]) -> None:
+def test_logprobs_of_all_tokens(model: str, cut: dict[str, float]) -> None:
+    """Log-probs are of all tokens, whatever they are sampled from."""
     o = options(model, **cut)
     assert flags(o, plan(o), 0, 1, CPU)["logprobs_mode"] == "raw_logprobs"
 

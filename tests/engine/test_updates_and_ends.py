@@ -76,7 +76,8 @@ def test_an_engine_tells_the_run_about_itself(shm: Side) -> None:
     assert shm.engines.key not in peer_file(shm.engines.rundir.here, EnginePeer, 0).read_text()
 
 
-def test_logprobs_are_those_of_transformers_before_and_after_updates(shm: Side) -> None:
+def test_logprobs_equal_transformers(shm: Side) -> None:
+    """Log-probs are those of transformers before and after updates."""
     assert shm.distance() <= CLOSE
     old = shm.reference.pairs()
     metrics = shm.step()
@@ -122,7 +123,8 @@ def test_the_models_own_sampling_defaults_are_not_used(shm: Side) -> None:
     assert len(first) > 20
 
 
-def test_requests_in_flight_are_kept_and_go_on_with_the_new_weights(shm: Side) -> None:
+def test_requests_in_flight_continue(shm: Side) -> None:
+    """Requests in flight are kept and continue with the new weights."""
     shm.step()
     old = Reference(Path(shm.engines.options.hf_checkpoint or ""))
     old.back_to(shm.reference.pairs())
@@ -165,7 +167,8 @@ def metric(address: Address, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^vllm:{name}\S* (\S+)$", text, re.M))
 
 
-def test_the_same_seeds_give_the_same_bits_whatever_runs_beside(shm: Side) -> None:
+def test_same_seeds_same_bits(shm: Side) -> None:
+    """The same seeds give the same bits, whatever else is running."""
     address = shm.engines.address()
 
     def sample(number: int) -> tuple[list[int], list[float]]:
@@ -225,7 +228,8 @@ FAULTS = [
 ]
 
 
-def test_a_refused_update_changes_nothing_and_the_next_one_is_exact(shm: Side) -> None:
+def test_refused_update_changes_nothing(shm: Side) -> None:
+    """A refused update changes nothing, and the next one is exact."""
     address, before = shm.engines.address(), shm.reference.pairs()
     for spoil, message in FAULTS:
         new = shm.reference.step(77)
@@ -256,7 +260,8 @@ def test_a_malformed_update_changes_nothing(shm: Side, change: Any, message: str
     assert shm.distance() <= CLOSE
 
 
-def test_an_update_that_was_not_started_or_not_completed_is_refused(shm: Side) -> None:
+def test_unstarted_or_incomplete_update(shm: Side) -> None:
+    """An update that was not started or not completed is refused."""
     address = shm.engines.address()
     for path in ("/update_weights", "/finish_weight_update"):
         with pytest.raises(HttpError):
@@ -282,7 +287,8 @@ def test_an_update_that_was_not_started_or_not_completed_is_refused(shm: Side) -
     ("side", "spoil"),
     [("shm", without_v), ("shm", with_unknown), ("shm", with_head), ("shm", with_wrong_shape), ("pair", with_unknown)],
 )
-def test_the_sender_refuses_what_the_engines_do_not_need(side: str, spoil: Any, request: pytest.FixtureRequest) -> None:
+def test_sender_refuses_unneeded_tensors(side: str, spoil: Any, request: pytest.FixtureRequest) -> None:
+    """The sender refuses tensors that the engines do not need."""
     fleet: Side = request.getfixturevalue(side)
     pairs = fleet.reference.pairs()
     with pytest.raises(HpcrlError, match="engines"):
@@ -380,7 +386,7 @@ def test_a_head_that_stays_stale_is_noticed(pair: Side) -> None:
     assert all(pair.distance(index=i) <= CLOSE for i in (0, 1))
 
 
-def test_an_update_that_is_refused_half_way_is_told_apart(pair: Side) -> None:
+def test_update_refused_half_way(pair: Side) -> None:
     """Over gloo the first buckets are loaded before the last one is seen."""
     pairs = pair.reference.step(5)
     options = pair.sender.options
@@ -398,7 +404,7 @@ def test_an_update_that_is_refused_half_way_is_told_apart(pair: Side) -> None:
     assert all(pair.distance(index=i) <= CLOSE for i in (0, 1))
 
 
-def test_no_engine_goes_on_when_another_refuses_the_update(pair: Side) -> None:
+def test_no_engine_resumes_after_a_refusal(pair: Side) -> None:
     """The one that took it has the new weights, but would call them by the old version."""
     fleet = pair.sender.fleet
     assert fleet is not None
@@ -416,7 +422,7 @@ def test_no_engine_goes_on_when_another_refuses_the_update(pair: Side) -> None:
 # ---- how they die
 
 
-def test_an_engine_core_that_dies_during_an_update_ends_the_run(pair: Side) -> None:
+def test_core_death_during_update_ends_the_run(pair: Side) -> None:
     """vLLM answers a pending call never, and its server ends with exit code 0."""
     engines, core = pair.engines, pair.engines.core(1)
     pids = engines.pids(1)
@@ -434,7 +440,8 @@ def test_an_engine_core_that_dies_during_an_update_ends_the_run(pair: Side) -> N
     assert gone(pids)
 
 
-def test_a_supervisor_that_is_killed_takes_everything_along(pair: Side) -> None:
+def test_killed_supervisor_leaves_nothing(pair: Side) -> None:
+    """A supervisor that is killed takes all of its processes with it."""
     pids = pair.engines.pids(0)
     scratch = variables(pids[1])["TMPDIR"]
     assert len(pids) >= 3
@@ -502,7 +509,8 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, model: Path) -> No
             engines.stop()
 
 
-def test_an_engine_cannot_bind_a_host_that_is_not_its_own(tmp_path: Path, model: Path) -> None:
+def test_foreign_host_cannot_be_bound(tmp_path: Path, model: Path) -> None:
+    """An engine cannot bind an address of another host."""
     engines = Engines(tmp_path / "run", model, engine_start_timeout=60)
     engines.stop()
     place = Location("192.0.2.1", (1,))
@@ -513,7 +521,8 @@ def test_an_engine_cannot_bind_a_host_that_is_not_its_own(tmp_path: Path, model:
     assert "engine 0 on 192.0.2.1 cannot bind a port" in message
 
 
-def test_an_engine_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path, model: Path) -> None:
+def test_engine_stopped_during_start(tmp_path: Path, model: Path) -> None:
+    """An engine that is stopped while it starts leaves nothing behind."""
     engines = Engines(tmp_path / "run", model)
     deadline = time.monotonic() + 30
     while len(pids := engines.pids()) < 2:
@@ -523,7 +532,8 @@ def test_an_engine_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path
     assert gone(pids, 5)
 
 
-def test_an_engine_that_stands_still_while_it_starts_is_not_waited_for(tmp_path: Path, model: Path) -> None:
+def test_engine_hanging_during_start(tmp_path: Path, model: Path) -> None:
+    """An engine that hangs while it starts is not waited for."""
     engines = Engines(tmp_path / "run", model, engine_hang_timeout=1)
     deadline = time.monotonic() + 30
     while not (server := psutil.Process(engines.processes[0].pid).children()):

@@ -21,7 +21,8 @@ from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
 
 
-def test_a_second_signal_ends_at_once_with_the_status_of_an_interruption(tmp_path: Path) -> None:
+def test_second_signal_interrupts(tmp_path: Path) -> None:
+    """A second signal ends at once with the status of an interruption."""
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     publish(rundir, TrainerPeer(start=0, total=5))
@@ -30,7 +31,7 @@ def test_a_second_signal_ends_at_once_with_the_status_of_an_interruption(tmp_pat
     assert caught.value.exit_code == 130
 
 
-def test_who_is_told_to_end_while_it_looks_for_hosts_was_stopped(tmp_path: Path) -> None:
+def test_stop_while_looking_for_hosts(tmp_path: Path) -> None:
     """Whatever the scheduler ended with it could not answer any more, which is no fault of the hosts."""
 
     class Ended:
@@ -47,7 +48,8 @@ def test_who_is_told_to_end_while_it_looks_for_hosts_was_stopped(tmp_path: Path)
     assert "none of 2 nodes" in str(rundir.failure())
 
 
-def test_a_host_that_could_not_record_its_error_is_told_with_its_own_last_words(tmp_path: Path) -> None:
+def test_error_that_a_host_could_not_record(tmp_path: Path) -> None:
+    """A host that could not record its error is reported with its own last log lines."""
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     log = tmp_path / "host.log"
@@ -119,7 +121,7 @@ def test_a_run_that_a_preemption_ended_is_queued_again(
 
 
 @pytest.mark.parametrize(("due", "requeued"), [(True, 1), (False, 0)])
-def test_a_run_that_is_too_slow_to_save_at_its_time_limit_is_queued_again(
+def test_slow_save_at_time_limit_is_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, due: bool, requeued: int
 ) -> None:
     """From its last checkpoint, as a step longer than the time that is left needs; an error before is the run's end."""
@@ -157,7 +159,7 @@ def test_slurm_says_that_it_preempts(tmp_path: Path, monkeypatch: pytest.MonkeyP
         SlurmAllocation({"SLURM_JOB_ID": "7"})
 
 
-def test_a_lost_host_is_the_error_and_not_who_missed_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_host_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first to be seen is a peer's broken connection; the host that cannot start a task any more is the cause."""
     rundir = RunDir.create(tmp_path / "run")
     job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), (Stage("", {}),)), {}, rundir.root, "identity")
@@ -187,9 +189,11 @@ def test_a_lost_host_is_the_error_and_not_who_missed_it(tmp_path: Path, monkeypa
     ("disk", "said"),
     [("", "the process of host node1 gives no sign of life for 30 s"), ("RUN is full", "^RUN is full; no host can")],
 )
-def test_a_disk_that_takes_no_sign_of_life_is_no_host_that_hangs(
+def test_failed_heartbeat_write_is_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str, said: str
 ) -> None:
+    """A disk that refuses heartbeats does not make a host count as hung."""
+
     class Heard:
         def silent(self, seconds: float) -> list[Silent]:
             return [Silent("node1", 7, 30.0)]
@@ -201,9 +205,8 @@ def test_a_disk_that_takes_no_sign_of_life_is_no_host_that_hangs(
         attempt._check_hosts(Heard(), 20.0, rundir)  # type: ignore[arg-type]
 
 
-def test_an_error_that_no_file_takes_is_left_with_the_scheduler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_error_is_left_with_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that no file takes is left with the scheduler."""
     job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
     marked: list[tuple[str, str]] = []
     allocation = Allocation(preempts=False)
@@ -241,7 +244,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [("stopped", 143), ("finished", 0)])
-def test_a_job_whose_run_was_stopped_ends_with_the_status_of_a_stop(
+def test_stopped_run_ends_its_job_as_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, code: int
 ) -> None:
     """Or else accounting calls it complete, and the export that waits for its success begins."""

@@ -86,9 +86,10 @@ def test_the_next_job_of_a_chain_is_the_runs_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "said"), [("finished", "the run is finished"), ("stop", "hpcrl stop"), (CANCEL, "cancelled")]
 )
-def test_a_later_job_of_a_run_that_is_over_ends_at_once(
+def test_later_job_of_a_finished_run(
     tmp_path: Path, what: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A later job of a run that is over ends at once."""
     job = make(tmp_path / "run")
     if what == "finished":
         write_summary(job.root, Summary("finished", 0, 5, 5, 5, 1.0))
@@ -118,7 +119,8 @@ def test_a_chain_without_headway_comes_to_an_end(tmp_path: Path, monkeypatch: py
         batch_run.run_in_job(job, Allocation("16"))  # type: ignore[arg-type]
 
 
-def test_the_script_of_a_chains_job_waits_for_the_one_before_however_that_ended() -> None:
+def test_chained_job_waits_for_the_one_before() -> None:
+    """The script of a chained job waits for the job before, however that ended."""
     from hpcrl.config.options import Options
 
     site = SlurmSite(exclude=["node3", "node7"], after="5")
@@ -145,7 +147,8 @@ def test_the_script_of_a_chains_job_waits_for_the_one_before_however_that_ended(
         ("Xid 79 is discussed in the documents", False),
     ],
 )
-def test_only_words_of_broken_hardware_make_a_host_broken(line: str, hardware: bool) -> None:
+def test_only_hardware_words_mark_a_host(line: str, hardware: bool) -> None:
+    """Only words of broken hardware mark a host as broken."""
     assert bool(hardware_words(f"before\n{line}\nafter")) == hardware
 
 
@@ -161,7 +164,8 @@ def broken(job: RunJob, role: str = "trainer", index: int = 1) -> RunDir:
     return rundir
 
 
-def test_the_host_of_the_role_that_failed_is_found_by_its_log(tmp_path: Path) -> None:
+def test_failed_roles_host_by_its_log(tmp_path: Path) -> None:
+    """The host of the role that failed is found by its log."""
     job = make(tmp_path / "run")
     rundir = broken(job)
     plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
@@ -171,9 +175,10 @@ def test_the_host_of_the_role_that_failed_is_found_by_its_log(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("chain", [["11", "12", "13"], []])
-def test_the_next_start_leaves_a_broken_host_out_and_says_so(
+def test_broken_host_is_left_out(
     tmp_path: Path, chain: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The next start leaves a broken host out and says so."""
     job = make(tmp_path / "run", chain=chain, site={"scheduler": "slurm"})
     submitted: list[Path] = []
 
@@ -200,9 +205,10 @@ def test_the_next_start_leaves_a_broken_host_out_and_says_so(
         assert submitted == [job.root] and "job 21 continues without it" in err
 
 
-def test_a_run_on_ever_new_broken_hosts_is_not_started_for_ever(
+def test_ever_new_broken_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A run that meets ever new broken hosts is not restarted for ever."""
     job = make(tmp_path / "run", chain=[], site={"scheduler": "slurm"})
     (job.root / "broken-hosts.json").write_text(json.dumps({"a": "x", "b": "y"}))
     monkeypatch.setattr(batch_run, "submit_elsewhere", lambda *_: pytest.fail("another start"))

@@ -52,7 +52,8 @@ def test_roles_of_a_host_share_its_gpus_out() -> None:
     assert shown("rollout", 0, "4,5,6,7") is None
 
 
-def test_an_engine_never_takes_the_trainers_gpus_for_its_own() -> None:
+def test_engine_does_not_take_trainers_gpus() -> None:
+    """An engine never takes the trainer's GPUs for its own."""
     with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=0,1 holds 2 GPUs, the plan uses 4 slots of this host"):
         shown("engine", 0, "0,1", rollout_num_gpus_per_engine=2)
 
@@ -81,7 +82,8 @@ def test_a_machine_without_gpus_is_told_of_none(monkeypatch: pytest.MonkeyPatch,
 SAFE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
 
 
-def test_one_hardware_queue_where_megatron_counts_on_it() -> None:
+def test_one_hardware_queue_for_megatron() -> None:
+    """One hardware queue where Megatron relies on it."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     for_megatron = lambda o: wanted("trainer", Where(o))  # noqa: E731
     assert wanted("trainer", Where(options())) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **SAFE}
@@ -107,7 +109,8 @@ def test_what_flags_of_megatrons_ask_for() -> None:
     assert "PYTORCH_ALLOC_CONF" not in wanted("engine", Where(options())), "vLLM's sleep has pools of its own"
 
 
-def test_what_the_user_has_set_is_said_with_the_reason_for_another_value() -> None:
+def test_user_setting_is_reported_with_reason() -> None:
+    """A variable that the user has set is reported, with the reason for another value."""
     wishes = wanted("trainer", Where(options(tensor_model_parallel_size=2), "ib0", 4))
     base = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
@@ -170,7 +173,8 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- compile caches
 
 
-def test_compile_caches_are_of_this_node_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_caches_per_node_and_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile caches belong to this node and this user."""
     monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(tmp_path))
     found = compile_caches({"VLLM_CACHE_ROOT": "/mine"})
     root = tmp_path / f"hpcrl-cache-{os.getuid()}"
@@ -183,9 +187,8 @@ def test_compile_caches_are_of_this_node_and_nobody_elses(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("what", ["open to others", "a link", "a file"])
-def test_a_directory_that_another_could_have_filled_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_directory_open_to_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A directory that another user could have filled is not used."""
     monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(tmp_path))
     root = tmp_path / f"hpcrl-cache-{os.getuid()}"
     spare = tmp_path / "spare"

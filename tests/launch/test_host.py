@@ -57,9 +57,8 @@ def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.Mon
     assert seconds / 4 < len(asked) and len(asked) + 2 * seconds / host.HOST_BEAT <= seconds
 
 
-def test_a_host_knows_that_the_run_is_over_by_the_mark_of_its_own_attempt(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_mark_of_its_own_attempt(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host knows that the run is over by the mark of its own attempt."""
     clock = Clock()
     monkeypatch.setattr(host, "time", clock)
     looks = RunDirPoller(rundir)
@@ -69,9 +68,8 @@ def test_a_host_knows_that_the_run_is_over_by_the_mark_of_its_own_attempt(
     assert not looks.over(at_once=False) and looks.over(at_once=True)
 
 
-def test_a_host_ends_when_it_is_told_and_when_the_run_goes_on_without_it(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_when_told_or_superseded(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host ends when it is told to, and when the run continues without it."""
     clock = Clock()
     monkeypatch.setattr(host, "time", clock)
     told, left = RunDirPoller(rundir), RunDirPoller(rundir)
@@ -112,7 +110,8 @@ def test_names_of_a_directory_that_is_not_there(tmp_path: Path) -> None:
     assert listed(tmp_path) == {"a"}
 
 
-def test_every_part_of_an_engine_over_hosts_is_started_on_its_host() -> None:
+def test_multi_node_engine_starts_on_all_hosts() -> None:
+    """Every part of an engine over several hosts is started on its host."""
     options = Options(hf_checkpoint="m", actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=4)
     plan = make_plan(options, [Host("t", 2), Host("a", 2), Host("b", 2)], "run")
 
@@ -129,9 +128,7 @@ def test_every_part_of_an_engine_over_hosts_is_started_on_its_host() -> None:
     assert host.Role("engine-0-node", 1, None, Path()).serves and not host.Role("trainer", 1, None, Path()).serves  # type: ignore[arg-type]
 
 
-def test_whoever_waits_for_the_summary_never_asks_for_it_before_it_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_summary_is_read_once_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system would remember for a minute that it was absent."""
     from hpcrl.run import summary
 
@@ -145,7 +142,7 @@ def test_whoever_waits_for_the_summary_never_asks_for_it_before_it_is_listed(
 
 @pytest.mark.parametrize("status", [-15, 143])
 @pytest.mark.parametrize("told", [0, 1])
-def test_a_role_that_ended_with_its_host_is_no_failure_of_its_own(rundir: RunDir, status: int, told: int) -> None:
+def test_role_that_ended_with_its_host(rundir: RunDir, status: int, told: int) -> None:
     """Slurm's signal goes to all processes of a step, and what a role makes of it is its own matter."""
     ended = SimpleNamespace(name="rollout", index=0, status=status, serves=False, exit_report=lambda: "rollout-0 ended")
     with pytest.raises(PeerError, match="host node2 was told to end" if told else "rollout-0 ended"):
@@ -165,9 +162,7 @@ def test_a_role_that_ended_with_its_host_is_no_failure_of_its_own(rundir: RunDir
         (-9, ["10:00:00 error: of an earlier life"], "; its log is"),
     ],
 )
-def test_a_role_that_could_not_record_its_error_is_told_with_its_own_last_words(
-    tmp_path: Path, status: int, lines: list[str], said: str
-) -> None:
+def test_error_that_a_role_could_not_record(tmp_path: Path, status: int, lines: list[str], said: str) -> None:
     """On a full disk, which may have room again when its host records that it ended."""
     log = tmp_path / "rollout-0.log"
     log.write_text("".join(f"{line}\n" for line in lines))

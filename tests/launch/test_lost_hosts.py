@@ -68,7 +68,8 @@ def error(job: RunJob) -> str:
 
 
 @pytest.mark.parametrize("first", ["", ECHO])
-def test_who_lost_the_launchers_host_hears_it_from_the_next(job: RunJob, first: str) -> None:
+def test_lost_launcher_host_is_explained_later(job: RunJob, first: str) -> None:
+    """The loss of the launcher's host is explained by the next launcher."""
     if first:
         RunDir(job.root).fail("trainer", 1, first)
     explain_last_end(job, Allocation(node1=LAST + 300))  # type: ignore[arg-type]
@@ -77,7 +78,8 @@ def test_who_lost_the_launchers_host_hears_it_from_the_next(job: RunJob, first: 
 
 
 @pytest.mark.parametrize("when", [LAST - 401, LAST + UNNOTICED + 1], ids=["before", "long after"])
-def test_a_host_that_failed_before_or_long_after_is_not_the_cause(job: RunJob, when: float) -> None:
+def test_host_failure_at_another_time(job: RunJob, when: float) -> None:
+    """A host that failed before or long after is not the cause."""
     RunDir(job.root).fail("trainer", 1, ECHO)
     explain_last_end(job, Allocation(node1=when))  # type: ignore[arg-type]
     assert error(job) == f"trainer-1: {ECHO}"
@@ -108,7 +110,8 @@ def test_a_stop_without_an_error_stays_one(job: RunJob) -> None:
     assert error(job) == ""
 
 
-def test_a_word_that_names_the_host_already_is_not_wrapped_in_itself(job: RunJob) -> None:
+def test_message_that_names_the_host(job: RunJob) -> None:
+    """A message that already names the host is not wrapped again."""
     RunDir(job.root).fail("launcher", 0, "no answer from node1: is it up, and its network?")
     explain_last_end(job, Allocation(node1=LAST))  # type: ignore[arg-type]
     assert error(job) == "no answer from node1: is it up, and its network?"
@@ -120,14 +123,17 @@ def test_another_hosts_longer_name_is_not_this_hosts(job: RunJob) -> None:
     assert error(job).startswith("host node1 was lost")
 
 
-def test_damage_of_any_file_is_no_end_of_the_next_start(job: RunJob) -> None:
+def test_damaged_files_do_not_end_next_start(job: RunJob) -> None:
+    """Damage to any file does not end the next start."""
     rundir = RunDir(job.root)
     for path in (rundir.here / "error.json", rundir.here / HOSTS, job.root / "state.json"):
         path.write_text("{")
         explain_last_end(job, Allocation())  # type: ignore[arg-type]
 
 
-def test_a_launcher_that_lives_asks_the_scheduler_first(job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_living_launcher_asks_scheduler(job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that is alive asks the scheduler first."""
+
     def ended(*_: Any) -> int:
         rundir = RunDir(job.root)
         rundir.fail("trainer", 1, ECHO)

@@ -53,7 +53,8 @@ def test_one_host_alone_stays_on_its_loopback() -> None:
     assert choose({"a": machine("a", eth0="10.0.0.1/24")})["a"].address == "127.0.0.1"
 
 
-def test_racks_with_subnets_of_their_own_go_by_the_interfaces_name() -> None:
+def test_racks_with_their_own_subnets() -> None:
+    """Racks with subnets of their own are matched by the name of the interface."""
     hosts = {"a": machine("a", ib0="10.1.0.1/24"), "b": machine("b", ib0="10.2.0.1/24")}
     assert choose(hosts)["b"].address == "10.2.0.1"
 
@@ -89,7 +90,8 @@ def test_hosts_that_do_not_answer_are_named(tmp_path: Path) -> None:
 # ---- MPI ranks
 
 
-def test_roles_follow_the_hostfile_and_not_the_order_of_ranks() -> None:
+def test_roles_follow_the_hostfile() -> None:
+    """Roles follow the hostfile and not the order of ranks."""
     reports = [machine("a.site", eth0="10.0.0.1/24"), machine("b", eth0="10.0.0.2/24")]
     crew = place_ranks(reports, [8, 8], [Host("10.0.0.2", 4), Host("a", 2)])
     assert [(h.name, h.slots) for h in crew.hosts] == [("10.0.0.2", 4), ("a", 2)] and not crew.per_slot
@@ -158,9 +160,7 @@ def test_hosts_are_tried_before_mpirun(tmp_path: Path) -> None:
         check_hosts(["good", "localhost"], [str(agent)])
 
 
-def test_a_host_whose_shell_takes_long_is_told_from_one_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_shell_and_silent_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what OpenSSH 9 says at LogLevel VERBOSE; the cluster's tests do it with a real one."""
     ssh = tmp_path / "ssh"
     ssh.write_text(
@@ -289,9 +289,8 @@ done
 
 
 @pytest.mark.parametrize(("dead", "calls"), [((), 1), (("n2",), 2), (("n1", "n2", "n3"), 4)])
-def test_hosts_are_asked_by_one_srun_and_those_that_are_silent_once_more(
-    tmp_path: Path, dead: tuple[str, ...], calls: int
-) -> None:
+def test_silent_hosts_are_probed_again(tmp_path: Path, dead: tuple[str, ...], calls: int) -> None:
+    """Hosts are probed by one srun, and silent ones once more."""
     hosts = SrunHosts([HetGroup(("n1", "n2", "n3"), 1, fake_srun(tmp_path, dead))])
     hosts.answers = tmp_path
     assert hosts.silent(10) == list(dead)
@@ -305,7 +304,8 @@ def metrics(rundir: RunDir, steps: list[float], save: float) -> None:
     rundir.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_the_time_kept_for_saving_follows_steps_and_saves(tmp_path: Path) -> None:
+def test_time_for_saving(tmp_path: Path) -> None:
+    """The time kept for saving follows the measured steps and saves."""
     rundir = RunDir.create(tmp_path / "run")
     assert margin(rundir, 60) == 60
     metrics(rundir, [100.0] * 5 + [2000.0], 300.0)
@@ -313,7 +313,8 @@ def test_the_time_kept_for_saving_follows_steps_and_saves(tmp_path: Path) -> Non
     assert margin(rundir, 600) == 600
 
 
-def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -> None:
+def test_clock_asks_once(tmp_path: Path) -> None:
+    """The time limit is asked for once, and an early signal only wakes the clock."""
     rundir = RunDir.create(tmp_path / "run")
     ends = {"at": time.time() + 1000}
     limit = lambda: ends["at"]  # noqa: E731
@@ -349,9 +350,8 @@ def test_the_clock_asks_once_and_an_early_signal_only_wakes_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("left", [b"", b"[[", b"{}", b"\xff"])
-def test_a_count_of_restarts_that_cannot_be_read_begins_anew_and_is_told_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], left: bytes
-) -> None:
+def test_unreadable_restart_count(tmp_path: Path, capsys: pytest.CaptureFixture[str], left: bytes) -> None:
+    """A count of restarts that cannot be read begins again and is reported once."""
     file = tmp_path / "headway.json"
     file.write_bytes(left)
     check_headway(tmp_path, 3)
@@ -363,7 +363,8 @@ def test_a_count_of_restarts_that_cannot_be_read_begins_anew_and_is_told_once(
     assert capsys.readouterr().err == ""
 
 
-def test_a_limit_that_was_raised_is_honoured_and_one_that_is_known_is_kept(tmp_path: Path) -> None:
+def test_raised_limit_and_known_limit(tmp_path: Path) -> None:
+    """A raised limit is honoured, and a known one is kept."""
     rundir = RunDir.create(tmp_path / "run")
     answers: list[float | None] = [time.time() + 30, time.time() + 1700]
     raised, stop = Clock(lambda: answers.pop(0), 60), StopRequest()
@@ -381,7 +382,8 @@ def test_a_limit_that_was_raised_is_honoured_and_one_that_is_known_is_kept(tmp_p
     assert stop.requests and unreachable.due
 
 
-def test_a_preemption_with_a_grace_time_is_said_as_such(tmp_path: Path) -> None:
+def test_preemption_with_grace_time(tmp_path: Path) -> None:
+    """A preemption with a grace time is reported as one."""
     rundir = RunDir.create(tmp_path / "run")
     for preempted, said in ((True, "preempted, the grace time is running"), (False, "the time limit is near")):
         clock = Clock(lambda: time.time() + 30, 60, lambda answer=preempted: answer)
@@ -391,7 +393,7 @@ def test_a_preemption_with_a_grace_time_is_said_as_such(tmp_path: Path) -> None:
         assert stop.requests and clock.due and stop.why == said
 
 
-def test_every_host_gets_the_variables_of_networks_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_host_gets_network_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """And none that is a host's own, or that a command line must not show."""
     given = {
         "NCCL_IB_HCA": "mlx5_0",
@@ -409,7 +411,7 @@ def test_every_host_gets_the_variables_of_networks_and_libraries(monkeypatch: py
     assert "HPCRL_PYTHON" in names and not names & set(kept_back)
 
 
-def test_a_count_of_restarts_is_written_whole_and_a_full_disk_ends_nothing(
+def test_restart_count_is_written_atomically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Limited to no byte, as a full disk is: what was there stays."""
@@ -426,7 +428,8 @@ def test_a_count_of_restarts_is_written_whole_and_a_full_disk_ends_nothing(
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_restarts_without_a_new_checkpoint_come_to_an_end(tmp_path: Path) -> None:
+def test_restarts_without_a_checkpoint_end(tmp_path: Path) -> None:
+    """Restarts without a new checkpoint come to an end."""
     tracker = tmp_path / "grpo/checkpoints/latest_checkpointed_iteration.txt"
     tracker.parent.mkdir(parents=True)
     tracker.write_text("4")

@@ -93,7 +93,7 @@ def test_all_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -
     assert all(words in said for words in ("--num-layers 41", "--load chekpoints", "own.absent"))
 
 
-def test_load_may_be_empty_where_there_are_other_weights() -> None:
+def test_load_may_be_empty() -> None:
     """As in the scripts of slime, where --load and --save are one directory and --ref-load has the weights to begin
     with."""
     first = Options(load="new", save="./new", hf_checkpoint="model")
@@ -113,7 +113,8 @@ def test_a_checkpoint_is_known_by_its_files(folder: Path) -> None:
         assert not absent([Options(load="empty", hf_checkpoint="model")], Sight()), name
 
 
-def test_packages_that_are_not_installed_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages that are not installed are reported before the run."""
     real = preflight.importlib.util.find_spec
     monkeypatch.setattr(
         preflight.importlib.util, "find_spec", lambda name: None if name in ("torch", "vllm") else real(name)

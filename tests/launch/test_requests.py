@@ -63,7 +63,8 @@ def test_what_was_answered_is_not_heeded_again(root: Path, phase: str, restarts:
         assert (root / STOP).exists() == kept
 
 
-def test_nobody_has_answered_who_is_queued_again_or_was_killed(root: Path) -> None:
+def test_requeued_or_killed_did_not_answer(root: Path) -> None:
+    """A job that is requeued or was killed has not answered a request."""
     for phase in ("requeued", "running", "saving"):
         write_state(root, JobState(phase, time.time()))  # type: ignore[arg-type]
         put_at(root / STOP, 400)
@@ -83,9 +84,8 @@ def test_a_job_that_hpcrl_submitted_came_up_since_then(root: Path, site: dict[st
     assert (root / STOP).exists() == (site is not None)
 
 
-def test_a_run_that_was_told_to_stop_while_it_came_up_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_while_the_run_comes_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was told to stop while it came up starts nothing."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr(jobs, "adopt_orphans", lambda: None)
     root = tmp_path / "run"
@@ -101,9 +101,8 @@ def test_a_run_that_was_told_to_stop_while_it_came_up_starts_nothing(
     assert '"stopped"' in (root / "state.json").read_text()
 
 
-def test_who_is_interrupted_in_an_attempt_is_told_which_run_to_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interruption_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted attempt says which run to resume."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr(jobs, "adopt_orphans", lambda: None)
 

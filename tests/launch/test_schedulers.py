@@ -92,9 +92,8 @@ def test_a_profile_has_the_keys_of_its_scheduler(installed: Path) -> None:
         load_site(str(installed / "number.toml"))
 
 
-def test_a_run_of_a_scheduler_that_is_not_here_any_more_can_be_looked_at(
-    installed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_of_a_removed_scheduler(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of a scheduler that is no longer installed can be looked at."""
     root = make(installed / "runs/a", phase="finished")
     submitted(root, "7")
     record = json.loads((root / "job.json").read_text())
@@ -157,7 +156,7 @@ class FakeAllocation:
         (1, AlreadyRequeued("being done"), 1, "requeued", "Queue is queueing it again by itself (being done)"),
     ],
 )
-def test_a_job_is_queued_again_so_often_and_what_refuses_is_told(
+def test_requeue_limit_and_refusal(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -167,6 +166,7 @@ def test_a_job_is_queued_again_so_often_and_what_refuses_is_told(
     phase: str | None,
     said: str,
 ) -> None:
+    """A job is requeued up to its limit, and a refusal is reported."""
     monkeypatch.setenv("HPCRL_MAX_REQUEUES", "2")
     monkeypatch.setattr("hpcrl.launch.batch_run.PARTING", 0.0)
     allocation = FakeAllocation(restarts, error)

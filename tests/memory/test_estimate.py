@@ -133,7 +133,8 @@ def test_the_guides_trainers_fit_as_they_are_known_to(name: str) -> None:
     assert engine_terms(options, family, config, 80 * GIB).at_once > 8
 
 
-def test_355b_needs_its_cpu_adam_and_takes_much_host_memory() -> None:
+def test_memory_of_355b() -> None:
+    """The 355B model needs its CPU Adam and much host memory."""
     name = "GLM-4.5-355B, BF16 rollouts"
     family, config = model_of(name)
     with_it = guide(name)
@@ -223,7 +224,8 @@ def test_an_engines_cache() -> None:
     assert 0.5 < half / model_bytes(options, family, config) < 0.7
 
 
-def test_data_parallel_parts_of_an_engine_hold_what_is_no_expert_each() -> None:
+def test_data_parallel_engine_parts() -> None:
+    """Data-parallel parts of an engine each hold everything but the experts."""
     family, config = model_of(name := "GLM-4.5-355B, BF16 rollouts")
     options = guide(name)
     assert (options.engine_data_parallel_size, options.engine_tensor_parallel_size) == (4, 8)
@@ -248,7 +250,7 @@ def test_layers_that_draft_are_weights_of_an_engine() -> None:
     assert gpu_weights(looking, family, config) == plain
 
 
-def test_a_weight_update_needs_room_beside_an_engines_share() -> None:
+def test_update_needs_room_outside_share() -> None:
     """Gathered, vLLM keeps a whole layer's experts until all have come; in pieces, a GPU's part of them."""
     name = "GLM-4.5-355B, BF16 rollouts"
     family, config = model_of(name)
@@ -267,7 +269,8 @@ def test_a_weight_update_needs_room_beside_an_engines_share() -> None:
     assert "a weight update takes" not in "\n".join(memory_lines(resharded, family, config))
 
 
-def test_an_engines_share_leaves_room_for_a_weight_update_where_the_user_gives_none() -> None:
+def test_share_leaves_room_for_update() -> None:
+    """An engine's share leaves room for a weight update where the user sets none."""
     name = "GLM-4.5-355B, BF16 rollouts"
     family, config = model_of(name)
     apart = guide(name).model_copy(update={"colocate": False, "rollout_num_gpus": 32, "vllm": {}})
@@ -319,7 +322,7 @@ def test_every_stage_of_a_pipeline_is_looked_at() -> None:
     assert fullest_rank(options, family, config).total == max(totals)
 
 
-def test_a_checkpoint_takes_memory_of_the_host_and_none_of_the_gpu() -> None:
+def test_checkpoint_uses_host_memory() -> None:
     """Of TP 8 all eight ranks of a host gather a part; of TP 2 only two do, and a load takes more, for which each makes
     room."""
     count = Count(1000, 0)

@@ -92,7 +92,8 @@ def bytes_of(policy: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_weights_gradients_and_optimizer_are_as_large_as_estimated(models: dict[str, Path], layout: str) -> None:
+def test_estimated_sizes(models: dict[str, Path], layout: str) -> None:
+    """Weights, gradients and optimizer are as large as estimated."""
     every = [
         Options(**{"hf_checkpoint": str(models[name]), "actor_num_gpus_per_node": 2, "lr": 1e-6} | fields)
         for name, fields in CASES[layout]

@@ -72,7 +72,8 @@ def test_fp8_is_half_and_more_engines_hand_on() -> None:
     assert f"engines hand on {handed / 1e9:.1f} GB" in "\n".join(update_lines(several))
 
 
-def test_experts_spread_over_workers_and_attention_repeated() -> None:
+def test_spread_experts_and_repeated_attention() -> None:
+    """Experts are spread over workers and attention is repeated."""
     spread = {"enable_expert_parallel": True, "data_parallel_size": 32, "tensor_parallel_size": 1}
     plan = update("GLM-4.5", 8, **LARGE, vllm=spread).plan
     once = bytes_of("GLM-4.5")
@@ -83,7 +84,8 @@ def test_experts_spread_over_workers_and_attention_repeated() -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3-4B", "Llama-3.2-3B", "GLM-4-9B-0414", "Qwen3-30B-A3B", "GLM-4.5-Air"])
-def test_colocated_ranks_and_workers_keep_what_they_can(name: str) -> None:
+def test_colocated_ranks_keep_their_weights(name: str) -> None:
+    """Colocated ranks and workers keep what they can."""
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
     shared = {"colocate": True, "actor_num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 2, "rollout_num_gpus": 8}
     plan = update(name, 1, **layout, **shared).plan
@@ -151,7 +153,7 @@ def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], 
     assert said == found.why or resolved.weight_update == "gathered"
 
 
-def test_one_that_engines_data_parallel_parts_forbid_is_not_promised() -> None:
+def test_forbidden_by_data_parallel_parts() -> None:
     """As of the reference run of 64 cards, colocated over 8 hosts: all bytes through one host's sockets."""
     shared = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 64, "colocate": True}
     found = predict(*made("GLM-4.5", 8, **{**LARGE, **shared, "vllm": {"data_parallel_size": 4}}))

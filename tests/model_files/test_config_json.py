@@ -37,7 +37,8 @@ def test_everybody_says_the_same_of_a_bad_file(tmp_path: Path, damage: bytes | N
         to_fp8._config(tmp_path)
 
 
-def test_a_file_that_cannot_be_opened_is_no_missing_one(tmp_path: Path) -> None:
+def test_unreadable_file_is_not_missing(tmp_path: Path) -> None:
+    """A file that cannot be opened is not reported as missing."""
     (tmp_path / "config.json").mkdir()
     with pytest.raises(DataError, match="config.json.*Is a directory"):
         read_config(tmp_path)

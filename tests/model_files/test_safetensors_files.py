@@ -43,12 +43,14 @@ def test_every_dtype_by_torchs_name(tmp_path: Path) -> None:
     }
 
 
-def test_a_dtype_that_torch_lacks_is_listed_by_its_own_name(tmp_path: Path) -> None:
+def test_dtype_unknown_to_torch(tmp_path: Path) -> None:
+    """A dtype that torch lacks is listed by its own name."""
     write(tmp_path / SINGLE, {"w": {"dtype": "F6_E3M2", "shape": [4], "data_offsets": [0, 3]}}, bytes(3))
     assert listing(tmp_path) == {"w": Entry("f6_e3m2", (4,), SINGLE)}
 
 
-def test_an_index_joins_files_and_hides_what_it_does_not_name(tmp_path: Path) -> None:
+def test_index_joins_files(tmp_path: Path) -> None:
+    """An index joins files and hides tensors that it does not name."""
     write(tmp_path / "1.safetensors", {"a": F32}, bytes(16))
     write(tmp_path / "2.safetensors", {"b": F32 | {"data_offsets": [16, 32]}, "old": F32}, bytes(32))
     (tmp_path / INDEX).write_text(

@@ -163,14 +163,16 @@ def test_only_layers_with_experts_have_them() -> None:
     assert "model.layers.1.mlp.experts.4.down_proj.weight" not in names
 
 
-def test_the_name_of_the_number_of_experts_in_old_and_new_configs() -> None:
+def test_number_of_experts_key() -> None:
+    """The key of the number of experts in old and new configs."""
     new = {k: v for k, v in QWEN3_MOE.items() if k != "num_experts"} | {"num_local_experts": 4}
     assert qwen3_moe.transformer(new) == qwen3_moe.transformer(QWEN3_MOE)
     with pytest.raises(DataError, match="lacks num_experts"):
         qwen3_moe.transformer(new | {"num_local_experts": None})
 
 
-def test_norms_and_biases_that_a_model_lacks_are_not_expected() -> None:
+def test_absent_norms_and_biases() -> None:
+    """Norms and biases that a model lacks are not expected."""
     names = {name for _, rule in glm4_moe.FAMILY.tensors(GLM4_MOE) for name in rule.hf}
     assert "model.layers.0.self_attn.q_proj.bias" in names
     assert "model.layers.0.self_attn.q_norm.weight" not in names
@@ -201,7 +203,8 @@ def test_layers_behind_the_last_are_ignored() -> None:
         (GLM4_MOE, {"routed_scaling_factor": None}, "lacks routed_scaling_factor"),
     ],
 )
-def test_routing_that_megatron_does_otherwise_is_refused(config: dict, fields: dict, text: str) -> None:
+def test_unsupported_routing_is_refused(config: dict, fields: dict, text: str) -> None:
+    """Routing that Megatron does otherwise is refused."""
     with pytest.raises(DataError, match=text):
         family.find_family(config, "x").transformer(config | fields)
 
@@ -231,7 +234,8 @@ def test_an_unknown_spec_names_the_known_ones() -> None:
         family.check_spec(["my.module", "spec"], {"model_type": "glm4"})
 
 
-def test_glm4_has_norms_on_both_sides_and_one_gate_and_up_projection() -> None:
+def test_glm4_norms_and_fused_gate_up() -> None:
+    """GLM-4 has norms on both sides and one gate-and-up projection."""
     config = CONFIG | {"model_type": "glm4", "attention_bias": False}
     rules = dict(glm4.FAMILY.tensors(config))
     assert rules["decoder.layers.0.mlp.linear_fc1.weight"].kind == "fused_gate_up"

@@ -173,9 +173,7 @@ def steps(models: dict[str, Path], n: int, fields: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("layout", STEPS)
-def test_two_steps_of_training_do_not_depend_on_how_experts_are_laid_out(
-    models: dict[str, Path], one_rank: dict[str, float], layout: str
-) -> None:
+def test_expert_layout_does_not_matter(models: dict[str, Path], one_rank: dict[str, float], layout: str) -> None:
     """With the distributed optimizer, which splits the experts' gradients otherwise than those of the rest."""
     n, fields = STEPS[layout]
     for (found,) in run_ranks(n, invariance.train_on_rank, [steps(models, n, fields)]):
@@ -276,7 +274,8 @@ CHANGES: list[tuple[dict[str, torch.Tensor | None], str]] = [
 ]
 
 
-def test_tensors_of_experts_that_do_not_fit_are_named_on_every_rank(models: dict[str, Path], tmp_path: Path) -> None:
+def test_misfit_expert_tensors_on_every_rank(models: dict[str, Path], tmp_path: Path) -> None:
+    """Expert tensors that do not fit are named on every rank."""
     every = []
     for number, (change, _) in enumerate(CHANGES):
         tensors = load_file(models["glm4_moe plain"] / "model.safetensors") | change
@@ -323,7 +322,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_layouts_and_settings_that_do_not_fit_are_refused(models: dict[str, Path]) -> None:
+def test_misfit_layouts_and_settings(models: dict[str, Path]) -> None:
+    """Layouts and settings that do not fit are refused."""
     every = [parity.options(models["qwen3 plain"], 1, {})]
     every += [parity.options(models[model], 2, fields) for model, fields, _ in REFUSED]
     good, *messages = run_ranks(1, parity.refused_on_rank, every, True)[0]
@@ -390,7 +390,8 @@ SHAPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-def test_sizes_of_experts_that_do_not_divide_are_named_with_both_values() -> None:
+def test_indivisible_expert_sizes() -> None:
+    """Expert sizes that do not divide are named with both values."""
     every = [(parity.options(Path("x"), 16, fields), SIZES | sizes) for fields, sizes, _ in SHAPES]
     for message, (_, _, text) in zip(run_ranks(1, layout_errors, every)[0], SHAPES, strict=True):
         assert re.search(text, message), message

@@ -68,13 +68,15 @@ def test_queries_lie_beside_their_key_and_value() -> None:
     assert torch.equal(packed[40:70], q[30:])
 
 
-def test_padding_rows_of_the_vocabulary_are_zero_even_a_whole_rank_of_them() -> None:
+def test_vocabulary_padding_is_zero() -> None:
+    """Padding rows of the vocabulary are zero, even a whole rank of them."""
     s = shapes(4, vocab=5)
     parts = [CUTS["vocab"].part([torch.ones(5, 3)], rank, (2, 3), s) for rank in range(4)]
     assert [int(p.sum()) for p in parts] == [6, 6, 3, 0]
 
 
-def test_one_tensor_of_gate_and_up_is_cut_as_the_two_would_be() -> None:
+def test_fused_gate_and_up() -> None:
+    """A fused gate-and-up tensor is cut as the two would be."""
     s = shapes(2)
     gate, up = tensors("gate_up", s)
     shape = part_shape("gate_up", s)

@@ -65,7 +65,8 @@ def world(count: int, script: str) -> dict[int, list[str]]:
     return said
 
 
-def test_messages_come_typed_from_the_rank_that_sent_them() -> None:
+def test_typed_messages_name_their_rank() -> None:
+    """Messages come typed from the rank that sent them."""
     said = world(
         3,
         """
@@ -87,7 +88,8 @@ part()
     }
 
 
-def test_what_is_no_message_names_the_rank_and_the_next_one_is_heard() -> None:
+def test_malformed_message_names_its_rank() -> None:
+    """A malformed message names the rank, and the next one is received."""
     said = world(
         2,
         """
@@ -108,7 +110,8 @@ part()
     assert (third, parted) == ("PathFound(found=True)", "parted True")
 
 
-def test_a_message_beyond_the_limit_is_refused_unread_and_nobody_waits_for_it() -> None:
+def test_oversized_message_is_refused() -> None:
+    """A message beyond the limit is refused unread, and no one waits for it."""
     said = world(
         2,
         """
@@ -145,7 +148,8 @@ os._exit(0)
     ]
 
 
-def test_gathering_is_typed_too_and_every_rank_learns_whose_word_was_none() -> None:
+def test_gather_is_typed() -> None:
+    """Gathering is typed too, and every rank learns whose message was malformed."""
     said = world(
         3,
         """

@@ -115,7 +115,8 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         read_hostfile(tmp_path / "bytes")
 
 
-def test_ten_thousand_mutated_lines_give_hosts_or_an_error_with_its_place() -> None:
+def test_mutated_lines() -> None:
+    """Ten thousand mutated lines give hosts, or an error with its place."""
     rng = random.Random(7)
     seeds = [
         "node1 slots=8",
@@ -145,9 +146,8 @@ def test_ten_thousand_mutated_lines_give_hosts_or_an_error_with_its_place() -> N
     assert 1_000 < refused < 9_900
 
 
-def test_the_command_says_what_it_understood_and_writes_other_dialects(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_command_shows_and_converts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The command shows what it understood and writes other dialects."""
     from hpcrl.cli import main
 
     (tmp_path / "h").write_text("n1 slot=8\nn2 slot=4\n")

@@ -53,9 +53,7 @@ def test_what_is_left_after_the_run_has_ended_is_ended(capfdbinary: pytest.Captu
     assert said.startswith(b"error\nmore") and b"mpirun did not end within" in said, said
 
 
-def test_one_that_ends_by_itself_is_waited_for_and_heard_to_its_end(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_normal_end_is_waited_for(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     """Though somebody who outlives it keeps its output open."""
     text = "".join(f"line {i}\n" for i in range(20_000))
     begun = time.monotonic()
@@ -98,7 +96,7 @@ def begun(tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.parametrize("first", ["", "RuntimeError: Connection closed by peer [10.77.0.12]:1747"])
-def test_a_host_that_mpirun_has_lost_is_the_error_of_the_run(
+def test_host_lost_by_mpirun_is_the_error(
     tmp_path: Path, begun: RunDir, capfd: pytest.CaptureFixture[str], first: str
 ) -> None:
     """It ends the ranks so soon after that none of them may have said why."""
@@ -121,7 +119,8 @@ def says_where(rundir: RunDir) -> str:
     return f"{sys.executable} -c '{code}'"
 
 
-def test_where_mpirun_names_no_host_the_one_that_does_not_answer_is_the_error(tmp_path: Path, begun: RunDir) -> None:
+def test_silent_host_is_the_error(tmp_path: Path, begun: RunDir) -> None:
+    """Where mpirun names no host, the one that does not answer is the error."""
     agent = tmp_path / "agent"
     agent.write_text('#!/bin/sh\n[ "$1" = node1 ] || { echo no route >&2; exit 255; }\n')
     agent.chmod(0o755)
@@ -163,7 +162,7 @@ def test_the_host_on_which_a_rank_died_is_the_error(
     assert "node2" in (said.err if ">&2" in words else said.out), "and the user sees it where mpirun has put it"
 
 
-def test_rank_0_that_is_cut_off_itself_does_not_blame_the_others(tmp_path: Path, begun: RunDir) -> None:
+def test_rank_0_cut_off_blames_no_one(tmp_path: Path, begun: RunDir) -> None:
     """From its side it is they who are silent; this machine hears them, and not it."""
     begun.fail("launcher", 0, "host node2 did not answer for 20 s")
     agent = tmp_path / "agent"
@@ -180,7 +179,8 @@ def test_rank_0_that_is_cut_off_itself_does_not_blame_the_others(tmp_path: Path,
     assert run(f"{says_where(begun)}; {tell}; sleep 100", str(agent), ("node1", "node2")) == 1
 
 
-def test_what_is_said_already_of_that_host_and_by_the_launcher_stands(begun: RunDir) -> None:
+def test_earlier_error_stays(begun: RunDir) -> None:
+    """An error already recorded for that host or by the launcher stays."""
     begun.fail("launcher", 0, "host node2 did not answer for 20 s")
     write_state(begun.root, JobState("failed", 7.0, message="said"))
     for lost in (["node2"], []):
@@ -201,7 +201,8 @@ def test_the_error_is_not_put_into_another_run(begun: RunDir, place: str) -> Non
     assert begun.failure() is None and read_json(begun.root / "state.json", JobState).phase == "saving"
 
 
-def test_a_run_that_said_why_or_never_began_is_left_its_word(begun: RunDir) -> None:
+def test_own_error_or_no_start_stays(begun: RunDir) -> None:
+    """A run that recorded an error, or never began, keeps its own."""
     tell = f"{sys.executable} -c 'from hpcrl.mpi.exit_status_relay import tell; tell(3)'"
     assert run(f"{says_where(begun)}; {tell}; exit 3", "false", ("node1",)) == 3
     assert run("exit 3", "false", ("node1",)) == 3

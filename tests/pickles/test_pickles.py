@@ -233,7 +233,7 @@ def test_every_name_on_the_list_is_read_as_it_was_sent() -> None:
     assert Notes.seen == listed
 
 
-def test_what_python_itself_writes_of_a_checkpoint_is_read() -> None:
+def test_checkpoint_pickles_are_read() -> None:
     """As torch writes .metadata; random-number states are not in it."""
     metadata = next(value for value in plain() if isinstance(value, Metadata))
     for protocol in (4, 5):
@@ -252,12 +252,14 @@ def as_python_3_11_2(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def test_members_of_enumerations_are_read_as_every_python_writes_them() -> None:
+def test_enum_members_of_every_python() -> None:
+    """Enum members are read as every Python writes them."""
     for value in plain()[8:13]:
         assert read_plain(io.BytesIO(as_python_3_11_2(value))) == value
 
 
-def test_errors_of_other_ranks_keep_their_words_and_run_nothing(tmp_path: Path) -> None:
+def test_errors_of_other_ranks(tmp_path: Path) -> None:
+    """Errors of other ranks keep their text and run nothing."""
     made = tmp_path / "made"
     error = ActingError.__new__(ActingError, str(made))
     found = read_plain(io.BytesIO(dumped(error)))
@@ -302,7 +304,8 @@ def test_what_a_name_stands_for_is_handed_nothing(name: str, opcodes: bytes) -> 
         read_plain(io.BytesIO(b"\x80\x04c" + f"{module}\n{word}\n".encode() + opcodes + b"."))
 
 
-def test_a_state_is_taken_once_and_by_a_record_of_this_pickle_alone() -> None:
+def test_state_is_set_once() -> None:
+    """A state is set once, and only by a record of this pickle."""
     record = b"\x80\x04cargparse\nNamespace\n)\x81}\x8c\x01aK\x01sb"
     assert read_plain(io.BytesIO(record + b".")) == Namespace(a=1)
     for more in (b"}\x8c\x01aK\x02sb.", b"N}b."):

@@ -222,9 +222,8 @@ def test_a_changed_mixture_is_refused(read: Callable[..., PromptFile]) -> None:
     st.integers(0, 3),
     st.booleans(),
 )
-def test_a_mixture_keeps_its_proportions_and_goes_through_each_file(
-    parts: list[tuple[int, float]], seed: int, shuffle: bool
-) -> None:
+def test_mixture_keeps_proportions(parts: list[tuple[int, float]], seed: int, shuffle: bool) -> None:
+    """A mixture keeps its proportions and goes through each file."""
     count, weights = sum(n for n, _ in parts), [w for _, w in parts]
     try:
         wanted = shares(count, weights)

@@ -91,7 +91,8 @@ def client(served: Served) -> Iterator[QueueClient]:
 # ---- shares
 
 
-def test_a_share_is_fetched_whether_it_is_there_before_or_after(served: Served, client: QueueClient) -> None:
+def test_fetch_before_and_after_put(served: Served, client: QueueClient) -> None:
+    """A share is fetched whether it is put before or after."""
     served.put(0, share(0), share(0, seed=1))
     assert same(client.fetch(0), share(0))
     threading.Timer(0.1, lambda: served.put(1, share(1), share(1, seed=1))).start()
@@ -117,7 +118,8 @@ def test_a_share_of_many_parts_is_put_together(
     until(lambda: len(served.server._ranks[0].outbox) == 0)
 
 
-def test_shares_come_ahead_of_their_fetch_but_not_beyond_the_credit(served: Served, client: QueueClient) -> None:
+def test_prefetch_within_credit(served: Served, client: QueueClient) -> None:
+    """Shares are sent ahead of their fetch, but not beyond the credit."""
     for rollout_id in range(3):
         served.put(rollout_id, share(rollout_id, answers=LONG), share(rollout_id, seed=1))
     for rollout_id in range(3):
@@ -178,7 +180,8 @@ def test_put_waits_while_too_many_shares_wait(served: Served, client: QueueClien
         served.put(4, share(4), share(4, seed=1), timeout=0.1)
 
 
-def test_a_share_that_does_not_fit_is_refused_where_it_is_made(served: Served) -> None:
+def test_misfit_share_is_refused_by_its_maker(served: Served) -> None:
+    """A share that does not fit is refused where it is made."""
     wrong = share(0)
     wrong.batch.logprobs[0] = float("nan")
     with pytest.raises(WireError, match="logprob 0: not finite"):
@@ -260,14 +263,16 @@ def test_deadlines_name_role_host_and_what_was_awaited(served: Served, client: Q
         client.call("slow", 0.1)
 
 
-def test_a_fetch_goes_on_where_one_stopped_at_its_deadline(served: Served, client: QueueClient) -> None:
+def test_fetch_resumes_after_deadline(served: Served, client: QueueClient) -> None:
+    """A fetch resumes where one stopped at its deadline."""
     with pytest.raises(DeadlineError):
         client.fetch(0, 0.05)
     served.put(0, share(0, answers=LONG), share(0, seed=1))
     assert same(client.fetch(0), share(0, answers=LONG))
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_another(served: Served, client: QueueClient) -> None:
+def test_late_answer_is_not_mistaken(served: Served, client: QueueClient) -> None:
+    """An answer that comes too late is not taken for another."""
     for method in ("slow", "late"):
         with pytest.raises(DeadlineError):
             client.call(method, 0.05)
@@ -399,7 +404,8 @@ def test_credit_bounds_what_is_under_way(served: Served) -> None:
         assert hear(dealer, 0.05) is None
 
 
-def test_a_part_that_is_not_acknowledged_comes_again_after_its_lease(served: Served) -> None:
+def test_unacknowledged_part_is_resent(served: Served) -> None:
+    """A part that is not acknowledged is sent again after its lease."""
     served.put(0, share(0), share(0, seed=1))
     with raw(served) as dealer:
         tell(dealer, hello(served), Fetch(0))
@@ -451,9 +457,8 @@ GARBAGE = [
 ]
 
 
-def test_garbage_is_logged_and_answered_and_ends_nothing(
-    served: Served, client: QueueClient, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_garbage_is_logged_and_answered(served: Served, client: QueueClient, capfd: pytest.CaptureFixture[str]) -> None:
+    """Garbage is logged and answered, and ends nothing."""
     with raw(served, 1) as dealer:
         tell(dealer, hello(served, 1))
         assert isinstance(hear(dealer), Welcome)
@@ -662,7 +667,8 @@ def test_another_run_is_told_by_both_sides(served: Served) -> None:
         assert hear(dealer) == WhoAreYou()
 
 
-def test_a_client_does_not_take_a_welcome_from_another_run(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_welcome_of_another_run(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client does not accept a welcome from another run."""
     monkeypatch.setattr("hpcrl.queue.rank_state.Rank.refusal", lambda *_: None)
     served.server._plan = Plan("run-b", 4, PLAN.trainers, (), HERE)
     with pytest.raises(
@@ -692,7 +698,7 @@ def _share_frames(seed: int) -> tuple[list[int], list[bytes]]:
     return [len(frame) for frame in frames], frames
 
 
-def test_a_rank_cannot_take_the_name_of_anothers_connection(served: Served) -> None:
+def test_rank_cannot_impersonate(served: Served) -> None:
     """Were names of the client's choice allowed, what waits for a client that left could go to whoever takes its
     name."""
 
@@ -753,14 +759,16 @@ def test_it_never_listens_on_every_interface(host: str) -> None:
         sockets.bind_address(Plan("r", 0, (HERE,), (), Location(host, ())))
 
 
-def test_a_loopback_address_is_of_no_use_to_other_hosts() -> None:
+def test_loopback_address_for_other_hosts() -> None:
+    """A loopback address is of no use to other hosts."""
     with pytest.raises(UsageError, match="other hosts cannot reach"):
         sockets.bind_address(Plan("r", 0, (Location("node1", (0,)),), (), Location("127.0.0.1", ())))
     with pytest.raises(UsageError, match="plan has no address"):
         sockets.bind_address(Plan("r", 0, (HERE,), (), Location("no-such-host", ())))
 
 
-def test_it_listens_on_the_plans_host_on_a_port_of_the_systems_choice(rundir: RunDir) -> None:
+def test_listens_on_the_plans_host(rundir: RunDir) -> None:
+    """The server listens on the plan's host on a port that the system chose."""
     away = Plan("run-a", 0, (Location("192.0.2.1", (0,)),), (), Location("192.0.2.1", ()))
     with pytest.raises(HpcrlError, match="queue cannot listen on 192.0.2.1:.*; is this the host"):
         Served(rundir, plan=away)
@@ -802,7 +810,8 @@ queue.fetch(rollout_id)
 
 @pytest.mark.process
 @pytest.mark.parametrize("when", ["before any ack", "before decoding", "in a call"])
-def test_a_trainer_killed_before_its_ack_leaves_all_to_the_next(served: Served, ran: list[str], when: str) -> None:
+def test_trainer_killed_before_its_ack(served: Served, ran: list[str], when: str) -> None:
+    """A trainer killed before its acknowledgement leaves everything to the next."""
     for rollout_id in range(2):
         served.put(rollout_id, share(rollout_id, answers=LONG), share(rollout_id, seed=1))
     command = [sys.executable, "-c", TRAINER, str(served.rundir.root), "0", when]
@@ -841,7 +850,8 @@ asyncio.run(main())
 
 
 @pytest.mark.process
-def test_a_killed_rollout_process_is_told_as_soon_as_it_is_recorded(rundir: RunDir) -> None:
+def test_killed_rollout_process_is_reported(rundir: RunDir) -> None:
+    """A killed rollout process is reported as soon as it is recorded."""
     command = [sys.executable, "-c", SERVER, str(rundir.root)]
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPO)}) as process:
         client = QueueClient(rundir, PLAN, 0, 2, WAIT)
@@ -858,9 +868,7 @@ def test_a_killed_rollout_process_is_told_as_soon_as_it_is_recorded(rundir: RunD
 # ---- what strangers cost
 
 
-def test_who_has_not_proved_anything_costs_little_and_not_for_long(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unauthenticated_peers_cost_little(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """libzmq takes one frame of the handshake into memory before it knows who is there."""
     sock = served.server._socket
     assert sock.maxmsgsize <= 2**20
@@ -874,7 +882,8 @@ def test_a_call_larger_than_a_frame_arrives_whole(served: Served) -> None:
     client.close()
 
 
-def test_more_idle_connections_than_files_may_be_open_at_first(served: Served) -> None:
+def test_more_idle_connections_than_files(served: Served) -> None:
+    """More idle connections than files may be open at first."""
     import resource
     import socket
 
@@ -893,9 +902,8 @@ def test_more_idle_connections_than_files_may_be_open_at_first(served: Served) -
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_refusals_are_not_logged_without_end_nor_names_kept_of_any_length(
-    served: Served, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_are_bounded(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """Logged refusals and names kept are bounded in number and length."""
     with raw(served) as dealer:
         for _ in range(100):
             tell(dealer, hello(served, dp_size=99))

@@ -46,7 +46,8 @@ def test_no_more_is_under_way_than_the_credit() -> None:
     assert due(box) == [(1, 0), (1, 1)]
 
 
-def test_a_share_is_let_go_when_all_of_it_is_acknowledged() -> None:
+def test_acknowledged_share_is_released() -> None:
+    """A share is released when all of it is acknowledged."""
     box = outbox(2, 1)
     box.want(0, 9, (), 0)
     due(box)
@@ -64,7 +65,8 @@ def test_a_fetch_acknowledges_what_lies_before_it() -> None:
     assert due(box) == [(1, 1)]
 
 
-def test_the_same_client_gets_what_it_did_not_acknowledge() -> None:
+def test_same_client_gets_the_rest() -> None:
+    """The same client gets what it did not acknowledge."""
     box = outbox(3)
     box.want(0, 9, (), 0)
     due(box)
@@ -75,7 +77,8 @@ def test_the_same_client_gets_what_it_did_not_acknowledge() -> None:
     assert due(box) == [(0, 0), (0, 2)]
 
 
-def test_a_new_client_gets_all_parts_of_a_share_that_the_old_one_had_in_part() -> None:
+def test_new_client_gets_all_parts() -> None:
+    """A new client gets all parts of a share that the old one had in part."""
     box = outbox(3)
     box.want(0, 9, (), 0)
     due(box)
@@ -85,7 +88,8 @@ def test_a_new_client_gets_all_parts_of_a_share_that_the_old_one_had_in_part() -
     assert due(box) == [(0, 0), (0, 1), (0, 2)]
 
 
-def test_a_part_that_is_lacking_after_its_lease_comes_again_and_later_each_time() -> None:
+def test_lease_grows_with_each_resend() -> None:
+    """A part that is missing after its lease is sent again, later each time."""
     box = outbox(2)
     box.want(0, 9, (), 0)
     due(box, 0)
@@ -94,7 +98,8 @@ def test_a_part_that_is_lacking_after_its_lease_comes_again_and_later_each_time(
         assert due(box, now) == expected
 
 
-def test_a_client_that_is_busy_elsewhere_is_sent_nothing_twice() -> None:
+def test_busy_client_gets_nothing_twice() -> None:
+    """A client that is busy elsewhere is sent nothing twice."""
     box = outbox(1, 1)
     box.want(0, 9, (), 0)
     assert due(box, 0) == [(0, 0), (1, 0)]
@@ -116,7 +121,7 @@ def test_acknowledgements_of_the_unknown_are_ignored(rollout_id: int, part: int)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_each_share_arrives_once_and_whole(seed: int) -> None:
+def test_each_share_arrives_once(seed: int) -> None:
     """A line that loses everything under way now and then, a client that is replaced now and then."""
     rng = random.Random(seed)
     box = outbox(3, 1, 4, 2)

@@ -52,7 +52,8 @@ def test_columns_that_only_some_runs_have_arrive_too() -> None:
         SampleBatch.of([samples[0], sample(1)])
 
 
-def test_a_column_that_only_some_runs_have_must_be_what_it_says() -> None:
+def test_optional_columns_are_checked() -> None:
+    """A column that only some runs have is checked as well."""
     its = share_of([sample(0, optional=True)])
     frames = frames_of(its)
     columns = msgspec.msgpack.decode(frames[0])["columns"]
@@ -89,7 +90,8 @@ def test_a_frame_at_an_odd_address_is_decoded() -> None:
     assert decode(odd).batch.logprobs.flags.aligned
 
 
-def test_nothing_on_the_wire_grows_with_tokens_but_their_columns() -> None:
+def test_wire_size_per_token() -> None:
+    """Nothing on the wire grows with tokens but their columns."""
     its = share(answers=(50_000,))
     its.batch.versions[:] = 4
     its.batch.versions[20_000:] = 5
@@ -100,7 +102,8 @@ def test_nothing_on_the_wire_grows_with_tokens_but_their_columns() -> None:
     assert np.array_equal(decode(frames).batch.versions, its.batch.versions)
 
 
-def test_a_share_of_several_ranks_has_the_table_of_all_samples() -> None:
+def test_table_of_all_samples() -> None:
+    """A share of several ranks has the table of all samples."""
     samples = [sample(i, answer=i) for i in range(9)]
     for own in ([4, 0, 8], [7], list(range(9))):
         its = part_of(samples, own)
@@ -252,9 +255,8 @@ def attempt(frames: list[bytes]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), lengths)
-def test_damaged_frames_decode_to_something_valid_or_raise_wire_error(
-    data: st.DataObject, sizes: list[tuple[int, int]]
-) -> None:
+def test_damaged_frames(data: st.DataObject, sizes: list[tuple[int, int]]) -> None:
+    """Damaged frames decode to something valid or raise WireError."""
     optional = data.draw(st.booleans())
     frames = frames_of(share_of([sample(i, prompt, answer, optional) for i, (prompt, answer) in enumerate(sizes)]))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -85,7 +85,8 @@ def _inside(plan: Redistribution, i: int, part: TensorPart) -> bool:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("family", SIZES)
-def test_every_needed_element_arrives_once_and_is_the_right_one(family: str, seed: int) -> None:
+def test_each_element_arrives_once(family: str, seed: int) -> None:
+    """Every needed element arrives once and is the right one."""
     chance = Random(f"{family}{seed}")
     case = random_case(family, chance)
     limit = chance.choice([1024, 4096, 1 << 20])
@@ -112,7 +113,8 @@ def big_layouts(engines: int, replicas: int) -> tuple[Layouts, list[Worker], lis
     return layouts, workers, [f"t{i}" for i in range(replicas)]
 
 
-def test_copies_share_the_load_and_work_at_the_same_time() -> None:
+def test_copies_share_the_load() -> None:
+    """Copies share the load and work at the same time."""
     layouts, workers, hosts = big_layouts(1, 4)
     plan = redistribute(layouts, workers, hosts, 64 << 10)
     assert plan.sent().max() <= 1.01 * plan.sent().sum() / 4
@@ -131,14 +133,15 @@ def test_engines_hand_on_only_where_that_is_quicker() -> None:
     assert busiest(many) < 6 * busiest(few)
 
 
-def test_what_lies_on_the_engines_host_is_taken_from_there() -> None:
+def test_same_host_sources_are_preferred() -> None:
+    """What is on the engine's host is taken from there."""
     layouts, workers, _ = big_layouts(2, 2)
     plan = redistribute(layouts, workers, ["e0", "e1"], 1 << 20)
     assert not plan.crossing().any()
     assert plan.sent().tolist() == [20 * 512 * 64 * 2] * 2
 
 
-def test_what_a_host_reads_in_place_takes_none_of_its_memory() -> None:
+def test_in_place_reads_take_no_memory() -> None:
     """Four ranks of the engine's host then send as much in a round as each may."""
     layouts, workers, _ = big_layouts(1, 4)
     limit = 64 << 10

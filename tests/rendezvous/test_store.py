@@ -169,7 +169,7 @@ def test_it_listens_on_one_address_or_says_why_not() -> None:
         StoreServer("192.0.2.1", ServerKeys(*own, ()))
 
 
-def test_a_store_in_a_cycle_of_garbage_is_collected_at_once(meeting: Meeting) -> None:
+def test_store_in_a_reference_cycle(meeting: Meeting) -> None:
     """Collection clears what knows a context's connections before it ends the context: one that is a store's own would
     wait for them."""
 

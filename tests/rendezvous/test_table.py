@@ -7,7 +7,8 @@ import pytest
 from hpcrl.rendezvous.table import StoreReply, StoreRequest, Table
 
 
-def test_a_wish_for_keys_waits_for_all_of_them_and_is_answered_once() -> None:
+def test_waiting_for_several_keys() -> None:
+    """A request for keys waits for all of them and is answered once."""
     table = Table()
     assert table.take(b"a", StoreRequest(1, "get", ["x", "y"])) == []
     assert table.take(b"b", StoreRequest(7, "wait", ["y"])) == []

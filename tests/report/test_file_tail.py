@@ -24,7 +24,8 @@ def test_the_end_of_a_file_has_whole_lines_only(tmp_path: Path, within: int) -> 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 10_000])
 @pytest.mark.parametrize("end", ["\n", ""])
-def test_the_last_lines_of_a_file_of_any_size_and_those_that_come(tmp_path: Path, count: int, end: str) -> None:
+def test_last_and_new_lines(tmp_path: Path, count: int, end: str) -> None:
+    """The last lines of a file of any size, and those that are appended."""
     lines = [f"{i} {'x' * (i % 97)}".encode() for i in range(5000)]
     path = tmp_path / "x.log"
     path.write_bytes(b"\n".join(lines) + end.encode())
@@ -76,9 +77,8 @@ def test_a_long_file_costs_no_more_than_a_short_one(tmp_path: Path, monkeypatch:
     assert tail.last(1) == [b'{"rollout_id": 9}'] and tail.new() == []
 
 
-def test_following_takes_each_line_once_even_if_it_comes_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Following takes each line once even if it comes in pieces."""
     path, found = tmp_path / "x", list[bytes]()
     tail = FileTail(path)
     whole = b"".join(b"line %d\n" % i for i in range(20))

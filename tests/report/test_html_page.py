@@ -173,7 +173,8 @@ def test_a_report_shows_everything_and_needs_nothing(run: Path, capsys: pytest.C
         assert word in html, word
 
 
-def test_a_report_draws_what_own_functions_log_and_says_what_failed(run: Path) -> None:
+def test_custom_metrics_and_failures(run: Path) -> None:
+    """A report draws what custom functions log and says what failed."""
     log(
         run,
         *(
@@ -231,7 +232,8 @@ def test_what_is_not_there_is_said(name: str, tmp_path: Path, capsys: pytest.Cap
         assert main([name, str(old), "-o", str(tmp_path / "no" / "where")]) == 2
 
 
-def test_tokens_are_counted_by_the_version_that_sampled_them() -> None:
+def test_tokens_by_version() -> None:
+    """Tokens are counted by the version that sampled them."""
     rows = [
         {"rollout_id": 0, "policy_version": 2, "staleness/tokens/0": 10.0},
         {

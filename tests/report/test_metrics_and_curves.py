@@ -85,7 +85,8 @@ def scalars(rundir: RunDir, tag: str) -> list[tuple[int, float]]:
     return [(e.step, e.value) for e in EventAccumulator(str(rundir.tensorboard)).Reload().Scalars(tag)]
 
 
-def test_tensorboard_has_the_same_numbers_without_torch(rundir: RunDir) -> None:
+def test_tensorboard_without_torch(rundir: RunDir) -> None:
+    """TensorBoard has the same numbers without torch."""
     log = MetricsLog(rundir)
     for step in range(3):
         log.append(step, {"train/loss": 1.5 - step})
@@ -100,9 +101,8 @@ def test_tensorboard_has_the_same_numbers_without_torch(rundir: RunDir) -> None:
     )
 
 
-def test_tensorboard_hides_the_steps_that_come_again_and_nothing_else(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_hides_repeated_steps(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard hides repeated steps and nothing else."""
     now = iter(range(1_000_000, 1_001_000))
     monkeypatch.setattr(metrics.time, "time", lambda: float(next(now)))
     first = MetricsLog(rundir)
@@ -156,7 +156,8 @@ def commands(rundir: RunDir) -> list[str]:
     return [line.partition("hpcrl ")[2] for line in what_next(Options(), rundir.root, rundir.root)]
 
 
-def test_the_commands_that_go_on_have_something_to_work_on(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_continue_have_input(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands offered to continue have something to work on."""
     monkeypatch.chdir(rundir.root.parent)
     assert commands(rundir) == ["report run"]
     (rundir.root / "samples").mkdir(exist_ok=True)
@@ -198,9 +199,10 @@ def test_failed_gradings_are_counted_and_placed(rundir: RunDir) -> None:
     ("values", "said"),
     [([0.09], "held-out accuracy: 0.09  run"), ([-3.5, 2.0], "held-out mean reward: -3.50 -> 2.00  run")],
 )
-def test_one_evaluation_is_one_number_and_other_rewards_are_no_accuracy(
+def test_evaluation_curve_and_accuracy(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, values: list[float], said: str
 ) -> None:
+    """One evaluation is one number, and other rewards are not an accuracy."""
     monkeypatch.chdir(rundir.root.parent)
     write(rundir, *({"rollout_id": i - 1, "eval/heldout/accuracy": value} for i, value in enumerate(values)))
     assert closing_line(rundir.root, rundir.root) == said
@@ -289,7 +291,8 @@ def test_progress_of_fine_tuning_shows_loss_and_speed(rundir: RunDir) -> None:
     assert bar.text() == "loss 0.500, 600 tok/s"
 
 
-def test_progress_of_a_resumed_stage_begins_where_it_goes_on(rundir: RunDir) -> None:
+def test_resumed_progress(rundir: RunDir) -> None:
+    """Progress of a resumed stage begins where it resumes."""
     publish(rundir, TrainerPeer(start=3, total=9))
     bar = Progress(rundir, "grpo", 9)
     bar.poll()
@@ -315,7 +318,8 @@ def test_metrics_that_were_removed_are_missed(rundir: RunDir, capsys: pytest.Cap
     assert "lacks 3 of the 5 steps before this start, 0 the first" in capsys.readouterr().err
 
 
-def test_a_line_that_could_not_be_written_leaves_nothing_of_it(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_partial_line(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that could not be written leaves no partial line."""
     monkeypatch.setattr(storage_errors, "PATIENCE", 0.0)
     log = MetricsLog(rundir)
     log.append(0, {"train/loss": 1.0})

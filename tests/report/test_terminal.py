@@ -68,7 +68,8 @@ def test_nothing_that_a_run_says_is_obeyed(tmp_path: Path, command: list[str]) -
 
 
 @pytest.mark.parametrize("rows", [24, 5])
-def test_watch_draws_over_itself_and_leaves_the_whole_page(tmp_path: Path, rows: int) -> None:
+def test_watch_redraws_the_whole_page(tmp_path: Path, rows: int) -> None:
+    """`watch` redraws in place and leaves the whole page."""
     root = working(tmp_path / "runs/a")
     script = (
         "import sys; from hpcrl.commands import status as module; from hpcrl.cli import main\n"
@@ -112,7 +113,8 @@ bar.close()
 
 
 @pytest.mark.parametrize("columns", [100, 80, 44])
-def test_a_bar_shows_every_number_and_stays_below_what_is_printed(tmp_path: Path, columns: int) -> None:
+def test_bar_stays_below_the_output(tmp_path: Path, columns: int) -> None:
+    """A bar shows every number and stays below what is printed."""
     status, lines = show([sys.executable, "-c", BAR], columns, tmp_path)
     assert status == 0, lines
     assert lines[:4] == ["hpcrl: a note of the [red]launcher"] + ["to stdout"] * 3, lines

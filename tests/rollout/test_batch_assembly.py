@@ -40,7 +40,8 @@ def groups(count: int, first: int = 0) -> list[Group]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_the_batch_is_in_the_order_of_groups_whatever_came_first(count: int, each: int, chance: random.Random) -> None:
+def test_batch_is_in_group_order(count: int, each: int, chance: random.Random) -> None:
+    """The batch is in the order of groups, whichever finished first."""
     rollout = Rollout(3, 5, groups(count, first=4), each)
     keys = [(group.number, index) for group, index in rollout.wanted()]
     assert keys == [(4 + g, i) for g in range(count) for i in range(each)]
@@ -226,9 +227,7 @@ def test_shares_are_balanced_unless_told_otherwise() -> None:
     st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
     st.sampled_from([None, 12, 40]),
 )
-def test_responses_of_several_samples_stay_whole_and_are_counted_once(
-    lengths: list[list[int]], layout: tuple[int, int], cap: int | None
-) -> None:
+def test_several_samples_count_once(lengths: list[list[int]], layout: tuple[int, int], cap: int | None) -> None:
     """8 responses, 4 of a group, each of one to four samples; every step gets as many responses, and every rank
     samples."""
     dp, steps = layout

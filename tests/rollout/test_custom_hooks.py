@@ -58,7 +58,8 @@ def length(options: Any, samples: Any) -> Any:
     return [len(s.response) for s in samples] if isinstance(samples, list) else len(samples.response)
 
 
-def test_hooks_of_a_sample_change_or_replace_it_in_order() -> None:
+def test_sample_hooks_run_in_order() -> None:
+    """Hooks of a sample change or replace it, in order."""
     mine = hooks(rollout_sample_hook_path=["upper", "another"])
     one = sample("abc")
     mine.rollout_id = 7
@@ -126,7 +127,8 @@ def rollout() -> list[Sample]:
     return [replace(sample("abc", index, reward=group + index), group=group) for group in (0, 2) for index in (0, 1)]
 
 
-def test_filtered_samples_are_out_of_the_loss_and_all_are_shown() -> None:
+def test_filtered_samples_leave_the_loss() -> None:
+    """Filtered samples are left out of the loss, and all samples are shown."""
     samples, dropped = rollout(), [replace(sample(), group=1)]
     asyncio.run(
         hooks(rollout_sample_filter_path="removes_odd", rollout_all_samples_process_path="sees").filter(
@@ -216,7 +218,8 @@ def converted(**paths: str) -> tuple[SampleBatch, dict[str, float]]:
     return asyncio.run(hooks(**paths).batch(rollout(), metrics)), metrics
 
 
-def test_the_trainer_sees_other_rewards_and_the_files_do_not() -> None:
+def test_trainer_sees_changed_rewards() -> None:
+    """The trainer sees the changed rewards, and the files do not."""
     samples, metrics = rollout(), {}
     batch = asyncio.run(hooks(custom_reward_post_process_path="negated").batch(samples, metrics))
     assert batch.rows["reward"].tolist() == [0, -1, -2, -3] and [one.reward for one in samples] == [0, 1, 2, 3]

@@ -211,7 +211,8 @@ def test_shares_and_sample_files_tell_the_same(uncut: tuple[Attempt, list[list[S
             assert share.table["reward"].tolist() == [row["reward"] for row in rows], "every rank knows all rewards"
 
 
-def test_a_greedy_response_to_each_prompt_is_what_its_samples_are_compared_with(tmp_path: Path, model: Path) -> None:
+def test_greedy_baseline(tmp_path: Path, model: Path) -> None:
+    """The greedy response to each prompt is the baseline of its samples."""
     with Attempt(tmp_path / "run", model, None, advantage_estimator="remax", eval_interval=None) as attempt:
         attempt.begin()
         shares, _ = attempt.step(0)
@@ -233,9 +234,8 @@ def test_every_sample_has_its_own_seed(uncut: tuple[Attempt, Any, Any]) -> None:
     assert len(held) == 10 and len(set(held)) == 5 and not set(held) & set(train)
 
 
-def test_resumed_from_a_snapshot_it_makes_the_same_samples(
-    tmp_path: Path, model: Path, uncut: tuple[Attempt, Any, Any]
-) -> None:
+def test_resume_repeats_the_samples(tmp_path: Path, model: Path, uncut: tuple[Attempt, Any, Any]) -> None:
+    """Resumed from a snapshot, it makes the same samples."""
     with Attempt(tmp_path / "run", model, None) as attempt:  # one engine, not two: that makes no difference
         attempt.begin(2, uncut[2][1])
         for rollout_id in (2, 3):
@@ -283,7 +283,9 @@ def test_a_stop_drops_what_is_being_made(tmp_path: Path, model: Path) -> None:
         assert attempt.rundir.failure() is None and list(attempt.samples()) == ["00000000.jsonl"]
 
 
-def test_a_stop_between_rollouts_and_during_an_evaluation(tmp_path: Path, model: Path) -> None:
+def test_stop_between_and_during(tmp_path: Path, model: Path) -> None:
+    """A stop between rollouts, and one during an evaluation."""
+
     def no_evaluation(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
         return None if "logprobs" in body["sampling_params"] else hang(engine, count, body)
 
@@ -299,7 +301,7 @@ def test_a_stop_between_rollouts_and_during_an_evaluation(tmp_path: Path, model:
         assert attempt.end() == 0
 
 
-def test_a_rollout_is_made_beside_an_evaluation_which_says_what_weights_answered(tmp_path: Path, model: Path) -> None:
+def test_rollout_during_an_evaluation(tmp_path: Path, model: Path) -> None:
     """The last two of five held-out responses come once there are new weights."""
     more = threading.Event()
 
@@ -338,9 +340,9 @@ def test_a_rollout_is_made_beside_an_evaluation_which_says_what_weights_answered
         assert attempt.call("evaluate", **asked | {"rollout_id": 0}) == {}, "whoever goes on makes up for it"
 
 
-def test_an_engine_that_dies_in_the_middle_costs_nothing(
-    tmp_path: Path, model: Path, uncut: tuple[Attempt, Any, Any]
-) -> None:
+def test_engine_death_costs_nothing(tmp_path: Path, model: Path, uncut: tuple[Attempt, Any, Any]) -> None:
+    """An engine that dies in the middle costs nothing."""
+
     def dies(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
         engine.healthy = count < 5
         return None if count < 5 else CUT
@@ -394,7 +396,7 @@ def old_weights(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[st
         ),
     ],
 )
-def test_what_goes_wrong_in_a_rollout_is_one_clear_error(
+def test_rollout_errors_are_clear(
     tmp_path: Path,
     model: Path,
     uncut: tuple[Attempt, Any, Any],
@@ -402,6 +404,7 @@ def test_what_goes_wrong_in_a_rollout_is_one_clear_error(
     values: dict[str, Any],
     words: list[str],
 ) -> None:
+    """What goes wrong in a rollout is one clear error."""
     state: dict[str, Any] | None = uncut[2][3]
     if "prompt_data" in values:
         path = tmp_path / str(values["prompt_data"])
@@ -448,9 +451,8 @@ def test_an_engine_that_never_comes_up(tmp_path: Path, model: Path) -> None:
         ({"num_rollout": None}, ["--num-epoch"]),
     ],
 )
-def test_bad_input_shows_before_any_engine_is_waited_for(
-    tmp_path: Path, model: Path, values: dict[str, Any], words: list[str]
-) -> None:
+def test_bad_input_comes_before_engines(tmp_path: Path, model: Path, values: dict[str, Any], words: list[str]) -> None:
+    """Bad input is reported before any engine is waited for."""
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1", "label": "2"}\n{\n')
     values = json.loads(json.dumps(values).replace("bad.jsonl", str(tmp_path / "bad.jsonl")))
     begun = time.monotonic()
@@ -569,7 +571,7 @@ def test_it_ends_when_another_role_has_failed(tmp_path: Path, model: Path) -> No
         assert attempt.rundir.failure().message == "rank 1 is dead"
 
 
-def test_an_own_function_makes_the_samples_of_rollouts_and_evaluations(tmp_path: Path, model: Path) -> None:
+def test_custom_function_samples(tmp_path: Path, model: Path) -> None:
     """Fan-out: even responses are two samples; both are in the shares, the table and the sample files."""
     own = {"custom_generate_function_path": "tests.support.own_generates.fans_out", "num_steps_per_rollout": 2}
     with Attempt(tmp_path / "run", model, None, None, **own) as attempt:
@@ -592,9 +594,8 @@ def test_an_own_function_makes_the_samples_of_rollouts_and_evaluations(tmp_path:
 
 
 @pytest.mark.parametrize(("name", "words"), [("two", "takes (args, sample)"), ("plain", "is not async")])
-def test_a_function_that_cannot_be_called_ends_the_run_before_an_engine_is_waited_for(
-    tmp_path: Path, model: Path, name: str, words: str
-) -> None:
+def test_uncallable_function_comes_before_engines(tmp_path: Path, model: Path, name: str, words: str) -> None:
+    """A function that cannot be called ends the run before an engine is waited for."""
     path = f"tests.support.own_generates.{name}"
     with Attempt(tmp_path / "run", model, None, published=False, custom_generate_function_path=path) as attempt:
         assert attempt.end(60) == 2

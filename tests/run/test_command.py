@@ -46,7 +46,7 @@ def test_a_program_that_is_missing_is_an_answer(program: str) -> None:
     assert answer.code == MISSING and answer.said.startswith("cannot be started: ")
 
 
-def test_one_that_is_late_is_ended_with_what_it_started(tmp_path: Path) -> None:
+def test_late_command_is_ended(tmp_path: Path) -> None:
     """Its child holds the pipe open, as a hanging file system's client would."""
     began = time.monotonic()
     file = tmp_path / "pid"

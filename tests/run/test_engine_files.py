@@ -69,7 +69,8 @@ def test_reports_come_once_and_in_order(rundir: RunDir) -> None:
     )
 
 
-def test_the_last_end_is_the_attempts_error_and_names_the_first(rundir: RunDir) -> None:
+def test_last_end_is_the_error(rundir: RunDir) -> None:
+    """The last end is the attempt's error and names the first."""
     for life, why in enumerate(["out of memory", "hangs"]):
         assert record_end(rundir, 0, "a", life, 2, True, why)
     assert rundir.failure() is None

@@ -77,12 +77,14 @@ def test_a_damaged_record_is_named_at_once(rundir: RunDir, damage: bytes) -> Non
         wait_for(rundir, EnginePeer, 0, 30)
 
 
-def test_a_wait_ends_at_its_deadline_and_names_role_and_log(rundir: RunDir) -> None:
+def test_wait_ends_at_its_deadline(rundir: RunDir) -> None:
+    """A wait ends at its deadline and names role and log."""
     with pytest.raises(DeadlineError, match=r"engine-3.*not come up within 0 s.*engine-3\.log"):
         wait_for(rundir, EnginePeer, 3, 0.1)
 
 
-def test_a_wait_ends_at_once_when_the_attempt_has_failed(rundir: RunDir) -> None:
+def test_wait_ends_with_the_attempt(rundir: RunDir) -> None:
+    """A wait ends at once when the attempt has failed."""
     rundir.fail("trainer", 2, "out of memory")
     begun = time.monotonic()
     with pytest.raises(PeerError, match="trainer-2: out of memory"):

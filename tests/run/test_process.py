@@ -36,7 +36,8 @@ def test_a_stubborn_orphan_in_its_own_session_is_ended() -> None:
     assert gone(int(out))
 
 
-def test_a_role_dies_with_its_parent_even_when_that_is_killed() -> None:
+def test_role_dies_with_its_parent() -> None:
+    """A role dies with its parent, even when that is killed."""
     child = (
         "from hpcrl.run.process import die_with_parent; die_with_parent(); import time; print('up', flush=True); "
         "time.sleep(600)"

@@ -42,7 +42,7 @@ def test_a_used_directory_is_refused(rundir: RunDir) -> None:
         RunDir.create(rundir.root)
 
 
-def test_processes_that_begin_in_the_same_second_get_directories_of_their_own(tmp_path: Path) -> None:
+def test_simultaneous_runs_get_their_own(tmp_path: Path) -> None:
     """The time in a run directory's name has whole seconds: mkdir gives each name to one of them."""
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: RunDir.create(tmp_path / "runs" / "a-101500", another=True).root, range(8)))
@@ -82,7 +82,8 @@ def test_latest_log_link_follows_the_attempt(rundir: RunDir) -> None:
     assert RunDir.latest(rundir.root).attempt == 1
 
 
-def test_the_first_error_is_kept_whole_and_told_with_its_role(rundir: RunDir) -> None:
+def test_first_error_is_kept_with_its_role(rundir: RunDir) -> None:
+    """The first error is kept whole and shown with its role."""
     assert rundir.failure() is None
     rundir.fail("trainer", 2, "out of memory")
     rundir.fail("engine", 0, "lost connection")
@@ -109,7 +110,8 @@ def test_a_damaged_error_still_ends_the_attempt(rundir: RunDir, damage: bytes) -
         rundir.check()
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed write leaves the old file and no other."""
     write_atomic(tmp_path / "a", b"old")
 
     def full(_: int) -> None:
@@ -137,7 +139,8 @@ def test_an_attempt_knows_that_a_later_one_has_begun(tmp_path: Path) -> None:
     assert first.superseded() and not later.superseded()
 
 
-def test_what_a_kill_left_half_written_goes_wherever_an_attempt_writes(tmp_path: Path) -> None:
+def test_partial_writes_are_removed(tmp_path: Path) -> None:
+    """Partial files of a killed writer are removed wherever an attempt writes."""
     first = RunDir.create(tmp_path / "run")
     first.begin()
     places = (
@@ -185,9 +188,8 @@ def test_damaged_files_of_a_run_are_named(rundir: RunDir, damage: bytes) -> None
             read_job(rundir.root)
 
 
-def test_what_a_run_was_begun_with_and_the_job_it_is_in(
-    rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_record_and_job(rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run was started with, and the job it is in."""
     (tmp_path / "r.toml").write_text("lr = 1.0\n")
     begun = RecipeFile("identity", str(tmp_path / "r.toml"), {"lr": 2.0, "vllm": {"max_num_seqs": 1}})
     with pytest.raises(UsageError, match="not a run directory"):

@@ -31,7 +31,8 @@ def test_what_is_remembered_is_known_once(home: Path) -> None:
     assert links_folder().stat().st_mode & 0o777 == 0o700
 
 
-def test_the_dead_are_dropped_but_not_what_may_come_back(home: Path) -> None:
+def test_removed_runs_are_dropped(home: Path) -> None:
+    """Removed runs are dropped, but not those that may come back."""
     gone, away = make(home / "a/run"), make(home / "mount/x/run")
     remember(gone)
     remember(away)
@@ -48,9 +49,8 @@ def test_the_dead_are_dropped_but_not_what_may_come_back(home: Path) -> None:
     assert known_runs() == [] and not list(links_folder().iterdir())
 
 
-def test_a_home_that_cannot_be_written_or_is_not_there_fails_nothing(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_home_fails_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home that is missing or cannot be written fails nothing."""
     (home / "state").write_text("a file")
     remember(home)
     assert known_runs() == []
@@ -71,7 +71,8 @@ def test_strange_entries_are_no_runs(home: Path) -> None:
     assert known_runs() == []
 
 
-def test_a_run_that_is_reached_by_two_ways_is_listed_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_reached_by_two_paths(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is reached by two paths is listed once."""
     root = make(home / "real" / "runs" / "a")
     (home / "way").symlink_to(home / "real")
     remember(home / "way" / "runs" / "a")

@@ -49,7 +49,8 @@ def fill(place: Path) -> Path:
     return filler
 
 
-def test_a_full_and_a_read_only_file_system_are_called_so(small: Path) -> None:
+def test_full_and_read_only_file_systems(small: Path) -> None:
+    """A full and a read-only file system are named as such."""
     assert not write_obstacle(small) and list(small.iterdir()) == [], "a probe leaves nothing"
     filler = fill(small)
     assert "space left on device; 0.0 MB are free)" in write_obstacle(small)
@@ -108,7 +109,8 @@ def test_a_role_says_what_the_system_said(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection reset by peer"), PeerError("Connection reset by peer")])
-def test_an_echo_waits_for_the_word_of_who_knows_and_no_longer(tmp_path: Path, error: Exception) -> None:
+def test_secondary_error_waits_for_the_first(tmp_path: Path, error: Exception) -> None:
+    """A secondary error waits for the process that knows the cause, and no longer."""
     first, second = (RunDir.create(tmp_path / name) for name in ("first", "second"))
 
     def body() -> None:
@@ -135,7 +137,8 @@ def test_the_launchers_word_replaces_an_echo(tmp_path: Path) -> None:
     assert str(rundir.failure()) == "host node2 does not answer (trainer-0: Connection closed by peer)"
 
 
-def test_what_was_half_written_when_its_writer_was_killed_goes(tmp_path: Path) -> None:
+def test_partial_file_of_a_killed_writer(tmp_path: Path) -> None:
+    """The partial file of a killed writer is removed."""
     rundir = RunDir.create(tmp_path / "run")
     (rundir.root / "bank").mkdir()
     half = [
@@ -241,7 +244,8 @@ MAKER = (
 )
 
 
-def test_directories_of_the_killed_are_swept_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_of_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories of killed processes are removed, and no others."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(scratch_module, "SHORT", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -265,9 +269,8 @@ def test_directories_of_the_killed_are_swept_and_no_others(tmp_path: Path, monke
     assert not mine.path.exists()
 
 
-def test_what_comes_into_a_directory_while_it_is_removed_goes_with_the_next_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_filled_during_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What enters a directory while it is removed is removed the next time."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(scratch_module, "SHORT", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -297,9 +300,8 @@ CUT = {
 
 
 @pytest.mark.parametrize("moment", CUT)
-def test_who_is_killed_in_the_making_of_a_directory_leaves_it_to_the_next_sweep(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_while_making_a_directory(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process killed while making a directory leaves it to the next removal."""
     die = "import os; from hpcrl.run import scratch\ndef die(*_): os.kill(os.getpid(), 9)\n"
     ended = subprocess.run(
         [sys.executable, "-c", f"{die}{CUT[moment]}\nscratch.Scratch('torchrun'); die()"],

@@ -60,13 +60,15 @@ def test_whatever_a_check_does_is_an_outcome(check: Check, result: str, said: st
     assert (found.result, found.said) == (result, said)
 
 
-def test_every_check_has_a_place_of_its_own_and_a_sentence() -> None:
+def test_every_check_is_described() -> None:
+    """Every check has a place in the order and a sentence."""
     every = find_checks()
     assert len({check.turn for check in every.values()}) == len(every) >= 10
     assert all(len(check.title) > 20 for check in every.values())
 
 
-def test_without_vllm_the_engines_checks_are_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_checks_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without vLLM, the engine's checks are skipped by name."""
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
     outcomes = {
@@ -77,7 +79,8 @@ def test_without_vllm_the_engines_checks_are_skipped_by_name(monkeypatch: pytest
     assert skipped == dict.fromkeys(("engine_update", "engine_logprobs"), "vllm is not installed")
 
 
-def test_a_check_that_ended_its_process_is_known_by_name(tmp_path: Path) -> None:
+def test_check_that_ended_its_process(tmp_path: Path) -> None:
+    """A check that ended its process is named."""
     results = Results(tmp_path)
     results.begin("devices")
     results.write("devices", Outcome("passed", "x", {"n": 1}, 2.0))
@@ -94,7 +97,8 @@ def test_a_check_that_ended_its_process_is_known_by_name(tmp_path: Path) -> None
     assert results.interrupted(["collectives"]) is None
 
 
-def test_the_report_lists_what_was_not_run_and_the_versions(tmp_path: Path) -> None:
+def test_report_lists_skipped_and_versions(tmp_path: Path) -> None:
+    """The report lists what was not run, and the versions."""
     every = choose_checks(["devices", "repeat"], find_checks())
     found = {"devices": Outcome("failed", "memory", {"n": 1}, 2.4)}
     assert table(every, found).splitlines() == [
@@ -139,7 +143,7 @@ def test_nvlink_is_summed_over_the_first_gpus_links() -> None:
 
 
 @pytest.mark.process
-def test_a_buffer_goes_to_another_process_and_a_stale_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffer_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check's own two processes, in the host's memory; then with a buffer that is not written anew."""
     import torch
 
@@ -200,9 +204,7 @@ def test_one_wrong_value_of_a_collective_is_found(broken: str, name: str) -> Non
 
 
 @pytest.mark.process
-def test_two_hosts_make_the_checks_together_and_the_first_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checks_over_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes of this machine play two hosts of a job."""
     from hpcrl.selftest import job
 

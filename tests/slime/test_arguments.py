@@ -139,7 +139,8 @@ def test_a_kl_that_slime_takes_off_is_kept() -> None:
     assert "--kl-coef" in str(translate(["--kl-coef", "a"]).wrong[0])
 
 
-def test_a_refused_flag_brings_no_error_about_its_absence() -> None:
+def test_refused_flag_is_not_also_missing() -> None:
+    """A refused flag brings no error about its absence."""
     words = BASE.replace("--rm-type deepscaler", "--custom-rm-path").split()
     with pytest.raises(UsageError) as error:
         recipe_of(words, {})

@@ -20,7 +20,8 @@ OWN = {flag: (kind, default) for flag, kind, default in FACTS["own"]}
 ALL = sorted({*OWN, *FACTS["megatron"], *FACTS["engine"]})
 
 
-def test_every_flag_has_a_verdict_and_every_option_is_one() -> None:
+def test_every_flag_has_a_verdict() -> None:
+    """Every flag has a verdict, and every option that it names is one."""
     for flag in ALL:
         verdict = verdicts()[flag]
         if verdict.way == "option":
@@ -48,7 +49,8 @@ def test_defaults_in_the_table_are_slimes() -> None:
             assert verdict.default == default or [verdict.default] == default or default is None, flag
 
 
-def test_a_flag_that_only_says_slimes_default_is_never_refused() -> None:
+def test_default_values_are_never_refused() -> None:
+    """A flag that only repeats slime's default is never refused."""
     for flag, (kind, default) in OWN.items():
         if default in (None, False, True, [], "") or isinstance(default, (dict, list)) or kind == "json":
             continue
@@ -66,7 +68,8 @@ def test_whatever_is_declared_later_is_honoured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
 
 
-def test_unlisted_flags_of_megatron_and_vllm_pass_and_sglangs_are_refused() -> None:
+def test_unlisted_flags() -> None:
+    """Unlisted flags of Megatron and vLLM pass, and SGLang's are refused."""
     assert "moe-z-loss-coeff" in spellings("megatron") and translate(["--moe-z-loss-coeff", "0.1"]).values["megatron"]
     assert translate(["--vllm-max-num-seqs", "64"]).values["vllm"] == {"max_num_seqs": 64}
     (wrong,) = translate(["--sglang-mem-fraction", "0.7"]).wrong

@@ -30,9 +30,10 @@ def script(path: Path, text: str) -> Path:
     "guide", ["GLM4-9B, 4 + 4", "Qwen3-4B, colocated", "Qwen3-30B-A3B", "GLM-4.5-355B, BF16 rollouts"]
 )
 @pytest.mark.parametrize("model_file", [True, False])
-def test_a_script_and_its_arguments_give_the_same_options(
+def test_script_and_arguments_agree(
     guide: str, model_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A script and its arguments give the same options."""
     words = GUIDES[guide][0]
     model = next(
         name
@@ -102,7 +103,8 @@ def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
         run_script(script(tmp_path / "run-x.sh", "while :; do :; done & while :; do :; done"), {}, seconds=1.0)
 
 
-def test_variables_come_from_the_command_line_and_missing_ones_are_told(tmp_path: Path) -> None:
+def test_variables_of_a_script(tmp_path: Path) -> None:
+    """Variables come from the command line, and missing ones are reported."""
     file = script(tmp_path / "run-x.sh", "A=${B:-c}\npython3 train.py --hf-checkpoint $BASE/$A --ref-load ${ROOT}/x")
     found = run_script(file, {"BASE": "/scratch/me", "B": "d e"})
     assert found.arguments[1] == "/scratch/me/d" and "nothing sets ROOT" in found.notes[-1]

@@ -94,9 +94,7 @@ def test_a_script_of_a_family_that_is_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HONOURED)
-def test_the_recipe_of_its_import_gives_the_same_options(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_imported_recipe_gives_same_options(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script is run, in its sandbox, without slime's file of model arguments beside it."""
     script = given(name)
     text = SCRIPT.format(model="qwen3-4B", words=shlex.join(shlex.split(script["arguments"])))
@@ -109,7 +107,8 @@ def test_the_recipe_of_its_import_gives_the_same_options(
 
 
 @pytest.mark.parametrize("name", HONOURED)
-def test_what_it_says_of_its_model_is_what_config_json_says(name: str, tmp_path: Path) -> None:
+def test_model_arguments_match_config_json(name: str, tmp_path: Path) -> None:
+    """What a script says of its model is what config.json says."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[given(name)["model"]][1]))
     refuse_wrong_settings([resolved(name).model_copy(update={"hf_checkpoint": str(tmp_path)})], same_packages=False)
 
@@ -124,7 +123,8 @@ def test_a_script_of_another_family(name: str) -> None:
         assert line.startswith(begins), line
 
 
-def test_drafts_are_asked_of_a_model_that_has_layers_for_them(tmp_path: Path) -> None:
+def test_drafts_need_mtp_layers(tmp_path: Path) -> None:
+    """Speculation needs a model with layers for it."""
     glm = resolved("run-glm4.7-355B-A32B")
     assert glm.vllm["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
     (tmp_path / "config.json").write_text(json.dumps(MODELS["GLM-4.5"][1] | {"num_nextn_predict_layers": 0}))
@@ -149,7 +149,8 @@ def test_what_drafts_cannot_be(more: str, told: str) -> None:
     assert told in str(error.value)
 
 
-def test_parts_of_a_speculation_that_is_not_asked_for_pass() -> None:
+def test_inactive_speculation_settings() -> None:
+    """Settings of a speculation that is not enabled pass."""
     translation = translate(["--sglang-speculative-num-steps", "3", "--sglang-speculative-eagle-topk", "4"])
     assert not translation.wrong and "vllm" not in translation.values
     (wrong,) = translate(["--sglang-speculative-algorithm", "EAGLE"]).wrong

@@ -90,7 +90,8 @@ def test_notes_may_be_forged_but_harm_nobody(tmp_path: Path) -> None:
     assert not any("\x1b" in note for note in found.notes)
 
 
-def test_neither_processes_nor_output_are_without_limit(tmp_path: Path) -> None:
+def test_process_and_output_limits(tmp_path: Path) -> None:
+    """Neither processes nor output are without limit."""
     began = time.monotonic()
     text = "for i in {1..400}; do tail -f /dev/null & done; wait; python3 train.py"
     if read(tmp_path, f"python3 {TRAIN}").confined == NAMESPACES:

@@ -137,7 +137,7 @@ def test_no_value_leaves_its_quotes(account: str, value: str, module: str) -> No
     ]
 
 
-def test_lines_of_the_site_may_be_careless_and_ours_are_not(tmp_path: Path) -> None:
+def test_site_lines_may_be_careless(tmp_path: Path) -> None:
     """conda's and Lmod's own scripts read variables that are not set and end with 1; a module that does not load ends
     the job."""
     careless = 'if [ -z "$PS1_NEVER_SET" ]; then false; fi'
@@ -186,7 +186,8 @@ def test_the_chain_of_jobs(tmp_path: Path) -> None:
     assert subprocess.run(["bash", script, "x.toml"], env={"PATH": "/usr/bin:/bin"}, capture_output=True).returncode
 
 
-def test_a_job_around_the_submission_does_not_reach_the_new_one() -> None:
+def test_surrounding_job_is_not_inherited() -> None:
+    """A job around the submission does not affect the new one."""
     around = {
         "SLURM_MEM_PER_CPU": "1",
         "SLURM_JOB_ID": "7",
@@ -198,7 +199,7 @@ def test_a_job_around_the_submission_does_not_reach_the_new_one() -> None:
     assert of_another_job(around) == ["SLURM_MEM_PER_CPU", "SLURM_JOB_ID", "PMIX_RANK", "OMPI_X"]
 
 
-def test_steps_get_the_environment_whatever_sbatch_was_told() -> None:
+def test_steps_get_the_environment() -> None:
     """SBATCH_EXPORT=NONE makes srun drop what the script exports, unless it is told otherwise."""
     site = SlurmSite()
     asked = request(Options(actor_num_gpus_per_node=1))
@@ -244,9 +245,10 @@ FOUR = {"gpus_per_node": 4, "partition": "gpu"}
         (4, 0, {"trainer": EIGHT, "engine": EIGHT}, [("trainer", 1, 8)]),
     ],
 )
-def test_no_node_is_asked_for_that_the_plan_leaves_idle(
+def test_no_idle_nodes(
     trainers: int, engines: int, site: dict[str, object], expected: list[tuple[str, int, int]]
 ) -> None:
+    """No node is requested that the plan leaves idle."""
     o = Options(
         actor_num_gpus_per_node=trainers, rollout_num_gpus=engines, rollout_num_gpus_per_engine=2 if engines else 1
     )
@@ -255,7 +257,8 @@ def test_no_node_is_asked_for_that_the_plan_leaves_idle(
     assert {host.name for host in found.hosts()} == set(make_plan(o, found.hosts(), "r").hosts)
 
 
-def test_an_engine_that_leaves_a_rest_on_each_node_gets_more_nodes() -> None:
+def test_engine_with_a_remainder_on_each_node() -> None:
+    """An engine that leaves a remainder on each node gets more nodes."""
     o = Options(actor_num_gpus_per_node=1, rollout_num_gpus=9, rollout_num_gpus_per_engine=3)
     assert [(c.nodes, c.slots) for c in request(o).components[1:]] == [(2, 8)]
     with pytest.raises(UsageError, match="not fill nodes of 8"):
@@ -293,7 +296,8 @@ def test_what_is_asked_for_holds_the_plan(
     assert found.layout == ("homogeneous" if one_job or colocate else "heterogeneous")
 
 
-def test_the_time_for_saving_is_measured_or_the_floor_or_the_sites() -> None:
+def test_time_for_saving() -> None:
+    """The time for saving is the measured one, the minimum, or the site's."""
     o = Options(actor_num_gpus_per_node=1)
     assert request(o).margin == FLOOR
     assert make_request([o], SlurmSite(), 500).margin == 500
@@ -303,7 +307,8 @@ def test_the_time_for_saving_is_measured_or_the_floor_or_the_sites() -> None:
 
 
 @pytest.mark.parametrize(("way", "refused"), [("ipc", True), ("nccl", True), ("shm", False), ("auto", False)])
-def test_weights_over_gpus_are_refused_where_the_site_has_none(way: str, refused: bool) -> None:
+def test_gpu_weights_without_gpus(way: str, refused: bool) -> None:
+    """Weights over GPUs are refused where the site has none."""
     o = Options(actor_num_gpus_per_node=2, colocate=True, rollout_num_gpus=2, weight_transfer=way)
     request(o, trainer={"gpus_per_node": 4})
     if refused:
@@ -342,7 +347,8 @@ def test_options_of_a_component_are_its_own() -> None:
     assert "--cpus-per-task" not in text  # whole nodes have all their cores
 
 
-def test_containers_wrap_the_tasks_and_not_the_batch_process() -> None:
+def test_containers_wrap_the_tasks() -> None:
+    """Containers wrap the tasks and not the batch process."""
     o = Options(actor_num_gpus_per_node=1)
     for kind, word in (("pyxis", "--container-image=/x.sqsh"), ("apptainer", "apptainer exec --nv")):
         site = SlurmSite(container={"kind": kind, "image": "/x.sqsh" if kind == "pyxis" else "/x.sif"})
@@ -356,7 +362,8 @@ def test_containers_wrap_the_tasks_and_not_the_batch_process() -> None:
         assert text.splitlines()[-1] == "exec python -m x"
 
 
-def test_sacct_of_a_heterogeneous_job_is_one_job_in_the_worst_state() -> None:
+def test_sacct_of_a_heterogeneous_job() -> None:
+    """sacct's rows of a heterogeneous job are one job in the worst state."""
     rows = "JobID|State|NodeList\n7+0|COMPLETED|a\n7+0.batch|COMPLETED|a\n7+0.0|COMPLETED|a\n7+1|NODE_FAIL|b\n8|RUNNING|c\n9+0|CANCELLED by 0|d\n"
     found = HetWatcher(delay_s=1).read_info(rows)
     assert {job: info["State"] for job, info in found.items()} == {"7": "NODE_FAIL", "8": "RUNNING", "9": "CANCELLED"}
@@ -364,9 +371,10 @@ def test_sacct_of_a_heterogeneous_job_is_one_job_in_the_worst_state() -> None:
     assert HetWatcher(delay_s=1).read_info("") == {}
 
 
-def test_a_dry_run_submits_nothing_and_shows_everything(
+def test_dry_run_submits_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A dry run submits nothing and shows everything."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["submit", str(REPO / "examples/quickstart.toml"), "--dry-run", "--run-dir", "out"]) == 0
@@ -377,9 +385,10 @@ def test_a_dry_run_submits_nothing_and_shows_everything(
     assert "sbatch is not here" in capsys.readouterr().err
 
 
-def test_a_dry_run_says_that_slurm_did_not_answer_and_shows_the_rest(
+def test_dry_run_without_an_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A dry run says that Slurm did not answer and shows the rest."""
     for name in ("sbatch", "scontrol", "sinfo", "squeue"):
         (tmp_path / name).write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2; exit 1\n")
         (tmp_path / name).chmod(0o755)
@@ -390,9 +399,10 @@ def test_a_dry_run_says_that_slurm_did_not_answer_and_shows_the_rest(
 
 
 @pytest.mark.parametrize(("kind", "image"), [("pyxis", "/x.sqsh"), ("apptainer", "/x.sif")])
-def test_a_printed_script_mounts_its_runs_and_its_tasks(
+def test_printed_script_mounts(
     kind: str, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A printed script mounts its runs and its task's files."""
     monkeypatch.chdir(tmp_path)
     words = ["--print", "--set", f"container.kind={kind}", f"container.image={image}"]
     assert main(["submit", str(REPO / "examples/quickstart.toml"), *words]) == 0

@@ -47,7 +47,8 @@ def node(name: str, state: str, reason: str = "") -> str:
         ("DOWN+DRAIN", "power [see a@b] [root@1795392996]", "power [see a@b]"),
     ],
 )
-def test_a_node_that_is_down_is_named_with_slurms_reason(slurm: FakeSlurm, state: str, reason: str, said: str) -> None:
+def test_down_node_with_slurms_reason(slurm: FakeSlurm, state: str, reason: str, said: str) -> None:
+    """A node that is down is named with Slurm's reason."""
     slurm.command("scontrol", node("node1", "IDLE") + node("node2", state, reason))
     assert failures(NODES, AT - 100, AT + 100) == {"node2": f"Slurm has had it down since {WHEN}: {said}"}
     assert slurm.calls("scontrol") == ["--oneliner show node node1,node2,node3"]

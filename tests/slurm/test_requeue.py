@@ -56,9 +56,8 @@ def running(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[[str], int]]:
         cluster.run(["scancel", str(number)])
 
 
-def test_slurm_that_refuses_is_told_and_one_that_was_faster_is_not_asked_again(
-    cluster: Cluster, tmp_path: Path, running: Callable[[str], int]
-) -> None:
+def test_refusal_and_requeue_by_slurm(cluster: Cluster, tmp_path: Path, running: Callable[[str], int]) -> None:
+    """A refusal is reported, and a Slurm that requeued first is not asked again."""
     refused = running("--no-requeue")
     done = cluster.run(requeue(tmp_path / "refused", refused), env=ENV)
     words = f"Slurm does not requeue it: scontrol requeue {refused}: Requested operation is presently disabled"
@@ -73,9 +72,7 @@ def test_slurm_that_refuses_is_told_and_one_that_was_faster_is_not_asked_again(
     assert "Invalid job id specified" in done.stderr and state(tmp_path / "gone")["phase"] == "stopped"
 
 
-def test_a_controller_that_is_down_for_a_while_is_asked_again(
-    cluster: Cluster, tmp_path: Path, running: Callable[[str], int]
-) -> None:
+def test_controller_down_for_a_while(cluster: Cluster, tmp_path: Path, running: Callable[[str], int]) -> None:
     """It is stopped where it stands: whoever asks it gets no answer."""
     number, root = running("--requeue"), tmp_path / "run"
     controller = cluster.run("pgrep -x slurmctld").stdout.split()

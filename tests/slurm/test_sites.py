@@ -104,7 +104,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("file", sorted(SITES.glob("*.toml")), ids=lambda p: p.stem)
-def test_every_site_layout_and_container_is_a_good_script(file: Path, tmp_path: Path) -> None:
+def test_every_layout_and_container(file: Path, tmp_path: Path) -> None:
     """bash and shellcheck have nothing to say, and each step's words come out of the shell as they went in."""
     base = load_site(str(filled(file.read_text(), tmp_path / file.name)))
     scripts = []
@@ -161,7 +161,8 @@ PROCESSORS |= {"leonardo": 32, "lumi": 56, "marenostrum5": 80, "vista": 72}
 
 
 @pytest.mark.parametrize("file", sorted(SITES.glob("*.toml")), ids=lambda p: p.stem)
-def test_no_site_asks_for_more_processors_than_its_nodes_have(file: Path, tmp_path: Path) -> None:
+def test_processors_of_the_nodes(file: Path, tmp_path: Path) -> None:
+    """No site asks for more processors than its nodes have."""
     site = load_site(str(filled(file.read_text(), tmp_path / file.name)))
     gpus = site.trainer.gpus_per_node or 8
     options = Options(
@@ -207,7 +208,8 @@ def test_how_each_container_is_started() -> None:
     ]
 
 
-def test_nodes_that_come_with_their_gpus_are_asked_for_none() -> None:
+def test_nodes_that_come_with_gpus() -> None:
+    """Nodes that come with their GPUs are asked for none."""
     site = SlurmSite(gpu_flag="none", trainer={"gpus_per_node": 1}, mark=False, launch_timeout=900)
     text = render(
         BatchScript("n", "t", "s", "true", "o", "/l", identity="id"),
@@ -222,7 +224,8 @@ def test_nodes_that_come_with_their_gpus_are_asked_for_none() -> None:
     )
 
 
-def test_an_extra_option_without_a_value_can_be_set_on_the_command_line() -> None:
+def test_extra_option_without_a_value() -> None:
+    """An extra option without a value can be set on the command line."""
     site = apply(
         SlurmSite(),
         {"trainer.extra.hold": "true", "trainer.extra.switches": "1@10", "engine.extra.spread-job": "false"},
@@ -230,7 +233,8 @@ def test_an_extra_option_without_a_value_can_be_set_on_the_command_line() -> Non
     assert site.trainer.extra == {"hold": True, "switches": "1@10"} and site.engine.extra == {"spread-job": False}
 
 
-def test_default_toml_is_the_built_in_default_and_names_every_key() -> None:
+def test_default_toml_is_the_default() -> None:
+    """default.toml is the built-in default and names every key."""
     assert load_site("default") == load_site(None) == SlurmSite()
     text = (SITES / "default.toml").read_text()
     for model in (SlurmSite, SlurmComponent, Container):
@@ -238,7 +242,8 @@ def test_default_toml_is_the_built_in_default_and_names_every_key() -> None:
             assert key == "name" or re.search(rf"^(# )?\[?{key}\]?( =|$| )", text, re.MULTILINE), key
 
 
-def test_commented_keys_of_default_toml_are_good_examples(tmp_path: Path) -> None:
+def test_commented_keys_of_default_toml(tmp_path: Path) -> None:
+    """Commented keys of default.toml are good examples."""
     text = (SITES / "default.toml").read_text().replace('kind = "none"', 'kind = "apptainer"')
     file = tmp_path / "all.toml"
     file.write_text(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE))
@@ -415,7 +420,8 @@ def test_gpus_are_asked_for_as_the_site_wants() -> None:
     assert site.gpus("rollout", 0) is None
 
 
-def test_options_of_a_site_give_way_to_recipe_and_flags(tmp_path: Path) -> None:
+def test_site_options_give_way(tmp_path: Path) -> None:
+    """Options of a site give way to recipe and flags."""
     (tmp_path / "r.toml").write_text('rank_launcher = "torchrun"')
     recipe = load_recipe(tmp_path / "r.toml")
     site = SlurmSite(interface="ib0", rank_launcher="ranks")
@@ -444,7 +450,8 @@ def test_pyxis_takes_the_container_from_srun() -> None:
     assert command[0] == "bash" and command[-3:] == ["python", "-m", "x"]
 
 
-def test_the_command_in_a_pyxis_container_is_the_same_word_for_word() -> None:
+def test_command_in_a_pyxis_container() -> None:
+    """The command in a Pyxis container is the same, word for word."""
     words = ["a b", "$HOME", '"', "'", "*", "", "\\"]
     _, command = Container(kind="pyxis", image="/i").wrap(["printf", "%s\\n", *words])
     assert shutil.which("bash")

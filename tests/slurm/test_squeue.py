@@ -76,13 +76,14 @@ def test_sacct_is_understood(slurm: FakeSlurm) -> None:
     assert remembered(["1000"]) == {}
 
 
-def test_a_component_that_failed_tells_more_than_the_leader(slurm: FakeSlurm) -> None:
+def test_failed_component_is_shown(slurm: FakeSlurm) -> None:
+    """A failed component says more than the leader."""
     slurm.command("squeue", row("5+0", "COMPLETED") + row("5+1", "NODE_FAIL"))
     assert together(ask(["5"]).found["5"]).word == "NODE_FAIL"
     assert together(ask(["5"]).found["5"]).cause
 
 
-def test_a_task_of_an_array_is_found_under_its_own_number(slurm: FakeSlurm) -> None:
+def test_task_of_an_array(slurm: FakeSlurm) -> None:
     """SLURM_JOB_ID of array task 123_4 is a number that squeue's first column does not show."""
     slurm.command("squeue", row("123_4", raw="127"))
     assert list(ask(["127"]).found) == ["127"]
@@ -133,7 +134,8 @@ def test_states_in_hpcrls_words(slurm: FakeSlurm, state: str) -> None:
     )
 
 
-def test_a_job_of_which_a_part_has_not_ended_is_not_over(slurm: FakeSlurm) -> None:
+def test_partly_ended_job_is_not_over(slurm: FakeSlurm) -> None:
+    """A job of which a part has not ended is not over."""
     slurm.command(
         "squeue", row("5+0", "FAILED") + row("5+1", "COMPLETING") + row("6+0", "PENDING") + row("6+1", "RUNNING")
     )
@@ -142,7 +144,8 @@ def test_a_job_of_which_a_part_has_not_ended_is_not_over(slurm: FakeSlurm) -> No
     assert (half.phase, half.begun) == ("pending", True)
 
 
-def test_one_question_for_many_jobs_and_two_runs_of_one_number(slurm: FakeSlurm) -> None:
+def test_one_query_for_many_jobs(slurm: FakeSlurm) -> None:
+    """One query for many jobs, and two runs with one job number."""
     mine, before, old, gone = (JobKey(i, f"id-{n}", NOW, history=h) for i, n, h in
                                [("100", "a", True), ("100", "b", True), ("101", "c", True), ("102", "d", False)])  # fmt: skip
     slurm.command("squeue", row("100", comment="hpcrl:id-a"))
@@ -230,9 +233,8 @@ def test_cancel_ends_the_job_of_this_run(slurm: FakeSlurm, capsys: pytest.Captur
     assert "runs/a: cancelled" in (out := capsys.readouterr().out) and "SIGTERM" not in out
 
 
-def test_a_launcher_that_was_killed_by_a_cancel_is_not_lost(
-    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_launcher_killed_by_a_cancel(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A launcher that was killed by a cancel is not lost."""
     submitted(make(tmp_path / "runs/a", phase="running", time=time.time() - 300), "100", time.time() - 900)
     slurm.command("squeue", row("100", start=int(time.time() - 800), comment="hpcrl:id-a"))
     slurm.command("scancel")

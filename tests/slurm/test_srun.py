@@ -34,7 +34,8 @@ def add(step: Step, text: str) -> None:
 @pytest.mark.parametrize(
     "line", ["node2: task 1: Killed", "node2: tasks 1,3-4: Out Of Memory", "Node failure on node2"]
 )
-def test_a_host_that_died_is_named_before_its_srun_ends(step: Step, tmp_path: Path, line: str) -> None:
+def test_dead_host_before_srun_ends(step: Step, tmp_path: Path, line: str) -> None:
+    """A host that died is named before its srun ends."""
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     _check([step], rundir)
@@ -47,7 +48,8 @@ def test_a_host_that_died_is_named_before_its_srun_ends(step: Step, tmp_path: Pa
     assert failure is not None and line in str(failure)
 
 
-def test_a_host_that_died_is_named_though_its_srun_was_faster_than_we_look(step: Step, tmp_path: Path) -> None:
+def test_dead_host_after_srun_ends(step: Step, tmp_path: Path) -> None:
+    """A host that died is named although its srun ended before the next look."""
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     add(

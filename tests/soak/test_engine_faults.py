@@ -119,9 +119,8 @@ class Faults:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_engines_end_at_drawn_moments_and_the_run_goes_on(
-    cluster: Cluster, tmp_path: Path, task: Path, seed: int
-) -> None:
+def test_engines_end_at_random_moments(cluster: Cluster, tmp_path: Path, task: Path, seed: int) -> None:
+    """Engines end at random moments, and the run continues."""
     values = {
         "num_rollout": 100000,
         "save_interval": None,

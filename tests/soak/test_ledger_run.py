@@ -36,7 +36,8 @@ VALUES = POLICY | {
 
 
 @pytest.mark.vllm
-def test_a_whole_run_that_is_killed_twice_accounts_for_every_group(tmp_path: Path) -> None:
+def test_whole_run_killed_twice(tmp_path: Path) -> None:
+    """A whole run that is killed twice accounts for every group."""
     from tests.support.runs import make_task
 
     task = make_task(tmp_path / "task")

@@ -45,11 +45,12 @@ def test_of_several_partitions_the_first_that_is_free(bare: Cluster, tmp_path: P
     trains(submit(bare, sft(tmp_path, task, actor_num_nodes=1), tmp_path / "two", "trainer.partition=one1,one2"))
 
 
-def test_the_whole_quick_start_over_three_hosts_with_a_cache_of_a_minute_in_between(
+def test_quick_start_with_a_cache_of_a_minute(
     bare: Cluster,  # noqa: F811
     cached: Path,
     tmp_path: Path,
 ) -> None:
+    """The whole quick start over three hosts whose file system caches for a minute."""
     (tmp_path / "mine.toml").write_text('[trainer]\npartition = "cpu"\n[engine]\npartition = "cpu"\n')
     shown = bare.run(guides_command(), env=ENV | {"HPCRL_SITE": str(tmp_path / "mine.toml")}, cwd=cached).stdout
     root = Path(re.search(r"run directory: (\S+)", shown)[1]).relative_to(cached)
@@ -61,7 +62,8 @@ def test_the_whole_quick_start_over_three_hosts_with_a_cache_of_a_minute_in_betw
     assert float(after) >= float(before) + 0.25
 
 
-def test_the_mount_remembers_absence_for_a_minute_and_lists_what_is_there(bare: Cluster, cached: Path) -> None:  # noqa: F811
+def test_mount_caches_absence(bare: Cluster, cached: Path) -> None:  # noqa: F811
+    """The mount caches absence for a minute and lists what is there."""
     file = cached / "later"
     assert bare.run(["test", "-e", file], "node2", check=False).returncode == 1
     bare.run(["touch", file], "node1")
@@ -69,12 +71,13 @@ def test_the_mount_remembers_absence_for_a_minute_and_lists_what_is_there(bare: 
     assert bare.run(["ls", cached], "node2").stdout == "later\n"
 
 
-def test_grpo_over_three_hosts_with_a_cache_of_a_minute_in_between(
+def test_grpo_with_a_cache_of_a_minute(
     bare: Cluster,  # noqa: F811
     cached: Path,
     tmp_path: Path,
     task: Path,
 ) -> None:
+    """GRPO over three hosts whose file system caches for a minute."""
     job = submit(bare, policy(tmp_path, task), cached / "run", "trainer.partition=cpu", "engine.partition=cpu")
     job.root = tmp_path / "real" / "run"  # looked at without the cache
     trains(job, 5)
@@ -95,7 +98,7 @@ LONGER: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("part", LONGER)
-def test_a_step_longer_than_the_time_limit_is_given_up_and_said(
+def test_step_longer_than_the_time_limit(
     bare: Cluster,  # noqa: F811
     tmp_path: Path,
     task: Path,

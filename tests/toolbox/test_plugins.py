@@ -23,7 +23,8 @@ def test_names_are_those_of_files(room: PluginRoom) -> None:
     assert "exact" in room and "_shared" not in room
 
 
-def test_what_a_file_declares_is_read_without_importing_it(room: PluginRoom) -> None:
+def test_declarations_without_import(room: PluginRoom) -> None:
+    """What a file declares is read without importing it."""
     assert room.literals("exact", {"KEYS": (), "NEEDS_LABEL": True}) == {"KEYS": ("a", "b"), "NEEDS_LABEL": True}
     assert room.title("exact") == "Exact matches" and room.title("maths") == ""
     with pytest.raises(ValueError, match="malformed"):

@@ -59,7 +59,8 @@ def left_alone() -> list[tuple[str, bool]]:
     return found + [(type(error).__name__, may_be_echo(error)) for error in others]
 
 
-def test_an_error_of_a_collective_is_known_by_its_class_and_not_by_its_words() -> None:
+def test_error_is_known_by_its_class() -> None:
+    """An error of a collective is known by its class and not by its text."""
     found = run_ranks(2, left_alone)[0]
     assert found[:5] == [("RuntimeError", True)] * 4 + [("DistStoreError", True)]
     assert found[7:] == [
@@ -98,11 +99,13 @@ def agree_on_rank(error: HpcrlError) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def test_all_ranks_raise_the_error_of_the_one_that_failed() -> None:
+def test_all_ranks_raise_the_first_error() -> None:
+    """All ranks raise the error of the one that failed."""
     assert run_ranks(2, agree_on_rank, DataError("no such file", "look")) == [("DataError", "no such file", "look")] * 2
 
 
-def test_an_error_of_a_kind_that_lies_elsewhere_is_raised_as_what_it_derives_from() -> None:
+def test_foreign_error_class() -> None:
+    """An error class of another room is raised as what it derives from."""
     assert kind_of(HttpError("refused", 500)) == "PeerError"
     assert kind_of(WireError("bytes")) == "HpcrlError"
     assert kind_of(Stopped("x")) == "Stopped"

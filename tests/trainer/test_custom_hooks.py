@@ -160,7 +160,8 @@ def test_masks_that_lose_tokens(model: Path) -> None:
     assert errors[2].startswith(f"{flag}.raises raised KeyError: 'mine' (test_trainer_hooks.py:")
 
 
-def test_a_model_of_an_own_function_is_trained_as_it_says(model: Path) -> None:
+def test_custom_model_is_trained(model: Path) -> None:
+    """A model of a custom function is trained as it says."""
     every = [
         options(model, custom_model_provider_path=f"{HERE}.{name}") for name in ("of_mine", "renames", "makes_none")
     ]

@@ -28,7 +28,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_gpus_that_torch_cannot_use_are_an_error_with_torchs_reason() -> None:
+def test_unusable_gpus() -> None:
+    """GPUs that torch cannot use are an error with torch's reason."""
     with pytest.raises(
         UsageError, match=r"\(CUDA_VISIBLE_DEVICES=0,1\), and CUDA 13.0 cannot use them:.*12020"
     ) as found:
@@ -42,7 +43,8 @@ def test_a_host_without_gpus_computes_on_its_cpu(visible: str | None) -> None:
     assert cuda_is_there(visible) is False
 
 
-def test_a_cpu_build_computes_on_the_cpu_of_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_build_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU build computes on the CPU of any machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert cuda_is_there("0,1") is False

@@ -49,7 +49,8 @@ def logged(log: MetricsLog) -> list[tuple[int, float]]:
     return [(row["rollout_id"], row["eval/held/policy_version"]) for row in read_metrics(log.path)]
 
 
-def test_training_goes_on_beside_an_evaluation_and_waits_for_the_one_before(log: MetricsLog) -> None:
+def test_training_overlaps_an_evaluation(log: MetricsLog) -> None:
+    """Training overlaps an evaluation and waits for the one before."""
     mine, rollout = evaluations(rollout := Rollout(), log), rollout
     mine.begin(-1, 0)
     assert not rollout.waited and rollout.asked == [{"rollout_id": -1, "version": 0, "beside": True, "patience": 0.0}]
@@ -76,7 +77,8 @@ def test_the_loops_that_take_turns_or_repeat_wait(log: MetricsLog) -> None:
         assert rollout.waited == [1] and "beside" not in rollout.asked[0]
 
 
-def test_a_run_that_goes_on_makes_up_for_what_is_not_logged(log: MetricsLog) -> None:
+def test_resume_makes_up_for_missing(log: MetricsLog) -> None:
+    """A resumed run makes up for evaluations that are not logged."""
     beside = evaluations(Rollout(), log)
     turns = evaluations(Rollout(), log, loop="sync")
     assert beside.owed(0) and turns.owed(0)

@@ -30,7 +30,8 @@ def test_what_lags_within_the_bound_is_trained_on() -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, 5])
-def test_an_old_or_new_token_is_named_by_sample_versions_and_bound(wrong: int) -> None:
+def test_tokens_outside_the_bound(wrong: int) -> None:
+    """A token that is too old or too new is named by sample, versions and bound."""
     old = of_versions(4, (4, 4), (), (4, wrong), (4,))
     with pytest.raises(
         HpcrlError,
@@ -40,7 +41,8 @@ def test_an_old_or_new_token_is_named_by_sample_versions_and_bound(wrong: int) -
 
 
 @pytest.mark.parametrize("meant", [3, 5])
-def test_a_batch_that_is_meant_for_another_policy_is_refused(meant: int) -> None:
+def test_batch_for_another_policy(meant: int) -> None:
+    """A batch that is meant for another policy is refused."""
     with pytest.raises(HpcrlError, match=f"made for policy version {meant}, the trainer is at 4"):
         check_staleness(of_versions(meant, (4,)), 4)
 

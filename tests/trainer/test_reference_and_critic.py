@@ -154,7 +154,7 @@ def peaks_on_rank(every: list[Options]) -> tuple[list[int], int]:
 # ---- tests
 
 
-def test_a_resumed_run_has_the_models_that_it_would_have_had(tmp_path: Path, model: Path, other: Path) -> None:
+def test_resumed_models(tmp_path: Path, model: Path, other: Path) -> None:
     """Bit for bit in the same layout; to rounding in another."""
     every = {name: options(model, ref_load=str(other), **KL, **fields) for name, fields in KINDS.items()}
     places = {name: tmp_path / name.replace(" ", "-") for name in every}
@@ -186,7 +186,8 @@ def test_a_resumed_run_has_the_models_that_it_would_have_had(tmp_path: Path, mod
 
 
 @pytest.mark.parametrize("layout", ["one rank", "dp2 pp2"])
-def test_a_reference_that_is_only_measured_changes_nothing(model: Path, other: Path, layout: str) -> None:
+def test_measured_reference_changes_nothing(model: Path, other: Path, layout: str) -> None:
+    """A reference that is only measured changes nothing."""
     n, fields = LAYOUTS.get(layout, (1, {}))
     common = {"lr": 5e-3, **PACKINGS["64 tokens"], **fields}
     alone = options(model, n, **common)
@@ -198,7 +199,7 @@ def test_a_reference_that_is_only_measured_changes_nothing(model: Path, other: P
     assert abs(beside[0]["train/kl_loss"]) > 1e-3
 
 
-def test_a_reference_and_a_teacher_are_no_second_copy_on_the_device(model: Path, other: Path) -> None:
+def test_no_second_copy_on_the_device(model: Path, other: Path) -> None:
     """Nor is a teacher of whole distributions, but for its output layer."""
     common = {"log_probs_chunk_size": 16, **PACKINGS["64 tokens"]}
     teacher = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": str(other)}
@@ -216,7 +217,8 @@ def test_a_reference_and_a_teacher_are_no_second_copy_on_the_device(model: Path,
         assert peak - alone <= room + 0.1 * whole, name
 
 
-def test_an_old_actor_says_what_the_weights_that_sampled_said(tmp_path: Path, model: Path) -> None:
+def test_old_actor_is_the_sampling_policy(tmp_path: Path, model: Path) -> None:
+    """An old actor computes what the weights that sampled would."""
     opts = options(model, keep_old_actor=True, lr=5e-3, **PACKINGS["64 tokens"])
     first, late, resumed, error = run_ranks(1, old_actor_on_rank, opts, tmp_path)[0]
     difference = "train/train_rollout_logprob_abs_diff"

@@ -82,7 +82,8 @@ def test_no_bucket_is_closed_early(kinds: list[tuple[str, tuple[int, ...]]], lim
         assert -(-bucket.nbytes // ALIGN) * ALIGN + following > limit
 
 
-def test_a_tensor_on_another_layout_is_copied_as_it_reads() -> None:
+def test_non_contiguous_tensor() -> None:
+    """A tensor with another memory layout is copied in its logical order."""
     source = torch.arange(12.0).view(3, 4).t()
     [(bucket, buffer, last)] = fill([("t", source)], 4096, lambda _, size: torch.empty(size, dtype=torch.uint8))
     assert last

@@ -124,13 +124,15 @@ def test_a_call_of_all_workers(rundir: RunDir, stubs: list[Stub]) -> None:
     ]
 
 
-def test_a_late_engine_is_named_though_its_health_is_good(rundir: RunDir, stubs: list[Stub]) -> None:
+def test_late_engine_is_named(rundir: RunDir, stubs: list[Stub]) -> None:
+    """A late engine is named although its health is good."""
     stubs += [Stub(lambda *_: (200, None)), Stub(hang)]
     with pytest.raises(DeadlineError, match="engine-1 on 127.0.0.1: pausing did not end.*0 s"):
         fleet(rundir, stubs, 0.3).post("pausing", "/pause")
 
 
-def test_an_engine_whose_core_died_is_noticed_while_its_answer_is_awaited(rundir: RunDir, stubs: list[Stub]) -> None:
+def test_dead_core_is_noticed_while_waiting(rundir: RunDir, stubs: list[Stub]) -> None:
+    """An engine whose core died is noticed while its answer is awaited."""
     stubs += [Stub(lambda *_: (200, None)), Stub(hang, health=503)]
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"engine-1 on 127.0.0.1 died during the update: .*answered 503"):
@@ -191,7 +193,8 @@ def test_what_a_bad_answer_says(rundir: RunDir, stubs: list[Stub], body: Any, te
         fleet(rundir, stubs).post("the update", "/update_weights")
 
 
-def test_work_that_waits_for_the_engines_ends_when_one_fails(rundir: RunDir, stubs: list[Stub]) -> None:
+def test_work_ends_when_an_engine_fails(rundir: RunDir, stubs: list[Stub]) -> None:
+    """Work that waits for the engines ends when one fails."""
     stubs += [Stub(lambda *_: (500, None))]
     pending = fleet(rundir, stubs).begin("the init", "/init", [None])
     with pytest.raises(PeerError, match="the init failed"):
@@ -217,9 +220,7 @@ def sender(rundir: RunDir, stubs: list[Stub], **values: Any) -> WeightSender:
     return made
 
 
-def test_a_refusal_that_another_engines_end_has_caused_is_laid_at_that_ones_door(
-    rundir: RunDir, stubs: list[Stub], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusal_caused_by_another_engine(rundir: RunDir, stubs: list[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
     """Over gloo a receiver may wait for one that is dead, and says 500 although it is well itself."""
     monkeypatch.setattr(senders, "NOTICED", 0.3)
 

@@ -93,7 +93,8 @@ def test_values_near_the_ends_of_fp32() -> None:
     assert dequantize(*quantize_channel(weight))[2, 2] == pytest.approx(1e-30, rel=1e-6)
 
 
-def test_the_largest_value_of_each_block_keeps_all_its_range() -> None:
+def test_largest_value_keeps_its_range() -> None:
+    """The largest value of each block uses the whole range."""
     weight = torch.randn(70, 130)
     codes, scale = quantize_block(weight, (64, 64))
     assert scale.shape == (2, 3)
@@ -111,7 +112,8 @@ def test_scales_of_ue8m0_are_the_next_powers_of_two() -> None:
     assert power[5, 0] == plain[5, 0] == 2**7
 
 
-def test_blocks_do_not_touch_each_other_and_bands_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks do not affect each other, and bands leave no trace."""
     weight = torch.randn(200, 90)
     codes, scale = quantize_block(weight, (16, 16))
     other = weight.clone()
@@ -228,9 +230,10 @@ CASES = [(model, scheme) for model in ("glm4_moe", "qwen3") for scheme in SCHEME
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_the_matrices_of_linear_layers_and_no_others_are_quantised(
+def test_only_linear_layers_are_quantised(
     models: dict[str, Path], converted: dict[tuple[str, str], Path], model: str, name: str
 ) -> None:
+    """The matrices of linear layers, and no others, are quantised."""
     before = load(models[model])
     after = load(converted[model, name])
     scheme = SCHEMES[name]
@@ -293,7 +296,8 @@ def test_on_the_fly_the_same_bits_come_out(
     assert dict(quantized(iter(found.items()), None)) is not None
 
 
-def test_what_a_checkpoint_has_quantised_counts_not_its_names() -> None:
+def test_checkpoint_decides_what_is_quantised() -> None:
+    """What a checkpoint has quantised counts, not the names."""
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [4, 4]}
     scheme = fp8.read_scheme(config, "here", frozenset({"a.weight"}))
     pairs = [("a.weight", torch.ones(4, 8)), ("b.up_proj.weight", torch.ones(4, 4))]
@@ -405,9 +409,11 @@ def test_tensors_that_cannot_be_quantised_are_named(
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
-def test_damaged_directories_are_refused_before_any_work(
+def test_damaged_directories_are_refused(
     models: dict[str, Path], converted: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:
+    """Damaged directories are refused before any work."""
+
     def refused(source: Path, text: str) -> None:
         with pytest.raises(DataError, match=text):
             convert(source, tmp_path / "out", SCHEMES["block"])

@@ -102,7 +102,9 @@ def engines(count: int, up: bool = True, limit: int = 2) -> Registry:
     return registry
 
 
-def test_an_update_in_which_an_engine_dies_ends_whole_for_the_others(tmp_path: Path) -> None:
+def test_engine_death_during_an_update(tmp_path: Path) -> None:
+    """An update in which an engine dies completes for the others."""
+
     def dies(there: tuple[FleetEngine, ...], number: int) -> None:
         if number == 3 and len(there) == 3:
             raise EngineLost("engine-1 died", [there[1]])
@@ -124,7 +126,8 @@ def test_an_update_in_which_an_engine_dies_ends_whole_for_the_others(tmp_path: P
     assert made.join(export, 7) == {} and len(sender.tries) == 4, "nobody waits: nothing is sent"
 
 
-def test_with_its_only_engine_gone_an_update_is_over_and_the_engine_gets_it_later(tmp_path: Path) -> None:
+def test_update_without_engines(tmp_path: Path) -> None:
+    """With its only engine gone an update is over, and the engine gets it later."""
     registry, sender = engines(1), Sender()
     made, export = updates(tmp_path, sender, registry)
     made.publish(export, 0)
@@ -136,7 +139,9 @@ def test_with_its_only_engine_gone_an_update_is_over_and_the_engine_gets_it_late
     assert sender.held == {(0, 0): 0, (0, 1): 1} and registry.serving()
 
 
-def test_without_restarts_the_end_of_an_engine_is_an_error(tmp_path: Path) -> None:
+def test_engine_end_without_restarts(tmp_path: Path) -> None:
+    """Without restarts the end of an engine is an error."""
+
     def dies(there: tuple[FleetEngine, ...], number: int) -> None:
         raise EngineLost("engine-1 died", [there[1]])
 
@@ -145,14 +150,16 @@ def test_without_restarts_the_end_of_an_engine_is_an_error(tmp_path: Path) -> No
         made.publish(export, 0)
 
 
-def test_all_are_waited_for_and_who_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_engines_are_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All engines are waited for, and one that does not come is named."""
     monkeypatch.setattr("hpcrl.weights.updates.SLACK", 0.0)
     made, _ = updates(tmp_path, Sender(), engines(2, up=False), seconds=0.3)
     with pytest.raises(DeadlineError, match="engine-0.*not come up within 0 s"):
         made.wait()
 
 
-def test_whoever_serves_holds_what_was_published_whenever_engines_end(tmp_path: Path) -> None:
+def test_serving_engines_hold_the_published(tmp_path: Path) -> None:
+    """An engine that serves holds what was published, whenever engines end."""
     for seed in range(200):
         (tmp_path / str(seed)).mkdir()
         holds_what_was_published(tmp_path / str(seed), seed)

@@ -30,7 +30,8 @@ def test_what_one_side_writes_the_other_reads() -> None:
     assert int(seen[7]) == 98, "a mapping outlives the descriptor"
 
 
-def test_a_region_takes_memory_only_where_it_is_written() -> None:
+def test_region_takes_memory_when_written() -> None:
+    """A region takes memory only where it is written."""
     region = Region(1 << 36)
     region.buffer[1 << 35] = 1
     assert os.stat(f"/proc/self/fd/{region.fd}").st_blocks * 512 < 1 << 22
@@ -90,7 +91,8 @@ def test_a_broadcast_reaches_all() -> None:
     assert all(torch.equal(tensors[0], tensor) for tensor in tensors[1:])
 
 
-def test_a_broadcast_that_nobody_takes_ends_and_may_be_watched() -> None:
+def test_unanswered_broadcast_ends() -> None:
+    """A broadcast that no one receives ends, and may be watched."""
     big = torch.zeros(1 << 26, dtype=torch.uint8)
     sender, _ = groups(2, seconds=1)
     looks = threading.Semaphore(0)

@@ -66,9 +66,8 @@ def test_a_healthy_cluster_is_well(cluster: Cluster, tmp_path: Path, task: Path)
     assert not list(tmp_path.rglob(".hpcrl-doctor-*")), "its directory is removed"
 
 
-def test_a_node_that_does_not_see_the_directory_and_a_wrong_network(
-    cluster: Cluster, tmp_path: Path, task: Path
-) -> None:
+def test_unseen_directory_and_wrong_network(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """A node that does not see the directory, and a wrong network."""
     runs = tmp_path / "runs"
     runs.mkdir()
     cluster.run(["mount", "-t", "tmpfs", "tmpfs", runs], "node2")
@@ -82,7 +81,8 @@ def test_a_node_that_does_not_see_the_directory_and_a_wrong_network(
     assert "ranks was not tried" in done.stdout
 
 
-def test_what_cannot_be_had_is_told_before_anything_is_submitted(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+def test_unsatisfiable_before_submission(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """Requests that cannot be satisfied are reported before anything is submitted."""
     cases = [
         ("trainer.partition=absent", "trainer.partition absent: "),
         ("trainer.gpus_per_node=16", "0 of its 4 nodes have that"),

@@ -27,7 +27,8 @@ def on(job: Job, index: int) -> str:
     return views.engines[index].host
 
 
-def test_engines_of_another_job_join_are_preempted_and_leave(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+def test_join_preempt_and_leave(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """Engines of another job join, are preempted and leave."""
     values = {"num_rollout": 100000, "save_interval": None, "actor_num_nodes": 1, "actor_num_gpus_per_node": 1}
     values |= {"deterministic_mode": False}  # so that responses of a preempted engine go on elsewhere from their tokens
     job = submit(cluster, recipe(tmp_path, task, **(POLICY | values)), tmp_path / "run")

@@ -47,7 +47,8 @@ def end(engine: subprocess.Popen[bytes]) -> None:
     assert not [p for p in there if alive(p.pid)]
 
 
-def test_an_engine_that_no_run_has_started_serves_one_after_another(tmp_path: Path, task: Path) -> None:
+def test_one_external_engine_two_runs(tmp_path: Path, task: Path) -> None:
+    """An engine that no run has started serves one run after another."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

@@ -58,7 +58,8 @@ def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     return run.root
 
 
-def test_trainer_and_engine_have_the_same_numbers_after_every_update(uncut: Path) -> None:
+def test_same_numbers_after_every_update(uncut: Path) -> None:
+    """Trainer and engine have the same numbers after every update."""
     steps = metrics(uncut)
     assert list(steps) == list(range(5))
     for row in steps.values():
@@ -127,7 +128,8 @@ def test_what_every_process_did_is_recorded(uncut: Path, capsys: pytest.CaptureF
     assert json.loads((uncut / "trace.json").read_text())["traceEvents"]
 
 
-def test_the_key_of_the_run_is_nowhere_in_logs_or_command_lines(uncut: Path) -> None:
+def test_key_is_nowhere_visible(uncut: Path) -> None:
+    """The key of the run is nowhere in logs or command lines."""
     key = (uncut / "keys" / "http.key").read_text().strip()
     for log in uncut.glob("logs/*/*.log"):
         assert key not in log.read_text()
@@ -181,9 +183,7 @@ def bill_of(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-def test_whatever_happens_to_its_engine_the_run_goes_on_to_the_same_losses(
-    tmp_path: Path, task: Path, uncut: Path
-) -> None:
+def test_same_losses_despite_engine_faults(tmp_path: Path, task: Path, uncut: Path) -> None:
     """Its only one is killed, and the next one's core is stopped for ever as it joins: each time another takes the
     weights and answers."""
     values = {"actor_num_gpus_per_node": 2, "ref_load": str(task / "model"), "engine_hang_timeout": 5}
@@ -230,7 +230,8 @@ def test_sharing_slots_changes_no_number(tmp_path: Path, task: Path, uncut: Path
     assert [row["rollout_id"] for row in rows(run.root) if "perf/hand_over_time" in row] == list(range(5))
 
 
-def test_training_from_saved_rollouts_gives_the_same_losses(tmp_path: Path, task: Path, uncut: Path) -> None:
+def test_training_from_saved_rollouts(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """Training from saved rollouts gives the same losses."""
     more = {"actor_num_gpus_per_node": 2, "load_debug_rollout_data": str(uncut / "data/{rollout_id}")}
     run = start(tmp_path, task, **KL | {"ref_load": str(task / "model")} | more)
     status, out = run.end()
@@ -262,7 +263,8 @@ def test_sampling_alone_trains_nothing(tmp_path: Path, task: Path, uncut: Path) 
     assert numbers == [0, 1, 2] and not list((run.root / "checkpoints").iterdir())
 
 
-def test_samples_are_shown_with_what_the_trainer_made_of_them(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_with_the_trainers_numbers(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Samples are shown with what the trainer computed for them."""
     assert main(["samples", str(uncut), "--best", "-n", "1", "--tokens"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"step 4, group \d+, sample \d  reward [\d.]+  \w+, \d+ \+ \d+ tokens  advantage \+", text), text
@@ -272,7 +274,8 @@ def test_samples_are_shown_with_what_the_trainer_made_of_them(uncut: Path, capsy
     assert "same prompts in step 0 and step 0" in capsys.readouterr().out
 
 
-def test_without_restarts_a_dead_engine_is_named_and_everything_ends(tmp_path: Path, task: Path) -> None:
+def test_dead_engine_without_restarts(tmp_path: Path, task: Path) -> None:
+    """Without restarts a dead engine is named, and everything ends."""
     run = start(tmp_path, task, num_rollout=100000, save_interval=None, engine_restarts=0)
     run.until(lambda: run.steps() >= 1)
     pids = run.pids()
@@ -300,7 +303,7 @@ def test_a_bound_on_the_difference_stops_the_run(tmp_path: Path, task: Path, unc
     assert "--max-logprob-diff" in out and "1e-12" in out, out
 
 
-def test_a_replay_with_another_learning_rate_has_no_bound(tmp_path: Path, task: Path, uncut: Path) -> None:
+def test_replay_with_another_learning_rate(tmp_path: Path, task: Path, uncut: Path) -> None:
     """Its weights leave those of the sampler behind, which no bound of a run that samples may stop."""
     run = start(tmp_path, task, lr=3e-2, num_rollout=3, load_debug_rollout_data=str(uncut / "data/{rollout_id}"))
     status, out = run.end()

@@ -21,7 +21,7 @@ def start(path: Path, task: Path, **values: object) -> Run:
     return Run(recipe(path, task, **(POLICY | NO_AGENT | held | {"run_dir": str(root)} | values)), root=root)
 
 
-def test_one_rollout_ahead_repeats_and_resumes_bit_for_bit(tmp_path: Path, task: Path) -> None:
+def test_async_loop_repeats_and_resumes(tmp_path: Path, task: Path) -> None:
     """The second run is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on."""
     whole = start(tmp_path / "whole", task, loop="async")
     status, out = whole.end()
@@ -42,7 +42,7 @@ def test_one_rollout_ahead_repeats_and_resumes_bit_for_bit(tmp_path: Path, task:
     assert not found.wrong and found.trained == 5 * 8
 
 
-def test_engines_that_never_wait_keep_the_bound_and_lose_no_group(tmp_path: Path, task: Path) -> None:
+def test_fully_async_keeps_the_bound(tmp_path: Path, task: Path) -> None:
     """Stopped once, it goes on; responses are so long that new weights reach them on the way."""
     more = {
         "rollout_max_response_len": 180,

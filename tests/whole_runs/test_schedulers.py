@@ -65,7 +65,8 @@ def test_stop_saves_and_resume_submits_it_again(queue: Queue, tmp_path: Path, ta
     assert json.loads((run.root / "job.json").read_text())["site"]["time"] == "20"
 
 
-def test_near_its_limit_a_run_saves_and_is_queued_again(queue: Queue, tmp_path: Path, task: Path) -> None:
+def test_saved_and_requeued_at_the_limit(queue: Queue, tmp_path: Path, task: Path) -> None:
+    """Near its limit a run saves and is requeued."""
     run = queue.submit(sft(queue, tmp_path, task, **LONG), tmp_path / "run")
     run.until(lambda: run.training(0))
     queue.cut(run)
@@ -78,7 +79,8 @@ def test_near_its_limit_a_run_saves_and_is_queued_again(queue: Queue, tmp_path: 
     assert list(metrics(run.root)) == list(range(STEPS)), "no step twice, none left out"
 
 
-def test_in_a_chain_the_next_job_goes_on_and_the_rest_ends_at_once(queue: Queue, tmp_path: Path, task: Path) -> None:
+def test_chain_continues_and_ends(queue: Queue, tmp_path: Path, task: Path) -> None:
+    """In a chain the next job continues, and the rest ends at once."""
     run = queue.submit(sft(queue, tmp_path, task, **LONG), tmp_path / "run", "--chain", "3")
     first, second, third = json.loads((run.root / "job.json").read_text())["chain"]
     assert first == run.number
@@ -91,7 +93,8 @@ def test_in_a_chain_the_next_job_goes_on_and_the_rest_ends_at_once(queue: Queue,
     run.until(lambda: f"do for job {third} of the chain" in run.output(), 60)
 
 
-def test_cancel_ends_a_run_and_takes_another_out_of_the_queue(queue: Queue, tmp_path: Path, task: Path) -> None:
+def test_cancel_running_and_pending(queue: Queue, tmp_path: Path, task: Path) -> None:
+    """Cancel ends a run, and takes another out of the queue."""
     path = sft(queue, tmp_path, task, **(LONG | {"num_rollout": 100000}))
     runs = [
         queue.submit(path, tmp_path / "runs" / name, settings=held) for name, held in (("a", ()), ("b", queue.held))
@@ -108,7 +111,8 @@ def test_cancel_ends_a_run_and_takes_another_out_of_the_queue(queue: Queue, tmp_
     running.becomes("cancelled", 60)
 
 
-def test_what_cannot_be_held_is_refused_and_leaves_nothing(queue: Queue, tmp_path: Path, task: Path) -> None:
+def test_impossible_requests_are_refused(queue: Queue, tmp_path: Path, task: Path) -> None:
+    """What cannot be satisfied is refused and leaves nothing."""
     path = sft(queue, tmp_path, task)
     for words, said in ((("trainer.gpus_per_node=64",), "64"), (("scheduler=slrum",), "did you mean slurm?")):
         done = queue.hpcrl("submit", path, "--run-dir", tmp_path / "run", "--set", *words, check=False)

@@ -68,7 +68,8 @@ def test_checkpoints_have_megatrons_layout(uncut: Path) -> None:
     assert {"metadata.json", ".metadata", "hpcrl.json"} <= inside
 
 
-def test_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path: Path, task: Path, uncut: Path) -> None:
+def test_killed_during_a_save(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """Killed in the middle of a save: the previous checkpoint stays."""
     run = start(tmp_path, task, actor_num_gpus_per_node=2)
     run.until(lambda: (run.root / "checkpoints" / ".partial-iter_0000004").exists())
     os.kill(run.process.pid, signal.SIGKILL)
@@ -79,7 +80,7 @@ def test_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path:
     same_as(uncut, run.root)
 
 
-def test_faults_in_a_row_each_named_and_nothing_lost_or_left(tmp_path: Path, task: Path) -> None:
+def test_faults_in_a_row(tmp_path: Path, task: Path) -> None:
     """One run that is killed while it starts, loses a rank, is attacked, loses the rollout process, and is stopped: the
     campaign's eyes after each."""
     values = SFT | {"actor_num_gpus_per_node": 2, "num_rollout": 60, "save_interval": 1, "hang_timeout": HANG}
@@ -116,7 +117,8 @@ def test_a_finished_run_is_not_run_again(uncut: Path) -> None:
     assert metrics(uncut) == before
 
 
-def test_a_finished_run_trains_on_when_it_is_told_how_far(tmp_path: Path, uncut: Path) -> None:
+def test_finished_run_is_extended(tmp_path: Path, uncut: Path) -> None:
+    """A finished run trains on when it is told how far."""
     root = tmp_path / "moved"
     shutil.copytree(uncut, root, symlinks=True)
     for number, words in ((3, "6 rollouts are done"), (8, "")):
@@ -143,7 +145,8 @@ def test_a_schedule_takes_all_of_the_epochs(tmp_path: Path, task: Path) -> None:
     assert rates == pytest.approx([0.0, 1e-3, 2e-3 / 3, 1e-3 / 3])
 
 
-def test_a_run_directory_is_used_by_one_process_at_a_time(tmp_path: Path, task: Path) -> None:
+def test_one_process_per_run_directory(tmp_path: Path, task: Path) -> None:
+    """A run directory is used by one process at a time."""
     run = start(tmp_path, task, num_rollout=100000, save_interval=None)
     run.until(lambda: run.steps() >= 1)
     second = Run("--resume", run.root, root=run.root)
@@ -175,7 +178,8 @@ def test_a_bad_prompt_line_is_named(tmp_path: Path, task: Path, line: str, words
     assert all_gone(run.root, [])
 
 
-def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path: Path, task: Path, uncut: Path) -> None:
+def test_full_disk(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """A full disk ends the run and loses nothing saved."""
     small = tmp_path / "small"
     small.mkdir()
     if (
@@ -215,13 +219,15 @@ def test_nothing_listens_but_on_the_plans_address(tmp_path: Path, task: Path) ->
     assert len(found) >= 2 and set(found) == {"127.0.0.1"}, found
 
 
-def test_another_runs_checkpoints_are_not_taken_for_our_own(tmp_path: Path, task: Path, uncut: Path) -> None:
+def test_checkpoints_of_another_run(tmp_path: Path, task: Path, uncut: Path) -> None:
+    """Another run's checkpoints are not taken for its own."""
     run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(uncut / "checkpoints"))
     status, out = run.end(60)
     assert status == 1 and "saved by another run" in out and "--load" in out, out
 
 
-def test_a_damaged_checkpoint_and_an_unwritable_directory_are_named(tmp_path: Path, task: Path) -> None:
+def test_damaged_and_unwritable(tmp_path: Path, task: Path) -> None:
+    """A damaged checkpoint and an unwritable directory are named."""
     run = start(tmp_path, task, num_rollout=4)
     assert run.end()[0] == 0
     whole = metrics(run.root)

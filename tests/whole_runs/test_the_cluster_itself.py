@@ -72,7 +72,8 @@ def test_every_node_is_a_host_of_its_own(cluster: Cluster, tmp_path: Path) -> No
     cluster.run("rm /tmp/mine /dev/shm/mine", "node2")
 
 
-def test_a_heterogeneous_job_starts_and_accounting_knows_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_heterogeneous_job_and_accounting(cluster: Cluster, tmp_path: Path) -> None:
+    """A heterogeneous job starts, and accounting knows it."""
     script = f"""#!/bin/bash
 #SBATCH --partition=train --nodes=2 --gpus-per-node=4 --output={tmp_path}/out
 #SBATCH hetjob
@@ -92,7 +93,7 @@ wait
         time.sleep(0.2)
 
 
-def test_what_cannot_be_had_is_refused_or_pends_for_ever(cluster: Cluster, tmp_path: Path) -> None:
+def test_impossible_job_is_refused_or_pends(cluster: Cluster, tmp_path: Path) -> None:
     """As where EnforcePartLimits is not set, which is Slurm's default."""
     job = cluster.sbatch("-p", "small", "-t", "30", "-o", tmp_path / "log", "--wrap", "true")
     assert cluster.job(job)["Reason"] in {"PartitionConfig", "PartitionTimeLimit"}
@@ -138,7 +139,8 @@ def test_after_a_power_cut_the_job_is_requeued(cluster: Cluster, tmp_path: Path)
     assert (tmp_path / "log").read_text().split()[-1] == "node4"
 
 
-def test_a_pulled_cable_cuts_off_a_host_and_nothing_else(cluster: Cluster) -> None:
+def test_pulled_cable(cluster: Cluster) -> None:
+    """A pulled cable cuts off a host and nothing else."""
     knock = "timeout 1 bash -c 'echo > /dev/tcp/node3/22'"
     cluster.run(knock)
     cluster.link("node3", "down")
@@ -160,7 +162,7 @@ def test_mpirun_reaches_the_nodes_over_ssh(cluster: Cluster, tmp_path: Path, mpi
     assert result.stdout.split() == [name, "node3", "node3", "node1", "node1", "node2"]
 
 
-def test_shells_of_the_nodes_do_not_read_the_users_own_start_up_files(cluster: Cluster) -> None:
+def test_shells_skip_the_users_files(cluster: Cluster) -> None:
     """They may take long, and write into his home what a node that loses its power leaves there half done (pyenv's lock
     is one)."""
     home = Path(pwd.getpwuid(os.getuid()).pw_dir)

@@ -54,7 +54,8 @@ def under_openmpi(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, ta
     return path / "run"
 
 
-def test_open_mpi_trains_on_two_hosts_and_samples_on_a_third(under_openmpi: Path) -> None:
+def test_open_mpi_over_three_hosts(under_openmpi: Path) -> None:
+    """Open MPI trains on two hosts and samples on a third."""
     assert list(metrics(under_openmpi)) == list(range(5))
     for row in metrics(under_openmpi).values():
         assert row["train/train_rollout_logprob_abs_diff"] <= 1e-5
@@ -63,17 +64,14 @@ def test_open_mpi_trains_on_two_hosts_and_samples_on_a_third(under_openmpi: Path
     assert plan["engines"][0]["host"] == "node3"
 
 
-def test_mpich_with_a_rank_for_each_slot_gives_the_same_losses(
-    cluster: Cluster, under_openmpi: Path, tmp_path: Path, task: Path
-) -> None:
+def test_mpich_gives_the_same_losses(cluster: Cluster, under_openmpi: Path, tmp_path: Path, task: Path) -> None:
+    """MPICH with a rank for each slot gives the same losses."""
     hosts = cluster.hostfile("mpich", ["node2", "node1", "node3"], path=tmp_path / "hosts")
     launch(cluster, "mpich", hosts, policy(tmp_path, task, rank_launcher="ranks"), "--run-dir", tmp_path / "run")
     assert metrics(tmp_path / "run") == metrics(under_openmpi)
 
 
-def test_mpirun_itself_starts_it_and_slimes_hostfile_is_understood(
-    cluster: Cluster, tmp_path: Path, task: Path
-) -> None:
+def test_started_by_mpirun(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """mpirun ... hpcrl launch, with roles from a file of slime's that no mpirun reads; the run goes on after a stop."""
     ours = tmp_path / "slime.txt"
     ours.write_text("".join(f"{cluster.layout.address(n)} slot=1\n" for n in ("node3", "node1")))
@@ -154,7 +152,8 @@ def test_a_rank_that_dies_ends_the_run_on_every_host(cluster: Cluster, tmp_path:
     assert not any(cluster.processes(node) for node in ("node1", "node2"))
 
 
-def test_a_host_that_falls_silent_ends_the_run_within_a_minute(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+def test_silent_host_ends_the_run(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """A host that falls silent ends the run within a minute."""
     running = training(cluster, tmp_path, task)
     try:
         cluster.link("node2", "down")

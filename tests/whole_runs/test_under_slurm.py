@@ -48,7 +48,8 @@ def het(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, task: Path) 
     return job
 
 
-def test_a_heterogeneous_job_trains_to_the_end_over_four_hosts(het: Job) -> None:
+def test_heterogeneous_job_over_four_hosts(het: Job) -> None:
+    """A heterogeneous job trains to the end over four hosts."""
     assert list(metrics(het.root)) == list(range(5))
     for row in metrics(het.root).values():
         assert row["train/train_rollout_logprob_abs_diff"] <= 1e-5 and row["train/grad_norm"] > 0
@@ -59,7 +60,8 @@ def test_a_heterogeneous_job_trains_to_the_end_over_four_hosts(het: Job) -> None
     assert {place["interface"] for place in plan["trainers"]} == {"eth0"}
 
 
-def test_a_percent_sign_in_the_run_directory_is_no_pattern_of_slurms(cluster: Cluster, het: Job) -> None:
+def test_percent_sign_in_run_directory(cluster: Cluster, het: Job) -> None:
+    """A percent sign in the run directory is not one of Slurm's patterns."""
     assert (het.root / "logs" / f"job-{het.number}.out").is_file()
     assert cluster.job(het.number)["StdOut"].startswith(str(het.root.parent / "100"))
 
@@ -93,16 +95,16 @@ def test_the_python_of_the_document_runs(cluster: Cluster, tmp_path: Path, task:
     assert "--gpus-per-node" not in (tmp_path / "runs/one/job.sbatch").read_text()
 
 
-def test_status_knows_a_finished_job_with_and_without_slurm(cluster: Cluster, het: Job) -> None:
+def test_status_of_a_finished_job(cluster: Cluster, het: Job) -> None:
+    """Status knows a finished job with and without Slurm."""
     for node in ("head", "node1"):
         assert "finished" in hpcrl(cluster, "status", het.root, node=node).stdout
     bare = ["env", f"PATH={Path(sys.executable).parent}", sys.executable, "-m", "hpcrl", "status", str(het.root)]
     assert "finished" in cluster.run(bare, env=ENV).stdout
 
 
-def test_a_homogeneous_script_given_to_sbatch_by_hand_gives_the_same_losses(
-    cluster: Cluster, het: Job, tmp_path: Path, task: Path
-) -> None:
+def test_script_given_to_sbatch(cluster: Cluster, het: Job, tmp_path: Path, task: Path) -> None:
+    """A homogeneous script given to sbatch directly gives the same losses."""
     path = policy(tmp_path, task, tensor_model_parallel_size=2, rank_launcher="ranks")
     settings = ["--layout", "homogeneous", "--set", "trainer.mem=8G", "engine.mem=8G"]
     printed = hpcrl(cluster, "submit", path, "--print", *settings).stdout
@@ -119,7 +121,7 @@ def test_a_homogeneous_script_given_to_sbatch_by_hand_gives_the_same_losses(
 # ---- cut and continued
 
 
-def test_whatever_cuts_a_run_it_goes_on_to_the_same_losses(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+def test_same_losses_after_any_interruption(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """Out of time, requeued by an administrator, preempted, a node lost: one run, bit for bit that of an uncut one."""
     steps = {"num_rollout": 48, "save_interval": 2, "custom_rm_path": "tests.support.slurm.slow", "eval_interval": None}
     steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False}
@@ -182,9 +184,7 @@ def error(root: Path, attempt: int) -> str:
     return f"{found['role']}-{found['index']}: {found['message']}"
 
 
-def test_status_names_the_host_that_ended_a_job_which_is_not_queued_again(
-    cluster: Cluster, tmp_path: Path, task: Path
-) -> None:
+def test_status_names_the_guilty_host(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """The launcher was on it, and nobody comes after it."""
     path = sft(tmp_path, task, num_rollout=400, save_interval=None)
     job = submit(cluster, path, tmp_path / "run", settings=("requeue=false",))
@@ -212,9 +212,8 @@ def running(cluster: Cluster, module: str) -> list[int]:
 
 
 @pytest.mark.parametrize("what", ["engine", "trainer", pytest.param("rollout", marks=pytest.mark.soak)])
-def test_when_one_component_fails_all_ends_and_nothing_else_is_touched(
-    cluster: Cluster, tmp_path: Path, task: Path, what: str
-) -> None:
+def test_failed_component_ends_only_its_run(cluster: Cluster, tmp_path: Path, task: Path, what: str) -> None:
+    """When one component fails, all of its run ends and nothing else is touched."""
     decoy = tmp_path / "vllm"
     decoy.write_text("#!/bin/bash\nexec -a torchrun sleep 600\n")
     decoy.chmod(0o755)
@@ -245,7 +244,8 @@ def test_when_one_component_fails_all_ends_and_nothing_else_is_touched(
 
 
 @pytest.mark.soak
-def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+def test_two_runs_on_the_same_nodes(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """Two runs on the same nodes do not disturb each other."""
     nodes = tuple(f"{part}.extra.nodelist={n}" for part, n in (("trainer", "node[1-2]"), ("engine", "node3")))
     jobs = []
     for name in ("a", "b"):
@@ -286,9 +286,10 @@ def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(cluster: Cluster, 
         (("--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"), (), "divided"),
     ],
 )
-def test_what_slurm_cannot_run_is_refused_before_submission(
+def test_refused_before_submission(
     cluster: Cluster, tmp_path: Path, task: Path, words: tuple[str, ...], settings: tuple[str, ...], said: str
 ) -> None:
+    """What Slurm cannot run is refused before submission."""
     before = cluster.run(["squeue", "-h", "-t", "all"]).stdout
     done = hpcrl(
         cluster,
@@ -309,9 +310,7 @@ def test_what_slurm_cannot_run_is_refused_before_submission(
 
 
 @pytest.mark.parametrize("down", ["node", "partition"])
-def test_a_job_that_must_wait_for_what_is_down_is_taken_and_waits(
-    cluster: Cluster, tmp_path: Path, task: Path, down: str
-) -> None:
+def test_job_waits_for_down_nodes(cluster: Cluster, tmp_path: Path, task: Path, down: str) -> None:
     """As by plain sbatch; `sbatch --test-only` would refuse it."""
     path = sft(tmp_path, task, actor_num_nodes=4)
     root = tmp_path / "run"
@@ -334,9 +333,8 @@ def test_a_job_that_must_wait_for_what_is_down_is_taken_and_waits(
         cluster.run(["scontrol", "update", *mended])
 
 
-def test_what_sbatch_itself_refuses_is_told_in_one_line_and_leaves_nothing(
-    cluster: Cluster, tmp_path: Path, task: Path
-) -> None:
+def test_sbatch_refusal_in_one_line(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """What sbatch itself refuses is reported in one line and leaves nothing."""
     words = [policy(tmp_path, task), "--run-dir", tmp_path / "run", "--set", *MEMORY, "account=nobody"]
     for more in ([], ["--dry-run"]):
         done = hpcrl(cluster, "submit", *words[:3], *more, *words[3:], check=False)
@@ -347,9 +345,7 @@ def test_what_sbatch_itself_refuses_is_told_in_one_line_and_leaves_nothing(
     assert looked.returncode == 1 and "job like this run's" in looked.stdout, looked.stdout
 
 
-def test_a_run_directory_that_nodes_do_not_share_is_said_in_the_log(
-    cluster: Cluster, tmp_path: Path, task: Path
-) -> None:
+def test_unshared_run_directory(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """/var/tmp is each node's own in this job: Slurm's output file is on the shared one, so that somebody can read
     it."""
     path = sft(tmp_path, task)

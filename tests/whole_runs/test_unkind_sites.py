@@ -33,11 +33,12 @@ def test_the_cluster_is_as_unkind_as_it_says(bare: Cluster, tmp_path: Path) -> N
     assert bare.job(number)["NumCPUs"] == "2"
 
 
-def test_without_a_default_partition_the_mend_is_named_before_the_queue(
+def test_missing_default_partition(
     bare: Cluster,  # noqa: F811
     tmp_path: Path,
     task: Path,
 ) -> None:
+    """Without a default partition, the hint comes before the queue."""
     done = hpcrl(bare, "submit", sft(tmp_path, task), "--run-dir", tmp_path / "run", "--set", *BARE, check=False)
     assert done.returncode == 2 and "partition" in done.stderr and not (tmp_path / "run").exists(), done.stderr
     words = ["submit", sft(tmp_path, task), "--run-dir", tmp_path / "run", "--set", *BARE, "trainer.partition=one1"]

@@ -212,7 +212,8 @@ def test_fine_tuning_needs_nothing() -> None:
     assert not any(vars(needs(Options(**SFT))).values())
 
 
-def test_the_policy_loss_is_the_estimators_unless_it_is_said() -> None:
+def test_policy_loss_defaults_to_estimators() -> None:
+    """The policy loss is the estimator's unless one is given."""
     assert policy_loss_name(Options()) == "ppo"
     assert policy_loss_name(Options(advantage_estimator="gspo")) == "gspo"
     assert policy_loss_name(Options(advantage_estimator="gspo", pg_loss_type="sapo")) == "sapo"

@@ -83,7 +83,8 @@ def test_how_old_a_token_may_be(values: dict[str, Any], bound: int | None) -> No
     assert Options(**values).staleness_bound == bound
 
 
-def test_a_debug_switch_may_be_added_and_then_nothing_runs_ahead() -> None:
+def test_debug_switch_disables_running_ahead() -> None:
+    """A debug switch may be added to any loop; then nothing runs ahead."""
     for more in ({"debug_rollout_only": True}, {"load_debug_rollout_data": "d/{rollout_id}"}):
         options = Options(**(FULLY | more | {"stale_samples": "drop"}))
         check_options(options)
@@ -104,7 +105,8 @@ def test_when_the_engines_get_new_weights() -> None:
     assert not settles(Options(**FULLY), True), "the weights enter while responses are in flight"
 
 
-def test_a_rollout_that_trains_the_critic_alone_makes_no_version() -> None:
+def test_critic_only_rollout_makes_no_version() -> None:
+    """A rollout that trains the critic alone makes no policy version."""
     options = Options(**(ASYNC | STEPS | {"advantage_estimator": "ppo", "num_critic_only_steps": 2}))
     assert [steps_of(options, rollout) for rollout in range(4)] == [0, 0, 4, 4]
 

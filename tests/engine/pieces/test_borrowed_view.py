@@ -50,7 +50,8 @@ def test_a_lent_part_is_copied_out_of_its_tiles(dtype: torch.dtype) -> None:
     assert handed_out.borrowed._own is None, "copying makes none of its own"
 
 
-def test_whatever_else_is_done_to_a_lent_part_has_memory_of_its_own() -> None:
+def test_results_own_their_memory() -> None:
+    """Whatever else is done to a borrowed part has memory of its own."""
     full = torch.arange(48.0).view(6, 8)
     wanted = full.clone()
     for work in (
@@ -115,7 +116,7 @@ def carry_out(case: Case, plan: Redistribution, loads: list[Any], updates: int =
     return readers
 
 
-def test_loaders_copy_straight_out_of_the_ranks_memory_and_what_they_keep_is_their_own() -> None:
+def test_loaders_copy_from_ranks_memory() -> None:
     """Three rounds of two matrices, twice: one worker copies at once, the other keeps them all to the end."""
     case, plan = one_host(256)
     assert plan.rounds == 3
@@ -141,7 +142,8 @@ def test_loaders_copy_straight_out_of_the_ranks_memory_and_what_they_keep_is_the
         assert torch.equal(tensor + 0, torch.from_numpy(case.tensors[name]).float() + number // 6), name
 
 
-def test_a_matrix_that_lies_over_two_rounds_is_put_together_as_ever() -> None:
+def test_matrix_over_two_rounds() -> None:
+    """A matrix that is split over two rounds is put together as usual."""
     case, plan = one_host(64)
     assert plan.rounds == 12
     found: list[dict[str, torch.Tensor]] = [{}, {}]
@@ -153,9 +155,10 @@ def test_a_matrix_that_lies_over_two_rounds_is_put_together_as_ever() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_done_is_heard_once_a_round_is_loaded_and_a_load_that_fails_at_the_end_is_not_the_ranks_matter(
+def test_done_after_load_and_late_failure(
     fails: bool,
 ) -> None:
+    """Done is reported once a round is loaded; a load that fails at the end is not the rank's failure."""
     case, _ = simple()
     case.workers = [Worker(0, "t")]
     plan = redistribute(case.layouts, case.workers, case.hosts, 256, in_place=True)

@@ -120,7 +120,8 @@ def bits(layer: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone().view(torch.uint8) for name, parameter in layer.named_parameters()}
 
 
-def test_vllms_loaders_ask_for_no_more_than_the_part_and_make_the_same_of_it(layers: list[tuple[Kind, Any]]) -> None:
+def test_loaders_read_only_the_part(layers: list[tuple[Kind, Any]]) -> None:
+    """vLLM's loaders read no more than the part, and the result is the same."""
     from hpcrl.engine.vllm_layers import coded_cuts
 
     for kind, layer in layers:
@@ -231,7 +232,8 @@ def of_experts() -> Iterator[tuple[str, torch.Tensor, str, str, int]]:
 
 @pytest.mark.parametrize("spread", [False, True], ids=["halves", "experts apart"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_vllms_loader_of_experts_asks_for_no_more_than_the_part(rank: int, spread: bool) -> None:
+def test_expert_loader_reads_only_the_part(rank: int, spread: bool) -> None:
+    """vLLM's loader of experts reads no more than the part."""
     from hpcrl.engine.vllm_experts import coded_expert_cuts
 
     layer = stacked(rank, spread)
@@ -260,7 +262,8 @@ def test_vllms_loader_of_experts_asks_for_no_more_than_the_part(rank: int, sprea
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
 
 
-def test_experts_whose_blocks_are_not_cut_alike_come_whole() -> None:
+def test_unevenly_cut_experts_come_whole() -> None:
+    """Experts whose blocks are not cut alike come whole."""
     from hpcrl.engine.vllm_experts import coded_expert_cuts
 
     names = {name: entry(tensor) for name, tensor, *_ in of_experts()}
@@ -279,7 +282,8 @@ def entry(tensor: torch.Tensor) -> Entry:
     return Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), "")
 
 
-def test_the_plan_brings_a_worker_the_part_that_it_tells_of() -> None:
+def test_plan_brings_the_announced_part() -> None:
+    """The plan brings a worker the part that it announced."""
     held = {"a": HeldTensor((8, 4), (whole((8, 4), (0,)),))}
     unseen = {"a": {"shape": (8, 4), "dtype": "float8_e4m3fn"}}
     workers = [

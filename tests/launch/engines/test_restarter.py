@@ -62,7 +62,8 @@ def test_an_engine_is_started_again_up_to_the_limit(rundir: RunDir, clock: Clock
     assert roles[-1].status == -9, "now it counts"
 
 
-def test_one_that_never_came_up_is_a_failure_and_other_roles_are_not_ours(rundir: RunDir, clock: Clock) -> None:
+def test_never_up_is_a_failure(rundir: RunDir, clock: Clock) -> None:
+    """An engine that never came up is a failure; other roles are not the restarter's."""
     restarter = EngineRestarter(rundir, "a", 2, {0: ["run"]}, Fake)
     roles = [Fake("rollout", 0, [], status=1), Fake("engine", 0, ["run"], status=1)]
     restarter.restart_ended(roles)
@@ -71,7 +72,8 @@ def test_one_that_never_came_up_is_a_failure_and_other_roles_are_not_ours(rundir
     assert [r.status for r in roles] == [1, 1]
 
 
-def test_an_engine_that_is_let_go_is_ended_and_not_started_again(rundir: RunDir, clock: Clock) -> None:
+def test_removed_engine_is_not_restarted(rundir: RunDir, clock: Clock) -> None:
+    """A removed engine is ended and not started again."""
     restarter = EngineRestarter(rundir, "a", 2, {0: ["run"], 1: ["run"]}, Fake)
     roles = first = [Fake("engine", 0, []), Fake("engine", 1, [])]
     leaving = first[1]

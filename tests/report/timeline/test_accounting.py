@@ -247,7 +247,8 @@ def test_what_is_gone_from_a_file_still_counts(tmp_path: Path) -> None:
     assert (found["training"], found["updating"], found["generating"]) == (3, 1, 3)
 
 
-def test_a_run_without_timelines_costs_nothing_that_is_known(tmp_path: Path) -> None:
+def test_run_without_timelines(tmp_path: Path) -> None:
+    """A run without timelines has no known costs."""
     root = make(tmp_path / "run")
     (root / "timeline").mkdir()
     (root / "timeline" / "launcher-0.jsonl").write_text(json.dumps({"role": "launcher"}) + "\n")

@@ -46,7 +46,8 @@ def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
     assert track.header.least <= 0 <= track.header.most  # the clock of this machine's files is its own
 
 
-def test_every_line_is_there_at_once_and_a_torn_one_does_not_count(tmp_path: Path) -> None:
+def test_lines_are_written_at_once(tmp_path: Path) -> None:
+    """Every line is there at once, and a torn one does not count."""
     path = tmp_path / "x.jsonl"
     timeline = Timeline(path, "rollout", 0, "a")
     timeline.mark("one")
@@ -115,7 +116,8 @@ def test_a_sign_of_life_is_given_once_in_a_while(tmp_path: Path) -> None:
 # ---- clocks
 
 
-def test_clocks_are_aligned_where_they_differ_for_certain() -> None:
+def test_clock_alignment() -> None:
+    """Clocks are aligned where they differ for certain."""
     headers = [
         header(host="good", least=-300, most=10_200),
         header(host="late", least=4_999_000, most=5_020_000),

@@ -49,13 +49,15 @@ def test_the_table_of_truth() -> None:
     assert len(wrong) <= 0.02 * len(TABLE), wrong
 
 
-def test_every_answer_of_the_table_says_what_it_says_itself() -> None:
+def test_answers_equal_themselves() -> None:
+    """Every answer of the table equals itself."""
     for answer, label, _ in TABLE:
         for text in (answer.strip(), label.strip()):
             assert equivalent(text, text) == bool(text)
 
 
-def test_the_order_of_answer_and_label_makes_no_difference() -> None:
+def test_comparison_is_symmetric() -> None:
+    """The order of answer and label makes no difference."""
     for answer, label, truth in TABLE:
         if truth and not re.fullmatch(r"(\\text\{)?\(?[A-E]\)?\}?", label):  # but for multiple choice: (A) 12 chooses A
             assert equivalent(label, answer), (answer, label)

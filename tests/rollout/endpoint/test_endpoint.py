@@ -63,7 +63,9 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def test_a_chat_that_goes_on_keeps_its_tokens_and_another_begins_anew(tokenizer: Tokenizer) -> None:
+def test_continued_chat_keeps_its_tokens(tokenizer: Tokenizer) -> None:
+    """A continued chat keeps its tokens, and another begins a new conversation."""
+
     async def work(ask: Ask, session: Session, policy: Policy) -> None:
         status, first = await ask(
             "chat/completions", {"messages": [user("1+1")], "temperature": 1, "user": "me", "max_tokens": 9}
@@ -236,7 +238,9 @@ def test_log_probs_are_those_of_the_sampled_tokens(tokenizer: Tokenizer) -> None
     served(tokenizer, work)
 
 
-def test_special_tokens_are_not_in_what_is_answered_and_stay_in_the_sample(tokenizer: Tokenizer) -> None:
+def test_special_tokens_stay_in_the_sample(tokenizer: Tokenizer) -> None:
+    """Special tokens are left out of the answer and stay in the sample."""
+
     async def work(ask: Ask, session: Session, policy: Policy) -> None:
         policy.tokens = tokenizer._hf.convert_tokens_to_ids(["a", "<|assistant|>", "b"])
         _, first = await ask("chat/completions", {"messages": [user("1+1")]})
@@ -265,7 +269,8 @@ def test_a_route_that_is_not_there_is_named(tokenizer: Tokenizer) -> None:
     served(tokenizer, work)
 
 
-def test_calls_are_found_though_their_marks_are_special_tokens() -> None:
+def test_calls_marked_by_special_tokens() -> None:
+    """Tool calls are found although their marks are special tokens."""
     whole = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     assert answer('{"name": "add", "arguments": {}}', whole, True, 3)["tool_calls"][0]["function"]["name"] == "add"
     assert (
@@ -291,14 +296,16 @@ def test_keys_sizes_and_engines(tokenizer: Tokenizer) -> None:
     served(tokenizer, work)
 
 
-def test_calls_of_tools_are_read_and_their_results_go_on_with_the_chat(tokenizer: Tokenizer) -> None:
+def test_tool_calls_and_results(tokenizer: Tokenizer) -> None:
+    """Tool calls are parsed, and their results continue the chat."""
     said = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     text, (call,) = calls_in(said, 5)
     assert (text, call["id"], call["function"]) == ("Let me see.", "call_5_0", {"name": "add", "arguments": '{"a": 1}'})
     assert calls_in("<tool_call>{no json}</tool_call>", 0) == ("<tool_call>{no json}</tool_call>", [])
 
 
-def test_what_a_template_leaves_out_cannot_be_gone_on_with(tmp_path: Path) -> None:
+def test_incomplete_template_cannot_continue(tmp_path: Path) -> None:
+    """A chat that the template leaves parts out of cannot be continued."""
     tokenizer = Tokenizer(make_model(tmp_path, "{{ messages[-1]['content'] }}"))
     with pytest.raises(ValueError, match="what the assistant said"):
         continuation(tokenizer, [user("a")], [user("b")], 1)

@@ -398,9 +398,9 @@ def ints(*values: int) -> bytes:
         (answer(spans=[("3", 0, 2), ("4", 2, 4)]), "weight versions that do not cover"),
     ],
 )
-def test_bytes_that_are_no_frames_of_samples_are_an_error_that_names_the_engine(
-    lean: Bench, data: bytes, words: str
-) -> None:
+def test_malformed_frames_name_the_engine(lean: Bench, data: bytes, words: str) -> None:
+    """Bytes that are not frames of samples are an error that names the engine."""
+
     async def job(generator: EngineClient, pool: EnginePool) -> None:
         asked = (generator.complete(PROMPT, SAMPLING, seed, 4) for seed in range(2))
         *_, error = await asyncio.gather(*asked, return_exceptions=True)
@@ -412,7 +412,7 @@ def test_bytes_that_are_no_frames_of_samples_are_an_error_that_names_the_engine(
     lean.run(job, lambda _, count, __: b"" if count else data)
 
 
-def test_a_group_is_one_request_and_each_sample_its_own(lean: Bench) -> None:
+def test_group_is_one_request(lean: Bench) -> None:
     """What fails of it is asked again, not what was answered."""
 
     def one_fails(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
@@ -493,7 +493,8 @@ def test_sampling_is_as_the_options_say() -> None:
     assert not {"top_p", "top_k", "min_p", "min_tokens", "stop", "skip_special_tokens"} & set(plain)
 
 
-def test_an_evaluations_own_sampling_comes_before_the_rollouts() -> None:
+def test_evaluations_own_sampling() -> None:
+    """An evaluation's own sampling options override the rollout's."""
     tokenizer: Any = SimpleNamespace(eos_ids=frozenset({1}))
 
     def of(options: Options) -> Sampling:
@@ -526,7 +527,8 @@ def test_an_evaluations_own_sampling_comes_before_the_rollouts() -> None:
 
 
 @pytest.mark.parametrize("cut", [{"rollout_top_p": 0.9}, {"rollout_top_k": 5}, {"rollout_min_p": 0.1}])
-def test_a_temperature_with_truncated_sampling_is_refused(cut: dict[str, float]) -> None:
+def test_temperature_with_truncated_sampling(cut: dict[str, float]) -> None:
+    """A temperature with truncated sampling is refused."""
     base = {
         "hf_checkpoint": "m",
         "prompt_data": "p",
@@ -551,7 +553,7 @@ async def in_flight(engines: list[FakeEngine], count: int) -> None:
 
 
 @pytest.mark.parametrize("deaf", [0, 1])
-def test_abort_ends_all_but_evaluations_with_what_was_there(bench: Bench, deaf: int) -> None:
+def test_abort_spares_evaluations(bench: Bench, deaf: int) -> None:
     """A request that the engine has not seen yet, or does not end at the first word, is told again."""
 
     async def job(generator: EngineClient, pool: EnginePool) -> None:
@@ -595,7 +597,9 @@ def test_abort_waits_for_no_dead_engine(bench: Bench) -> None:
     bench.run(job, hang)
 
 
-def test_an_engine_that_does_not_end_what_it_is_told_to_is_named(bench: Bench) -> None:
+def test_engine_that_ignores_an_abort(bench: Bench) -> None:
+    """An engine that does not end an aborted request is named."""
+
     async def job(generator: EngineClient, pool: EnginePool) -> None:
         asked = asyncio.create_task(generator.complete(PROMPT, SAMPLING, 1, 4))
         await in_flight(bench.engines, 1)
@@ -629,7 +633,8 @@ def test_a_response_goes_on_from_its_exact_tokens(bench: Bench) -> None:
     assert found.status == (TRUNCATED if len(more) == 6 else COMPLETED)
 
 
-def test_a_response_that_is_as_long_as_it_may_become_needs_no_engine(bench: Bench) -> None:
+def test_full_length_response_needs_no_engine(bench: Bench) -> None:
+    """A response that has reached its limit needs no engine."""
     full = Completion(np.full(8, 7, np.int32), np.zeros(8, np.float32), np.zeros(8, np.int32), ABORTED)
     found = bench.run(lambda generator, pool: generator.complete(PROMPT, SAMPLING, 1, 4, begun=full), None)
     assert found.status == TRUNCATED and found.tokens.tolist() == [7] * 8 and not bench.engines[0].bodies
@@ -638,7 +643,9 @@ def test_a_response_that_is_as_long_as_it_may_become_needs_no_engine(bench: Benc
 # ---- which engine
 
 
-def test_a_group_goes_to_one_engine_unless_others_would_idle(bench: Bench) -> None:
+def test_group_stays_on_one_engine(bench: Bench) -> None:
+    """A group goes to one engine unless others would be idle."""
+
     async def slow(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:
         await asyncio.sleep(0.1)
 
@@ -652,7 +659,9 @@ def test_a_group_goes_to_one_engine_unless_others_would_idle(bench: Bench) -> No
         assert len({str(body["token_ids"]) for body in engine.bodies}) == 2, "two whole groups each"
 
 
-def test_a_key_stays_with_its_engine_while_that_is_not_much_busier(bench: Bench) -> None:
+def test_key_stays_with_its_engine(bench: Bench) -> None:
+    """A key stays with its engine unless that is much busier."""
+
     async def job(generator: EngineClient, pool: EnginePool) -> None:
         for turn in range(6):
             prompt = np.asarray([3] * (turn + 1), np.int32)
@@ -701,7 +710,7 @@ def test_seeds_are_fixed_and_differ() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_no_two_requests_share_their_noise_without_deterministic_mode_either(bench: Bench) -> None:
+def test_requests_have_their_own_noise(bench: Bench) -> None:
     """Two prompts of 8 samples in two rollouts over 4 engines, each of which deals its own seeds alike if left to
     it."""
     prompt = Prompt(1, "p", PROMPT)

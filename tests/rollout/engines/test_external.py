@@ -167,7 +167,7 @@ def test_what_is_no_engine_for_this_run_ends_it(
             asyncio.run(ExternalEngine(context, 1, f"127.0.0.1:{served.port}").keep())
 
 
-def test_both_sides_have_the_same_keys_and_the_engine_none_of_another(tmp_path: Path) -> None:
+def test_keys_are_shared_by_pairs_only(tmp_path: Path) -> None:
     """What `hpcrl engines serve` starts with, and what the run borrows."""
     keys = tmp_path / "keys"
     addresses = ("127.0.0.1:8100", "127.0.0.1:8101")
@@ -201,7 +201,8 @@ def test_keys_that_are_not_there_are_missed_by_name(tmp_path: Path) -> None:
     assert borrow(context.rundir, Plan("run", 0, (HERE,), (HERE,), HERE), context.options) is None
 
 
-def test_an_engine_elsewhere_is_refused_where_it_could_not_reach_the_trainer(tmp_path: Path) -> None:
+def test_unreachable_trainer_is_refused(tmp_path: Path) -> None:
+    """An engine elsewhere is refused where it could not reach the trainer."""
     context = run_with(tmp_path, "10.0.0.5:8100")
     with pytest.raises(UsageError, match="10.0.0.5:8100:.*machine alone and listens.*127.0.0.1"):
         borrow(context.rundir, context.plan, context.options)

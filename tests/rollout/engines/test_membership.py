@@ -123,7 +123,9 @@ def test_nobody_is_asked_before_it_has_the_weights(tmp_path: Path, stack: ExitSt
     Office(tmp_path, stack, None, None).run(job)
 
 
-def test_with_its_only_engine_gone_a_request_waits_for_the_next_life(tmp_path: Path, stack: ExitStack) -> None:
+def test_request_waits_for_the_next_life(tmp_path: Path, stack: ExitStack) -> None:
+    """With its only engine gone, a request waits until the engine is restarted."""
+
     def dies(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
         engine.healthy = False
         return CUT
@@ -145,7 +147,9 @@ def test_with_its_only_engine_gone_a_request_waits_for_the_next_life(tmp_path: P
     Office(tmp_path, stack, dies).run(job)
 
 
-def test_one_in_doubt_that_is_well_serves_again_or_joins_anew(tmp_path: Path, stack: ExitStack) -> None:
+def test_doubted_engine_returns(tmp_path: Path, stack: ExitStack) -> None:
+    """A suspect engine that is well serves again or joins again."""
+
     async def job(office: Office) -> None:
         office.up(0, office.engines[0])
         await office.until("joining")
@@ -205,7 +209,9 @@ def test_without_any_engine_left_the_run_ends(
     Office(tmp_path, stack, None).run(job)
 
 
-def test_a_preempted_engine_hands_back_what_goes_on_elsewhere(tmp_path: Path, stack: ExitStack) -> None:
+def test_preempted_engine_hands_back_requests(tmp_path: Path, stack: ExitStack) -> None:
+    """A preempted engine hands back requests, which continue elsewhere."""
+
     async def job(office: Office) -> None:
         office.up(0, office.engines[0])
         await office.until("joining")

@@ -84,7 +84,8 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_only_engines_with_the_published_weights_ever_answer(seed: int) -> None:
+def test_only_published_weights_answer(seed: int) -> None:
+    """Only engines with the published weights ever answer."""
     for run in range(75):
         world = World(1000 * seed + run)
         before: dict[int, EngineMember] = {}
@@ -102,7 +103,8 @@ def test_only_engines_with_the_published_weights_ever_answer(seed: int) -> None:
             before = copy.deepcopy(world.registry.members)
 
 
-def test_whatever_has_happened_all_serve_again_once_nothing_happens_any_more() -> None:
+def test_all_serve_again_in_the_end() -> None:
+    """Whatever has happened, all engines serve again once events cease."""
     for seed in range(200):
         serves_again(World(seed), seed)
 
@@ -146,7 +148,8 @@ def test_a_restarted_engine_waits_for_its_weights() -> None:
     assert len(registry.serving()) == 2
 
 
-def test_one_that_misses_an_update_serves_no_more_until_it_has_it() -> None:
+def test_missed_update_stops_serving() -> None:
+    """An engine that misses an update does not serve until it has it."""
     registry = one()
     registry.up(0, 0)
     registry.up(1, 0)

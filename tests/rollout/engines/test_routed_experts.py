@@ -45,7 +45,7 @@ def test_what_is_no_choice_is_the_engines_fault(data: Any, shape: tuple[int, int
         read_experts(ENGINE, bytes(data), shape, 7, ROUTING)
 
 
-def test_what_goes_on_keeps_the_choice_of_what_was_there() -> None:
+def test_continued_response_keeps_its_experts() -> None:
     """The engine reads the first part again, and may then choose otherwise; the log-probs are those of the first
     time."""
     first, more = completion(5, 3), completion(8, 4, seed=1)
@@ -55,7 +55,8 @@ def test_what_goes_on_keeps_the_choice_of_what_was_there() -> None:
     assert len(whole.experts) == 5 + 7 - 1 and len(whole.tokens) == 7
 
 
-def test_a_sample_has_a_row_for_every_token_and_none_is_known_of_the_last() -> None:
+def test_one_row_per_token() -> None:
+    """A sample has a row for every token, and that of the last is unknown."""
     prompt = Prompt(line=0, raw="", tokens=np.arange(5, dtype=np.int32))
     sample = completion(5, 3).sample(0, 0, prompt, "")
     assert sample.extra["routed_experts"].shape == (8, 2, 2)

@@ -178,7 +178,7 @@ def sample(group: int, reward: float, response: str = "", status: str = COMPLETE
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 7), st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int, data: st.DataObject) -> None:
+def test_pass_at_k(n: int, data: st.DataObject) -> None:
     """Against the definition: every way to choose k of n responses."""
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     right = [True] * c + [False] * (n - c)

@@ -155,7 +155,8 @@ class Kept:
 @pytest.mark.parametrize(
     "given", [True, np.True_, np.array(True), torch.tensor(True), torch.tensor(0.5), np.float64(2)]
 )
-def test_a_verdict_without_dimensions_counts_as_its_truth_value(given: Any) -> None:
+def test_verdict_as_truth_value(given: Any) -> None:
+    """A verdict without dimensions counts as its truth value."""
     no = type(given)(False) if isinstance(given, bool | np.bool_) else given * 0
     assert read_verdict(given).keep is True and read_verdict(no).keep is False
     assert read_verdict(Kept(given)).keep is True and read_verdict(Kept(no)).keep is False
@@ -167,7 +168,8 @@ def test_what_is_no_verdict_is_a_type_error(given: Any) -> None:
         read_verdict(given)
 
 
-def test_the_filter_that_the_guides_print_keeps_and_drops() -> None:
+def test_guides_filter_keeps_and_drops() -> None:
+    """The filter printed in the guides keeps and drops."""
     judge = DynamicFilter(Options(dynamic_sampling_filter_path=f"{HERE}.reward_varies")).judge
     none = np.zeros(0, np.int32)
     differ, same = (
@@ -192,7 +194,9 @@ def slow(*groups: int) -> Callable[[ResponseRequest], float | None]:
     return takes
 
 
-def test_without_any_of_it_a_rollout_is_the_next_groups(tmp_path: Path) -> None:
+def test_plain_rollout_takes_the_next_groups(tmp_path: Path) -> None:
+    """Without filters and over-sampling, a rollout is the next groups."""
+
     async def run() -> None:
         attempt = Attempt(tmp_path / "run", FakeSampler(lambda a: random.random() / 100))
         other = PromptSource(attempt.source.file, 3, True)
@@ -218,7 +222,9 @@ def test_without_any_of_it_a_rollout_is_the_next_groups(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_over_sampling_takes_the_first_and_drops_the_rest(tmp_path: Path) -> None:
+def test_over_sampling_drops_the_rest(tmp_path: Path) -> None:
+    """Over-sampling takes the first groups and drops the rest."""
+
     async def run() -> None:
         attempt = Attempt(tmp_path / "run", FakeSampler(slow(1, 4)), **OVER)
         rollout, metrics, _ = await attempt.step(0, 0)
@@ -242,7 +248,9 @@ def test_a_filter_refuses_and_more_are_issued(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_with_a_fallback_equal_rewards_fill_what_is_missing(tmp_path: Path) -> None:
+def test_fallback_fills_the_batch(tmp_path: Path) -> None:
+    """With a fallback, groups of equal rewards fill what is missing."""
+
     async def run() -> None:
         name = "check_reward_nonzero_std_with_fallback"
         attempt = Attempt(tmp_path / "run", FakeSampler(), dynamic_sampling_filter_path=name)
@@ -253,7 +261,9 @@ def test_with_a_fallback_equal_rewards_fill_what_is_missing(tmp_path: Path) -> N
     asyncio.run(run())
 
 
-def test_in_deterministic_mode_the_batch_does_not_depend_on_who_is_first(tmp_path: Path) -> None:
+def test_deterministic_batch_order(tmp_path: Path) -> None:
+    """In deterministic mode the batch does not depend on which group is first."""
+
     async def run() -> None:
         found = []
         for seed in range(4):
@@ -293,7 +303,9 @@ def test_what_is_left_over_goes_on_from_its_tokens(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_finished_groups_beyond_need_are_the_next_batchs_first(tmp_path: Path) -> None:
+def test_surplus_groups_come_next(tmp_path: Path) -> None:
+    """Finished groups beyond need are the first of the next batch."""
+
     async def run() -> None:
         attempt = Attempt(tmp_path / "run", FakeSampler(lambda a: 0.0 if a.group.number < 6 else 0.05), **PARTIAL)
         await attempt.step(0, 0)
@@ -307,7 +319,9 @@ def test_finished_groups_beyond_need_are_the_next_batchs_first(tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_tokens_of_an_older_policy_are_masked_on_demand(tmp_path: Path) -> None:
+def test_older_policys_tokens_are_masked(tmp_path: Path) -> None:
+    """Tokens of an older policy are masked on demand."""
+
     async def run() -> None:
         values = PARTIAL | {"mask_offpolicy_in_partial_rollout": True}
         attempt = Attempt(tmp_path / "run", FakeSampler(slow(1)), **values)
@@ -336,7 +350,9 @@ def test_what_is_too_old_is_made_again(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_response_that_waits_for_its_reward_is_not_sampled_again(tmp_path: Path) -> None:
+def test_ungraded_response_is_not_resampled(tmp_path: Path) -> None:
+    """A response that waits for its reward is not sampled again."""
+
     class Graded(FakeSampler):
         async def make(self, asked: ResponseRequest) -> list[Sample]:
             if asked.begun and asked.begun[0].status == COMPLETED:
@@ -447,7 +463,9 @@ def test_a_buffer_filter_chooses_and_gives_up(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_buffer_filter_that_fails_is_replaced_by_the_front(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failing_buffer_filter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A buffer filter that fails is replaced by taking the first groups."""
+
     async def run() -> None:
         attempt = Attempt(tmp_path / "run", FakeSampler(slow(1)), **PARTIAL, buffer_filter_path=f"{HERE}.breaks")
         await attempt.step(0, 0)
@@ -470,7 +488,9 @@ async def killed(attempt: Attempt, rollout_id: int, version: int, finished: int)
     await asyncio.gather(making, return_exceptions=True)
 
 
-def test_groups_that_were_finished_when_the_run_was_killed_are_not_made_again(tmp_path: Path) -> None:
+def test_finished_groups_survive_a_kill(tmp_path: Path) -> None:
+    """Groups that were finished when the run was killed are not made again."""
+
     async def run() -> None:
         path, stuck = tmp_path / "run", slow(6, 7)
         first = Attempt(path, FakeSampler(stuck))
@@ -500,7 +520,7 @@ def test_in_deterministic_mode_they_are_made_again(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_going_back_keeps_what_the_policy_there_may_learn_from(tmp_path: Path) -> None:
+def test_going_back_keeps_usable_groups(tmp_path: Path) -> None:
     """Three rollouts of one policy each; back to the checkpoint after the first, which has only seen version 1."""
 
     async def run() -> None:
@@ -608,7 +628,8 @@ def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
         bank.decode(bank.encode(held), Group(3, Prompt(0, 0, np.asarray([5, 7], np.int32))))
 
 
-def test_a_damaged_file_is_an_error_of_ours_whatever_is_wrong() -> None:
+def test_damaged_bank_files() -> None:
+    """A damaged file is always one of hpcrl's errors."""
     data = bank.encode(GroupProgress(group(), {0: [sample(0, [1, 1])]}))
     chance = random.Random(1)
     for _ in range(2000):
@@ -621,7 +642,9 @@ def test_a_damaged_file_is_an_error_of_ours_whatever_is_wrong() -> None:
             continue
 
 
-def test_groups_that_come_while_others_are_written_share_a_file_which_goes_with_the_last(tmp_path: Path) -> None:
+def test_concurrent_groups_share_a_file(tmp_path: Path) -> None:
+    """Groups that arrive during a write share a file, which is removed with the last of them."""
+
     def held(number: int, reward: float = 0.0) -> GroupProgress:
         return GroupProgress(group(number), {0: [replace(sample(0, [1]), group=number, reward=reward)]})
 
@@ -650,7 +673,9 @@ def test_groups_that_come_while_others_are_written_share_a_file_which_goes_with_
     asyncio.run(run())
 
 
-def test_whoever_shares_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_failed_write_reaches_all_sharers(tmp_path: Path) -> None:
+    """Everyone who shares a file that cannot be written is told."""
+
     async def run() -> None:
         bank = Bank(tmp_path / "file" / "bank")
         (tmp_path / "file").write_text("")
@@ -692,7 +717,8 @@ def test_what_a_policy_may_learn_from(
         assert not found.begun
 
 
-def test_columns_of_a_response_are_cut_with_it_and_go_on_with_it() -> None:
+def test_columns_follow_the_response() -> None:
+    """Columns of a response are cut and continued with it."""
     experts = np.arange(5 * 2 * 1, dtype=np.uint8).reshape(5, 2, 1)
     extra = {"routed_experts": experts, "teacher_logprobs": np.arange(3, dtype=np.float32)}
     found, _ = fit(GroupProgress(group(), {0: [sample(0, [4, 5, 6], extra=extra)]}), 5, None, parts=True)

@@ -64,7 +64,9 @@ def drawn(seed: int) -> FakeSampler:
 
 
 @pytest.mark.parametrize("late", ["wait", "drop"])
-def test_batches_leave_in_time_and_every_group_is_accounted_for(tmp_path: Path, late: str) -> None:
+def test_all_groups_are_accounted_for(tmp_path: Path, late: str) -> None:
+    """Batches are ready in time, and every group is accounted for."""
+
     async def run() -> None:
         attempt = Streaming(tmp_path / "run", drawn(1), stale_samples=late)
         made = await attempt.trains(0, 7)
@@ -97,7 +99,9 @@ def test_a_slow_group_is_overtaken_but_not_for_ever(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_with_drop_it_is_ended_once_the_trainer_has_nothing_else(tmp_path: Path) -> None:
+def test_drop_ends_late_groups(tmp_path: Path) -> None:
+    """With --staleness drop, a late group is ended once the trainer has nothing else."""
+
     async def run() -> None:
         attempt = Streaming(
             tmp_path / "run", FakeSampler(lambda a: 60.0 if a.group.number == 1 else 0.0), stale_samples="drop"
@@ -148,7 +152,7 @@ def test_refused_groups_are_made_up_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stopped", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_that_ends_early_loses_no_group_and_trains_none_twice(tmp_path: Path, stopped: bool, seed: int) -> None:
+def test_early_end_loses_no_group(tmp_path: Path, stopped: bool, seed: int) -> None:
     """It goes on from the checkpoint after rollout 2; another was trained on, and more was at work."""
 
     async def run() -> None:
@@ -218,7 +222,9 @@ def test_what_was_begun_goes_on_from_its_tokens(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_what_was_begun_and_would_come_too_late_is_made_again(tmp_path: Path) -> None:
+def test_late_groups_are_made_again(tmp_path: Path) -> None:
+    """Groups that were begun and would come too late are made again."""
+
     async def run() -> None:
         path = tmp_path / "run"
         first = Streaming(

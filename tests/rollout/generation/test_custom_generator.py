@@ -113,7 +113,8 @@ def test_what_it_returns_is_checked(tmp_path: Path, how: str, words: str) -> Non
     assert words in str(caught.value) and str(caught.value).startswith(f"--rollout-function-path {HERE}.spoilt")
 
 
-def test_other_ways_to_fill_a_batch_have_no_effect_beside_it() -> None:
+def test_other_batch_options_have_no_effect() -> None:
+    """Other ways to fill a batch have no effect with a custom generator."""
     with pytest.raises(
         UsageError, match="--over-sampling-batch-size has no effect here: --rollout-function-path makes the rollout"
     ):

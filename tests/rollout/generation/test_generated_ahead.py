@@ -47,7 +47,8 @@ def said(rollout: Rollout) -> list[Any]:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_a_rollout_that_was_made_ahead_is_taken_from_disk(tmp_path: Path, filtered: bool) -> None:
+def test_prefetched_rollout_from_disk(tmp_path: Path, filtered: bool) -> None:
+    """A rollout that was generated ahead is taken from disk."""
     more = {"dynamic_sampling_filter_path": "check_reward_nonzero_std"} if filtered else {}
 
     async def run() -> None:
@@ -93,9 +94,9 @@ def test_files_that_no_restart_can_ask_for_are_gone(tmp_path: Path) -> None:
     assert asyncio.run(files(save_interval=None)) == ["00000006"]
 
 
-def test_a_file_of_another_history_or_a_damaged_one_is_left_out(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_or_damaged_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A file of another history, or a damaged one, is left out."""
+
     async def run() -> None:
         path = tmp_path / "run"
         first = Ahead(path)

@@ -20,7 +20,9 @@ from hpcrl.rollout.samplers.sampler import ResponseRequest
 TRACE = Trace(Path(__file__).parents[3] / "bench" / "overlap_trace.json")
 
 
-def test_made_up_time_passes_at_once_and_stands_still_for_threads() -> None:
+def test_virtual_time() -> None:
+    """Virtual time passes at once and stands still for threads."""
+
     async def run() -> tuple[float, float, list[str]]:
         said: list[str] = []
 
@@ -49,7 +51,8 @@ def test_who_waits_for_nothing_is_told() -> None:
         simulate(run())
 
 
-def test_a_pause_makes_a_response_longer_and_its_tokens_newer() -> None:
+def test_pause_lengthens_a_response() -> None:
+    """A pause makes a response longer and its tokens newer."""
     tokens, seconds = TRACE.of(0, 0)
 
     async def run() -> tuple[float, list[int]]:

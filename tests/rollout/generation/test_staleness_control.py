@@ -84,7 +84,7 @@ class Loop:
     ahead=st.booleans(),
     refuses=st.sampled_from([0.0, 0.3]),
 )
-def test_over_random_runs_nothing_is_too_old_and_nothing_stands_still(
+def test_random_runs_keep_the_bound(
     seed: int, wanted: int, steps: int, interval: int, more: int, late: str, ahead: bool, refuses: float
 ) -> None:
     """ahead: the batch after this one is asked for while this one is trained on."""
@@ -117,7 +117,8 @@ def test_over_random_runs_nothing_is_too_old_and_nothing_stands_still(
     assert refuses or late == "drop" or not loop.lost, "without filter and drop no group is lost"
 
 
-def test_the_first_batch_is_the_first_to_finish_and_the_slow_ones_are_not_passed_over_for_ever() -> None:
+def test_slow_groups_are_not_starved() -> None:
+    """The first batch is the first to finish, and slow groups are not passed over for ever."""
     pacing = StalenessControl(wanted=2, bound=2, steps=1)
     assert pacing.due() == 6, "three batches of two: the last is two versions old"
     pacing.issue(range(6))
@@ -140,7 +141,8 @@ def test_the_first_batch_is_the_first_to_finish_and_the_slow_ones_are_not_passed
     assert pacing.batch() == ([0, 4], []), "the oldest first"
 
 
-def test_what_would_come_too_late_is_waited_for_or_dropped_or_trained_later() -> None:
+def test_late_groups_wait_drop_or_train_later() -> None:
+    """Groups that would be too late are waited for, dropped or trained later."""
     for late, found in (("wait", None), ("drop", ([1, 2], [0])), ("train", ([1, 2], []))):
         pacing = StalenessControl(wanted=2, bound=0, steps=1, late=late)  # type: ignore[arg-type]
         pacing.issue([0, 1])
@@ -157,7 +159,8 @@ def test_what_would_come_too_late_is_waited_for_or_dropped_or_trained_later() ->
             assert pacing.batch() == found
 
 
-def test_what_an_earlier_attempt_began_is_gone_on_with_only_if_it_can_be_in_time() -> None:
+def test_earlier_attempts_groups() -> None:
+    """Groups that an earlier attempt began are continued only if they can be in time."""
     pacing = StalenessControl(wanted=1, bound=2, steps=1, following=5, engines=5)
     assert not pacing.resume(0, 2), "three versions old already"
     assert pacing.resume(1, 3) and not pacing.resume(2, 3), "the next batch has room for one"

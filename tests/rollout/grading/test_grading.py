@@ -187,7 +187,8 @@ def test_a_prompt_that_names_no_reward_is_refused(name: str, words: str) -> None
 # ---- own rewards
 
 
-def test_an_own_reward_sees_options_and_the_whole_sample() -> None:
+def test_custom_reward_sees_the_sample() -> None:
+    """A custom reward sees the options and the whole sample."""
     (found,) = graded(
         sample("abc", {"a": 1}, key="value"), custom_rm_path=f"{HERE}.sees_everything", rollout_temperature=0.5
     )
@@ -209,7 +210,8 @@ def test_the_rewards_of_the_document_work_as_written(tmp_path: Path, monkeypatch
     assert [s.reward for s in found] == [0.5, 0.0]
 
 
-def test_plain_and_async_functions_classes_and_keyword_arguments() -> None:
+def test_kinds_of_reward_functions() -> None:
+    """Plain and async functions, classes and keyword arguments."""
     for name in ("length", "length_async", "Length", "length_with_more"):
         assert [s.reward for s in graded(sample("1234"), custom_rm_path=f"{HERE}.{name}")] == [4.0]
 
@@ -321,7 +323,9 @@ def stop_after_start(grading: Grading) -> int:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_process_that_is_stopped_is_a_time_out_and_repeated_in_deterministic_mode(deterministic: bool) -> None:
+def test_stopped_process_times_out(deterministic: bool) -> None:
+    """A stopped process is a time-out, and is retried in deterministic mode."""
+
     async def body(grading: Grading) -> list[Sample]:
         stop_after_start(grading)
         return await grade(grading, sample(r"\boxed{1/2}", "0.5"))
@@ -364,7 +368,9 @@ def test_a_hostile_integral_is_stopped() -> None:
     assert bad.reward == 0.0 and good.reward == 1.0
 
 
-def test_a_cancelled_grading_leaves_its_answer_to_nobody() -> None:
+def test_cancelled_grading() -> None:
+    """The answer of a cancelled grading is discarded."""
+
     async def body(grading: Grading) -> list[Sample]:
         slow = asyncio.create_task(grade(grading, sample("slow")))
         await asyncio.sleep(0.3)
@@ -377,7 +383,9 @@ def test_a_cancelled_grading_leaves_its_answer_to_nobody() -> None:
 # ---- too many failures
 
 
-def test_failures_of_several_prompts_beyond_the_share_stop_the_run() -> None:
+def test_too_many_failures_stop_the_run() -> None:
+    """Failures of several prompts beyond the allowed share stop the run."""
+
     async def body(grading: Grading) -> None:
         for number in range(20):
             await grade(grading, sample("bad"), size=20, where=f"p.jsonl, line {number % 3}")

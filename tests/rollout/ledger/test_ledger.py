@@ -169,7 +169,8 @@ class Run:
         assert len(self.trained) == ledger.trained and len(self.dropped) == sum(ledger.dropped.values())
 
 
-def test_over_random_schedules_nothing_is_lost_and_nothing_trained_twice() -> None:
+def test_random_schedules() -> None:
+    """Over random schedules nothing is lost and nothing is trained twice."""
     restarts = 0
     for seed in range(SCHEDULES):
         run = Run(random.Random(seed))
@@ -186,7 +187,8 @@ def test_over_random_schedules_nothing_is_lost_and_nothing_trained_twice() -> No
     assert restarts > SCHEDULES / 4
 
 
-def test_in_order_the_batch_depends_on_the_verdicts_alone() -> None:
+def test_ordered_batch_depends_on_verdicts() -> None:
+    """In order, the batch depends on the verdicts alone."""
     for seed in range(500):
         chance = random.Random(seed)
         wanted, at_once = chance.randint(1, 5), chance.randint(5, 9)
@@ -233,7 +235,8 @@ def test_a_batch_is_full_with_the_first_that_are_kept() -> None:
             filling.keep(number)
 
 
-def test_refused_groups_fill_a_batch_only_if_their_filter_says_so_and_nothing_is_in_flight() -> None:
+def test_refused_groups_fill_a_batch() -> None:
+    """Refused groups fill a batch only if their filter allows it and nothing is in flight."""
     filling = BatchSelection(2, 3, ordered=False)
     filling.add([0, 1, 2])
     filling.refuse(0, "zero", second=True)

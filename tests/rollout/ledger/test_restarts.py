@@ -65,7 +65,8 @@ def killed_while_making(attempt: Attempt, rollout_id: int, state: dict[str, Any]
     attempt.process.wait()
 
 
-def test_a_run_that_is_killed_twice_accounts_for_every_group(tmp_path: Path, model: Path) -> None:  # noqa: F811
+def test_run_killed_twice(tmp_path: Path, model: Path) -> None:  # noqa: F811
+    """A run that is killed twice accounts for every group."""
     path = tmp_path / "run"
     with Attempt(path, model, sluggish, dying, **VALUES) as first:
         first.begin()

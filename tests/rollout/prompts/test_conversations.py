@@ -62,7 +62,8 @@ def said(tokenizer: Tokenizer, prompt: Prompt) -> list[str]:
     return [tokenizer._hf.decode(prompt.target[a:b]) for a, b in edges.reshape(-1, 2)]
 
 
-def test_every_turn_of_the_assistant_is_learned_with_its_end(tmp_path: Path) -> None:
+def test_all_assistant_turns_are_learned(tmp_path: Path) -> None:
+    """Every turn of the assistant is learned, with its end."""
     tokenizer, prompt = learn(tmp_path, PLAIN, TALK)
     assert said(tokenizer, prompt) == ["2<|end|>", "4<|end|>"]
     assert tokenizer._hf.decode(prompt.tokens) == "<|user|>1+1=<|end|>\n<|assistant|>"
@@ -89,7 +90,7 @@ def test_a_message_may_be_left_out_of_the_loss(tmp_path: Path) -> None:
         learn(tmp_path, PLAIN, [message | {"step_loss_mask": 0} for message in TALK])
 
 
-def test_a_template_that_treats_the_last_turn_alone_otherwise(tmp_path: Path) -> None:
+def test_template_with_a_special_last_turn(tmp_path: Path) -> None:
     """Each turn is learned as the model will be asked for it: the earlier one as it stands in the prompt of the later
     one."""
     thought = [*TALK[:3], TALK[3] | {"reasoning_content": "22"}]
@@ -132,7 +133,8 @@ def test_what_cannot_be_masked_exactly_is_refused(
     assert "talk.jsonl, line 1: " in str(caught.value) and words in str(caught.value)
 
 
-def test_a_conversation_beyond_the_context_is_dropped_or_refused(tmp_path: Path) -> None:
+def test_conversation_beyond_the_context(tmp_path: Path) -> None:
+    """A conversation beyond the context is dropped or refused."""
     with pytest.raises(DataError, match="each of its 1 prompts is longer"):
         learn(tmp_path, PLAIN, TALK, rollout_max_context_len=12)
     with pytest.raises(DataError, match="prompt and label together.*21 tokens long, the limit.*12"):

@@ -144,7 +144,8 @@ def test_its_rows_are_those_of_a_file(tokenizer: Tokenizer, tmp_path: Path) -> N
     assert source.metrics() == {"data/dropped": 0.0}
 
 
-def test_what_is_too_long_is_dropped_and_others_are_asked_for(tokenizer: Tokenizer) -> None:
+def test_too_long_prompts_are_replaced(tokenizer: Tokenizer) -> None:
+    """Prompts that are too long are dropped, and others are requested."""
     source = own(tokenizer, "Counting", rollout_max_prompt_len=1)
     assert [group.prompt.raw for group in source.take(10)] == [str(n) for n in range(10)]
     with pytest.raises(DataError, match=f"{MOST_DROPPED}.*row are longer than.*1 tokens; raise"):
@@ -289,7 +290,8 @@ def test_how_long_a_run_is(model: Path) -> None:
         work("Listed", num_epoch=3, rollout_batch_size=16)
 
 
-def test_it_needs_no_prompt_file_and_orders_its_prompts_itself(tmp_path: Path) -> None:
+def test_no_prompt_file_is_needed(tmp_path: Path) -> None:
+    """A custom source needs no prompt file and orders its prompts itself."""
     (tmp_path / "own.jsonl").write_text("a form of its own\n")
     look_at([Options(data_source_path="m.C", prompt_data=str(tmp_path / "own.jsonl"))])
     values = {name: value for name, value in GRPO.items() if name != "prompt_data"}

@@ -58,7 +58,8 @@ def read(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., PromptFile]:
 
 @given(st.lists(st.text(st.sampled_from("a1 é\ufdfa世\n"), max_size=40), min_size=1, max_size=6), st.integers(1, 60))
 @settings(max_examples=200, deadline=None)
-def test_what_is_sure_to_fit_without_being_encoded_does(model: Path, texts: list[str], limit: int) -> None:
+def test_sure_to_fit_without_encoding(model: Path, texts: list[str], limit: int) -> None:
+    """What is sure to fit without being encoded does fit."""
     tokenizer = Tokenizer(model)
     for text in texts:
         if tokenizer.surely_within(text, limit):
@@ -86,7 +87,8 @@ def test_only_what_may_be_too_long_is_encoded(
     ]
 
 
-def test_a_prompt_is_rendered_and_keeps_what_stood_there(read: Callable[..., PromptFile], tokenizer: Tokenizer) -> None:
+def test_rendered_prompt_keeps_its_source(read: Callable[..., PromptFile], tokenizer: Tokenizer) -> None:
+    """A prompt is rendered and keeps its source text."""
     row = {"prompt": "1+1=", "label": 2, "metadata": {"source": "made up"}}
     file = read(f"{GOOD}\n\n{json.dumps(row)}\n")
     first, second = file.prompts
@@ -334,7 +336,8 @@ def test_directories_that_hold_no_tokenizer(model: Path, tmp_path: Path) -> None
         load_tokenizer(str(tmp_path))
 
 
-def test_every_end_of_sequence_counts_and_is_left_out_of_the_text(model: Path, tmp_path: Path) -> None:
+def test_all_end_of_sequence_tokens(model: Path, tmp_path: Path) -> None:
+    """Every end-of-sequence token counts and is left out of the text."""
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
@@ -409,7 +412,8 @@ def test_a_restored_source_is_in_its_epoch() -> None:
     assert second.take(30) == first.take(30)
 
 
-def test_every_epoch_has_every_prompt_once_in_its_own_order() -> None:
+def test_epochs_are_permutations() -> None:
+    """Every epoch has every prompt once, in its own order."""
     source = PromptSource(prompts(50), 7, True)
     epochs = [[g.prompt.raw for g in source.take(50)] for _ in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)

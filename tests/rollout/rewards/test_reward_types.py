@@ -96,7 +96,8 @@ def test_worth(name: str, response: str, label: Any, value: float) -> None:
     assert worth(name, response, label) == pytest.approx(value)
 
 
-def test_dapo_returns_an_object_of_which_a_key_may_be_chosen() -> None:
+def test_dapo_object_and_reward_key() -> None:
+    """dapo returns an object, of which --reward-key chooses one value."""
     assert worth("dapo", "Answer: 34", "34", key="acc") == 1 and worth("dapo", "Answer: 3", "34", key="acc") == 0
     assert "acc, pred" in worth("dapo", "Answer: 34", "34", key="missing")
 
@@ -158,7 +159,8 @@ def test_random_is_a_fair_coin_that_repeats() -> None:
 # ---- a server's reward
 
 
-def test_a_server_is_asked_with_prompt_response_and_label() -> None:
+def test_remote_rm_request() -> None:
+    """The server gets prompt, response and label."""
     with Server([(200, b"0.25"), (200, b'{"score": 2, "why": "long"}')]) as server:
         options = Options(rm_url=server.url)
         assert worth("remote_rm", "two", "2", options=options) == 0.25
@@ -242,7 +244,8 @@ INSTRUCTIONS: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-def test_ifbench_gives_the_verdicts_of_the_published_checks() -> None:
+def test_ifbench_matches_published_checks() -> None:
+    """ifbench gives the verdicts of the published checks."""
     pytest.importorskip("if_verifiable.ifbench.instructions_registry", reason="pip install if-verifiable")
     for name, given, good, bad in INSTRUCTIONS:
         rows = {"instruction_id_list": [name], "kwargs": [given]}

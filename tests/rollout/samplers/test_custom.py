@@ -130,9 +130,8 @@ def found(model: Path) -> dict[str, Any]:
     return asyncio.run(run())
 
 
-def test_turns_keep_the_tokens_that_were_said_and_a_second_encoding_would_not(
-    model: Path, found: dict[str, Any]
-) -> None:
+def test_turns_keep_their_tokens(model: Path, found: dict[str, Any]) -> None:
+    """Turns keep the sampled tokens, which encoding the text again would not."""
     [sample], requests = found["turns"], found["policy-turns"]
     check(sample)
     tokenizer = Tokenizer(model)
@@ -158,7 +157,8 @@ THINKING = (  # as Qwen3's: a newline behind a turn's end, thoughts of earlier t
 )
 
 
-def test_a_template_that_rewrites_earlier_turns_does_not_touch_them(tmp_path: Path) -> None:
+def test_template_that_rewrites_turns(tmp_path: Path) -> None:
+    """A template that rewrites earlier turns does not touch their tokens."""
     model = make_model(tmp_path, THINKING)
 
     async def run() -> list[Sample]:
@@ -172,9 +172,10 @@ def test_a_template_that_rewrites_earlier_turns_does_not_touch_them(tmp_path: Pa
     assert words(Tokenizer(model), sample.tokens[-sample.response_length :]) == [*said, *told, *said]
 
 
-def test_one_response_may_be_several_samples_and_evaluations_are_made_by_the_function_too(
+def test_several_samples_and_evaluations(
     found: dict[str, Any],
 ) -> None:
+    """One response may be several samples, and evaluations use the function too."""
     several = found["several"]
     one = found["one"]
     held = found["held"]
@@ -204,7 +205,8 @@ def test_exact_tokens_by_hand_as_a_function_of_slimes(found: dict[str, Any]) -> 
     assert (sample.reward, sample.response, sample.response_length) == (1.0, "ab", 3)
 
 
-def test_an_agent_that_knows_nothing_of_hpcrl_makes_exact_samples(model: Path, found: dict[str, Any]) -> None:
+def test_plain_agent_makes_exact_samples(model: Path, found: dict[str, Any]) -> None:
+    """An agent that knows nothing of hpcrl makes exact samples."""
     [sample] = found["agent"]
     check(sample)
     tokenizer = Tokenizer(model)
@@ -251,7 +253,9 @@ def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
             assert sample.reward == 1 and not sample.grading
 
 
-def test_too_many_failures_end_the_run_one_bad_prompt_does_not(model: Path) -> None:
+def test_failures_and_the_limit(model: Path) -> None:
+    """Too many failures end the run; one bad prompt does not."""
+
     async def run() -> None:
         async with sampler(model, "troubled", custom_generate_max_failed=0.05) as (made, _):
             for number in (0, 0):
@@ -264,7 +268,9 @@ def test_too_many_failures_end_the_run_one_bad_prompt_does_not(model: Path) -> N
     asyncio.run(run())
 
 
-def test_in_deterministic_mode_what_failed_is_made_again_with_more_time(model: Path) -> None:
+def test_deterministic_retry_with_more_time(model: Path) -> None:
+    """In deterministic mode, failed samples are made again with more time."""
+
     async def run() -> tuple[float, list[Sample]]:
         async with sampler(model, "troubled", custom_generate_timeout=0.3, deterministic_mode=True) as (made, _):
             begun = time.monotonic()
@@ -275,13 +281,14 @@ def test_in_deterministic_mode_what_failed_is_made_again_with_more_time(model: P
     assert took > 1.3 and "--custom-generate-timeout 1.2 s" in bad.grading_error
 
 
-def test_an_engines_failure_is_the_runs_and_a_response_that_is_not_needed_is_given_back(found: dict[str, Any]) -> None:
+def test_engine_failure_and_unneeded_response(found: dict[str, Any]) -> None:
+    """An engine's failure is the run's, and a response that is not needed is returned."""
     assert found["broken"].startswith("engine-0 ") and "without tokens" in found["broken"]
     [sample] = found["ended"]
     assert sample.status == ABORTED and sample.response_length == 3, "of the turn that was under way"
 
 
-def test_a_response_that_was_ended_early_goes_on_with_what_there_was(model: Path, found: dict[str, Any]) -> None:
+def test_aborted_response_continues(model: Path, found: dict[str, Any]) -> None:
     """Its second turn was ended behind two tokens; the function begins again, and gets the same answers."""
     first, second = found["parts"]
     assert (first.status, first.response_length, second.status, second.response_length) == (COMPLETED, 3, ABORTED, 2)

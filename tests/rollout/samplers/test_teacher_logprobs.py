@@ -138,7 +138,8 @@ def wanted(one: Sample) -> list[float]:
     return [logprob(int(token), first + i) for i, token in enumerate(one.tokens[first:])]
 
 
-def test_a_sample_gets_the_teachers_logprobs_of_its_own_tokens(own: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_of_own_tokens(own: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample gets the teacher's log-probs of its own tokens."""
     monkeypatch.setenv(KEY, "secret")
     samples = [sample(0), sample(1, 1, 6), sample(2, 5, 1)]
     with Server(own) as server:
@@ -215,7 +216,9 @@ def test_a_teacher_that_is_none_is_refused(own: Tokenizer) -> None:
         mark(server, own, [])  # it is gone
 
 
-def test_every_finished_sample_but_the_greedy_one_is_shown(own: Tokenizer) -> None:
+def test_greedy_sample_is_not_scored(own: Tokenizer) -> None:
+    """The teacher scores every finished sample but the greedy one."""
+
     class Maker:
         async def make(self, asked: ResponseRequest) -> list[Sample]:
             return [replace(sample(i), status=ABORTED if asked.index == 1 else COMPLETED) for i in range(2)]

@@ -133,7 +133,7 @@ def asked_of_megatron(opts: Options, directory: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in how.items() if name != "content_metadata"} for how in asked]
 
 
-def test_a_save_in_the_background_needs_no_package_of_its_own(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_background_save_needs_no_package(tmp_path: Path, models: dict[str, Path]) -> None:
     """Megatron-core's default from 0.17 on is that of nvidia-resiliency-ext."""
     newer, older = run_ranks(1, asked_of_megatron, options(models["dense"]), str(tmp_path))[0]
     assert newer == {"async_strategy": "mcore", "async_sharded_save": True} and older == {"async_sharded_save": True}
@@ -175,7 +175,7 @@ def test_expert_parallelism_comes_and_goes(models: dict[str, Path], saved: dict[
             assert found == pytest.approx(saved[name][1][BEFORE:], rel=1e-5), (name, values)
 
 
-def test_a_stage_whose_layers_are_all_dense_is_saved_beside_one_with_experts(tmp_path: Path) -> None:
+def test_dense_stage_and_expert_stage(tmp_path: Path) -> None:
     """Its rank has an optimizer for experts as the others have, but nothing in it; and it is rank 0 that writes the
     common part."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "moe_intermediate_size": 16}
@@ -234,7 +234,7 @@ def taken_by_a_save(opts: Options, directory: Path) -> dict[str, int]:
     return taken
 
 
-def test_every_parameter_counts_its_own_steps_after_loading(models: dict[str, Path], saved: dict[str, Any]) -> None:
+def test_parameters_count_their_own_steps(models: dict[str, Path], saved: dict[str, Any]) -> None:
     """Megatron gives all of them one tensor, which Adam would count up once for each: its bias correction would be
     wrong."""
     assert run_ranks(1, steps_after_loading, options(models["dense"]), saved["one rank"][0])[0] == {float(BEFORE + 2)}
@@ -405,9 +405,8 @@ def test_where_a_run_begins(tmp_path: Path, models: dict[str, Path]) -> None:
 # ---- what does not fit
 
 
-def test_a_checkpoint_of_another_model_is_named_on_every_rank(
-    tmp_path: Path, models: dict[str, Path], saved: dict[str, Any]
-) -> None:
+def test_checkpoint_of_another_model(tmp_path: Path, models: dict[str, Path], saved: dict[str, Any]) -> None:
+    """A checkpoint of another model is named on every rank."""
     small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "vocab_size": VOCAB}
     changes: list[tuple[dict[str, Any], str]] = [
         ({"num_hidden_layers": 4}, r"is \[2, .*\], the model's is \[4, "),
@@ -536,7 +535,8 @@ def background(opts: Options, directory: Path, kill: str) -> dict[str, Any]:
     return {"first": first, "named": named, "restored": restored, "left": sorted(p.name for p in directory.iterdir())}
 
 
-def test_a_save_in_the_background_holds_what_was_when_it_began(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_background_save_is_a_snapshot(tmp_path: Path, models: dict[str, Path]) -> None:
+    """A background save holds the state at its beginning."""
     opts = options(models["dense"], 2, async_save=True, save_keep_last=2, save_retain_interval=3)
     for found in run_ranks(2, background, opts, tmp_path / "c", "", timeout=60):
         assert found["first"] == "1", "not named before it is complete"
@@ -564,7 +564,8 @@ def behind_a_cache(opts: Options, directory: Path) -> list[int]:
     return found
 
 
-def test_ranks_whose_hosts_remember_another_tracker_save_alike(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_ranks_with_stale_trackers_save_alike(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Ranks whose hosts cache another tracker file save alike."""
     opts = options(models["dense"], 2, async_save=True)
     assert run_ranks(2, behind_a_cache, opts, tmp_path / "c", timeout=60) == [[1, 2], [1, 2]]
 
@@ -574,7 +575,8 @@ def alike(answers: list[dict[str, Any]]) -> bool:
     return len({re.sub(r"[\d.]+ MB are free", "", json.dumps(answer)) for answer in answers}) == 1
 
 
-def test_a_writer_that_is_killed_leaves_the_previous_checkpoint(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_killed_writer_keeps_the_previous(tmp_path: Path, models: dict[str, Path]) -> None:
+    """A writer that is killed leaves the previous checkpoint."""
     opts = options(models["dense"], 2, async_save=True)
     answers = run_ranks(2, background, opts, tmp_path / "c", "writer", timeout=60)
     assert alike(answers)
@@ -604,7 +606,7 @@ def file_writer_killed(opts: Options, directory: Path, wait: bool) -> dict[str, 
     return {}
 
 
-def test_a_killed_writer_is_told_to_who_waits_and_nowhere_else() -> None:
+def test_killed_writer_reaches_the_waiter() -> None:
     """Python swallows what is raised around a fork, and the lock of logging stayed held: it is told out of the next
     wait instead."""
     from hpcrl.trainer.checkpoint import writers
@@ -623,9 +625,8 @@ def test_a_killed_writer_is_told_to_who_waits_and_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
-def test_megatrons_own_writer_that_is_killed_is_not_waited_for(
-    tmp_path: Path, models: dict[str, Path], wait: bool
-) -> None:
+def test_megatrons_killed_writer(tmp_path: Path, models: dict[str, Path], wait: bool) -> None:
+    """Megatron's own writer that is killed is not waited for."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     if not hasattr(FileSystemWriterAsync, "write_preloaded_data_multiproc"):
@@ -654,9 +655,7 @@ def write_what_rank_0_cannot(opts: Options, beside: Path, name: str) -> tuple[st
 
 
 @pytest.mark.parametrize("name", ["common.pt", ".metadata", "metadata.json"])
-def test_a_file_that_rank_0_cannot_write_ends_the_others_too(
-    tmp_path: Path, models: dict[str, Path], name: str
-) -> None:
+def test_rank_0_write_error_ends_all(tmp_path: Path, models: dict[str, Path], name: str) -> None:
     """They wait for it inside Megatron, and would until they are taken for hung."""
     first, second = run_ranks(
         2, write_what_rank_0_cannot, options(models["dense"], 2), tmp_path / "c", name, timeout=60
@@ -665,9 +664,8 @@ def test_a_file_that_rank_0_cannot_write_ends_the_others_too(
     assert second[0] == "RuntimeError", "an echo: nobody takes it for the cause"
 
 
-def test_a_trainer_that_is_killed_while_it_saves_leaves_the_previous_checkpoint(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_trainer_killed_while_saving(tmp_path: Path, models: dict[str, Path]) -> None:
+    """A trainer that is killed while it saves leaves the previous checkpoint."""
     with pytest.raises(RankError, match="rank . died"):
         run_ranks(1, background, options(models["dense"], async_save=True), tmp_path / "c", "trainer")
     writer = int((tmp_path / "c" / "writer-0").read_text())

@@ -19,7 +19,8 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
 
 
-def test_missing_psutil_is_an_error_before_anything_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing psutil is an error before anything hangs."""
     monkeypatch.setattr(cpu_shim.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(HpcrlError, match="pip install psutil"):
         cpu_shim.install()
@@ -37,7 +38,8 @@ def test_nothing_of_torch_is_touched_where_cuda_is(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("cuda", [True, False])
-def test_the_router_finds_its_name_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+def test_router_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    """The router finds its name without Transformer Engine."""
     router: Any = types.ModuleType("moe_utils")
     monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.moe_utils", router)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
@@ -52,7 +54,7 @@ def test_the_router_finds_its_name_without_transformer_engine(monkeypatch: pytes
         assert router.te_general_gemm is there
 
 
-def test_advice_on_streams_is_heard_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_advice_needs_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA_DEVICE_MAX_CONNECTIONS: Megatron warns when it is not as it wants it."""
     monkeypatch.setattr(cpu_shim, "_router_repair", lambda: None)
     monkeypatch.setattr(cpu_shim, "_checkpoint_repairs", lambda: None)
@@ -105,7 +107,8 @@ def rotated() -> list[tuple[float, str]]:
 
 
 @pytest.mark.process
-def test_rotary_embedding_of_packed_rows_is_that_of_each_sequence() -> None:
+def test_rotary_embedding_of_packed_rows() -> None:
+    """The rotary embedding of packed rows is that of each sequence."""
     for error, where in run_ranks(1, rotated)[0]:
         assert error < 1e-6, where
 
@@ -152,7 +155,8 @@ def adam_after_load(directory: str, hint: bool) -> list[float]:
 
 
 @pytest.mark.process
-def test_after_a_load_every_parameter_counts_its_own_steps(tmp_path: Path) -> None:
+def test_steps_counted_after_a_load(tmp_path: Path) -> None:
+    """After a load, every parameter counts its own steps."""
     directory = str(make_model(tmp_path / "model"))
     assert set(run_ranks(1, adam_after_load, directory, True)[0]) == {6.0}
     assert set(run_ranks(1, adam_after_load, directory, False)[0]) != {6.0}  # the defect is still there

@@ -43,7 +43,8 @@ def filled(model: Any, other: dict[str, torch.Tensor], **more: Any) -> HostWeigh
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_second_set_is_there_inside_and_the_first_before_and_after(dtype: torch.dtype) -> None:
+def test_second_set_is_active_inside(dtype: torch.dtype) -> None:
+    """The second set is active inside, and the first before and after."""
     model, second = policy(dtype), numbers(policy(dtype, seed=1))
     first = numbers(model)
     held = filled(model, second)
@@ -57,7 +58,8 @@ def test_the_second_set_is_there_inside_and_the_first_before_and_after(dtype: to
     assert equal(numbers(model), first)
 
 
-def test_changing_places_needs_but_a_piece_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_needs_one_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Swapping needs only one piece of memory on the device."""
     model = policy(width=512)
     second = numbers(policy(seed=1, width=512))
     held = filled(model, second)
@@ -82,7 +84,7 @@ def test_following_all_the_way_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_moving_average_keeps_what_its_dtype_could_not(dtype: torch.dtype) -> None:
+def test_moving_average_keeps_precision(dtype: torch.dtype) -> None:
     """A hundred small moves; in bfloat16 each alone would be rounded away."""
     model, start = policy(dtype), numbers(policy(dtype, seed=1))
     held = filled(model, start, average=True)

@@ -259,7 +259,8 @@ def test_gradients_are_those_of_transformers(models: dict[str, Path], references
 
 
 @pytest.mark.parametrize("layout", ["one rank", "tp2", "pp2", "cp2", "dp2", "tp2 pp2"])
-def test_export_gives_back_every_tensor_once_bit_for_bit(models: dict[str, Path], layout: str) -> None:
+def test_export_returns_every_tensor(models: dict[str, Path], layout: str) -> None:
+    """Export gives back every tensor once, bit for bit."""
     n, fields = LAYOUTS[layout]
     results = run_ranks(n, on_each, "exported", [options(path, n, fields) for path in models.values()])[0]
     for (model, path), found in zip(models.items(), results, strict=True):
@@ -275,7 +276,8 @@ def test_bfloat16_export_is_the_rounded_weights(models: dict[str, Path]) -> None
     assert all(torch.equal(tensor, wanted[name].bfloat16()) for name, tensor in found)
 
 
-def test_sharded_files_and_an_untied_head_in_a_tied_model_load(models: dict[str, Path], tmp_path: Path) -> None:
+def test_sharded_files_and_untied_head(models: dict[str, Path], tmp_path: Path) -> None:
+    """Sharded files, and an untied head in a tied model, load."""
     tensors = load_file(models["tied"] / "model.safetensors")
     names = sorted(tensors)
     parts = {"model-1.safetensors": names[:10], "model-2.safetensors": names[10:]}
@@ -306,9 +308,10 @@ EMBEDDING = "model.embed_tokens.weight"
     ],
     ids=["missing", "extra", "shape", "vocabulary", "integers"],
 )
-def test_files_that_do_not_fit_are_one_clear_error_on_every_rank(
+def test_misfit_files_on_every_rank(
     models: dict[str, Path], tmp_path: Path, change: dict[str, torch.Tensor | None], text: str
 ) -> None:
+    """Files that do not fit are one clear error on every rank."""
     tensors = load_file(models["tied"] / "model.safetensors") | change
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((models["tied"] / "config.json").read_bytes())
@@ -381,7 +384,8 @@ REFUSED = [
 TAKEN = {"hidden_size": 64, "attention_backend": "auto", "bucket_size": 1000, "use_distributed_optimizer": False}
 
 
-def test_settings_that_do_not_fit_are_refused_and_others_taken(models: dict[str, Path]) -> None:
+def test_misfit_settings(models: dict[str, Path]) -> None:
+    """Settings that do not fit are refused, and others taken."""
     every = [
         options(models["tied"], 1, {}).model_copy(update=fields) for fields, _ in [*REFUSED, ({"megatron": TAKEN}, "")]
     ]
@@ -410,7 +414,8 @@ def sleeps() -> None:
     time.sleep(60)
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
+def test_failing_rank_is_named() -> None:
+    """A rank that raises is named with its traceback."""
     with pytest.raises(RankError, match=r"(?s)rank 1:.*ValueError: this very text"):
         run_ranks(2, fails_on_rank_one)
 

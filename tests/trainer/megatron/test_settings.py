@@ -299,9 +299,8 @@ def test_every_setting_of_the_examples_has_its_place(elsewhere: dict[Any, Any], 
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_what_a_machine_with_cuda_takes_depends_on_what_is_installed(
-    elsewhere: dict[Any, Any], key: tuple[str, str]
-) -> None:
+def test_cuda_settings_follow_packages(elsewhere: dict[Any, Any], key: tuple[str, str]) -> None:
+    """What a machine with CUDA uses depends on what is installed."""
     if not ELSEWHERE[key]:
         assert isinstance(elsewhere[key], dict), elsewhere[key]
     else:
@@ -309,12 +308,14 @@ def test_what_a_machine_with_cuda_takes_depends_on_what_is_installed(
         assert ELSEWHERE[key] in elsewhere[key]
 
 
-def test_experts_are_grouped_where_transformer_engine_does_it(elsewhere: dict[Any, Any]) -> None:
+def test_grouped_experts(elsewhere: dict[Any, Any]) -> None:
+    """Experts are grouped where Transformer Engine does it."""
     grouped = {key: found["moe_grouped_gemm"] for key, found in elsewhere.items() if key in GROUPED}
     assert grouped == GROUPED
 
 
-def test_no_kernel_rotates_other_columns_than_the_model(elsewhere: dict[Any, Any]) -> None:
+def test_fused_rotary_columns(elsewhere: dict[Any, Any]) -> None:
+    """No kernel rotates other columns than the model."""
     assert "this model neighbouring columns" in elsewhere[INTERLEAVED]
 
 

@@ -76,16 +76,15 @@ def close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("call", [-1.0, 150.0, 1e9], ids=["each alone", "by cost", "all together"])
-def test_batching_changes_neither_outputs_nor_gradients(
-    lengths: list[int], call: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batching_changes_nothing(lengths: list[int], call: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batching changes neither outputs nor gradients."""
     monkeypatch.setattr(thd, "CALL", call)
     cu, inputs = bounds(lengths), leaves(sum(lengths))
     plan = thd.plan(cu, 96)
     close(backward(thd.attend(*inputs, plan, 0.2), inputs), backward(naive(*inputs, cu, 0.2), inputs))
 
 
-def test_padding_behind_a_sequence_changes_nothing_of_its_tokens() -> None:
+def test_padding_changes_nothing() -> None:
     """Attention is told of the padded bounds alone: rows of padding may hold anything."""
     lengths, multiple = LAYOUTS["short"], 8
     cu, real = (
@@ -110,9 +109,8 @@ def test_padding_behind_a_sequence_changes_nothing_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("cp", [2, 3])
 @pytest.mark.parametrize("call", [-1.0, 150.0, 1e9], ids=["each alone", "by cost", "all together"])
-def test_context_parallel_ranks_together_compute_the_same(
-    cp: int, call: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_context_parallel_ranks_agree(cp: int, call: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Context-parallel ranks together compute the same."""
     monkeypatch.setattr(thd, "CALL", call)
     cu = bounds(rounded(LAYOUTS["long tail"], 2 * cp))
     inputs = leaves(cu[-1])
@@ -126,7 +124,8 @@ def test_context_parallel_ranks_together_compute_the_same(
     close(backward(out, inputs), backward(naive(*inputs, cu, 0.2), inputs))
 
 
-def test_cost_rule_puts_short_sequences_together_and_leaves_long_ones_alone() -> None:
+def test_cost_rule() -> None:
+    """The cost rule batches short sequences and leaves long ones alone."""
     rng = random.Random(0)
     lengths = [rng.randint(8, 40) for _ in range(60)] + [2000, 1500]
     groups = thd.group(thd.segments(bounds(lengths)), width=128)
@@ -143,7 +142,8 @@ def test_equal_sequences_are_only_viewed() -> None:
     assert len(plan.buckets) == 1
 
 
-def test_layers_share_the_plan_of_a_micro_batch_and_only_the_latest_are_kept() -> None:
+def test_layers_share_a_plan() -> None:
+    """Layers share the plan of a micro-batch, and only the latest plans are kept."""
     cache, other = thd.PlanCache(most=2), thd.PlanCache()
     first = cache.get((0, 3), 96)
     assert cache.get((0, 3), 96) is first

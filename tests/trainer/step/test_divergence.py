@@ -45,7 +45,8 @@ def test_it_is_the_formula(direction: Direction, temperature: float, dtype: torc
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_its_gradient_is_that_of_autograd_and_the_students_alone(direction: Direction) -> None:
+def test_gradient_is_the_students(direction: Direction) -> None:
+    """Its gradient is that of autograd and the student's alone."""
     student = logits(0).requires_grad_()
     teacher = logits(1).requires_grad_()
     weights = torch.linspace(0.5, 2, ROWS, dtype=torch.float64)

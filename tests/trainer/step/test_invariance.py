@@ -580,7 +580,8 @@ def test_recomputing_does_not_matter(model: Path, layout: str, how: str) -> None
 
 
 @pytest.mark.parametrize("layout", DEEP)
-def test_uneven_and_virtual_pipeline_stages_do_not_matter(deep: Path, layout: str) -> None:
+def test_pipeline_stages_do_not_matter(deep: Path, layout: str) -> None:
+    """Uneven and virtual pipeline stages do not matter."""
     n, fields = DEEP[layout]
     more = {**fields.get("megatron", {}), **(RECOMPUTE["block"] if "uneven" in layout else {})}
     equal(gradients(deep, n, fields | LOSSES["grpo"] | {"megatron": more}), gradients(deep, 1, LOSSES["grpo"]))

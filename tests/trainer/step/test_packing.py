@@ -74,7 +74,8 @@ def owners(packed: Packed) -> np.ndarray:
 
 
 @given(SIZES, st.sampled_from([1, 2, 4]), st.integers(0, 2**32))
-def test_every_unmasked_response_token_once_with_what_belongs_to_it(sizes: list, tp: int, seed: int) -> None:
+def test_tokens_appear_once(sizes: list, tp: int, seed: int) -> None:
+    """Every unmasked response token appears once, with its columns."""
     data = batch(sizes, seed)
     rows = np.random.default_rng(seed).permutation(len(sizes)).tolist()
     packed = pack(data, rows, layout(tp), sequence_parallel=tp > 1)
@@ -105,7 +106,7 @@ def test_context_parallel_ranks_share_the_rows_out(sizes: list, cp: int, seed: i
 
 
 @given(SIZES, st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 3)]), st.integers(0, 2**32))
-def test_a_rank_has_the_experts_of_the_rows_that_its_routers_see(sizes: list, cut: tuple[int, int], seed: int) -> None:
+def test_experts_of_the_routers_rows(sizes: list, cut: tuple[int, int], seed: int) -> None:
     """Row by row those of its token; the same ones, all alike, where there is no token."""
     (tp, cp), data = cut, batch(sizes, seed)
     experts = np.stack([data.tokens, data.tokens + 100], 1).astype(np.uint8)[:, None].repeat(2, 1)
@@ -150,7 +151,7 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
         check_batch(data, 100)
 
 
-def test_responses_of_several_samples_weigh_as_much_as_one() -> None:
+def test_several_samples_weigh_as_one() -> None:
     """Each response's tokens share one weight, whatever its samples and whatever fills the step up; of the loss's own
     numbers."""
     from hpcrl.algorithms.reducers import token_weights

@@ -146,7 +146,7 @@ def test_the_given_experts_are_trained(models: dict[str, Path], layout: str) -> 
     equal(found, apart(expected(models, name), found))
 
 
-def test_a_choice_that_is_one_token_off_is_another_gradient(models: dict[str, Path]) -> None:
+def test_shifted_choice_changes_gradient(models: dict[str, Path]) -> None:
     """So is one that is not replayed: what the test above compares depends on it."""
     wanted = expected(models, "qwen3_moe")
     shifted = np.roll(random_choices("qwen3_moe"), 1, 0)

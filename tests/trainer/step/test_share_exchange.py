@@ -51,7 +51,8 @@ def exchange_on_rank(opts: Options) -> tuple[bool, bool, list[int]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_of_a_replica_gets_what_was_fetched_and_nothing_is_encoded_again(layout: str) -> None:
+def test_all_ranks_get_the_fetched_bytes(layout: str) -> None:
+    """Every rank of a replica gets what was fetched, and nothing is encoded again."""
     n, sizes = LAYOUTS[layout]
     found = run_ranks(n, exchange_on_rank, Options(actor_num_gpus_per_node=n, **sizes))
     assert all(whole for whole, _, _ in found)
@@ -60,7 +61,8 @@ def test_every_rank_of_a_replica_gets_what_was_fetched_and_nothing_is_encoded_ag
     assert all(counts == [0, 1, 2] for _, itself, counts in found if not itself)
 
 
-def test_without_peers_the_fetched_share_is_used_as_it_is() -> None:
+def test_single_rank_uses_the_share_as_is() -> None:
+    """Without peers the fetched share is used as it is."""
     found = run_ranks(2, exchange_on_rank, Options(actor_num_gpus_per_node=2))
     assert found == [(True, True, [0, 0, 0])] * 2
 

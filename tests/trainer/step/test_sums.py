@@ -46,7 +46,7 @@ def sums_on_rank(uneven: bool) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_sums_over_ranks_have_the_gradient_of_the_whole(uneven: bool) -> None:
+def test_sums_over_ranks_have_whole_gradient(uneven: bool) -> None:
     """Also where one rank has no token at all."""
     from hpcrl.trainer.step.sums import sums_over_samples
 

@@ -32,9 +32,8 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> tup
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-6)])
-def test_logprobs_and_entropy_are_those_of_the_real_vocabulary(
-    dtype: torch.dtype, error: float, temperature: float
-) -> None:
+def test_real_vocabulary(dtype: torch.dtype, error: float, temperature: float) -> None:
+    """Log-probs and entropy are those of the real vocabulary."""
     logits, labels = inputs(dtype)
     found = tokens(logits, labels, Vocabulary(VOCAB), temperature)
     logprobs, entropy = plain(logits.detach().double(), labels, temperature)

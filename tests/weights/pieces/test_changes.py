@@ -39,7 +39,8 @@ def test_the_same_bits_come_out(item: int, elements: int, share: float, seed: in
     assert torch.equal(found.view(-1), new)
 
 
-def test_a_hundredth_of_bf16_takes_a_fiftieth_of_the_bytes() -> None:
+def test_size_of_sparse_changes() -> None:
+    """Changes to a hundredth of the elements in bf16 take a fiftieth of the bytes."""
     assert size(BLOCK // 100, BLOCK, 2) < BLOCK * 2 // 48
     assert size(0, BLOCK, 2) == 0
 

@@ -131,7 +131,7 @@ def test_engines_hand_on_in_groups() -> None:
     assert all(torch.equal(found["w3"], torch.from_numpy(case.tensors["w3"]).float()) for found in got)
 
 
-def test_who_waits_hears_of_who_leaves_and_never_waits_too_long() -> None:
+def test_waiting_peers_and_leaving_peers() -> None:
     """A wire says nothing of the other end: a group that is not taken is under way for ever."""
     posts = posts_of(3, 2)
     first, second, _ = posts
@@ -156,7 +156,8 @@ def test_who_waits_hears_of_who_leaves_and_never_waits_too_long() -> None:
         late.flush()
 
 
-def test_only_resharded_updates_have_engines_that_take_pieces_alone() -> None:
+def test_only_resharded_updates_take_pieces() -> None:
+    """Only resharded updates have engines that take pieces alone."""
     options = Options(
         hf_checkpoint="x",
         actor_num_gpus_per_node=1,

@@ -137,7 +137,7 @@ def call_member(family: str, port: int, keys: tuple[str, str, str]) -> dict[str,
 
 @pytest.mark.process
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
-def test_between_processes_each_worker_gets_what_gathered_tensors_have(family: str) -> None:
+def test_same_as_gathered_between_processes(family: str) -> None:
     """Bit for bit, update after update; memory is made once, and opened once by each who reads it."""
     case, plan = one_host(family)
     own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
@@ -162,7 +162,8 @@ def test_between_processes_each_worker_gets_what_gathered_tensors_have(family: s
                     assert worker["got"][turn][name] == digest(expected), (number, turn, name)
 
 
-def test_exported_memory_outlives_a_group_and_is_replaced_by_larger_only() -> None:
+def test_exported_memory_outlives_a_group() -> None:
+    """Exported memory outlives a group and is replaced only by a larger one."""
     memory = SlowMemory(0.0)
     exported_memory = ExportedMemory(memory)
     first, _ = members(2, 1)
@@ -207,7 +208,8 @@ def test_a_name_is_checked_field_by_field(change: dict[str, Any], message: str) 
         read_exported(bad)
 
 
-def test_memory_that_is_not_what_its_name_says_is_refused() -> None:
+def test_forged_memory_is_refused() -> None:
+    """Memory that is not what its name says is refused."""
     good = wire()
     block = good.pop("keep")
     transport = IpcTransport(members(2, 1)[0].group, 0, 1, 5)
@@ -219,7 +221,8 @@ def test_memory_that_is_not_what_its_name_says_is_refused() -> None:
         transport.open(good)
 
 
-def test_a_message_beyond_the_end_of_a_memory_is_refused() -> None:
+def test_message_beyond_the_end_of_memory() -> None:
+    """A message beyond the end of the memory is refused."""
     case, plan = simple()
     case.workers = [Worker(0, "t")]
     plan = redistribute(case.layouts, case.workers, case.hosts, 256)
@@ -235,7 +238,8 @@ def test_a_message_beyond_the_end_of_a_memory_is_refused() -> None:
     said.wait()
 
 
-def test_no_wait_for_a_device_is_for_ever_and_nothing_leaves_the_host() -> None:
+def test_waits_end_and_stay_on_the_host() -> None:
+    """No wait for a device is unbounded, and nothing leaves the host."""
     posts = members(2, 1)
     transport = IpcTransport(posts[0].group, 0, 1, 0.1, exported_memory=ExportedMemory(SlowMemory(60)))
     with pytest.raises(DeadlineError, match="not copy weights within 0.1 s"):
@@ -296,7 +300,7 @@ const char *cudaGetErrorString(int code) { return code == 2 ? "out of memory" : 
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_cudas_functions_are_called_as_they_are_declared(tmp_path: Path) -> None:
+def test_cuda_functions_as_declared(tmp_path: Path) -> None:
     """Types, the handle by value, its zero bytes kept, errors in CUDA's own words: not whether a GPU does what they
     say."""
     (tmp_path / "cudart.c").write_text(STAND_IN)

@@ -261,7 +261,7 @@ def test_engines_hand_on_what_they_got() -> None:
     assert all(torch.equal(found["w3"], torch.from_numpy(case.tensors["w3"]).float()) for found in got)
 
 
-def test_words_of_this_host_are_awaited_before_they_can_be_said() -> None:
+def test_messages_of_this_host_are_awaited_first() -> None:
     """With each round that a worker is done with, the rank may say that the one HALVES later is ready."""
     case, _ = simple()
     case.workers = [Worker(0, "t")]
@@ -288,7 +288,8 @@ def test_words_of_this_host_are_awaited_before_they_can_be_said() -> None:
     assert ahead == [HALVES + 1, HALVES + 1, HALVES, HALVES - 1], "to the last round, of which there is none after"
 
 
-def test_a_member_that_leaves_ends_the_update_for_the_others() -> None:
+def test_leaving_member_ends_the_update() -> None:
+    """A member that leaves ends the update for the others."""
     case, plan = simple(engines=2)
     plans, posts = boxes_of(case, plan), members(3, 1)
     with ThreadPoolExecutor(3) as pool:
@@ -308,7 +309,8 @@ def test_a_member_that_leaves_ends_the_update_for_the_others() -> None:
             again()
 
 
-def test_a_plan_that_does_not_bring_everything_is_refused() -> None:
+def test_incomplete_plan_is_refused() -> None:
+    """A plan that does not bring everything is refused."""
     case, plan = simple()
     [box] = boxes_of(case, plan)
     Assembly(box, {"w0": ([(0, 8)], None)})
@@ -338,7 +340,8 @@ def test_what_is_wrong_on_the_wire_is_refused(before: str, after: str, message: 
 # ---- parts of tensors
 
 
-def test_a_part_is_narrowed_like_the_whole_and_never_made_up() -> None:
+def test_part_is_narrowed_like_the_whole() -> None:
+    """A part is narrowed like the whole and never invented."""
     full = torch.arange(96.0).view(12, 8)
     mine = part_tensor((12, 8), torch.cat([full[2:4], full[8:10]]), [(2, 2), (8, 2)], None)
     assert isinstance(mine, PartTensor)
@@ -366,7 +369,8 @@ def test_a_part_is_narrowed_like_the_whole_and_never_made_up() -> None:
     "scheme", [Scheme("block", (16, 32)), Scheme("block", (16, 32), True), Scheme("channel"), Scheme("tensor")]
 )
 @pytest.mark.parametrize("columns", [False, True])
-def test_codes_and_scales_of_parts_are_those_of_the_whole(scheme: Scheme, columns: bool) -> None:
+def test_codes_and_scales_of_parts(scheme: Scheme, columns: bool) -> None:
+    """Codes and scales of parts are those of the whole."""
     generator = torch.Generator().manual_seed(3)
     full = torch.randn(40, 72, generator=generator).bfloat16()
     full[3] = 0

@@ -98,7 +98,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "tied", "layouts"), CASES)
-def test_one_engine_gets_bit_for_bit_what_gathered_gives(
+def test_one_engine_equals_gathered(
     name: str, tied: bool, layouts: list[tuple[int, dict[str, Any]]], nursery: Nursery, tmp_path: Path
 ) -> None:
     """--check-weight-update-equal compares what the model multiplies with to the tensors that rank 0 gathers."""
@@ -177,7 +177,7 @@ def test_fp8_codes_and_scales_come_from_the_ranks(nursery: Nursery, tmp_path: Pa
 
 @pytest.mark.soak
 @pytest.mark.parametrize("transfer", ["shm", "gloo"])
-def test_engines_of_two_workers_share_what_comes_to_their_host(transfer: str, tmp_path: Path) -> None:
+def test_two_worker_engines_share_a_host(transfer: str, tmp_path: Path) -> None:
     """Two engines of two workers that hold half of every expert, from four ranks; over sockets each engine has its own
     leader."""
     model = make_family(tmp_path / "model", "qwen3_moe")
@@ -242,7 +242,7 @@ def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, w
 
 @pytest.mark.soak
 @pytest.mark.parametrize("way", ["delta", "resharded"])
-def test_an_engine_dies_in_the_middle_and_another_joins(way: str, nursery: Nursery, tmp_path: Path) -> None:
+def test_engine_dies_and_another_joins(way: str, nursery: Nursery, tmp_path: Path) -> None:
     """The one that is left gets the update again, whole; one that joins gets a whole one alone; then all get what has
     changed.
 

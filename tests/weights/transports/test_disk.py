@@ -48,7 +48,8 @@ class Posts:
                 self.seen = {name: files.slice(name)[:] for name in files.where}
 
 
-def test_what_is_published_is_a_model_directory_and_goes_afterwards(tmp_path: Path) -> None:
+def test_model_directory_is_removed_later(tmp_path: Path) -> None:
+    """What is published is a model directory, which is removed afterwards."""
     fleet = Posts(tmp_path / "run")
     left = tmp_path / "disk" / "weights-of-run" / "version-00000001"
     left.mkdir(parents=True)
@@ -78,7 +79,8 @@ def test_what_is_published_is_a_model_directory_and_goes_afterwards(tmp_path: Pa
     assert list(left.parent.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_unwritable_directory(tmp_path: Path) -> None:
+    """A directory that cannot be written is an error and leaves nothing."""
     (tmp_path / "full").write_text("a file where a directory was to be")
     fleet = Posts(tmp_path / "run")
     made = DiskTransport(Link(fleet, 4096, "127.0.0.1", [1], str(tmp_path / "full")))  # type: ignore[arg-type]
@@ -96,9 +98,8 @@ def test_a_directory_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_p
 
 
 @pytest.mark.vllm
-def test_an_engine_reads_them_and_refuses_what_was_damaged(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_refuses_damage(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine reads them and refuses what was damaged."""
     model = make_model(tmp_path / "model", tied=True)
     values = {"weight_transfer": "disk", "check_weight_update_equal": True, "update_weight_buffer_size": SMALL}
     engines = nursery.engines(tmp_path / "run", model, **values)

@@ -115,9 +115,8 @@ def test_a_gpu_that_never_gets_there_is_not_waited_for(
     assert time.monotonic() - begun < 1
 
 
-def test_a_broadcast_that_an_engine_has_left_is_not_waited_for(
-    notes: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broadcast_that_an_engine_left(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broadcast that an engine has left is not waited for."""
     stuck = threading.Event()
     module: Any = sys.modules["vllm.distributed.weight_transfer.packed_tensor"]
     monkeypatch.setattr(module, "packed_nccl_broadcast_producer", lambda **_: stuck.wait(60))
@@ -129,7 +128,8 @@ def test_a_broadcast_that_an_engine_has_left_is_not_waited_for(
     assert time.monotonic() - begun < 10
 
 
-def test_packing_is_agreed_on_with_the_engines_at_the_start(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_agreed_at_the_start(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing is agreed on with the engines at the start."""
     module = types.ModuleType("nccl_common")
     module.uid_init_process_group = lambda name, rank, world, device: ("group of", name, rank, world, device)
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common", module)
