@@ -24,6 +24,7 @@ if (
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
+    from hpcrl.run.rundir import RunDir
     from tests.support.forked_engines import Nursery
     from tests.support.quick_start import QuickStart
 
@@ -38,6 +39,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.runs import make_task
 
     return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    """A run directory whose first attempt has begun."""
+    from hpcrl.run.rundir import RunDir
+
+    made = RunDir.create(tmp_path / "run")
+    made.begin()
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
-from tests.config.test_flags import GRPO
+from tests.support.options import GRPO
 
 OWN = {"custom_rm_path": "my.reward", "rm_type": None}
 PLACES = {"run": "/run", "prepared": "/run/prepared"}

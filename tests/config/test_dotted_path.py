@@ -22,7 +22,7 @@ from hpcrl.config.custom_functions import (
 )
 from hpcrl.config.recipe import Recipe, Stage, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError
-from tests.config.test_flags import GRPO, PLACES
+from tests.support.options import GRPO, PLACES
 
 HERE = "tests.config.test_dotted_path"
 

@@ -19,22 +19,7 @@ from hpcrl.config.rules.data import label_key
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.config.setting_names import kind_of_field
 from hpcrl.errors import UsageError
-
-#: the least that a GRPO run needs, and a supervised one
-GRPO: dict[str, Any] = {
-    "hf_checkpoint": "m",
-    "prompt_data": "p.jsonl",
-    "label_key": "label",
-    "num_rollout": 3,
-    "rollout_num_gpus": 1,
-    "rm_type": "exact",
-    "n_samples_per_prompt": 4,
-    "actor_num_gpus_per_node": 1,
-}
-SFT = {k: v for k, v in GRPO.items() if k not in ("rollout_num_gpus", "rm_type", "n_samples_per_prompt")} | {
-    "loss_type": "sft_loss"
-}
-PLACES = {"run": "/run", "prepared": "/run/prepared"}
+from tests.support.options import GRPO, PLACES, SFT
 
 
 def toml(value: Any) -> str:

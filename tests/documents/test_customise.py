@@ -21,7 +21,8 @@ from hpcrl.config.plugin_points import POINTS, load_own, load_points, spelled
 from hpcrl.errors import UsageError
 from hpcrl.rollout.samplers.conversation import Arguments
 from hpcrl.rollout.samplers.trajectory import Turn
-from hpcrl.sample import COMPLETED, Sample
+from hpcrl.sample import Sample
+from tests.support.shares import plain_sample
 
 PAGE = Path(__file__).parents[2] / "docs" / "customise.md"
 BLOCK = re.compile(r"```python\n# (\w+)\.py\n(.+?)```", re.DOTALL)
@@ -41,21 +42,8 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def sample(response: str = "abc", index: int = 0, reward: float = 0.0) -> Sample:
-    size = len(response)
-    return Sample(
-        group=0,
-        index=index,
-        tokens=np.arange(2 + size, dtype=np.int32),
-        response_length=size,
-        loss_mask=np.ones(size, np.uint8),
-        logprobs=np.full(size, -0.5, np.float32),
-        versions=np.zeros(size, np.int32),
-        reward=reward,
-        status=COMPLETED,
-        prompt="1+1=",
-        response=response,
-        label="2",
-    )
+    more = {"reward": reward, "prompt": "1+1=", "response": response, "label": "2"}
+    return plain_sample(2, len(response), index=index, **more)
 
 
 OPTIONS = Options(rollout_max_response_len=4)

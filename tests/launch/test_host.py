@@ -33,13 +33,6 @@ class Clock:
         self.now += seconds
 
 
-@pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    made = RunDir.create(tmp_path / "run")
-    made.begin()
-    return made
-
-
 def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted where the calls are made, its engines' keeper and its signs of life (two calls each) among them."""
     clock, asked = Clock(), []

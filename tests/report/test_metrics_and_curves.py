@@ -26,13 +26,6 @@ from hpcrl.run.rundir import TRACKER, RunDir
 REPO = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    made = RunDir.create(tmp_path / "run")
-    made.begin()
-    return made
-
-
 def write(rundir: RunDir, *rows: dict) -> None:
     rundir.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

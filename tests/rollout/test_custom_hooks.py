@@ -17,8 +17,8 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.custom_hooks import BadSample, RolloutHooks
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.sample import Sample, SampleBatch
-from tests.config.test_flags import GRPO, SFT
 from tests.documents.test_customise import sample
+from tests.support.options import GRPO, SFT
 
 HERE = "tests.rollout.test_custom_hooks"
 

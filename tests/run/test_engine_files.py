@@ -27,13 +27,6 @@ from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 
 
-@pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    made = RunDir.create(tmp_path / "run")
-    made.begin()
-    return made
-
-
 def peer(life: int) -> EnginePeer:
     return EnginePeer(host="127.0.0.1", port=7 + life, life=life)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,13 +20,6 @@ ALL: list[Peer] = [
     RolloutPeer(host="::1", port=1, public_key="k", run_id="run", attempt=2),
     ENGINE,
 ]
-
-
-@pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    made = RunDir.create(tmp_path / "run")
-    made.begin()
-    return made
 
 
 def test_a_peer_is_found_once_it_has_published(rundir: RunDir) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -18,11 +16,9 @@ PLAN = Plan("run", 0, (Location("a", (0,)),), (), Location("a", ()))
 
 
 @pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    made = RunDir.create(tmp_path / "run")
-    made.begin()
-    made.options_file.write_text(Options().model_dump_json())
-    return made
+def rundir(rundir: RunDir) -> RunDir:
+    rundir.options_file.write_text(Options().model_dump_json())
+    return rundir
 
 
 def test_a_role_finds_its_place(rundir: RunDir) -> None:

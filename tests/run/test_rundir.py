@@ -25,13 +25,6 @@ from hpcrl.run.summary import Summary, read_summary, summary_of, write_summary
 from hpcrl.untrusted_files import as_given, read_given, swappable_by_group
 
 
-@pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    made = RunDir.create(tmp_path / "run")
-    made.begin()
-    return made
-
-
 def test_only_the_owner_can_look_in(rundir: RunDir) -> None:
     for path in (rundir.root, rundir.keys):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import REPO, metrics, rows
+from tests.support.runs import REPO, metrics, policy, rows, sft
 from tests.support.slurm import ENV, Job
-from tests.support.unkind import BARE, bare, policy, sft, submit, trains  # noqa: F401
+from tests.support.unkind import BARE, bare, submit, trains  # noqa: F401
 from tests.whole_runs.test_unkind_sites import guides_command
 from tools.cluster import packages
 from tools.cluster.control import ClusterError
@@ -78,7 +78,9 @@ def test_grpo_with_a_cache_of_a_minute(
     task: Path,
 ) -> None:
     """GRPO over three hosts whose file system caches for a minute."""
-    job = submit(bare, policy(tmp_path, task), cached / "run", "trainer.partition=cpu", "engine.partition=cpu")
+    job = submit(
+        bare, policy(tmp_path, task, held_out=False), cached / "run", "trainer.partition=cpu", "engine.partition=cpu"
+    )
     job.root = tmp_path / "real" / "run"  # looked at without the cache
     trains(job, 5)
     spent = [row["perf/step_time"] for row in rows(job.root) if "perf/step_time" in row]
@@ -107,7 +109,7 @@ def test_step_longer_than_the_time_limit(
     """The run is ended, and queued again, before Slurm would end it for good; after as many starts as are allowed it
     stays down."""
     values, words = LONGER[part]
-    path = policy(tmp_path, task, rollout_timeout=900, **values)
+    path = policy(tmp_path, task, held_out=False, rollout_timeout=900, **values)
     cpu = ("trainer.partition=cpu", "engine.partition=cpu")
     job = submit(bare, path, tmp_path / "run", *cpu, "time=30", "signal_margin=60", "max_requeues=1")
     for attempt in range(2):

@@ -17,8 +17,9 @@ Whole runs
 Models and data
     tiny, families, layouts, published_models    a model that fits in a test; two of each family; random layouts of both
                        sides of a weight update; slime's flags and config.json of published models
-    two_ways, answers, shares, tiny_verifiers_env    a tokenizer of several ways to write a text; answers with their truth;
-                       shares of the queue; an environment of the verifiers package
+    options, shares    the least options of a run; samples, and shares of the queue made of them
+    two_ways, answers, tiny_verifiers_env    a tokenizer of several ways to write a text; answers with their truth; an
+                       environment of the verifiers package
     fp8                what an engine multiplies with: the values of FP8 codes and scales
 
 Stand-ins where the real part cannot be had, or must misbehave

@@ -42,6 +42,8 @@ SFT = {
     "label_key": "label",
     "rollout_timeout": 60,
 }
+#: trainers on two hosts; the engine, where there is one, is on a third
+SPREAD = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
 #: trainer ranks without torchrun's agent, which takes seconds to import torch before any rank begins
 NO_AGENT = {"rank_launcher": "ranks"}
 COMMON = {
@@ -91,6 +93,19 @@ def recipe(directory: Path, task: Path, **values: Any) -> Path:
     path = directory / "recipe.toml"
     path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items() if value is not None))
     return path
+
+
+def sft(path: Path, task: Path, **values: Any) -> Path:
+    """A recipe of supervised fine-tuning over two hosts; `path` is made if it is not there."""
+    path.mkdir(exist_ok=True)
+    return recipe(path, task, **(SFT | SPREAD | values))
+
+
+def policy(path: Path, task: Path, held_out: bool = True, **values: Any) -> Path:
+    """A recipe of GRPO over three hosts.  held_out: evaluated every third step."""
+    path.mkdir(exist_ok=True)
+    held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 3, "eval_label_key": "label"}
+    return recipe(path, task, **(POLICY | (held if held_out else {}) | SPREAD | values))
 
 
 class Run:

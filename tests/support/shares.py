@@ -1,8 +1,9 @@
-"""Help for tests of the queue: shares of made-up samples, and whether two are the same."""
+"""Samples and shares of them, for tests of every room, and whether two shares are the same."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -78,3 +79,11 @@ def same(a: Share, b: Share) -> bool:
     return all(getattr(a, name) == getattr(b, name) for name in plain) and all(
         x.dtype == y.dtype and np.array_equal(x, y) for x, y in columns
     )
+
+
+def plain_sample(before: int = 2, answer: int = 3, /, **fields: Any) -> Sample:
+    """A completed sample of `before` + `answer` tokens, all of them trained on.  fields: of Sample, instead of these."""
+    own = {"group": 0, "index": 0, "response_length": answer, "status": COMPLETED}
+    own |= {"tokens": np.arange(before + answer, dtype=np.int32), "loss_mask": np.ones(answer, np.uint8)}
+    own |= {"logprobs": np.full(answer, -0.25, np.float32), "versions": np.zeros(answer, np.int32)}
+    return Sample(**(own | fields))

@@ -17,12 +17,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import POLICY, SFT, metrics, recipe
+from tests.support.runs import metrics
 from tests.support.slurm import ENV, Job
 from tests.support.torn_srun import install
 from tools.cluster import packages
 
-SPREAD = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
 #: what docs/slurm.md sets on nodes without GPUs
 BARE = (
     "trainer.gpus_per_node=0",
@@ -58,16 +57,6 @@ def careless_site(folder: Path) -> Path:
     )
     site.write_text(f"setup = {json.dumps(lines)}\n[env]\n{values}{parts}")
     return site
-
-
-def sft(path: Path, task: Path, **values: object) -> Path:
-    path.mkdir(exist_ok=True)
-    return recipe(path, task, **(SFT | SPREAD | values))
-
-
-def policy(path: Path, task: Path, **values: object) -> Path:
-    path.mkdir(exist_ok=True)
-    return recipe(path, task, **(POLICY | SPREAD | values))
 
 
 def command(file: Path, root: Path, *settings: str) -> list[str]:

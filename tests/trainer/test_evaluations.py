@@ -13,7 +13,7 @@ from hpcrl.report.metrics import MetricsLog, read_metrics
 from hpcrl.report.timeline.spans import Timeline
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.evaluations import EvaluationSchedule
-from tests.config.test_flags import GRPO
+from tests.support.options import GRPO
 
 
 class Rollout:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,13 +75,6 @@ class Stub:
 def hang(*_: Any) -> tuple[int, Any]:
     time.sleep(20)
     return 200, None
-
-
-@pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    made = RunDir.create(tmp_path / "run")
-    made.begin()
-    return made
 
 
 @pytest.fixture

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import POLICY, SFT, metrics, recipe
+from tests.support.runs import metrics, policy, sft
 from tests.support.slurm import ENV
 
 pytestmark = pytest.mark.cluster
-SPREAD = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
 MPIRUN = {"openmpi": "mpirun.openmpi", "mpich": "mpiexec.mpich"}
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.getuid() == 0 else {}
 UCX = {"UCX_TLS": "tcp,self"}  # MPICH's would take the namespaces of one machine for one host
@@ -36,21 +35,11 @@ def launch(
     return cluster.run(command, check=check, timeout=timeout, env=environment(cluster, kind))
 
 
-def sft(path: Path, task: Path, **values: object) -> Path:
-    path.mkdir(exist_ok=True)
-    return recipe(path, task, **(SFT | SPREAD | values))
-
-
-def policy(path: Path, task: Path, **values: object) -> Path:
-    held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 3, "eval_label_key": "label"}
-    return recipe(path, task, **(POLICY | held | SPREAD | {"tensor_model_parallel_size": 2} | values))
-
-
 @pytest.fixture(scope="module")
 def under_openmpi(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     path = tmp_path_factory.mktemp("openmpi")
     hosts = cluster.hostfile("openmpi", ["node2", "node1", "node3"], path=path / "hosts")
-    launch(cluster, "openmpi", hosts, policy(path, task), "--run-dir", path / "run")
+    launch(cluster, "openmpi", hosts, policy(path, task, tensor_model_parallel_size=2), "--run-dir", path / "run")
     return path / "run"
 
 
@@ -67,7 +56,14 @@ def test_open_mpi_over_three_hosts(under_openmpi: Path) -> None:
 def test_mpich_gives_the_same_losses(cluster: Cluster, under_openmpi: Path, tmp_path: Path, task: Path) -> None:
     """MPICH with a rank for each slot gives the same losses."""
     hosts = cluster.hostfile("mpich", ["node2", "node1", "node3"], path=tmp_path / "hosts")
-    launch(cluster, "mpich", hosts, policy(tmp_path, task, rank_launcher="ranks"), "--run-dir", tmp_path / "run")
+    launch(
+        cluster,
+        "mpich",
+        hosts,
+        policy(tmp_path, task, tensor_model_parallel_size=2, rank_launcher="ranks"),
+        "--run-dir",
+        tmp_path / "run",
+    )
     assert metrics(tmp_path / "run") == metrics(under_openmpi)
 
 
@@ -106,7 +102,7 @@ def test_started_by_mpirun(cluster: Cluster, tmp_path: Path, task: Path) -> None
 def test_an_engine_needs_no_shared_run_directory(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """The run lies on the trainer's own disk; address, port and keys reach the engine's host through MPI."""
     hosts = cluster.hostfile("openmpi", ["node1", "node2"], path=tmp_path / "hosts")
-    path = policy(tmp_path, task, actor_num_nodes=1, tensor_model_parallel_size=1, num_rollout=2)
+    path = policy(tmp_path, task, actor_num_nodes=1, num_rollout=2)
     done = launch(cluster, "openmpi", hosts, path, "--run-dir", "/tmp/apart")
     assert "held-out accuracy" in done.stdout
     seen = {

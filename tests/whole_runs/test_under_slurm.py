@@ -11,23 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import NO_AGENT, POLICY, SFT, Run, metrics, recipe, rows
+from tests.support.runs import NO_AGENT, Run, metrics, policy, rows, sft
 from tests.support.slurm import ENV, HURRY, MEMORY, Job, hpcrl, submit
 
 pytestmark = pytest.mark.cluster
-#: trainers on two hosts, one engine on a third
-SPREAD = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
-
-
-def policy(path: Path, task: Path, **values: object) -> Path:
-    path.mkdir(exist_ok=True)
-    held = {"eval_prompt_data": ["heldout", str(task / "heldout.jsonl")], "eval_interval": 3, "eval_label_key": "label"}
-    return recipe(path, task, **(POLICY | held | SPREAD | values))
-
-
-def sft(path: Path, task: Path, **values: object) -> Path:
-    path.mkdir(exist_ok=True)
-    return recipe(path, task, **(SFT | SPREAD | values))
 
 
 @pytest.fixture(scope="module")

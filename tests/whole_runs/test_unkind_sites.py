@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import REPO, SubmittedRun
+from tests.support.runs import REPO, SubmittedRun, sft
 from tests.support.slurm import ENV, Job, hpcrl
 from tests.support.torn_srun import install
-from tests.support.unkind import BARE, HOSTILE, bare, careless_site, command, sft, trains  # noqa: F401
+from tests.support.unkind import BARE, HOSTILE, bare, careless_site, command, trains  # noqa: F401
 
 pytestmark = pytest.mark.cluster
 

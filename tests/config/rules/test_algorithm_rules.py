@@ -11,7 +11,7 @@ from hpcrl.config.plugin_names import NEEDS, Kind, algorithm_files, find_algorit
 from hpcrl.config.rules.algorithm_needs import Needs, needs, policy_loss_name
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.errors import UsageError
-from tests.config.test_flags import GRPO, SFT
+from tests.support.options import GRPO, SFT
 
 PLUS = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
 KL = {"use_kl_loss": True, "ref_load": "r"}

@@ -14,7 +14,7 @@ from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.submission import make_request
 from hpcrl.plan import Host, local_hosts, make_plan
 from hpcrl.run.rundir import RunDir
-from tests.config.test_flags import GRPO, SFT
+from tests.support.options import GRPO, SFT
 
 EVAL = {"eval_interval": 1, "eval_prompt_data": ["a", "b.jsonl"]}
 LOAD = {"load_debug_rollout_data": "d/{rollout_id}"}

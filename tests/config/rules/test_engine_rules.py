@@ -11,7 +11,7 @@ from hpcrl.config.rules.layout import split_address
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import UsageError
 from hpcrl.plan import local_hosts, make_plan
-from tests.config.test_flags import GRPO
+from tests.support.options import GRPO
 
 THERE = {"rollout_num_gpus": None, "rollout_external_engine_addrs": ["10.0.0.5:8100", "[::1]:8100"]}
 KEYS = {"rollout_external_engine_keys": "/keys"}

@@ -10,7 +10,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.errors import UsageError
 from hpcrl.trainer.loop_schedule import evaluates_beside, last_evaluation, publishes, settles, steps_of
-from tests.config.test_flags import GRPO, SFT
+from tests.support.options import GRPO, SFT
 
 ASYNC = GRPO | {"loop": "async"}
 FULLY = GRPO | {"loop": "fully-async"}

@@ -11,8 +11,8 @@ from hpcrl.config.recipe import build_options
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import UsageError
 from hpcrl.slime.arguments import translate
-from tests.config.test_flags import GRPO
 from tests.slime.guides import GUIDES
+from tests.support.options import GRPO
 
 SHARED = {"colocate": True, "rollout_num_gpus": 1}
 EXPERTS = {"vllm": {"enable_expert_parallel": True}}

@@ -24,7 +24,7 @@ from hpcrl.rollout.evaluation.evaluation_service import EvaluationService
 from hpcrl.rollout.evaluation.evaluator import Evaluator, HeldOut, read_held_out
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.sample import COMPLETED, Sample
-from tests.config.test_flags import GRPO
+from tests.support.options import GRPO
 from tests.support.tiny import make_tokenizer
 
 HERE = "tests.rollout.evaluation.test_custom_evaluator"

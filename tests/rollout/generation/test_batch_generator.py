@@ -31,6 +31,7 @@ from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, Sample
 from tests.support.ledger_account import account
+from tests.support.shares import plain_sample
 
 LENGTH = 4  #: tokens of a finished response
 HERE = "tests.rollout.generation.test_batch_generator"
@@ -588,9 +589,8 @@ def group(number: int = 3) -> Group:
 
 
 def sample(index: int, versions: list[int], status: str = COMPLETED, **fields: Any) -> Sample:
-    count = len(versions)
-    columns = np.arange(2 + count, dtype=np.int32), count, np.ones(count, np.uint8), np.full(count, -0.25, np.float32)
-    return Sample(3, index, *columns, np.asarray(versions, np.int32), status=status, **fields)
+    own = {"group": 3, "index": index, "versions": np.asarray(versions, np.int32), "status": status}
+    return plain_sample(2, len(versions), **own, **fields)
 
 
 def test_a_group_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:

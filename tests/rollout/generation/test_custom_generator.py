@@ -14,9 +14,9 @@ from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.generation.custom_generator import CustomGenerator
-from tests.config.test_flags import GRPO
 from tests.rollout.generation.test_batch_generator import Attempt, FakeSampler, Options, numbers
 from tests.support.ledger_account import account
+from tests.support.options import GRPO
 
 HERE = "tests.rollout.generation.test_custom_generator"
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -22,8 +21,9 @@ from hpcrl.rollout.answers.labels import boxed as find_boxed
 from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.grading.tally import Tally, grading_metrics
 from hpcrl.rollout.prompts.prompt_files import PromptFile
-from hpcrl.sample import COMPLETED, Sample
+from hpcrl.sample import Sample
 from tests.support.http_server import Server
+from tests.support.shares import plain_sample
 
 pytestmark = pytest.mark.process  # rewards run in processes of their own
 
@@ -31,21 +31,8 @@ HERE = "tests.support.own_rewards"
 
 
 def sample(response: str, label: Any = None, group: int = 7, index: int = 3, **metadata: Any) -> Sample:
-    tokens = np.arange(5, dtype=np.int32)
-    return Sample(
-        group,
-        index,
-        tokens,
-        3,
-        np.ones(3, np.uint8),
-        np.zeros(3, np.float32),
-        np.zeros(3, np.int32),
-        response=response,
-        label=label,
-        prompt="1+1=",
-        status=COMPLETED,
-        metadata=metadata,
-    )
+    own = {"group": group, "index": index, "response": response, "label": label, "metadata": metadata}
+    return plain_sample(prompt="1+1=", **own)
 
 
 def run(

@@ -23,10 +23,10 @@ from hpcrl.rollout.prompts.custom_source import MOST_DROPPED, CustomSource
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile, read_training
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from tests.config.test_flags import GRPO
 from tests.rollout.generation.test_batch_generator import PARTIAL, Attempt, FakeSampler, numbers, slow
 from tests.rollout.prompts.test_prompt_files import model, tokenizer
 from tests.support.ledger_account import account
+from tests.support.options import GRPO
 
 __all__ = ["model", "tokenizer"]
 HERE = "tests.rollout.prompts.test_custom_source"

@@ -10,7 +10,6 @@ import sys
 import types
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hpcrl.config.options import Options
@@ -21,13 +20,11 @@ from hpcrl.rollout.rewards import gpqa
 from hpcrl.sample import Sample
 from hpcrl.toolbox.plugins import PluginRoom
 from tests.support.http_server import Server
+from tests.support.shares import plain_sample
 
 
 def sample(response: str, label: Any = None, **metadata: Any) -> Sample:
-    nothing = np.zeros(1, np.int32)
-    return Sample(
-        7, 3, nothing, 1, nothing, nothing, nothing, response=response, label=label, prompt="1+1=", metadata=metadata
-    )
+    return plain_sample(response=response, label=label, prompt="1+1=", metadata=metadata)
 
 
 def worth(

@@ -22,6 +22,7 @@ from hpcrl.rollout.samplers import teacher_logprobs as module
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.samplers.teacher_logprobs import KEY, NAME, Teacher, TeacherLogprobsSampler
 from hpcrl.sample import ABORTED, COMPLETED, Sample
+from tests.support.shares import plain_sample
 from tests.support.tiny import make_tokenizer
 
 #: what the server answers to a question about a sample; None: what a teacher would say
@@ -111,10 +112,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sample(number: int = 0, prompt: int = 3, answer: int = 4) -> Sample:
     tokens = np.arange(10 + number, 10 + number + prompt + answer, dtype=np.int32)
-    mask, zeros = np.ones(answer, np.uint8), np.zeros(answer, np.int32)
-    return Sample(
-        number // 4, number % 4, tokens, answer, mask, np.full(answer, -2.0, np.float32), zeros, status=COMPLETED
-    )
+    return plain_sample(prompt, answer, group=number // 4, index=number % 4, tokens=tokens)
 
 
 def mark(server: Server, own: Tokenizer, samples: list[Sample], **options: Any) -> None:
