@@ -1,15 +1,19 @@
-"""The data: a sample (prompt + response), and a batch of samples as columns.
+"""The data: a sample (prompt + response), a batch of samples as columns, and a sample as bytes.
 
-Invariant: a `SampleBatch` is a handful of contiguous numpy arrays, whatever the number of samples; the wire carries
+Invariants: a `SampleBatch` is a handful of contiguous numpy arrays, whatever the number of samples; the wire carries
 these arrays as they lie (see `queue/share_format.py`), so no per-token Python object exists between engine and trainer.
+The columns are declared once, in COLUMNS, and the other fields in `Sample`; every form of bytes follows from these two.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
+import msgspec
 import numpy as np
 
 from hpcrl.errors import DataError
@@ -22,32 +26,35 @@ STATUSES = (PENDING, COMPLETED, TRUNCATED, ABORTED)
 
 
 class TokenColumn(NamedTuple):
-    """A column with one entry for each token: dtype of its numbers; of: the field of ROW that counts the tokens,
-    "length" (prompt and response) or "response_length"; dims: further dimensions of an entry, of the same size for all
-    tokens."""
+    """A column with one entry for each token.
+
+    dtype: of its numbers, as they are stored and sent
+    of: the field of ROW that counts the tokens, "length" (prompt and response) or "response_length"
+    dims: further dimensions of an entry, of the same size for all tokens
+    optional: only some runs have it, for all of their samples; it lies in `Sample.extra` and `SampleBatch.extra`
+    """
 
     dtype: np.dtype
     of: str
     dims: int = 0
+    optional: bool = False
 
 
-#: columns that every sample has, and the dtypes in which they are stored and sent; see `Sample` for what they are
-REQUIRED: dict[str, np.dtype] = {
-    "tokens": np.dtype("<i4"),
-    "loss_mask": np.dtype("u1"),
-    "logprobs": np.dtype("<f4"),
-    "versions": np.dtype("<i4"),
-}
-
-#: columns that only some runs have, for all of their samples; they lie in `Sample.extra` and `SampleBatch.extra`
-OPTIONAL: dict[str, TokenColumn] = {
+#: every column of a sample; see `Sample` for what those are that all runs have
+COLUMNS: dict[str, TokenColumn] = {
+    "tokens": TokenColumn(np.dtype("<i4"), "length"),
+    "loss_mask": TokenColumn(np.dtype("u1"), "response_length"),
+    "logprobs": TokenColumn(np.dtype("<f4"), "response_length"),
+    "versions": TokenColumn(np.dtype("<i4"), "response_length"),
     # float32 [response]: log-probs of the sampled tokens under a teacher, at the sampling temperature
-    "teacher_logprobs": TokenColumn(np.dtype("<f4"), "response_length"),
+    "teacher_logprobs": TokenColumn(np.dtype("<f4"), "response_length", optional=True),
     # uint8 [prompt + response, layers with experts, bytes]: the experts that the engine chose for each token that it
     # read; a byte an expert, two (the lower first) in a model of more than 256; a token's are all 0 where the engine
     # did not say, as of the last one, which it wrote and never read
-    "routed_experts": TokenColumn(np.dtype("u1"), "length", 2),
+    "routed_experts": TokenColumn(np.dtype("u1"), "length", 2, optional=True),
 }
+REQUIRED = {name: column for name, column in COLUMNS.items() if not column.optional}
+OPTIONAL = {name: column for name, column in COLUMNS.items() if column.optional}
 
 
 @dataclass
@@ -86,6 +93,21 @@ class Sample:
     extra: dict[str, np.ndarray] = field(default_factory=dict)
     teacher_error: str = ""
     remove_sample: bool = False
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """The columns that it has, by name, in the order of COLUMNS."""
+        extra = {name: self.extra[name] for name in OPTIONAL if name in self.extra}
+        return {name: getattr(self, name) for name in REQUIRED} | extra
+
+    def misfit(self) -> str:
+        """What is wrong with the sizes of its columns; "" if they fit its tokens and its response."""
+        sizes = {"length": len(self.tokens), "response_length": self.response_length}
+        if not 0 <= self.response_length <= len(self.tokens):
+            return f"a response of {self.response_length} tokens, {len(self.tokens)} of prompt and response"
+        for name, column in self.columns().items():
+            if len(column) != sizes[COLUMNS[name].of]:
+                return f"{len(column)} {name} for {sizes[COLUMNS[name].of]} tokens"
+        return ""
 
 
 #: one row a sample; what the trainer needs to know of it besides the token columns
@@ -137,14 +159,13 @@ class SampleBatch:
             )
             for s in samples
         ]
-        return cls(
-            _whole_responses(np.array(rows, ROW)),
-            _join([s.tokens for s in samples], np.int32),
-            _join([s.loss_mask for s in samples], np.uint8),
-            _join([s.logprobs for s in samples], np.float32),
-            _join([s.versions for s in samples], np.int32),
-            {name: _join([s.extra[name] for s in samples], OPTIONAL[name].dtype) for name in _optional(samples)},
-        )
+        columns = {name: _join([getattr(s, name) for s in samples], kind.dtype) for name, kind in REQUIRED.items()}
+        extra = {name: _join([s.extra[name] for s in samples], OPTIONAL[name].dtype) for name in _optional(samples)}
+        return cls(_whole_responses(np.array(rows, ROW)), **columns, extra=extra)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """The columns that it has, by name, in the order of COLUMNS."""
+        return {name: getattr(self, name) for name in REQUIRED} | self.extra
 
     @property
     def token_offsets(self) -> np.ndarray:
@@ -158,20 +179,19 @@ class SampleBatch:
 
     def take(self, indices: list[int] | np.ndarray) -> SampleBatch:
         """The samples at `indices`, in that order, as a new batch."""
-        t, r = self.token_offsets, self.response_offsets
-        cut = lambda column, at, kind: _join([column[at[i] : at[i + 1]] for i in indices] or [column[:0]], kind)  # noqa: E731
-        return SampleBatch(
-            self.rows[np.asarray(indices, dtype=np.int64)],
-            cut(self.tokens, t, np.int32),
-            cut(self.loss_mask, r, np.uint8),
-            cut(self.logprobs, r, np.float32),
-            cut(self.versions, r, np.int32),
-            {name: cut(column, self.offsets_of(name), OPTIONAL[name].dtype) for name, column in self.extra.items()},
-        )
+        at = {name: _offsets(self.rows[name]) for name in ("length", "response_length")}
+
+        def cut(name: str, column: np.ndarray) -> np.ndarray:
+            bounds = at[COLUMNS[name].of]
+            return _join([column[bounds[i] : bounds[i + 1]] for i in indices] or [column[:0]], COLUMNS[name].dtype)
+
+        columns = {name: cut(name, getattr(self, name)) for name in REQUIRED}
+        extra = {name: cut(name, column) for name, column in self.extra.items()}
+        return SampleBatch(self.rows[np.asarray(indices, dtype=np.int64)], **columns, extra=extra)
 
     def offsets_of(self, name: str) -> np.ndarray:
-        """int64 [n + 1]: where each sample's part of an optional column begins and ends."""
-        return _offsets(self.rows[OPTIONAL[name].of])
+        """int64 [n + 1]: where each sample's part of a column begins and ends."""
+        return _offsets(self.rows[COLUMNS[name].of])
 
 
 def responses_of(rows: np.ndarray) -> np.ndarray:
@@ -204,3 +224,101 @@ def _join(parts: list[np.ndarray], kind: np.typing.DTypeLike) -> np.ndarray:
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+# ---- a sample as bytes
+
+#: what a sample holds besides its columns -> its type
+FIELDS = {
+    f.name: kind
+    for f, kind in zip(dataclasses.fields(Sample), get_type_hints(Sample).values(), strict=True)
+    if f.name not in {"extra", *COLUMNS}
+}
+
+
+def struct_of(name: str, without: Collection[str], **options: Any) -> type[msgspec.Struct]:
+    """A message with the FIELDS of a sample except for those `without`; all have a default.
+
+    options: of msgspec.defstruct
+    """
+    defaults = {
+        f.name: msgspec.field(default_factory=f.default_factory) if callable(f.default_factory) else f.default
+        for f in dataclasses.fields(Sample)
+    }
+    kinds = {"metadata": dict}  # of a user's function, whose keys may be numbers
+    fields = [(key, kinds.get(key, kind), defaults[key]) for key, kind in FIELDS.items() if key not in without]
+    return msgspec.defstruct(name, fields, module=__name__, **options)
+
+
+_HEAD = ("group", "index", "response_length", "status")
+_PackedFields: Any = struct_of("_PackedFields", _HEAD)
+
+
+class _PackedColumn(msgspec.Struct):
+    """A column of `Sample.extra`."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class PackedSample(msgspec.Struct):
+    """A sample as msgspec writes it: in files, and to other processes.
+
+    columns: bytes of those of REQUIRED, or none of them
+    fields: the other FIELDS of `Sample`
+    """
+
+    group: int
+    index: int
+    response_length: int
+    columns: dict[str, bytes]
+    status: str
+    fields: _PackedFields
+    extra: dict[str, _PackedColumn]
+
+
+def pack(sample: Sample, columns: bool = True) -> PackedSample:
+    """A sample as it is written.
+
+    columns: whether those are too that have an entry for each token
+    """
+    fields = _PackedFields(**{name: getattr(sample, name) for name in _PackedFields.__struct_fields__})
+    own, extra = {}, {}
+    if columns:
+        own = {
+            name: np.ascontiguousarray(getattr(sample, name), kind.dtype).tobytes() for name, kind in REQUIRED.items()
+        }
+        extra = {
+            name: _PackedColumn(column.dtype.str, list(column.shape), np.ascontiguousarray(column).tobytes())
+            for name, column in sample.extra.items()
+        }
+    return PackedSample(sample.group, sample.index, sample.response_length, own, sample.status, fields, extra)
+
+
+def unpack(packed: PackedSample, columns: bool = True) -> Sample:
+    """The sample again.
+
+    columns: False where `pack` was asked for none; those of REQUIRED are empty then
+
+    Raises ValueError, KeyError or TypeError if it is none.
+    """
+    own = {name: _array(packed.columns[name] if columns else b"", kind.dtype) for name, kind in REQUIRED.items()}
+    sample = Sample(
+        group=packed.group,
+        index=packed.index,
+        response_length=packed.response_length,
+        status=packed.status,
+        extra={name: _array(c.data, np.dtype(c.dtype)).reshape(c.shape) for name, c in packed.extra.items()},
+        **own,
+        **msgspec.structs.asdict(packed.fields),
+    )
+    if columns and (misfit := sample.misfit()):
+        raise ValueError(f"sample {packed.index} has {misfit}")
+    return sample
+
+
+def _array(data: bytes, dtype: np.dtype) -> np.ndarray:
+    if dtype.hasobject:
+        raise ValueError(f"a column of {dtype}")
+    return np.frombuffer(data, dtype).copy()

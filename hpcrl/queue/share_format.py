@@ -3,8 +3,7 @@
     frame 0   header: wire format, rollout id, policy version, the columns' names, dtypes and sizes, the micro-batches
     frame 1   table: a row for each sample of the whole rollout, so that every rank can compare a sample with all others
     frame 2   own: which rows of the table are this share's samples, in its order
-    frame 3-6 their tokens, loss_mask, logprobs, versions (see `sample.SampleBatch`), little-endian
-    frame 7-  the columns of `sample.OPTIONAL` that this run has, in that order
+    frame 3-  the columns of `sample.COLUMNS` that this run has, in that order, little-endian
 
 Encryption costs more than all else together, so two columns go in fewer bytes: the versions of the tokens as runs (a
 sample has one version, or a few, but thousands of tokens), the loss mask as bits.
@@ -17,15 +16,15 @@ views on the frames.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from hpcrl.errors import HpcrlError
-from hpcrl.sample import OPTIONAL, ROW, STATUSES, SampleBatch
+from hpcrl.sample import COLUMNS, OPTIONAL, REQUIRED, ROW, STATUSES, SampleBatch
 
 #: bytes, bytearray, memoryview, zmq.Frame: anything with the buffer protocol
 Buffer = Any
@@ -33,21 +32,19 @@ Buffer = Any
 FORMAT = 4
 #: so many tokens in a row, of one policy version
 RUN = np.dtype([("version", "<i8"), ("length", "<i8")])
-#: name and dtype of each column on the wire, in frame order; loss_mask: 8 tokens an element, the first in the highest
-#: bit
-COLUMNS: tuple[tuple[str, np.dtype], ...] = (
-    ("table", ROW),
-    ("own", np.dtype("<i4")),
-    ("tokens", np.dtype("<i4")),
-    ("loss_mask", np.dtype("u1")),
-    ("logprobs", np.dtype("<f4")),
-    ("versions", RUN),
-)
-#: a share has so many frames at most
-MOST_FRAMES = 1 + len(COLUMNS) + len(OPTIONAL)
 _OF_TABLE = "row {} of the table: "
 _WRONG = "is not between 0 and length"
 _WHAT_DECODING_RAISES = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, BufferError)
+
+
+class _Shorter(NamedTuple):
+    """A column that goes in fewer bytes.  to_wire: its elements of type `dtype`; from_wire: those, and how many tokens
+    -> the column"""
+
+    dtype: np.dtype
+    to_wire: Callable[[np.ndarray], np.ndarray]
+    from_wire: Callable[[np.ndarray, int], np.ndarray]
+
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Row = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -129,30 +126,26 @@ def encode(share: Share) -> list[Buffer]:
     try:
         batch = share.batch
         _check_lengths(batch)
-        values = (share.table, share.own, batch.tokens, batch.loss_mask, batch.logprobs)
-        parts = zip(COLUMNS, values, strict=False)
-        table, own, tokens, mask, logprobs = (np.ascontiguousarray(array, dtype) for (_, dtype), array in parts)
-        arrays = [table, own, tokens, np.packbits(mask), logprobs, _runs(batch.versions)]
-        extra = {
-            name: np.ascontiguousarray(batch.extra[name], kind.dtype)
-            for name, kind in OPTIONAL.items()
-            if name in batch.extra
-        }
-        columns = [Column(name, str(dtype), len(array)) for (name, dtype), array in zip(COLUMNS, arrays, strict=True)]
-        columns += [Column(name, str(array.dtype), len(array), array.shape[1:]) for name, array in extra.items()]
+        columns = {name: np.ascontiguousarray(column, COLUMNS[name].dtype) for name, column in batch.columns().items()}
+        required = {name: columns.pop(name) for name in REQUIRED}
+        extra = {name: columns[name] for name in OPTIONAL if name in columns}
+        table, own = np.ascontiguousarray(share.table, WIRE["table"]), np.ascontiguousarray(share.own, WIRE["own"])
+        sent = {"table": table, "own": own}
+        sent |= {name: SHORTER[name].to_wire(array) if name in SHORTER else array for name, array in required.items()}
+        sent |= extra
         header = ShareHeader(
             FORMAT,
             share.rollout_id,
             share.version,
-            columns,
+            [Column(name, str(WIRE[name]), len(array), array.shape[1:]) for name, array in sent.items()],
             share.micro_batches,
             share.step_samples,
             share.step_tokens,
             share.metrics,
         )
         rows = np.ascontiguousarray(batch.rows, ROW)
-        _check(header, SampleBatch(rows, tokens, mask, logprobs, batch.versions, extra), table, own)
-        return [_pack(header), *(memoryview(array.reshape(-1).view(np.uint8)) for array in (*arrays, *extra.values()))]
+        _check(header, SampleBatch(rows, **required, extra=extra), table, own)
+        return [_pack(header), *(memoryview(array.reshape(-1).view(np.uint8)) for array in sent.values())]
     except _WHAT_DECODING_RAISES as error:
         raise WireError(f"the share of rollout {share.rollout_id} cannot be sent: {error}") from error
     except WireError as error:
@@ -164,18 +157,18 @@ def encode(share: Share) -> list[Buffer]:
 
 def decode(frames: Sequence[Buffer]) -> Share:
     """The share in `frames`, which its large arrays are views on.  WireError if it is not whole and consistent."""
-    if not 1 + len(COLUMNS) <= len(frames) <= MOST_FRAMES:
-        raise WireError(f"a share has {1 + len(COLUMNS)} to {MOST_FRAMES} frames, this one has {len(frames)}")
+    if not LEAST_FRAMES <= len(frames) <= MOST_FRAMES:
+        raise WireError(f"a share has {LEAST_FRAMES} to {MOST_FRAMES} frames, this one has {len(frames)}")
     header = _header(frames[0])
     if len(header.columns) != len(frames) - 1:
         raise WireError(f"a share declares {len(header.columns)} columns and has {len(frames) - 1}")
-    parts = zip(_expected(header.columns), header.columns, frames[1:], strict=True)
-    table, own, tokens, bits, logprobs, runs, *others = (_column(*part) for part in parts)
+    names = _names(header.columns)
+    found = {name: _column(name, *part) for name, *part in zip(names, header.columns, frames[1:], strict=True)}
+    table, own = found.pop("table"), found.pop("own")
     _check_own(table, own)  # before it says where to look
-    extra = dict(zip((column.name for column in header.columns[len(COLUMNS) :]), others, strict=True))
-    mask = _unpack_mask(bits, len(logprobs))
-    versions = _spread(runs, len(logprobs))
-    batch = SampleBatch(table[own], tokens, mask, logprobs, versions, extra)
+    tokens = len(found["logprobs"])
+    found |= {name: kind.from_wire(found[name], tokens) for name, kind in SHORTER.items()}
+    batch = SampleBatch(table[own], **{name: found.pop(name) for name in REQUIRED}, extra=found)
     _check(header, batch, table, own)
     return Share(
         header.rollout_id,
@@ -204,21 +197,20 @@ def _header(frame: Buffer) -> ShareHeader:
         raise WireError(f"the header of a share is malformed: {error}") from error
 
 
-def _expected(columns: Sequence[Column]) -> list[tuple[str, np.dtype, int]]:
-    """Name, dtype and further dimensions of each column: those of every share, then those that it says it has, in
-    order."""
-    said = [column.name for column in columns[len(COLUMNS) :]]
+def _names(columns: Sequence[Column]) -> list[str]:
+    """The columns: those of every share, then those that it says it has, in order."""
+    said = [column.name for column in columns[len(USUAL) :]]
     known = [name for name in OPTIONAL if name in said]
     if said != known:
         raise WireError(
             f"a share has the columns {', '.join(map(repr, said))} in addition to the usual, {', '.join(OPTIONAL)} may "
             "be"
         )
-    return [(*column, 0) for column in COLUMNS] + [(name, OPTIONAL[name].dtype, OPTIONAL[name].dims) for name in known]
+    return [*USUAL, *known]
 
 
-def _column(expected: tuple[str, np.dtype, int], column: Column, frame: Buffer) -> np.ndarray:
-    name, dtype, dims = expected
+def _column(name: str, column: Column, frame: Buffer) -> np.ndarray:
+    dtype, dims = WIRE[name], COLUMNS[name].dims if name in COLUMNS else 0
     if (column.name, column.dtype, len(column.shape)) != (name, str(dtype), dims):
         what = f"found {column.name!r} of type {column.dtype!r} and {len(column.shape)}"
         raise WireError(f"column {name} of type {dtype} and {dims} dimensions an element expected, {what}")
@@ -261,6 +253,18 @@ def _spread(runs: np.ndarray, tokens: int) -> np.ndarray:
     return np.repeat(versions.astype(np.int32), lengths)
 
 
+#: loss_mask: 8 tokens an element, the first in the highest bit
+SHORTER = {
+    "loss_mask": _Shorter(np.dtype("u1"), np.packbits, _unpack_mask),
+    "versions": _Shorter(RUN, _runs, _spread),
+}
+_PLACES = {"table": ROW, "own": np.dtype("<i4")}  # which samples they are
+#: what lies in the frames after the first, in order -> dtype on the wire
+WIRE = _PLACES | {name: SHORTER[name].dtype if name in SHORTER else kind.dtype for name, kind in COLUMNS.items()}
+USUAL = (*_PLACES, *REQUIRED)  #: what every share has
+LEAST_FRAMES, MOST_FRAMES = 1 + len(USUAL), 1 + len(WIRE)
+
+
 # ---- what must hold of every share
 
 
@@ -297,14 +301,10 @@ def _check_table(table: np.ndarray) -> None:
 def _check_lengths(batch: SampleBatch) -> None:
     length, response = (batch.rows[name].astype(np.int64) for name in ("length", "response_length"))
     _refuse((response < 0) | (response > length), f"row {{}}: response_length {_WRONG}")
-    for name in ("tokens", "loss_mask", "logprobs", "versions"):
-        declared = int((length if name == "tokens" else response).sum())
-        found = len(getattr(batch, name))
-        if declared != found:
-            raise WireError(f"the rows hold {declared} elements of {name}, the column {found}")
-    for name, column in batch.extra.items():
-        declared = int(batch.offsets_of(name)[-1])
-        dims = OPTIONAL[name].dims
+    declared_of = {"length": int(length.sum()), "response_length": int(response.sum())}
+    for name, column in batch.columns().items():
+        declared = declared_of[COLUMNS[name].of]
+        dims = COLUMNS[name].dims
         if (len(column), column.ndim) != (declared, 1 + dims):
             raise WireError(
                 f"the rows hold {declared} elements of {name} with {dims} dimensions, the column {column.shape}"

@@ -21,7 +21,17 @@ from hpcrl.microbatches import Schedule, make_schedule
 from hpcrl.queue.share_format import Share
 from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.sample import COMPLETED, OPTIONAL, PENDING, STATUSES, TRUNCATED, Sample, SampleBatch, responses_of
+from hpcrl.sample import (
+    COMPLETED,
+    OPTIONAL,
+    PENDING,
+    REQUIRED,
+    STATUSES,
+    TRUNCATED,
+    Sample,
+    SampleBatch,
+    responses_of,
+)
 
 AGES = 8  #: policy versions that are told apart in metrics
 
@@ -243,10 +253,6 @@ def _filling(batch: SampleBatch) -> SampleBatch:
 
 
 def _joined(first: SampleBatch, second: SampleBatch) -> SampleBatch:
-    columns = (
-        np.concatenate([getattr(first, n), getattr(second, n)])
-        for n in ("rows", "tokens", "loss_mask", "logprobs", "versions")
-    )
-    return SampleBatch(
-        *columns, {name: np.concatenate([first.extra[name], second.extra[name]]) for name in first.extra}
-    )
+    extra = {name: np.concatenate([first.extra[name], second.extra[name]]) for name in first.extra}
+    columns = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in ("rows", *REQUIRED)}
+    return SampleBatch(**columns, extra=extra)

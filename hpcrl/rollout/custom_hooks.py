@@ -105,11 +105,8 @@ class RolloutHooks:
                 for field in dataclasses.fields(Sample):
                     if field.name not in ("group", "index"):
                         setattr(sample, field.name, getattr(found, field.name))
-            size = sample.response_length
-            if any(len(part) != size for part in (sample.loss_mask, sample.logprobs, sample.versions)) or size > len(
-                sample.tokens
-            ):
-                raise BadSample(f"{shown} left a sample of {size} response tokens whose columns have other lengths")
+            if misfit := sample.misfit():
+                raise BadSample(f"{shown} left a sample with {misfit}")
 
     # ---- a rollout
 

@@ -30,7 +30,7 @@ from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
-from hpcrl.sample import STATUSES, Sample, SampleBatch
+from hpcrl.sample import FIELDS, REQUIRED, ROW, STATUSES, Sample, SampleBatch, struct_of
 from hpcrl.untrusted_files import SAMPLES, read_given_bytes
 
 MAGIC = b"HPCRLRO1"
@@ -39,16 +39,8 @@ _HEAD = struct.Struct("<8sI")
 _SIZE = struct.Struct("<Q")
 
 
-class SampleTexts(msgspec.Struct, forbid_unknown_fields=True):
-    """What a sample has in addition to the columns of its share."""
-
-    prompt: Any = None
-    response: str = ""
-    label: Any = None
-    metadata: dict[str, Any] = {}
-    rewards: dict[str, float] = {}
-    grading: str = ""
-    grading_error: str = ""
+#: what a sample has in addition to its share: neither columns nor fields of its row
+SampleTexts: Any = struct_of("SampleTexts", ROW.names, forbid_unknown_fields=True)
 
 
 class SavedRollout(NamedTuple):
@@ -71,7 +63,9 @@ def write_rollout(path: Path, rollout_id: int, version: int, samples: Sequence[S
     """Write the file, whole.  HpcrlError if the disk does not take it."""
     batch = SampleBatch.of(list(samples))
     whole = Share(rollout_id, version, batch, [[list(range(len(batch)))]], [len(batch)], [int(batch.loss_mask.sum())])
-    words = [SampleTexts(*(getattr(sample, name) for name in SampleTexts.__struct_fields__)) for sample in samples]
+    words = [
+        SampleTexts(**{name: getattr(sample, name) for name in SampleTexts.__struct_fields__}) for sample in samples
+    ]
     frames = [*map(bytes, encode(whole)), msgspec.msgpack.encode(words)]
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     head = _HEAD.pack(MAGIC, len(frames)) + b"".join(_SIZE.pack(len(frame)) for frame in frames)
@@ -119,21 +113,10 @@ def _frames(data: memoryview) -> list[memoryview]:
 
 def _sample(one: SampleBatch, words: SampleTexts) -> Sample:
     """The only sample of a batch."""
-    row = one.rows[0]
-    return Sample(
-        group=int(row["group"]),
-        index=int(row["index"]),
-        tokens=one.tokens,
-        response_length=int(row["response_length"]),
-        loss_mask=one.loss_mask,
-        logprobs=one.logprobs,
-        versions=one.versions,
-        reward=float(row["reward"]),
-        baseline=float(row["baseline"]),
-        status=STATUSES[int(row["status"])],
-        extra=one.extra,
-        **msgspec.structs.asdict(words),
-    )
+    row = dict(zip(ROW.names, one.rows[0].item(), strict=True))
+    scalars = {name: row[name] for name in FIELDS if name in row} | {"status": STATUSES[row["status"]]}
+    columns = {name: getattr(one, name) for name in REQUIRED}
+    return Sample(**scalars, **columns, extra=one.extra, **msgspec.structs.asdict(words))
 
 
 # ---- a run from files

@@ -8,12 +8,12 @@ Invariant: plain data alone, decoded into these types; nothing is unpickled.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from hpcrl.sample import REQUIRED, Sample
+from hpcrl.sample import PackedSample, Sample, pack
 
 TIMEOUT, ERROR = "timeout", "error"  #: how a grading fails
 
@@ -36,23 +36,6 @@ class RewardsLoaded(msgspec.Struct):
     trace: str = ""
 
 
-class SentSample(msgspec.Struct):
-    """A Sample; the arrays as bytes, empty where no reward looks at them."""
-
-    group: int
-    index: int
-    response_length: int
-    status: str
-    prompt: Any
-    response: str
-    label: Any
-    metadata: dict[str, Any]
-    tokens: bytes = b""
-    loss_mask: bytes = b""
-    logprobs: bytes = b""
-    versions: bytes = b""
-
-
 class GradingTask(msgspec.Struct):
     """Samples to grade (several: a group for one call), by which rewards, within how many seconds."""
 
@@ -60,7 +43,7 @@ class GradingTask(msgspec.Struct):
     words: list[str]
     key: str | None
     seconds: float
-    samples: list[SentSample]
+    samples: list[PackedSample]
 
 
 class GradingOutcome(msgspec.Struct):
@@ -81,37 +64,9 @@ class GradingReply(msgspec.Struct):
     outcomes: list[GradingOutcome]
 
 
-def send_sample(sample: Sample, arrays: bool) -> SentSample:
-    """A sample as it is sent, with its token arrays or without."""
-    columns = (
-        {name: np.asarray(getattr(sample, name), kind).tobytes() for name, kind in REQUIRED.items()} if arrays else {}
-    )
-    return SentSample(
-        sample.group,
-        sample.index,
-        sample.response_length,
-        sample.status,
-        sample.prompt,
-        _clean(sample.response),
-        _clean(sample.label),
-        sample.metadata,
-        **columns,
-    )
-
-
-def receive_sample(sent: SentSample) -> Sample:
-    arrays = {name: np.frombuffer(getattr(sent, name), kind).copy() for name, kind in REQUIRED.items()}
-    return Sample(
-        group=sent.group,
-        index=sent.index,
-        response_length=sent.response_length,
-        status=sent.status,
-        prompt=sent.prompt,
-        response=sent.response,
-        label=sent.label,
-        metadata=sent.metadata,
-        **arrays,
-    )
+def send_sample(sample: Sample, columns: bool) -> PackedSample:
+    """A sample as it is sent, with its columns or without."""
+    return pack(replace(sample, response=_clean(sample.response), label=_clean(sample.label)), columns)
 
 
 def _clean(text: Any) -> Any:
@@ -147,7 +102,7 @@ class CustomCall(msgspec.Struct, tag=True):
     it."""
 
     id: int
-    sample: SentSample
+    sample: PackedSample
     sampling_params: dict[str, Any]
     base_url: str
     api_key: str
@@ -161,53 +116,19 @@ class CancelCall(msgspec.Struct, tag=True):
     id: int
 
 
-class ReturnedSample(msgspec.Struct):
-    """A sample that a function returned; the columns as bytes.  reward: None where it set none."""
-
-    response_length: int
-    tokens: bytes
-    loss_mask: bytes
-    logprobs: bytes
-    versions: bytes
-    status: str
-    response: str
-    metadata: dict[str, Any]
-    reward: float | None = None
-    rewards: dict[str, float] = {}
-
-
 class CustomResult(msgspec.Struct):
     """What came of a call.
 
-    samples: None where the function returned None: those that it had the endpoint make, of which `reward`, `rewards`
-    and `metadata` are;
+    samples: those that the function returned, with reward NaN where it set none; None where it returned None: those
+    that it had the endpoint make, of which `reward`, `rewards` and `metadata` are;
     failure: "", TIMEOUT or ERROR, with its text.
     """
 
     id: int
-    samples: list[ReturnedSample] | None = None
+    samples: list[PackedSample] | None = None
     reward: float | None = None
     rewards: dict[str, float] = {}
     metadata: dict[str, Any] = {}
     failure: str = ""
     text: str = ""
     trace: str = ""
-
-
-def send_returned(sample: Sample, reward: float | None) -> ReturnedSample:
-    """A sample as it is sent."""
-    columns = {name: np.asarray(getattr(sample, name), kind).tobytes() for name, kind in REQUIRED.items()}
-    return ReturnedSample(
-        sample.response_length,
-        **columns,
-        status=sample.status,
-        response=sample.response,
-        metadata=sample.metadata,
-        reward=reward,
-        rewards=sample.rewards,
-    )
-
-
-def columns_of(sent: ReturnedSample) -> dict[str, np.ndarray]:
-    """The columns of what was sent, by name."""
-    return {name: np.frombuffer(getattr(sent, name), kind).copy() for name, kind in REQUIRED.items()}

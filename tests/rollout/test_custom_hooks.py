@@ -72,7 +72,7 @@ def test_sample_hooks_run_in_order() -> None:
     [
         ("bad", "raised KeyError: 'mine' (test_custom_hooks.py:"),
         ("odd", "returned 3, a Sample or"),
-        ("cut", "3 response tokens whose columns"),
+        ("cut", "1 loss_mask for 3 tokens"),
     ],
 )
 def test_a_bad_sample_is_named(response: str, words: str) -> None:

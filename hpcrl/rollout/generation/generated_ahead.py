@@ -21,10 +21,10 @@ from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.generation.batch_generator import GeneratedRollout
 from hpcrl.rollout.generation.group_store import GroupStore
-from hpcrl.rollout.ledger.bank import PackedSample, pack, unpack
 from hpcrl.rollout.ledger.journal import HandedOver
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.sample import PackedSample, pack, unpack
 from hpcrl.untrusted_files import SAMPLES, read_regular
 
 FOLDER, SUFFIX = "ahead", ".made"

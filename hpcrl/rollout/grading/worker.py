@@ -40,11 +40,10 @@ from hpcrl.rollout.worker_messages import (
     GradingSetup,
     GradingTask,
     RewardsLoaded,
-    receive_sample,
 )
 from hpcrl.rollout.worker_pool import frame, receive
 from hpcrl.run.process import die_with_parent
-from hpcrl.sample import Sample
+from hpcrl.sample import Sample, unpack
 
 LARGEST = 1e30  #: a reward beyond it would overflow float32 in the advantages
 
@@ -207,7 +206,7 @@ async def serve(fd: int) -> None:
 
 
 async def _answer(writer: asyncio.StreamWriter, task: GradingTask, rewards: list[Reward], options: Options) -> None:
-    samples = [receive_sample(sent) for sent in task.samples]
+    samples = [unpack(sent, columns=bool(sent.columns)) for sent in task.samples]
     writer.write(frame(GradingReply(task.id, await grade(rewards, options, samples, task.key, task.seconds))))
     await writer.drain()
 

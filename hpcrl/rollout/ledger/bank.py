@@ -15,7 +15,6 @@ another; nothing is being written once everybody who called `keep` has returned 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import math
 import struct
@@ -23,9 +22,8 @@ import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,28 +35,8 @@ from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
-from hpcrl.sample import REQUIRED, Sample
+from hpcrl.sample import PackedSample, pack, unpack
 from hpcrl.untrusted_files import open_regular
-
-
-class _Column(msgspec.Struct):
-    """A column of `Sample.extra`."""
-
-    dtype: str
-    shape: list[int]
-    data: bytes
-
-
-class PackedSample(msgspec.Struct):
-    """A sample; columns: bytes of REQUIRED; fields: what else it holds, by name."""
-
-    group: int
-    index: int
-    response_length: int
-    columns: dict[str, bytes]
-    status: str
-    fields: dict[str, Any]
-    extra: dict[str, _Column]
 
 
 class _Group(msgspec.Struct):
@@ -69,13 +47,6 @@ class _Group(msgspec.Struct):
     finished: dict[int, list[PackedSample]]
     begun: dict[int, list[PackedSample]]
     baseline: float | None
-
-
-#: what else a sample holds, as it is
-FIELDS = sorted(
-    {f.name for f in dataclasses.fields(Sample)} - {"group", "index", "response_length", "status", "extra", *REQUIRED}
-)
-_fields = attrgetter(*FIELDS)
 
 
 def encode(progress: GroupProgress) -> bytes:
@@ -102,43 +73,6 @@ def decode(data: bytes, group: Group) -> GroupProgress:
 
 def _name(group: Group) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(group.prompt.tokens, "<i4").tobytes(), digest_size=16).digest()
-
-
-def pack(sample: Sample) -> PackedSample:
-    """A sample as it is written."""
-    columns = {name: np.ascontiguousarray(getattr(sample, name), dtype).tobytes() for name, dtype in REQUIRED.items()}
-    extra = {
-        name: _Column(array.dtype.str, list(array.shape), np.ascontiguousarray(array).tobytes())
-        for name, array in sample.extra.items()
-    }
-    fields = dict(zip(FIELDS, _fields(sample), strict=True))
-    return PackedSample(sample.group, sample.index, sample.response_length, columns, sample.status, fields, extra)
-
-
-def unpack(packed: PackedSample) -> Sample:
-    """The sample again.  ValueError, KeyError or TypeError if it is none."""
-    columns = {name: np.frombuffer(packed.columns[name], dtype).copy() for name, dtype in REQUIRED.items()}
-    count = packed.response_length
-    if (
-        not len(columns["loss_mask"])
-        == len(columns["logprobs"])
-        == len(columns["versions"])
-        == count
-        <= len(columns["tokens"])
-    ):
-        raise ValueError(f"the columns of sample {packed.index} have other lengths than its response of {count} tokens")
-    fields = {name: value for name, value in packed.fields.items() if name in FIELDS}
-    extra = {name: _array(column) for name, column in packed.extra.items()}
-    return Sample(
-        packed.group, packed.index, response_length=count, status=packed.status, **columns, **fields, extra=extra
-    )
-
-
-def _array(column: _Column) -> np.ndarray:
-    dtype = np.dtype(column.dtype)
-    if dtype.hasobject:
-        raise ValueError(f"a column of {dtype}")
-    return np.frombuffer(column.data, dtype).reshape(column.shape).copy()
 
 
 # ---- files

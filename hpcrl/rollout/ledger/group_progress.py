@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.sample import ABORTED, OPTIONAL, Sample
+from hpcrl.sample import ABORTED, COLUMNS, REQUIRED, Sample
 
 
 @dataclass
@@ -99,16 +99,13 @@ def _cut(samples: list[Sample], version: int, bound: int | None) -> Sample | Non
     count = int(later.argmax()) if later.any() else len(later)
     if count == 0 or count == len(later):
         return None
-    prompt = len(sample.tokens) - sample.response_length
-    sizes = {"length": prompt + count, "response_length": count}
+    sizes = {"length": len(sample.tokens) - sample.response_length + count, "response_length": count}
+    cut = {name: column[: sizes[COLUMNS[name].of]] for name, column in sample.columns().items()}
     part = replace(
         sample,
-        extra={name: column[: sizes[OPTIONAL[name].of]] for name, column in sample.extra.items()},
-        tokens=sample.tokens[: prompt + count],
+        **{name: cut.pop(name) for name in REQUIRED},
+        extra=cut,
         response_length=count,
-        loss_mask=sample.loss_mask[:count],
-        logprobs=sample.logprobs[:count],
-        versions=sample.versions[:count],
         status=ABORTED,
         response="",
         reward=0.0,

@@ -28,16 +28,16 @@ from hpcrl.rollout.grading.tally import Said, Tally
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.function_pool import FunctionPool
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
-from hpcrl.rollout.worker_messages import ERROR, CustomCall, CustomResult, ReturnedSample, columns_of, send_sample
+from hpcrl.rollout.worker_messages import ERROR, CustomCall, CustomResult, send_sample
 from hpcrl.run.role import say
-from hpcrl.sample import ABORTED, COMPLETED, PENDING, Sample
+from hpcrl.sample import ABORTED, COMPLETED, PENDING, PackedSample, Sample, unpack
 
 MORE = 4  #: times the limit of time, for a call that is made again in deterministic mode
 FLAG = "--custom-generate-function-path"
 
 
 class CustomSampler:
-    """ReturnedSample, it has started its processes; `start` waits for the first of them and opens the endpoint."""
+    """Made, it has started its processes; `start` waits for the first of them and opens the endpoint."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class CustomSampler:
             sessions.append((self._endpoint.open(session), session))
             return CustomCall(
                 number,
-                send_sample(prompt, arrays=True),
+                send_sample(prompt, columns=True),
                 sampling_params(making.sampling),
                 self._endpoint.base_url,
                 sessions[-1][0],
@@ -276,17 +276,9 @@ def _asked(sample: Sample) -> AskedTurn:
     return AskedTurn(sample.tokens[: len(sample.tokens) - sample.response_length], completion_of(sample))
 
 
-def _received(sent: ReturnedSample, prompt: Sample) -> Sample:
-    return replace(
-        prompt,
-        response_length=sent.response_length,
-        **columns_of(sent),
-        status=sent.status,
-        response=sent.response,
-        metadata=sent.metadata,
-        reward=math.nan if sent.reward is None else sent.reward,
-        rewards=sent.rewards,
-    )
+def _received(sent: PackedSample, prompt: Sample) -> Sample:
+    """A sample that the function returned; of its prompt counts what it was asked with."""
+    return replace(unpack(sent), group=prompt.group, index=prompt.index, prompt=prompt.prompt, label=prompt.label)
 
 
 async def started(*parts: CustomSampler | Grading | None) -> None:

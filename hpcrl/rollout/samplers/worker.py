@@ -17,7 +17,6 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -37,14 +36,11 @@ from hpcrl.rollout.worker_messages import (
     CustomCall,
     CustomResult,
     FunctionLoaded,
-    ReturnedSample,
     SamplerSetup,
-    receive_sample,
-    send_returned,
 )
 from hpcrl.rollout.worker_pool import frame, receive
 from hpcrl.run.process import die_with_parent
-from hpcrl.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, Sample
+from hpcrl.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, PackedSample, Sample, pack, unpack
 
 MOST = 256  #: samples of one response
 LARGEST = 1e30  #: as of a reward
@@ -54,7 +50,7 @@ class NoSample(Exception):
     """What a function returned is not a sample."""
 
 
-def samples_of(returned: Any, vocab_size: int, longest: int) -> list[ReturnedSample]:
+def samples_of(returned: Any, vocab_size: int, longest: int) -> list[PackedSample]:
     """The samples in what a function returned; longest: tokens of a response at most.  NoSample says what is wrong."""
     several = list(returned) if isinstance(returned, list | tuple) else [returned]
     if not several:
@@ -67,7 +63,7 @@ def samples_of(returned: Any, vocab_size: int, longest: int) -> list[ReturnedSam
     return [_checked(sample, vocab_size, longest) for sample in several]
 
 
-def _checked(sample: Sample, vocab_size: int, longest: int) -> ReturnedSample:
+def _checked(sample: Sample, vocab_size: int, longest: int) -> PackedSample:
     tokens = _column(sample, "tokens", np.int64)
     count = sample.response_length
     if not isinstance(count, int | np.integer) or not 0 < count < len(tokens):
@@ -96,10 +92,23 @@ def _checked(sample: Sample, vocab_size: int, longest: int) -> ReturnedSample:
     status = COMPLETED if sample.status == PENDING else sample.status
     if not isinstance(sample.metadata, dict):
         raise NoSample("set metadata that is not a dict")
-    whole = replace(
-        sample, response_length=int(count), status=status, response=_text(sample.response), rewards=parts_of(sample)
+    reward = reward_of(sample)
+    taken = Sample(
+        group=0,  # whose response it is, the rollout process knows
+        index=0,
+        tokens=tokens,
+        response_length=int(count),
+        loss_mask=mask,
+        logprobs=logprobs,
+        versions=versions,
+        reward=math.nan if reward is None else reward,
+        status=status,
+        response=_text(sample.response),
+        metadata=sample.metadata,
+        rewards=parts_of(sample),
+        remove_sample=bool(sample.remove_sample),
     )
-    return send_returned(whole, reward_of(sample))
+    return pack(taken)
 
 
 def _column(sample: Sample, name: str, kind: type) -> np.ndarray:
@@ -199,7 +208,7 @@ class RunningCalls:
         args = Arguments(
             self._options, engine, self._tokenizer, call.base_url, call.api_key, call.evaluation, call.version
         )
-        sample = receive_sample(call.sample)
+        sample = unpack(call.sample)
         sample.reward = None  # type: ignore[assignment]  # until the function sets one
         more = {"evaluation": call.evaluation} if self._told else {}
         params = dict(call.sampling_params)
