@@ -82,7 +82,7 @@ READERS = {
     "processors.py": "/sys",
     "prompt_files/rows.py": "prompt files, read row by row",
     "report/html_page.py": "the package's own template",
-    "rollout/grading/worker.py": "/proc",
+    "rollout/grading/grader.py": "/proc",
     "run/rundir.py": "write_atomic",
     "run/exit_status.py": "/proc and /sys",
     "slime/arguments.py": "the package's own tables",

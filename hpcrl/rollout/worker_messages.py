@@ -1,13 +1,12 @@
-"""What the rollout process and its worker processes say to each other: MessagePack, a frame a message
-(`worker_pool.py`).
-
-The first half is the grading processes', the second that of the processes that run a custom generate function.
+"""What the rollout process and its worker processes say to each other: MessagePack, a frame a message.
 
 Invariant: plain data alone, decoded into these types; nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import asyncio
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -15,20 +14,43 @@ import msgspec
 
 from hpcrl.sample import PackedSample, Sample, pack
 
-TIMEOUT, ERROR = "timeout", "error"  #: how a grading fails
+TIMEOUT, ERROR = "timeout", "error"  #: how a grading or a call fails
+_LENGTH = struct.Struct("<Q")
 
 
-class GradingSetup(msgspec.Struct):
-    """The first frame, to the process.  options: as JSON; words: the rewards to load; memory: bytes beyond the
-    start."""
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it goes over the socket: MessagePack with its length before it."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+async def receive(reader: asyncio.StreamReader) -> bytes:
+    """The body of the next frame.  asyncio.IncompleteReadError at the end."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return await reader.readexactly(length)
+
+
+class GradingSetup(msgspec.Struct, tag=True):
+    """The first frame, to a process that grades.
+
+    options: as JSON
+    words: the rewards to load
+    memory: bytes that it may take beyond those at its start
+    """
 
     options: bytes
     words: list[str]
     memory: int
 
 
-class RewardsLoaded(msgspec.Struct):
-    """The answer to it.  error: what is wrong with a reward; waits: the rewards that are async."""
+class SamplerSetup(msgspec.Struct, tag=True):
+    """The first frame, to a process that runs a custom generate function.  options: as JSON."""
+
+    options: bytes
+
+
+class WorkerLoaded(msgspec.Struct):
+    """The answer to it.  error: what is wrong with the user's code; waits: the rewards that are async."""
 
     waits: list[str] = []
     error: str = ""
@@ -36,7 +58,16 @@ class RewardsLoaded(msgspec.Struct):
     trace: str = ""
 
 
-class GradingTask(msgspec.Struct):
+class CancelRequest(msgspec.Struct, tag=True):
+    """What it was to make is not wanted any more, or took too long."""
+
+    id: int
+
+
+# ---- gradings
+
+
+class GradingTask(msgspec.Struct, tag=True):
     """Samples to grade (several: a group for one call), by which rewards, within how many seconds."""
 
     id: int
@@ -83,20 +114,6 @@ def _clean(text: Any) -> Any:
 # ---- custom functions
 
 
-class SamplerSetup(msgspec.Struct):
-    """The first frame, to the process.  options: as JSON."""
-
-    options: bytes
-
-
-class FunctionLoaded(msgspec.Struct):
-    """The answer to it.  error: what is wrong with the function."""
-
-    error: str = ""
-    hint: str = ""
-    trace: str = ""
-
-
 class CustomCall(msgspec.Struct, tag=True):
     """Make a response: its prompt as a sample without one, how it is sampled, and where and by which key to ask for
     it."""
@@ -108,12 +125,6 @@ class CustomCall(msgspec.Struct, tag=True):
     api_key: str
     evaluation: bool
     version: int
-
-
-class CancelCall(msgspec.Struct, tag=True):
-    """The response is not wanted any more, or took too long."""
-
-    id: int
 
 
 class CustomResult(msgspec.Struct):
@@ -128,7 +139,7 @@ class CustomResult(msgspec.Struct):
     samples: list[PackedSample] | None = None
     reward: float | None = None
     rewards: dict[str, float] = {}
-    metadata: dict[str, Any] = {}
+    metadata: dict[Any, Any] = {}
     failure: str = ""
     text: str = ""
     trace: str = ""

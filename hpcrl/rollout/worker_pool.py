@@ -1,63 +1,82 @@
 """Processes that run the user's own code, rewards and functions that make samples, and the jobs that wait for one.
 
 Invariants: the event loop is never blocked by the user's code; a process is ended with everything that it started, by
-process group, and never waited for without a deadline; one that ends, or has to be killed, is replaced, and the pool's
-kind decides what becomes of its jobs; where processes do not come up, every job ends with one error that says why.
+process group, and never waited for without a deadline; one that ends, or has to be killed, is replaced: a job that it
+ran alone is charged with that, several are done again, each alone; where processes do not come up, every job ends with
+one error that says why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.async_tasks import cancel
+from hpcrl.rollout.worker_messages import ERROR, TIMEOUT, WorkerLoaded, frame, receive
 from hpcrl.toolbox.deadline import Deadline
 
-_LENGTH = struct.Struct("<Q")
+POLL = 0.05  #: seconds between two looks at the processes
+START = 120.0  #: seconds that a process may take to load the user's code
+END = 5.0  #: seconds that killed processes may take to be gone
+STARTS = 3  #: processes in a row that may fail to start
 
 
-def frame(message: msgspec.Struct) -> bytes:
-    """A message as it goes over the socket: MessagePack with its length before it."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
+@dataclass(kw_only=True, eq=False)
+class PooledJob:
+    """What somebody waits for.
+
+    alone: it must share its process with none, as the one that it shared was lost
+    waited: seconds since it began
+    """
+
+    future: asyncio.Future[Any]
+    alone: bool = False
+    waited: float = 0.0
 
 
-async def receive(reader: asyncio.StreamReader) -> bytes:
-    """The body of the next frame.  asyncio.IncompleteReadError at the end."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return await reader.readexactly(length)
+J = TypeVar("J", bound=PooledJob)
 
 
-class WorkerProcess:
-    """`python -m MODULE FD`, with a socket to it.  gone: whether it has ended."""
+class WorkerProcess(Generic[J]):
+    """`python -m hpcrl.rollout.worker FD`, with a socket to it.
 
-    def __init__(self, module: str, setup: msgspec.Struct, env: dict[str, str] | None = None) -> None:
-        """setup: the first frame that it is sent; env: what its environment has besides ours."""
+    jobs: what it was given, by number
+    ready: whether it has loaded what it runs
+    starting: seconds since it was started, until then
+    gone: whether it has ended
+    """
+
+    def __init__(self, setup: msgspec.Struct) -> None:
+        """setup: the first frame that it is sent."""
         self._setup = setup
+        self.jobs: dict[int, J] = {}
+        self.ready = False
+        self.starting = 0.0
         self.gone = False
         self._ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", module, str(theirs.fileno())]
-            threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+            command = [sys.executable, "-m", "hpcrl.rollout.worker", str(theirs.fileno())]
+            env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONHASHSEED": "0"}
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | threads | (env or {}),
+                env=os.environ | env,
                 process_group=0,
             )
         self._writer: asyncio.StreamWriter | None = None
@@ -66,11 +85,11 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def open(self) -> bytes:
-        """Send the setup; the body of the answer.  ConnectionError if it ends before."""
+    async def open(self) -> WorkerLoaded:
+        """Send the setup and wait until it has loaded what it runs.  ConnectionError if it ends before."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._ours, limit=1 << 22)
         self._writer.write(frame(self._setup))
-        return await self.receive()
+        return msgspec.msgpack.decode(await self.receive(), type=WorkerLoaded)
 
     async def receive(self) -> bytes:
         """The body of the next frame.  ConnectionError when the process has ended."""
@@ -82,6 +101,27 @@ class WorkerProcess:
     def write(self, message: msgspec.Struct) -> None:
         assert self._writer is not None
         self._writer.write(frame(message))
+
+    # ---- its jobs
+
+    def takes(self, job: J) -> bool:
+        """Whether it has room for the job."""
+        raise NotImplementedError
+
+    def running(self) -> list[J]:
+        """Those of its jobs that have begun."""
+        return list(self.jobs.values())
+
+    def add(self, number: int, job: J) -> None:
+        """It was given the job."""
+        job.waited = 0.0
+        self.jobs[number] = job
+
+    def finish(self, number: int) -> J:
+        """The job that it has answered."""
+        return self.jobs.pop(number)
+
+    # ---- its end
 
     def kill(self) -> None:
         """End it and what it started, at once.  `reaped` says when it is gone."""
@@ -110,53 +150,19 @@ class WorkerProcess:
         return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
-POLL = 0.05  #: seconds between two looks at the processes
-START = 120.0  #: seconds that a process may take to load the user's code
-END = 5.0  #: seconds that killed processes may take to be gone
-STARTS = 3  #: processes in a row that may fail to start
-
-
-class PooledJob(Protocol):
-    """What somebody waits for."""
-
-    future: asyncio.Future[Any]
-
-
-class PooledProcess(Protocol):
-    """One process.  ready: whether it has loaded what it runs; starting: seconds since it was started, until then;
-    gone: whether it has ended; jobs: what it works on, by number."""
-
-    ready: bool
-    starting: float
-    gone: bool
-
-    @property
-    def jobs(self) -> Mapping[int, PooledJob]: ...
-
-    def kill(self) -> None: ...
-
-    def reaped(self) -> bool: ...
-
-    async def ended(self) -> str: ...
-
-
-class Loaded(Protocol):
-    """A process's first word: error is "" once it has loaded what it runs."""
-
-    error: str
-    hint: str
-    trace: str
-
-
-P = TypeVar("P", bound=PooledProcess)
-J = TypeVar("J", bound=PooledJob)
+P = TypeVar("P", bound=WorkerProcess[Any])
 
 
 class ProcessPool(ABC, Generic[P, J]):
     """Made, it has started its processes; `start` waits for the first of them."""
 
-    def __init__(self, make: Callable[[], P], count: int) -> None:
+    def __init__(self, make: Callable[[], P], count: int, reply: type, what: str) -> None:
+        """make: starts a process; reply: what it answers a request with, which has the request's `id`; what: such a
+        process, for errors."""
         self._make = make
+        self._reply = reply
+        self._what = what
+        self._numbers = itertools.count()
         self._processes = [make() for _ in range(count)]
         self._ended: list[P] = []  # killed, but not yet gone
         self._waiting: deque[J] = deque()
@@ -185,31 +191,34 @@ class ProcessPool(ABC, Generic[P, J]):
         while not all(process.reaped() for process in self._ended) and not deadline.over:
             await asyncio.sleep(0.01)
 
+    async def submit(self, job: J) -> Any:
+        """What comes of a job.  HpcrlError if no process comes up."""
+        if self._broken is not None:
+            raise self._broken
+        self._waiting.append(job)
+        self._pump()
+        return await job.future
+
     # ---- what a kind of pool says
 
     @abstractmethod
-    async def _open(self, process: P) -> Loaded:
-        """Begin to speak with a process; its first word."""
+    def _request(self, job: J, number: int) -> msgspec.Struct:
+        """What a process is sent for a job; each time that it is begun, with another number."""
 
     @abstractmethod
-    async def _take(self, process: P) -> None:
-        """Take a process's next word.  ConnectionError or OSError when it has ended."""
+    def _settle(self, job: J, reply: Any) -> None:
+        """Hand over what came of a job, or have it repeated."""
 
     @abstractmethod
-    def _pump(self) -> None:
-        """Give waiting jobs, in order, to processes that have room."""
+    def _blame(self, job: J, failure: str, text: str) -> None:
+        """A job has cost its process: hand that over, or have it repeated.  failure: TIMEOUT or ERROR"""
 
     @abstractmethod
-    def _lost(self, process: P, how: str) -> None:
-        """A process has ended by itself, as `how` says: what becomes of its jobs."""
+    def _over(self, process: P, job: J, passed: float) -> tuple[str, str] | None:
+        """(how it fails, why) of a job that is over a limit; passed: seconds since the last look."""
 
-    @abstractmethod
-    def _too_slow(self, process: P, text: str) -> None:
-        """A process was killed because it was not ready in time."""
-
-    @abstractmethod
-    def _look_at(self, process: P, passed: float) -> None:
-        """Hold a process to its limits; passed: seconds since the last look."""
+    def _opened(self, process: P, loaded: WorkerLoaded) -> None:
+        """A process has loaded what it runs."""
 
     # ---- the same for all
 
@@ -221,23 +230,62 @@ class ProcessPool(ABC, Generic[P, J]):
     async def _serve(self, process: P) -> None:
         """Take what one process says, until it ends; then put another in its place."""
         try:
-            loaded = await self._open(process)
+            loaded = await process.open()
             if loaded.error:
                 if loaded.trace:
                     print(loaded.trace, file=sys.stderr, flush=True)
                 self._break(UsageError(loaded.error, loaded.hint))
                 return
             process.ready = True
+            self._opened(process, loaded)
             self._failures = 0
             if self._first is not None and not self._first.done():
                 self._first.set_result(None)
             self._pump()
             while True:
-                await self._take(process)
+                reply = msgspec.msgpack.decode(await process.receive(), type=self._reply)
+                job = process.finish(reply.id)
+                if not job.future.done():
+                    self._settle(job, reply)
                 self._pump()
         except (ConnectionError, OSError):
             if process in self._processes and not process.gone:
-                self._lost(process, await process.ended())
+                self._lost(process, ERROR, f"ended its process ({await process.ended()})")
+
+    def _pump(self) -> None:
+        """Give waiting jobs, in order, to processes that have room."""
+        while self._waiting:
+            job = self._waiting[0]
+            if job.future.done():  # nobody waits for it any more
+                self._waiting.popleft()
+                continue
+            free = [p for p in self._processes if p.ready and not p.gone and p.takes(job)]
+            if not free:
+                return
+            self._waiting.popleft()
+            process, number = min(free, key=lambda process: len(process.jobs)), next(self._numbers)
+            process.add(number, job)
+            process.write(self._request(job, number))
+
+    def _lost(self, process: P, failure: str, text: str) -> None:
+        """A process has ended, or was killed: what becomes of its jobs, and another in its place.
+
+        A job that ran alone is to blame; of several each is done again, alone; those that had not begun wait again.
+        """
+        begun = process.running()
+        others = [job for job in process.jobs.values() if job not in begun]
+        process.jobs = {}
+        if self._remove(process, at_once=failure == TIMEOUT):
+            self._break(HpcrlError(f"{self._what} did not start: it {text}", "see the rollout log"))
+            return
+        self._waiting.extendleft(reversed(others))
+        if len(begun) > 1:
+            for job in begun:
+                job.alone = True
+            self._waiting.extendleft(reversed(begun))
+        elif begun and not begun[0].future.done():
+            self._blame(begun[0], failure, text)
+        self._replace()
 
     def _remove(self, process: P, at_once: bool) -> bool:
         """Count a process out; whether too many have failed to start (at_once: this one is enough)."""
@@ -278,9 +326,17 @@ class ProcessPool(ABC, Generic[P, J]):
                 if process.gone:
                     continue
                 if process.ready:
-                    self._look_at(process, passed)
+                    self._hold_to_limits(process, passed)
                     continue
                 process.starting += passed
                 if process.starting > START:
                     process.kill()
-                    self._too_slow(process, f"was not ready within {START:g} s")
+                    self._lost(process, TIMEOUT, f"was not ready within {START:g} s")
+
+    def _hold_to_limits(self, process: P, passed: float) -> None:
+        """Kill a process that is over a limit."""
+        for job in process.running():
+            if over := self._over(process, job, passed):
+                process.kill()
+                self._lost(process, *over)
+                return

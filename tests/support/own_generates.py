@@ -98,6 +98,9 @@ async def troubled(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         found.response_length += 1
     if kind == "nan":
         found.reward = float("nan")
+    if kind == "object":
+        found.metadata = {"made by": object()}
+    found.remove_sample = sample.index == 1
     return found
 
 

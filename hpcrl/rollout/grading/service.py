@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import os
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import msgspec
 import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import RewardWord, own_reward, read_words
-from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.custom_hooks import BadSample, RolloutHooks
-from hpcrl.rollout.grading.tally import Said, Tally
+from hpcrl.rollout.grading.tally import Tallies, Tally
 from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.rollout.worker_messages import (
     ERROR,
@@ -34,63 +31,50 @@ from hpcrl.rollout.worker_messages import (
     GradingReply,
     GradingSetup,
     GradingTask,
-    RewardsLoaded,
+    WorkerLoaded,
     send_sample,
 )
-from hpcrl.rollout.worker_pool import ProcessPool, WorkerProcess
-from hpcrl.run.role import say
+from hpcrl.rollout.worker_pool import PooledJob, ProcessPool, WorkerProcess
 from hpcrl.sample import Sample
 
 
-@dataclass
-class GradingJob:
+@dataclass(kw_only=True, eq=False)
+class GradingJob(PooledJob):
     """A grading on its way.
 
-    shares: it may run concurrently with others in one process; alone: it must not any more, as the process that it
-    shared was lost;
-    attempt: how often it failed; waited: seconds since it began, cpu: the process's CPU seconds then.
+    shares: it may run concurrently with others in one process
+    attempt: how often it failed
+    cpu: the process's CPU seconds when it began
     """
 
     task: GradingTask
-    future: asyncio.Future[list[GradingOutcome]]
     shares: bool
-    alone: bool = False
     attempt: int = 0
-    waited: float = 0.0
     cpu: float = 0.0
 
 
-class GradingProcess(WorkerProcess):
-    """A worker.  ready: whether it has loaded the rewards; starting: seconds since it was started, until then."""
+class GradingProcess(WorkerProcess[GradingJob]):
+    """A process that grades."""
 
     def __init__(self, setup: GradingSetup) -> None:
-        super().__init__("hpcrl.rollout.grading.worker", setup, {"PYTHONHASHSEED": "0"})
-        self.jobs: dict[int, GradingJob] = {}
-        self.ready = False
-        self.starting = 0.0
+        super().__init__(setup)
         self.base = 0  # bytes resident at its start
         self._seen = psutil.Process(self.pid)
 
-    async def listen(self) -> RewardsLoaded:
-        """Send what it needs and wait until it is ready.  ConnectionError if it ends before."""
-        found = msgspec.msgpack.decode(await self.open(), type=RewardsLoaded)
+    async def open(self) -> WorkerLoaded:
+        found = await super().open()
         with contextlib.suppress(psutil.Error):
             self.base = self._seen.memory_info().rss
         return found
 
-    async def reply(self) -> GradingReply:
-        """The next answer.  ConnectionError when the process has ended."""
-        return msgspec.msgpack.decode(await self.receive(), type=GradingReply)
-
-    def send(self, job: GradingJob) -> None:
-        self.jobs[job.task.id] = job
+    def add(self, number: int, job: GradingJob) -> None:
+        super().add(number, job)
         if job.shares or len(self.jobs) == 1:
             self._begin(job)
-        self.write(job.task)
 
-    def finish(self, task: int) -> GradingJob:
+    def finish(self, number: int) -> GradingJob:
         """The job that has been answered; the next in the queue begins."""
-        job = self.jobs.pop(task)
+        job = super().finish(number)
         if not job.shares and self.jobs:
             self._begin(next(iter(self.jobs.values())))
         return job
@@ -99,22 +83,19 @@ class GradingProcess(WorkerProcess):
         job.waited = 0.0
         job.cpu = self.cpu_seconds()
 
-    @property
-    def working_on(self) -> list[GradingJob]:
-        """What runs now: all of those that share, the first of the others, which are done in order."""
+    def running(self) -> list[GradingJob]:
+        """All of those that share, the first of the others, which are done in order."""
         jobs = list(self.jobs.values())
         return jobs if jobs and jobs[0].shares else jobs[:1]
 
-    def takes(self, job: GradingJob, side_by_side: int, queue: int) -> bool:
-        """Whether it has room for the job: next to others that share, behind others that do not, or alone."""
-        if not self.ready or self.gone:
-            return False
+    def takes(self, job: GradingJob) -> bool:
+        """Next to others that share, behind others that do not, or alone."""
         if not self.jobs:
             return True
         first = next(iter(self.jobs.values()))
         if job.alone or first.alone or job.shares != first.shares:
             return False
-        return len(self.jobs) < (side_by_side if job.shares else queue)
+        return len(self.jobs) < (SIDE_BY_SIDE if job.shares else QUEUE)
 
     def cpu_seconds(self) -> float:
         """CPU time that it has used, its threads included (clock_getcpuclockid(3))."""
@@ -182,13 +163,11 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
             options.model_dump_json().encode(), list(words), int(options.reward_memory_gb * 2**30)
         )
         count = options.reward_num_workers or max(1, min(8, len(os.sched_getaffinity(0)) - 1))
-        super().__init__(lambda: GradingProcess(self._setup), count)
+        what = f"the process that grades with {' '.join(words)}"
+        super().__init__(lambda: GradingProcess(self._setup), count, GradingReply, what)
         self._waits: frozenset[str] = frozenset()
-        self._numbers = itertools.count()
         self._groups: dict[tuple[str, int], _Group] = {}
-        self._tallies: dict[str, Tally] = {}
-        self._bad_prompts: set[str] = set()
-        self._said = Said()
+        self._tallies = Tallies(options.reward_max_failed)
 
     def __str__(self) -> str:
         return " ".join(dict.fromkeys(item.word for item in (*self._words, *self._more)))
@@ -197,10 +176,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
 
     def tally(self, what: str, size: int, each: int) -> Tally:
         """The count of failed gradings of a batch of `size` samples in groups of `each`, called `what`."""
-        if what not in self._tallies:
-            self._tallies = dict(list(self._tallies.items())[-8:])
-            self._tallies[what] = Tally(what, size, each, self._options.reward_max_failed, self._bad_prompts)
-        return self._tallies[what]
+        return self._tallies.of(what, size, each)
 
     async def grade(self, sample: Sample, where: str, tally: Tally, by: GradedBy | None = None) -> None:
         """Set the sample's reward, or say in it why there is none (then the reward is 0).
@@ -230,10 +206,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         sample.rewards = {}
         sample.grading = outcome.failure
         sample.grading_error = outcome.text
-        if self._said.first(outcome.text):
-            say(f"failed grading: {text}")
-            if outcome.trace:
-                print(outcome.trace, file=sys.stderr, flush=True)
+        self._tallies.say(outcome.text, f"failed grading: {text}", outcome.trace)
         tally.fail(where, text)
 
     async def _before(self, sample: Sample, evaluation: bool) -> GradingOutcome | None:
@@ -277,93 +250,36 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
             raise
 
     async def _submit(self, samples: list[Sample], words: list[str], key: str | None) -> list[GradingOutcome]:
-        if self._broken is not None:
-            raise self._broken
         sent = [send_sample(sample, self._arrays) for sample in samples]
-        task = GradingTask(next(self._numbers), words, key, self._options.reward_timeout, sent)
+        task = GradingTask(0, words, key, self._options.reward_timeout, sent)
         future: asyncio.Future[list[GradingOutcome]] = asyncio.get_running_loop().create_future()
-        self._waiting.append(GradingJob(task, future, shares=self._waits.issuperset(words)))
-        self._pump()
-        return await future
+        return await self.submit(GradingJob(future=future, task=task, shares=self._waits.issuperset(words)))
 
     # ---- the processes
 
-    def _pump(self) -> None:
-        """Give waiting gradings, in order, to processes that have room."""
-        while self._waiting:
-            job = self._waiting[0]
-            if job.future.done():  # nobody waits for it any more
-                self._waiting.popleft()
-                continue
-            free = [process for process in self._processes if process.takes(job, SIDE_BY_SIDE, QUEUE)]
-            if not free:
-                return
-            self._waiting.popleft()
-            min(free, key=lambda process: len(process.jobs)).send(job)
+    def _opened(self, process: GradingProcess, loaded: WorkerLoaded) -> None:
+        self._waits = frozenset(loaded.waits)
 
-    async def _open(self, process: GradingProcess) -> RewardsLoaded:
-        ready = await process.listen()
-        self._waits = frozenset(ready.waits)
-        return ready
+    def _request(self, job: GradingJob, number: int) -> GradingTask:
+        job.task.id = number
+        return job.task
 
-    async def _take(self, process: GradingProcess) -> None:
-        reply = await process.reply()
-        self._settle(process.finish(reply.id), reply.outcomes)
-
-    def _settle(self, job: GradingJob, outcomes: list[GradingOutcome]) -> None:
-        """Hand over what came of a grading, or have it repeated."""
-        if job.future.done():
-            return
-        if self._options.deterministic_mode and not job.attempt and any(outcome.failure for outcome in outcomes):
+    def _settle(self, job: GradingJob, reply: GradingReply) -> None:
+        if self._options.deterministic_mode and not job.attempt and any(found.failure for found in reply.outcomes):
             job.attempt = 1
             job.alone = True
             job.task.seconds *= MORE
             self._waiting.appendleft(job)
         else:
-            job.future.set_result(outcomes)
+            job.future.set_result(reply.outcomes)
 
-    def _lost(self, process: GradingProcess, how: str) -> None:
-        self._charge(process, how)
+    def _blame(self, job: GradingJob, failure: str, text: str) -> None:
+        said = f"reward {' '.join(job.task.words)} {text}"
+        outcome = GradingOutcome(failure=failure, text=said)
+        self._settle(job, GradingReply(job.task.id, [outcome] * len(job.task.samples)))
 
-    def _too_slow(self, process: GradingProcess, text: str) -> None:
-        self._charge(process, "", text=f"it {text}")
-
-    def _charge(self, process: GradingProcess, how: str, failure: str = ERROR, text: str = "") -> None:
-        """A process has ended, or was killed: what becomes of its gradings, and another in its place."""
-        running = process.working_on
-        jobs = list(process.jobs.values())
-        process.jobs = {}
-        if self._remove(process, at_once=bool(text)):
-            words = " ".join(self._setup.words)
-            self._break(
-                HpcrlError(f"the process that grades with {words} did not start: {text or how}", "see the rollout log")
-            )
-            return
-        for job in reversed([job for job in jobs if job not in running]):  # they had not begun
-            self._waiting.appendleft(job)
-        for job in running:
-            if len(running) > 1:
-                job.alone = True
-                self._waiting.appendleft(job)
-            else:
-                said = f"reward {' '.join(job.task.words)} {text or f'ended the process that graded it ({how})'}"
-                self._settle(job, [GradingOutcome(failure=failure, text=said) for _ in job.task.samples])
-        self._replace()
-
-    # ---- limits
-
-    def _look_at(self, process: GradingProcess, passed: float) -> None:
-        """Kill a process that is over a limit."""
-        for job in process.working_on:
-            job.waited += passed
-        for job in process.working_on:
-            if over := self._over(process, job):
-                process.kill()
-                self._charge(process, "", *over)
-                return
-
-    def _over(self, process: GradingProcess, job: GradingJob) -> tuple[str, str] | None:
-        """(how it fails, why) of a grading that is over a limit."""
+    def _over(self, process: GradingProcess, job: GradingJob, passed: float) -> tuple[str, str] | None:
+        job.waited += passed
         o, by = self._options, MORE if job.attempt else 1
         if job.waited > job.task.seconds + (PATIENCE if job.shares else 0):
             return TIMEOUT, f"took more than --reward-timeout {job.task.seconds:g} s"

@@ -5,13 +5,15 @@ Invariant: pure counting; one bad prompt never ends a run, whatever its share of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.worker_messages import ERROR, TIMEOUT
+from hpcrl.run.role import say
 from hpcrl.sample import Sample
 
 
@@ -46,17 +48,37 @@ class Tally:
             )
 
 
-@dataclass
-class Said:
-    """Which failures have been logged: each kind of text a few times, so that thousands of them leave a log that can be
-    read."""
+class Tallies:
+    """The failures of a run, counted by batch, and told a few of each kind, so that thousands of them leave a log that
+    can be read."""
 
-    most: int = 3
-    _seen: dict[str, int] = field(default_factory=dict)
+    KEPT = 8  #: batches
+    TOLD = 3  #: of one text
+    TEXTS = 100
 
-    def first(self, text: str) -> bool:
-        self._seen[text] = self._seen.get(text, 0) + 1
-        return self._seen[text] <= self.most and len(self._seen) <= 100
+    def __init__(self, limit: float, flag: str = "--reward-max-failed", counted: str = "gradings") -> None:
+        """As of `Tally`."""
+        self._limit = limit
+        self._flag = flag
+        self._counted = counted
+        self._prompts: set[str] = set()
+        self._tallies: dict[str, Tally] = {}
+        self._told: dict[str, int] = {}
+
+    def of(self, what: str, size: int, each: int) -> Tally:
+        """The count of a batch of `size` samples in groups of `each`, called `what`."""
+        if what not in self._tallies:
+            self._tallies = dict(list(self._tallies.items())[-self.KEPT :])
+            self._tallies[what] = Tally(what, size, each, self._limit, self._prompts, self._flag, self._counted)
+        return self._tallies[what]
+
+    def say(self, kind: str, text: str, trace: str = "") -> None:
+        """Log a failure, unless there were enough of its kind."""
+        self._told[kind] = self._told.get(kind, 0) + 1
+        if self._told[kind] <= self.TOLD and len(self._told) <= self.TEXTS:
+            say(text)
+            if trace:
+                print(trace, file=sys.stderr, flush=True)
 
 
 def grading_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,12 +23,11 @@ from hpcrl.rollout.engines.completion import completion_of
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import Grading
-from hpcrl.rollout.grading.tally import Said, Tally
+from hpcrl.rollout.grading.tally import Tallies
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.function_pool import FunctionPool
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.worker_messages import ERROR, CustomCall, CustomResult, send_sample
-from hpcrl.run.role import say
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, PackedSample, Sample, unpack
 
 MORE = 4  #: times the limit of time, for a call that is made again in deterministic mode
@@ -55,9 +53,8 @@ class CustomSampler:
         self._endpoint = Endpoint(host)
         self._client: EngineClient | None = None
         self._context: Callable[[], int | None] = lambda: None
-        self._tallies: dict[str, Tally] = {}
-        self._bad_prompts: set[str] = set()
-        self._said = Said()
+        limit = options.custom_generate_max_failed
+        self._tallies = Tallies(limit, "--custom-generate-max-failed", "generations")
 
     def use(self, client: EngineClient, context: Callable[[], int | None]) -> None:
         """The engines; context: tokens that they can hold, None while that is not known."""
@@ -226,10 +223,7 @@ class CustomSampler:
         where = asked.group.prompt.where
         text = f"{FLAG} {self._options.custom_generate_function_path} {done.text}"
         shown = f"{text} on response {asked.index} of group {asked.group.number} ({where})"
-        if self._said.first(text):
-            say(f"failed generation: {shown}")
-            if done.trace:
-                print(done.trace, file=sys.stderr, flush=True)
+        self._tallies.say(text, f"failed generation: {shown}", done.trace)
         self._count(asked, where, shown)
         end = np.asarray([min(self._tokenizer.eos_ids, default=0)], np.int32)
         return replace(
@@ -246,14 +240,7 @@ class CustomSampler:
 
     def _count(self, asked: ResponseRequest, where: str, text: str) -> None:
         """Count a failed call.  HpcrlError if those of the batch are too many."""
-        what, size, each = self._batch(asked)
-        if what not in self._tallies:
-            self._tallies = dict(list(self._tallies.items())[-8:])
-            limit = self._options.custom_generate_max_failed
-            self._tallies[what] = Tally(
-                what, size, each, limit, self._bad_prompts, "--custom-generate-max-failed", "generations"
-            )
-        self._tallies[what].fail(where, text)
+        self._tallies.of(*self._batch(asked)).fail(where, text)
 
     def _batch(self, asked: ResponseRequest) -> tuple[str, int, int]:
         """(name, responses, responses to a prompt) of the batch that a response is for."""

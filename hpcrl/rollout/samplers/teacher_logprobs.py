@@ -22,7 +22,7 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, PeerError, UsageError
-from hpcrl.rollout.grading.tally import Said, Tally
+from hpcrl.rollout.grading.tally import Tallies
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
 from hpcrl.run.role import say
@@ -74,9 +74,7 @@ class Teacher:
         self._size = options.samples_per_rollout
         self._each = options.n_samples_per_prompt
         self._session: aiohttp.ClientSession | None = None
-        self._tallies: dict[int, Tally] = {}
-        self._bad_prompts: set[str] = set()
-        self._said = Said()
+        self._tallies = Tallies(options.reward_max_failed)
 
     def __str__(self) -> str:
         return f"the teacher at --opd-teacher-url {self._url}"
@@ -145,14 +143,8 @@ class Teacher:
         except PeerError as error:
             sample.extra[NAME], sample.teacher_error = sample.logprobs.astype(np.float32), error.what
             text = f"{error.what} on response {sample.index} of group {sample.group} ({where})"
-            if self._said.first(error.what):
-                say(text)
-            if rollout_id not in self._tallies:
-                self._tallies = dict(list(self._tallies.items())[-8:])
-                limit = self._options.reward_max_failed
-                what = f"rollout {rollout_id} by the teacher"
-                self._tallies[rollout_id] = Tally(what, self._size, self._each, limit, self._bad_prompts)
-            self._tallies[rollout_id].fail(where, text)
+            self._tallies.say(error.what, text)
+            self._tallies.of(f"rollout {rollout_id} by the teacher", self._size, self._each).fail(where, text)
 
     async def _logprobs(self, sample: Sample) -> np.ndarray:
         """float32 [response].  PeerError names the address and what came instead."""

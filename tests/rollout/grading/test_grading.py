@@ -248,8 +248,8 @@ def test_an_object_needs_a_key() -> None:
         ("returns_nothing", "returned None, which is not a number"),
         ("raises", "raised KeyError: 'answer' (own_rewards.py:"),
         ("exits", "raised SystemExit: 3"),
-        ("dies", "ended the process that graded it (exit status 7)"),
-        ("is_killed", "ended the process that graded it (signal SIGKILL)"),
+        ("dies", "ended its process (exit status 7)"),
+        ("is_killed", "ended its process (signal SIGKILL)"),
         ("takes_memory", "needs more than --reward-memory-gb"),
     ],
 )

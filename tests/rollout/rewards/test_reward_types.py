@@ -15,7 +15,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import declared, plugin_names, read_words
 from hpcrl.errors import UsageError
-from hpcrl.rollout.grading.worker import grade, load_reward
+from hpcrl.rollout.grading.grader import grade, load_reward
 from hpcrl.rollout.rewards import gpqa
 from hpcrl.sample import Sample
 from hpcrl.toolbox.plugins import PluginRoom

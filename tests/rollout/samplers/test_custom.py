@@ -230,6 +230,7 @@ TROUBLES = {
     "temperature": "sampling_params changes temperature to 0.1",
     "long": "set 3 loss_mask for a response of 4 tokens",
     "nan": "set the reward to nan",
+    "object": "set metadata that is not plain data",
     "die": "ended its process (exit status 3)",
     "block": "blocked its process",
 }
@@ -251,6 +252,7 @@ def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
         for (sample,) in good:
             check(sample)
             assert sample.reward == 1 and not sample.grading
+            assert sample.remove_sample == (sample.index == 1), "what the function says of its sample is kept"
 
 
 def test_failures_and_the_limit(model: Path) -> None:

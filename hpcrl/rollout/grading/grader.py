@@ -1,30 +1,22 @@
-"""A grading process: loads the rewards, then grades what it is sent until its socket closes.
-
-    python -m hpcrl.rollout.grading.worker FD        (started by service.py; FD is its end of a socket pair)
+"""What a worker process does that grades: loads the rewards, then grades what it is sent.
 
 Invariants: what is wrong with a reward itself (its name, its module, its signature, its self-check) is a UsageError at
-the start; what is wrong with one grading is that grading's outcome, with the traceback of the user's code.  The process
-dies with the rollout process; after its start it cannot take more than a bounded amount of memory; what a reward prints
-goes to the rollout's log and never into the protocol.  A plain function has the process to itself, async ones run side
-by side.
+the start; what is wrong with one grading is that grading's outcome, with the traceback of the user's code; after its
+start the process cannot take more than a bounded amount of memory.  A plain function has the process to itself, async
+ones run side by side.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import math
-import os
 import resource
-import socket
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from hpcrl.config.custom_functions import is_async, place_of, settled, short, trace_of
@@ -39,10 +31,8 @@ from hpcrl.rollout.worker_messages import (
     GradingReply,
     GradingSetup,
     GradingTask,
-    RewardsLoaded,
+    frame,
 )
-from hpcrl.rollout.worker_pool import frame, receive
-from hpcrl.run.process import die_with_parent
 from hpcrl.sample import Sample, unpack
 
 LARGEST = 1e30  #: a reward beyond it would overflow float32 in the advantages
@@ -175,40 +165,25 @@ def _number(result: Any, key: str | None, parts: dict[str, float]) -> float:
 # ---- the process
 
 
-async def serve(fd: int) -> None:
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 22)
-    setup = msgspec.msgpack.decode(await receive(reader), type=GradingSetup)
-    options = Options.model_validate_json(setup.options)
-    try:
-        rewards = {word: load_reward(word, options) for word in setup.words}
-    except BaseException as error:  # noqa: BLE001  (the user's module may raise anything)
-        what, hint = (
-            (error.what, error.hint) if isinstance(error, HpcrlError) else (f"{type(error).__name__}: {error}", "")
-        )
-        cause = error.__cause__
-        trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
-        writer.write(frame(RewardsLoaded(error=what, hint=hint, trace=trace)))
-        await writer.drain()
-        return
-    _bound_memory(setup.memory)
-    writer.write(frame(RewardsLoaded(waits=[word for word, reward in rewards.items() if reward.waits])))
-    running: set[asyncio.Task[None]] = set()
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        while True:
-            task = msgspec.msgpack.decode(await receive(reader), type=GradingTask)
-            work = _answer(writer, task, [rewards[word] for word in task.words], options)
-            if all(rewards[word].waits for word in task.words):
-                pending = asyncio.create_task(work)
-                running.add(pending)
-                pending.add_done_callback(running.discard)
-            else:
-                await work
+class Grader:
+    """The rewards of a process.  waits: those that are async."""
 
+    def __init__(self, setup: GradingSetup) -> None:
+        """UsageError, or whatever a user's module raises."""
+        self._options = Options.model_validate_json(setup.options)
+        self._rewards = {word: load_reward(word, self._options) for word in setup.words}
+        self.waits = [word for word, reward in self._rewards.items() if reward.waits]
+        _bound_memory(setup.memory)
 
-async def _answer(writer: asyncio.StreamWriter, task: GradingTask, rewards: list[Reward], options: Options) -> None:
-    samples = [unpack(sent, columns=bool(sent.columns)) for sent in task.samples]
-    writer.write(frame(GradingReply(task.id, await grade(rewards, options, samples, task.key, task.seconds))))
-    await writer.drain()
+    def shares(self, task: GradingTask) -> bool:
+        return all(self._rewards[word].waits for word in task.words)
+
+    async def answer(self, task: GradingTask) -> bytes:
+        samples = [unpack(sent, columns=bool(sent.columns)) for sent in task.samples]
+        rewards = [self._rewards[word] for word in task.words]
+        return frame(GradingReply(task.id, await grade(rewards, self._options, samples, task.key, task.seconds)))
+
+    async def close(self) -> None: ...
 
 
 def _bound_memory(more: int) -> None:
@@ -220,17 +195,3 @@ def _bound_memory(more: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = now + more if hard == resource.RLIM_INFINITY else min(now + more, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-
-
-def main() -> None:
-    die_with_parent()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    os.dup2(2, 1)  # what a reward prints
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        asyncio.run(serve(int(sys.argv[1])))
-    sys.stderr.flush()
-    os._exit(0)  # threads that a reward has left behind are not waited for
-
-
-if __name__ == "__main__":
-    main()

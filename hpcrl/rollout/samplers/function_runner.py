@@ -1,21 +1,13 @@
-"""A process that runs the custom function: many calls at once, until its socket closes.
+"""What a worker process does that runs the custom function: many calls at once.
 
-    python -m hpcrl.rollout.samplers.worker FD        (started by function_pool.py; FD is its end of a socket pair)
-
-Invariants: it dies with the rollout process; what a function prints goes to the rollout's log and never into the
-protocol; what a function does or returns ends its own call alone.  A sample that leaves here has arrays that fit each
+Invariants: what a function does or returns ends its own call alone.  A sample that leaves here has arrays that fit each
 other, tokens of the model, finite log-probs and a mask of 0 and 1.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import os
-import resource
-import socket
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,20 +18,17 @@ import numpy as np
 from hpcrl.config.custom_functions import is_async, said_of, takes, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
-from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
+from hpcrl.errors import UsageError
+from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.samplers.conversation import Arguments, Engine
 from hpcrl.rollout.worker_messages import (
     ERROR,
     TIMEOUT,
-    CancelCall,
     CustomCall,
     CustomResult,
-    FunctionLoaded,
     SamplerSetup,
+    frame,
 )
-from hpcrl.rollout.worker_pool import frame, receive
-from hpcrl.run.process import die_with_parent
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, PackedSample, Sample, pack, unpack
 
 MOST = 256  #: samples of one response
@@ -150,7 +139,6 @@ def parts_of(sample: Sample) -> dict[str, float]:
 # ---- the process
 
 OPTION = "custom_generate_function_path"
-_REQUESTS = msgspec.msgpack.Decoder(CustomCall | CancelCall)
 
 
 def load_generate(path: str) -> Callable[..., Any]:
@@ -163,48 +151,42 @@ def load_generate(path: str) -> Callable[..., Any]:
     return function
 
 
-class RunningCalls:
-    """The calls that run."""
+class FunctionRunner:
+    """The function of a process.  Many calls of it run side by side."""
 
-    def __init__(
-        self, options: Options, function: Callable[..., Any], tokenizer: Tokenizer, writer: asyncio.StreamWriter
-    ) -> None:
-        self._options = options
-        self._function = function
-        self._tokenizer = tokenizer
-        self._writer = writer
-        self._running: dict[int, asyncio.Task[None]] = {}
-        self._told = takes(function, "evaluation")
+    def __init__(self, setup: SamplerSetup) -> None:
+        """UsageError, or whatever the user's module raises."""
+        self.waits: list[str] = []
+        self._options = Options.model_validate_json(setup.options)
+        self._function = load_generate(str(self._options.custom_generate_function_path))
+        self._tokenizer = load_tokenizer(self._options.hf_checkpoint)
+        self._told = takes(self._function, "evaluation")
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
+        )
 
-    async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Run what comes until the socket closes."""
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
-        ) as http:
-            while True:
-                request = _REQUESTS.decode(await receive(reader))
-                if isinstance(request, CustomCall):
-                    task = asyncio.create_task(self._run(request, http))
-                    self._running[request.id] = task
-                    task.add_done_callback(lambda _, number=request.id: self._running.pop(number, None))
-                elif task := self._running.get(request.id):
-                    task.cancel()
+    async def close(self) -> None:
+        await self._http.close()
 
-    async def _run(self, call: CustomCall, http: aiohttp.ClientSession) -> None:
+    def shares(self, call: CustomCall) -> bool:
+        return True
+
+    async def answer(self, call: CustomCall) -> bytes:
         try:
-            done = await self._made(call, http)
+            done = await self._made(call)
         except asyncio.CancelledError:
             done = CustomResult(call.id, failure=TIMEOUT)
         except NoSample as error:
             done = CustomResult(call.id, failure=ERROR, text=str(error))
         except BaseException as error:  # noqa: BLE001  (whatever the user's function does)
             done = CustomResult(call.id, failure=ERROR, text=f"raised {said_of(error)}", trace=trace_of(error))
-        self._writer.write(frame(done))
-        await self._writer.drain()
+        try:
+            return frame(done)
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+            return frame(CustomResult(call.id, failure=ERROR, text=f"set metadata that is not plain data: {error}"))
 
-    async def _made(self, call: CustomCall, http: aiohttp.ClientSession) -> CustomResult:
-        engine = Engine(call.base_url, call.api_key, http)
+    async def _made(self, call: CustomCall) -> CustomResult:
+        engine = Engine(call.base_url, call.api_key, self._http)
         args = Arguments(
             self._options, engine, self._tokenizer, call.base_url, call.api_key, call.evaluation, call.version
         )
@@ -220,37 +202,3 @@ class RunningCalls:
         return CustomResult(
             call.id, samples_of(returned, self._tokenizer.vocab_size, call.sampling_params["max_new_tokens"])
         )
-
-
-async def serve(fd: int) -> None:
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 22)
-    setup = msgspec.msgpack.decode(await receive(reader), type=SamplerSetup)
-    options = Options.model_validate_json(setup.options)
-    try:
-        function = load_generate(str(options.custom_generate_function_path))
-        tokenizer = load_tokenizer(options.hf_checkpoint)
-    except BaseException as error:  # noqa: BLE001  (the user's module may raise anything)
-        what, hint = (
-            (error.what, error.hint) if isinstance(error, HpcrlError) else (f"{type(error).__name__}: {error}", "")
-        )
-        trace = "" if error.__cause__ is None else trace_of(error.__cause__)
-        writer.write(frame(FunctionLoaded(error=what, hint=hint, trace=trace)))
-        await writer.drain()
-        return
-    writer.write(frame(FunctionLoaded()))
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        await RunningCalls(options, function, tokenizer, writer).serve(reader)
-
-
-def main() -> None:
-    die_with_parent()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    os.dup2(2, 1)  # what a function prints
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        asyncio.run(serve(int(sys.argv[1])))
-    sys.stderr.flush()
-    os._exit(0)  # threads that a function has left behind are not waited for
-
-
-if __name__ == "__main__":
-    main()

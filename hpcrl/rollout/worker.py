@@ -1,0 +1,116 @@
+"""A worker process: runs the user's own code, rewards or a function that makes samples, until its socket closes.
+
+    python -m hpcrl.rollout.worker FD        (started by worker_pool.py; FD is its end of a socket pair)
+
+Invariants: it dies with the rollout process; what the user's code prints goes to the rollout's log and never into the
+protocol; what is wrong with the code itself (its name, its module, its signature) is the answer to the first message,
+what is wrong with one request is that request's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import sys
+from typing import Protocol
+
+import msgspec
+
+from hpcrl.config.custom_functions import trace_of
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.worker_messages import (
+    CancelRequest,
+    CustomCall,
+    GradingSetup,
+    GradingTask,
+    SamplerSetup,
+    WorkerLoaded,
+    frame,
+    receive,
+)
+from hpcrl.run.process import die_with_parent
+
+_setup = msgspec.msgpack.Decoder(GradingSetup | SamplerSetup).decode
+_request = msgspec.msgpack.Decoder(GradingTask | CustomCall | CancelRequest).decode
+
+
+class UserCode(Protocol):
+    """What a worker has loaded.  waits: the rewards that are async."""
+
+    waits: list[str]
+
+    def shares(self, request: GradingTask | CustomCall) -> bool:
+        """Whether other requests may run concurrently."""
+
+    async def answer(self, request: GradingTask | CustomCall) -> bytes:
+        """The reply as a frame, whatever the user's code does; it ends soon after it was cancelled."""
+
+    async def close(self) -> None: ...
+
+
+def load(setup: GradingSetup | SamplerSetup) -> UserCode:
+    """UsageError, or whatever the user's module raises."""
+    if isinstance(setup, GradingSetup):
+        from hpcrl.rollout.grading.grader import Grader
+
+        return Grader(setup)
+    from hpcrl.rollout.samplers.function_runner import FunctionRunner
+
+    return FunctionRunner(setup)
+
+
+async def serve(fd: int) -> None:
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 22)
+    setup = _setup(await receive(reader))
+    try:
+        code = load(setup)
+    except BaseException as error:  # noqa: BLE001  (the user's module may raise anything)
+        what = error.what if isinstance(error, HpcrlError) else f"{type(error).__name__}: {error}"
+        hint = error.hint if isinstance(error, HpcrlError) else ""
+        trace = "" if error.__cause__ is None else trace_of(error.__cause__)
+        writer.write(frame(WorkerLoaded(error=what, hint=hint, trace=trace)))
+        await writer.drain()
+        return
+    writer.write(frame(WorkerLoaded(waits=code.waits)))
+    try:
+        await _take_requests(code, reader, writer)
+    finally:
+        await code.close()
+
+
+async def _take_requests(code: UserCode, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer what comes until the socket closes."""
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(request: GradingTask | CustomCall) -> None:
+        writer.write(await code.answer(request))
+        await writer.drain()
+
+    while True:
+        request = _request(await receive(reader))
+        if isinstance(request, CancelRequest):
+            if task := running.get(request.id):
+                task.cancel()
+        elif code.shares(request):
+            task = asyncio.create_task(answer(request))
+            running[request.id] = task
+            task.add_done_callback(lambda _, number=request.id: running.pop(number, None))
+        else:
+            await answer(request)
+
+
+def main() -> None:
+    die_with_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    os.dup2(2, 1)  # what the user's code prints
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        asyncio.run(serve(int(sys.argv[1])))
+    sys.stderr.flush()
+    os._exit(0)  # threads that the user's code has left behind are not waited for
+
+
+if __name__ == "__main__":
+    main()
