@@ -281,7 +281,6 @@ def test_one_deadline_and_one_plugin_room() -> None:
     """A moment in the future is a `Deadline`, unless it is when to look or ask again; plug-ins are a `PluginRoom`."""
     again = {
         "queue/client.py": "when it repeats itself",
-        "rendezvous/store.py": "when it knocks",
         "weights/engine_fleet.py": "when it looks at the engines",
         "weights/pieces/device_transport.py": "when it looks at its peers",
     }
@@ -295,6 +294,69 @@ def test_one_deadline_and_one_plugin_room() -> None:
             sums.add(name)
     assert not sums - set(again), "use hpcrl/toolbox/deadline.py"
     assert not set(again) - sums, "these have none any more"
+
+
+def within(loop: ast.AST) -> Iterator[ast.AST]:
+    """What a loop does itself: not in functions that it declares, and not in loops inside of it."""
+    todo = list(loop.body)
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.For | ast.While):
+            todo += ast.iter_child_nodes(node)
+
+
+def tries_again(loop: ast.AST) -> bool:
+    """Whether a loop sleeps, leaves from inside a `try`, and goes round again after what that may raise."""
+    found = list(within(loop))
+    called = {ast.unparse(node.func).rpartition(".")[2] for node in found if isinstance(node, ast.Call)}
+    return bool(called & {"sleep", "wait"}) and any(
+        isinstance(node, ast.Try)
+        and any(isinstance(inner, ast.Return | ast.Break) for part in node.body for inner in ast.walk(part))
+        and any(not isinstance(handler.body[-1], ast.Raise | ast.Return | ast.Break) for handler in node.handlers)
+        for node in found
+    )
+
+
+def grows(node: ast.AST) -> bool:
+    """Whether this makes a pause longer: `pause = min(2 * pause, ...)`, or a sleep of `... ** attempt`."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        name = node.targets[0].id
+        products = [
+            part for part in ast.walk(node.value) if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult)
+        ]
+        return "pause" in name and any(name in {ast.unparse(part.left), ast.unparse(part.right)} for part in products)
+    return (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("sleep")
+        and any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Pow) for part in ast.walk(node))
+    )
+
+
+def test_there_is_one_way_to_try_again() -> None:
+    """What may pass is tried again by `retry`, and pauses that grow are `Pauses`."""
+    for path in FILES:
+        if room(path) == "toolbox":
+            continue
+        for node in nodes(path):
+            loop = isinstance(node, ast.For | ast.While) and tries_again(node)
+            assert not (loop or grows(node)), f"{path}:{node.lineno}: use hpcrl/toolbox/retry.py"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("while True:\n try:\n  return ask()\n except OSError:\n  pass\n time.sleep(1)", True),
+        ("for attempt in range(3):\n try:\n  found = ask()\n  break\n except OSError:\n  await asyncio.sleep(1)", True),
+        ("pause = min(2 * pause, 1.0)", True),
+        ("time.sleep(2**attempt)", True),
+        ("while True:\n try:\n  return ask()\n except OSError:\n  raise\n time.sleep(1)", False),
+        ("while not done():\n time.sleep(pause)", False),
+    ],
+)
+def test_a_retry_is_seen(code: str, found: bool) -> None:
+    tree = list(ast.walk(ast.parse(code)))
+    assert any((isinstance(node, ast.For | ast.While) and tries_again(node)) or grows(node) for node in tree) == found
 
 
 def test_public_class_names_are_unique() -> None:

@@ -46,6 +46,8 @@ from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import read_summary
+from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.retry import Pauses, retry
 
 LOOK = 5.0  #: seconds between two looks at how much time is left
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
@@ -263,27 +265,30 @@ def _ask_until_answered(job: RunJob, allocation: Allocation, why: str, ends: flo
     """
     state = JobStateFile(job.root, allocation.restarts)
     now = time.time()
-    until = min(now + PATIENCE, now + PATIENCE if ends is None else ends - LOOK)
-    asked = False
-    while True:
-        try:
-            return allocation.requeue()
-        except AlreadyRequeued:
-            if asked:  # a request that had no answer was carried out all the same
-                return None
-            raise
-        except SchedulerSilent as error:
-            asked = True
-            if time.time() + AGAIN > until:
-                raise
-            if state.phase != "requeued":
-                say(f"{why}; {allocation.title} does not answer ({error.what}): asked again until {_clock(until)}")
-            state.set(
-                "requeued", message=f"{why}; {allocation.title} does not answer yet: asked again until {_clock(until)}"
-            )
-        time.sleep(AGAIN)
-        if (job.root / CANCEL).exists():
+    until = now + PATIENCE if ends is None else min(now + PATIENCE, ends - LOOK)
+    silent = False
+
+    def ask() -> None:
+        nonlocal silent
+        if silent and (job.root / CANCEL).exists():
             raise Stopped("it was cancelled")
+        try:
+            allocation.requeue()
+        except AlreadyRequeued:
+            if not silent:  # else a request that had no answer was carried out all the same
+                raise
+        except SchedulerSilent:
+            silent = True
+            raise
+
+    def tell(error: Exception) -> None:
+        if state.phase != "requeued":
+            say(f"{why}; {allocation.title} does not answer ({error}): asked again until {_clock(until)}")
+        state.set(
+            "requeued", message=f"{why}; {allocation.title} does not answer yet: asked again until {_clock(until)}"
+        )
+
+    retry(ask, SchedulerSilent, Deadline(until - now), Pauses(AGAIN, AGAIN), failed=tell)
 
 
 def _clock(at: float) -> str:

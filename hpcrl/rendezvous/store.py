@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -25,10 +24,11 @@ from hpcrl.queue import auth
 from hpcrl.queue.sockets import HEARTBEAT, HEARTBEAT_TIMEOUT, endpoint
 from hpcrl.rendezvous.table import StoreReply, StoreRequest, Verb, to_answer, to_bytes
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.retry import Pauses
 
 LOOK = 2.0  #: seconds between two calls of `check` while an answer is awaited
-#: seconds that a look at the server's port may take; between two of them pass LOOK, twice that, four times, ...
-KNOCK = 1.0
+KNOCK = 1.0  #: seconds that a look at the server's port may take
+KNOCKS = Pauses(2 * LOOK, 3600.0)  #: between two of these
 
 
 def nothing() -> None:
@@ -116,8 +116,8 @@ class KeyedStore(Store):
         connection = self._connection()
         self._mine.number = number = self._mine.number + 1
         end = Deadline(seconds)
-        knock = time.monotonic()
-        pause = LOOK
+        knock = Deadline(0.0)
+        pauses = iter(KNOCKS)
         connection.send(to_bytes(StoreRequest(number, verb, keys or [], values or [], amount)))
         while True:
             left = end.left
@@ -132,8 +132,8 @@ class KeyedStore(Store):
                 )
             else:
                 self._check()
-                if time.monotonic() > knock:
-                    pause, knock = 2 * pause, time.monotonic() + 2 * pause
+                if knock.over:
+                    knock = Deadline(next(pauses))
                     self._knock(verb)
 
     def _knock(self, verb: Verb) -> None:

@@ -7,7 +7,6 @@ earlier attempt does not count; every wait has a deadline and names whom it wait
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
@@ -16,6 +15,7 @@ import msgspec
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.retry import Pauses
 from hpcrl.untrusted_files import Damaged, read_json
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -134,12 +134,12 @@ def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:
 
     DeadlineError names role and log; PeerError as soon as the attempt has failed elsewhere.
     """
-    end, pause = Deadline(seconds), 0.05
+    deadline = Deadline(seconds)
+    pauses = iter(Pauses(0.05, 1.0, 1.2))  # many wait, and each look is a call to a file system that all share
     while (found := find(rundir, kind, index)) is None:
         rundir.check()
-        if end.over:
+        if deadline.over:
             name = f"{kind.role}-{index}"
             raise DeadlineError(f"{name} did not come up within {seconds:.0f} s", f"see {rundir.logs / f'{name}.log'}")
-        time.sleep(pause)
-        pause = min(1.2 * pause, 1.0)  # many wait, and each look is a call to a file system that all share
+        deadline.sleep(next(pauses))
     return found

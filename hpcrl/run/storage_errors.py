@@ -10,12 +10,12 @@ import contextlib
 import errno
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.retry import Pauses, retry
 
 #: what a file system may say for a moment, and then no more: of network ones when their server is started again, among
 #: others
@@ -30,7 +30,7 @@ PASSING = (
     errno.ENFILE,
 )
 PATIENCE = 10.0  #: seconds for which a write that a run needs is tried again
-AGAIN = 0.5  #: seconds between two tries
+TRIES = Pauses(0.1, 0.5)
 
 #: errno -> (what is so, what to do)
 WORDS: dict[int, tuple[str, str]] = {
@@ -109,10 +109,4 @@ def retry_while_passing(action: Callable[[], T], seconds: float | None = None) -
     """What `action` returns; it is tried again for so long (PATIENCE) if a file system refuses it for a reason that may
     pass.  OSError."""
     deadline = Deadline(PATIENCE if seconds is None else seconds)
-    while True:
-        try:
-            return action()
-        except OSError as error:
-            if error.errno not in PASSING or deadline.over:
-                raise
-        time.sleep(AGAIN)
+    return retry(action, lambda error: isinstance(error, OSError) and error.errno in PASSING, deadline, TRIES)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.errors import DeadlineError
 from hpcrl.queue.auth import ClientKeys
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.retry import Pauses
 
 if TYPE_CHECKING:
     import torch
@@ -65,11 +66,10 @@ def broadcast(group: GlooGroup, tensor: torch.Tensor, seconds: float, watch: Cal
     options.rootRank = options.rootTensor = 0
     work = group.group.broadcast([tensor], options)
     end = Deadline(seconds)
-    pause = 1e-5
+    pauses = iter(Pauses(1e-5, 0.01, growth=1.5))
     while not work.is_completed():
         watch()
         if end.over:
             raise DeadlineError(f"a broadcast of weights did not end within {seconds:.0f} s")
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.01)
+        time.sleep(next(pauses))
     work.wait()

@@ -27,10 +27,11 @@ from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.sample import ABORTED, TRUNCATED
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.retry import Pauses
 
 ATTEMPTS = 4  #: how often one request is sent at most
-PAUSE = 0.05  #: seconds, times 4 for every attempt, before a request is sent again
-AGAIN = (0.05, 1.0)  #: seconds, first and at most, after which an engine is asked again to end what has not ended
+PAUSES = Pauses(0.2, 3.2, growth=4.0)  #: before a request is sent again
+AGAIN = Pauses(0.05, 1.0)  #: after which an engine is asked again to end what has not ended
 
 
 class Dispatcher:
@@ -166,7 +167,7 @@ class Dispatcher:
         for call in request.open():
             if call.ended:
                 call.answer.set_result(Completion.empty())
-        await asyncio.sleep(PAUSE * 4**tries)
+        await asyncio.sleep(PAUSES.after(tries))
         if calls := request.open():
             self._put_back(request.part(calls, tries))
             self._wake()
@@ -225,13 +226,12 @@ class Dispatcher:
 
     async def _end(self, calls: list[SampleCall], deadline: Deadline) -> list[SampleCall]:
         """Tell engines to end these until they have; those that have not by `deadline`."""
-        pause = AGAIN[0]
+        pauses = iter(AGAIN)
         while calls := [call for call in calls if not call.answer.done()]:
             if deadline.over:
                 return calls
             await asyncio.gather(*(self._tell(engine, idents) for engine, idents in _by_engine(calls).items()))
-            await asyncio.wait([call.answer for call in calls], timeout=pause)
-            pause = min(2 * pause, AGAIN[1])
+            await asyncio.wait([call.answer for call in calls], timeout=next(pauses))
         return []
 
     async def _tell(self, engine: PooledEngine, idents: list[str]) -> None:

@@ -35,6 +35,7 @@ from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
 from hpcrl.token_frames import FrameReader, SampleAnswer, frame
+from hpcrl.toolbox.retry import Pauses
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of, until_aborted
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))
@@ -238,7 +239,7 @@ def test_waiting_requests_hear_that_no_engine_is_left(bench: Bench) -> None:
 
 
 def test_a_passing_trouble_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "PAUSE", 0.001)
+    monkeypatch.setattr(engine_client, "PAUSES", Pauses(0.001, 0.001))
 
     def shaky(engine: FakeEngine, count: int, body: dict[str, Any]) -> Any:
         return [CUT, web.json_response({"error": "try later"}, status=503), None][min(count, 2)]
@@ -249,7 +250,7 @@ def test_a_passing_trouble_is_tried_again(bench: Bench, monkeypatch: pytest.Monk
 
 
 def test_a_lasting_trouble_ends_after_a_few_attempts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "PAUSE", 0.001)
+    monkeypatch.setattr(engine_client, "PAUSES", Pauses(0.001, 0.001))
     broken = lambda *_: web.json_response({"error": "no CUDA memory"}, status=500)  # noqa: E731
     with pytest.raises(PeerError, match="engine-0 on node7 failed a request 4 times.*no CUDA memory"):
         bench.run(one, broken)

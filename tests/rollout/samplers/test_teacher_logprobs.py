@@ -17,11 +17,12 @@ from aiohttp import web
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, HpcrlError, PeerError, UsageError
+from hpcrl.rollout import remote_server
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.samplers import teacher_logprobs as module
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.samplers.teacher_logprobs import KEY, NAME, Teacher, TeacherLogprobsSampler
 from hpcrl.sample import ABORTED, COMPLETED, Sample
+from hpcrl.toolbox.retry import Pauses
 from tests.support.shares import plain_sample
 from tests.support.tiny import make_tokenizer
 
@@ -107,7 +108,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(remote_server, "PAUSES", Pauses(0.01, 0.01))
 
 
 def sample(number: int = 0, prompt: int = 3, answer: int = 4) -> Sample:
