@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.untrusted_files import read_regular
+from hpcrl.untrusted_files import read_regular, read_system
 
 FOLDER = "HPCRL_HEARTBEATS"  #: environment variable: where the processes of a host write; absent: nobody watches
 EVERY = 3.0  #: seconds between two numbers
@@ -156,7 +156,7 @@ def _at_work(pid: int) -> tuple[str, float]:
     """(the system's word for what a process does, "" if it is nothing special; seconds of processor that it has
     used)."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        words = read_system(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except OSError:
         return "gone", 0.0
     return STATES.get(words[0], ""), (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")

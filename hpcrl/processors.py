@@ -11,6 +11,8 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from hpcrl.untrusted_files import read_system
+
 SYSTEM = Path("/sys")
 #: processors of this host that the scheduler gives the job, hardware threads as a rule (launch/task.sh)
 GIVEN = "HPCRL_CPUS"
@@ -39,7 +41,7 @@ def _siblings(number: int, system: Path) -> frozenset[int]:
 def read_list(file: Path) -> frozenset[int]:
     """Numbers as the kernel lists them, `0-3,64`; none if the file is not there or holds something else."""
     try:
-        parts = [part.partition("-") for part in file.read_text().strip().split(",")]
+        parts = [part.partition("-") for part in read_system(file).strip().split(",")]
         return frozenset(number for first, _, last in parts for number in range(int(first), int(last or first) + 1))
     except (OSError, ValueError):
         return frozenset()

@@ -56,6 +56,11 @@ def _whole(file: BinaryIO, path: Path, most: int) -> bytes:
     return data
 
 
+def read_system(path: str | Path) -> str:
+    """The text of a file of the kernel's, below /proc or /sys.  OSError as `read_regular`."""
+    return read_regular(Path(path)).decode(errors="replace")
+
+
 def read_given(path: str | Path, most: int = GIVEN) -> str:
     """The text of a file that the user has named.  OSError as `read_given_bytes`; UnicodeDecodeError."""
     return read_given_bytes(path, most).decode()
@@ -94,14 +99,22 @@ def parse_json(line: bytes) -> Any:
         raise Damaged(str(error)) from error
 
 
+def open_append(path: Path) -> BinaryIO:
+    """A regular file of the owner's, made if it is not there, to be written to at its end; what is in it can be read.
+
+    OSError if a link or anything else is in its place.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    number = os.open(path, flags, 0o600)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return open(number, "ab+")
+
+
 def touch(path: Path) -> None:
     """Make an empty file of the owner's, or leave one as it is.  OSError if a link or anything else is in its place."""
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    try:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    finally:
-        os.close(number)
+    open_append(path).close()
 
 
 def make_parents(path: Path) -> None:

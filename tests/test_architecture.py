@@ -68,30 +68,34 @@ MOST = 20  #: files in one room
 #: user names
 READERS = {
     "untrusted_files.py": "the one reader",
-    "commands/submit.py": "/proc",
-    "config/dataclass_fields.py": "the source of installed packages",
-    "config/custom_functions.py": "the source of the user's functions, found by import",
-    "doctor/packages.py": "the package's own source",
-    "doctor/directories.py": "/proc",
     "engine/receivers/disk.py": "safetensors files, as large as a model",
-    "engine/cpu_build.py": "/proc",
-    "heartbeat.py": "/proc",
-    "model_files/config_json.py": "a model's directory, where links are usual",
-    "model_files/safetensors_files.py": "a model's directory, where links are usual",
     "model_files/torch_dist.py": "checkpoints, as large as a model",
-    "processors.py": "/sys",
     "prompt_files/rows.py": "prompt files, read row by row",
-    "report/html_page.py": "the package's own template",
-    "rollout/grading/grader.py": "/proc",
-    "run/rundir.py": "write_atomic",
-    "run/exit_status.py": "/proc and /sys",
-    "slime/arguments.py": "the package's own tables",
+    "toolbox/plugins.py": "the package's own source; lies below the reader",
+}
+#: modules that write files past `write_atomic`, `write_first` and `open_append`, and what they write
+WRITERS = {
+    "cli.py": "/dev/null",
+    "commands/run.py": "what --write names",
+    "commands/selftest.py": "what --report names",
+    "convert/to_fp8.py": "a model's directory, which is put into its place as a whole",
+    "doctor/directories.py": "a probe",
+    "heartbeat.py": "a few bytes every few seconds, which need not be on disk",
+    "model_files/config_json.py": "a model's directory, which is put into its place as a whole",
+    "model_files/hf_writer.py": "a model's directory, which is put into its place as a whole",
+    "mpi/mpirun.py": "a hostfile in a scratch directory",
+    "report/metrics.py": "TensorBoard's own files",
+    "report/timeline/spans.py": "spans, the cheapest way, or none at all",
+    "rollout/samplers/verifiers_env.py": "prompt files, where the user says",
+    "run/rundir.py": "write_atomic, write_first",
+    "run/scratch.py": "a scratch directory and its lock",
+    "run/storage_errors.py": "a probe",
+    "selftest/tiny_model.py": "a model in a scratch directory",
+    "selftest/whole_run.py": "a recipe and a log in a scratch directory",
     "slime/sandbox.py": "/proc",
-    "slime/script.py": "the package's own tables",
-    "slurm/submit.py": "the package's own template",
-    "toolbox/plugins.py": "the package's own source",
-    "weights/pieces/device_memory.py": "/proc",
-    "weights/pieces/wire.py": "/proc",
+    "slime/script.py": "a scratch directory",
+    "untrusted_files.py": "open_append",
+    "weights/transports/disk.py": "safetensors files, as large as a model",
 }
 #: rooms of one launcher each, and the files that choose one: from a scheduler's or a command's name to a module's
 CHOSEN = ("hpcrl.slurm", "hpcrl.mpi")
@@ -219,13 +223,34 @@ def reads(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     if isinstance(node.func, ast.Name):
-        return node.func.id == "open"
+        return node.func.id == "open" and not written(mode(node, 1) or "r")
     if not isinstance(node.func, ast.Attribute):
         return False
-    mode = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
     return node.func.attr in ("read_bytes", "read_text") or (
-        node.func.attr == "open" and mode in ("r", "rb", "rt", "r+", "rb+", "r+b")
+        node.func.attr == "open" and mode(node, 0) in ("r", "rb", "rt", "r+", "rb+", "r+b")
     )
+
+
+def mode(call: ast.Call, place: int) -> str | None:
+    """The mode that a call of `open` is given as its argument number `place`."""
+    given = call.args[place].value if len(call.args) > place and isinstance(call.args[place], ast.Constant) else None
+    return given if isinstance(given, str) else None
+
+
+def written(given: str | None) -> bool:
+    return bool(given) and len(given) < 4 and bool(set(given) & set("wax+")) and set(given) <= set("wax+rbt")
+
+
+def writes(node: ast.AST) -> bool:
+    """Whether this calls `write_bytes`, `write_text`, or opens a file to write to it."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("O_WRONLY", "O_RDWR")
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func).rpartition(".")[2]
+    if name == "open":
+        return written(mode(node, 1 if isinstance(node.func, ast.Name) else 0))
+    return name in ("write_bytes", "write_text", "NamedTemporaryFile", "mkstemp")
 
 
 def test_files_are_read_by_the_one_reader() -> None:
@@ -233,6 +258,13 @@ def test_files_are_read_by_the_one_reader() -> None:
     found = {str(path.relative_to(ROOT)) for path in FILES if any(map(reads, nodes(path)))}
     assert not found - set(READERS), "read files by hpcrl/untrusted_files.py"
     assert not set(READERS) - found, "READERS names modules that read nothing"
+
+
+def test_files_are_written_by_the_one_writer() -> None:
+    """A reader sees the old file or the new one, and a link in a file's place is not followed.  WRITERS is exact."""
+    found = {str(path.relative_to(ROOT)) for path in FILES if any(map(writes, nodes(path)))}
+    assert not found - set(WRITERS), "write files by write_atomic, write_first or open_append"
+    assert not set(WRITERS) - found, "WRITERS names modules that write nothing"
 
 
 def test_files_are_short_and_say_what_they_are_for() -> None:

@@ -46,6 +46,7 @@ from hpcrl.launch.submission import make_request, sight_of
 from hpcrl.prompt_files import early_look
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.queued_job import JobKey
+from hpcrl.run.rundir import write_atomic
 from hpcrl.shipped_files import shipped
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json
@@ -231,7 +232,7 @@ def nodes(case: Case, seconds: float) -> list[Finding]:
     directory = case.directory.parent / f".hpcrl-doctor-{time.strftime('%H%M%S')}-{os.getpid()}"
     try:
         directory.mkdir(parents=True, mode=0o700)
-        (directory / "job.sh").write_text(job(case, directory), encoding="utf-8")
+        write_atomic(directory / "job.sh", job(case, directory).encode())
         return _submitted(case.scheduler, directory, seconds)
     except HpcrlError as error:
         return [Finding("fail", "", error.what, error.hint)]
@@ -258,7 +259,7 @@ def job(case: Case, directory: Path) -> str:
         echoes=case.scheduler.echoes,
         seconds=max((options.launch_timeout for options in case.stages), default=NodesJob.__struct_defaults__[-1]),
     )
-    (directory / "job.json").write_bytes(msgspec.json.encode(todo))
+    write_atomic(directory / "job.json", msgspec.json.encode(todo))
     if case.site.container.kind != "none":  # a container sees this directory, but perhaps not where hpcrl is installed
         shutil.copytree(shipped("launch"), directory / "launch")
     command = f"{shlex.quote(batch_python(case.site))} -m hpcrl.doctor.all_nodes {shlex.quote(str(directory))}"

@@ -155,7 +155,7 @@ def _in_a_job(site: SiteProfile, own: dict[str, Any], results: Results) -> None:
     request = AllocationRequest("homogeneous", (Component("trainer", hosts, slots, wish.cpus_per_node),), margin=60)
     limit = own.get("time", LIMIT)
     todo = SelftestJob(hosts, ranks, own.get("only", []), site.interface)
-    (directory / "job.json").write_bytes(msgspec.json.encode(todo))
+    write_atomic(directory / "job.json", msgspec.json.encode(todo))
     shutil.copytree(shipped("launch"), directory / "launch", dirs_exist_ok=True)
     script = BatchScript(
         name="selftest",
@@ -168,7 +168,7 @@ def _in_a_job(site: SiteProfile, own: dict[str, Any], results: Results) -> None:
         python=task_python(site),
     )
     once = site.model_copy(update={"time": limit, "requeue": False})
-    (directory / "job.sh").write_text(scheduler.render(script, request, once), encoding="utf-8")
+    write_atomic(directory / "job.sh", scheduler.render(script, request, once).encode())
     job = JobKey(scheduler.submit_script(directory / "job.sh"), "", time.time(), history=False)
     print(f"hpcrl: job {job.job_id}, in {directory}", file=sys.stderr)
     try:

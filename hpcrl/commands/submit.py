@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_subm
 from hpcrl.launch.site import FLAGS, from_flags
 from hpcrl.launch.submission import chained, preview, refuse_absent_files, refuse_what_does_not_fit, submit_new
 from hpcrl.slime.verbatim import recipe_of, split_arguments
+from hpcrl.untrusted_files import read_system
 
 USAGE = """\
 usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY=VALUE ...] [--option value ...]
@@ -150,6 +150,6 @@ def _note_place(shown: Submission) -> None:
     root = shown.job.root
     parent = next(path for path in (root, *root.parents) if path.exists())
     several = sum(component.nodes for component in shown.request.components) > 1
-    finding = file_system(parent, Path("/proc/mounts").read_text(encoding="utf-8", errors="replace"), several)
+    finding = file_system(parent, read_system("/proc/self/mounts"), several)
     if finding.level != "ok":
         print(f"hpcrl: note: {finding.what}; {finding.hint}", file=sys.stderr)

@@ -31,6 +31,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.untrusted_files import read_given_bytes
 
 T = TypeVar("T")
 
@@ -326,7 +327,7 @@ def _shadowed(top: str) -> str:
 def names_in(file: Path) -> set[str]:
     """Names that a module's source binds anywhere; "*" if it may bind others, or cannot be read."""
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = ast.parse(read_given_bytes(file))
     except (OSError, SyntaxError, ValueError):
         return {"*"}
     found = set()
@@ -346,7 +347,7 @@ def names_in(file: Path) -> set[str]:
 def _listed(file: Path) -> str:
     """The functions and classes that a module defines at its top level."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return listed(node.name for node in ast.parse(file.read_bytes()).body if isinstance(node, kinds))
+    return listed(node.name for node in ast.parse(read_given_bytes(file)).body if isinstance(node, kinds))
 
 
 def listed(names: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.value_types import Kind, union
+from hpcrl.untrusted_files import read_given
 
 _PLAIN = {
     "bool": "bool",
@@ -75,7 +76,7 @@ def _module(name: str) -> _Module | None:
         base = root.joinpath(*rest.split(".")) if rest else root
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.is_file():
-                return _Module(name, path, dict(_top_level(ast.parse(path.read_text()).body)))
+                return _Module(name, path, dict(_top_level(ast.parse(read_given(path)).body)))
     return None
 
 

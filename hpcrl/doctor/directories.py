@@ -20,6 +20,7 @@ from hpcrl.findings import Finding, count, last_line, size
 from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.safetensors_files import AGAIN, SINGLE, read_header, read_index
 from hpcrl.run.process import run_command
+from hpcrl.untrusted_files import read_system
 
 SECONDS = 120.0
 _LOAD = "import sys; from hpcrl.rollout.prompts.tokenizer import load_tokenizer as f; print(f(sys.argv[1]).vocab_size)"
@@ -101,7 +102,7 @@ def check_storage(directory: Path, several: bool, model_bytes: int = 0) -> Itera
         yield Finding("fail", "", f"{parent} is not writable: {error.strerror}", "choose another --run-dir")
         return
     yield Finding("ok", "", f"{parent} is writable")
-    yield file_system(parent, Path("/proc/mounts").read_text(encoding="utf-8", errors="replace"), several)
+    yield file_system(parent, read_system("/proc/self/mounts"), several)
     yield room(os.statvfs(parent), parent, model_bytes)
     # a file's time may be as coarse as a tick of the kernel's clock, 10 ms
     ahead = max(before - 0.02 - stamp, stamp - after, 0.0)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hpcrl.findings import Finding
+from hpcrl.untrusted_files import read_given
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 #: a package under another name that holds the same modules
@@ -33,7 +34,7 @@ def requirements() -> list[str]:
     try:
         return importlib.metadata.requires("hpcrl") or []
     except importlib.metadata.PackageNotFoundError:
-        project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+        project = tomllib.loads(read_given(PYPROJECT))["project"]
     lines = list(project["dependencies"])
     for extra, items in project["optional-dependencies"].items():
         lines += [f'{item}; extra == "{extra}"' for item in items]

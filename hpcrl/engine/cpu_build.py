@@ -16,12 +16,13 @@ import ctypes
 import gc
 import mmap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from hpcrl.untrusted_files import read_system
 
 Kernels = list[tuple[Any, Any]]
 
@@ -82,7 +83,7 @@ def give_back(model: nn.Module, caches: list[Any], level: int) -> int:
 
 def anonymous_bytes() -> int:
     """What this process has in memory that no file holds."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in read_system("/proc/self/status").splitlines():
         if line.startswith("RssAnon:"):
             return 1024 * int(line.split()[1])
     return 0

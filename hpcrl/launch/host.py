@@ -41,6 +41,7 @@ from hpcrl.run.role import last_error, read_options, read_plan, say
 from hpcrl.run.rundir import BEATS, ERROR, OVER, STOP, RunDir
 from hpcrl.run.scratch import Scratch, sweep
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.untrusted_files import open_append
 
 PART = (
     "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
@@ -163,7 +164,7 @@ def start(role: str, index: int, command: list[str], rundir: RunDir, variables: 
     """Start one role in a session of its own, its output going to its log; variables: in addition to those of every
     role."""
     log, memory = rundir.logs / f"{role}-{index}.log", MemoryWatch()
-    with log.open("ab") as out:
+    with open_append(log) as out:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -53,7 +53,7 @@ from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.scratch import swept
 from hpcrl.run.started_runs import COPY, RecipeFile, read_recipe_file, remember, write_recipe_file
 from hpcrl.run.summary import read_summary
-from hpcrl.untrusted_files import as_given, swappable_by_group
+from hpcrl.untrusted_files import as_given, open_append, swappable_by_group
 
 
 @dataclass(frozen=True)
@@ -141,18 +141,17 @@ def tell_end(job: RunJob) -> None:
 @contextmanager
 def held(root: Path) -> Iterator[None]:
     """Hold the run directory; UsageError if another process runs in it.  The kernel lets go when we end, however."""
-    with (root / "lock").open("a+") as file:
+    with open_append(root / "lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise UsageError(
-                f"{root} is in use by process {file.read().strip() or '?'}", "wait for it, or stop it first"
-            ) from None
+            holder = file.read(20).decode(errors="replace").strip() or "?"
+            raise UsageError(f"{root} is in use by process {holder}", "wait for it, or stop it first") from None
         except OSError as error:  # a file system without locks, such as Lustre mounted so
             say(f"note: {root} cannot be locked ({error.strerror}); start nothing else in it")
         file.truncate(0)
-        file.write(str(os.getpid()))
+        file.write(str(os.getpid()).encode())
         file.flush()
         yield
 

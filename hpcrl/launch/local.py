@@ -19,6 +19,7 @@ from hpcrl.plan import Host, Plan, local_hosts
 from hpcrl.run.exit_status import MemoryWatch
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.run.rundir import RunDir
+from hpcrl.untrusted_files import open_append
 
 
 class Local:
@@ -43,7 +44,7 @@ class Local:
 
 def spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Start a process of the launcher, its output going to a log."""
-    with log.open("ab") as out:
+    with open_append(log) as out:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

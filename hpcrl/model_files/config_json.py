@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from hpcrl.errors import DataError
+from hpcrl.untrusted_files import read_given_bytes
 
 CONFIG = "config.json"
 _HINT = "name a Hugging Face model directory"
@@ -33,7 +34,7 @@ def read_object(directory: Path, name: str, flag: str = "--hf-checkpoint") -> di
     be read."""
     path = directory / name
     try:
-        found = json.loads(path.read_bytes())  # which takes Infinity, as some published files have it
+        found = json.loads(read_given_bytes(path))  # which takes Infinity, as some published files have it
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -18,6 +18,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from hpcrl.errors import DataError
+from hpcrl.untrusted_files import MOST, read_given_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,7 +59,7 @@ def read_index(directory: str | Path) -> dict[str, str] | None:
     """
     path = Path(directory) / INDEX
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+        found = msgspec.json.decode(read_given_bytes(path, MOST), type=_Index).weight_map
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -26,6 +26,7 @@ from hpcrl.errors import DataError, HpcrlError
 from hpcrl.pickles.reader import read_plain
 from hpcrl.pickles.values import Refused
 from hpcrl.run.rundir import TRACKER
+from hpcrl.untrusted_files import read_given
 
 #: GLM-4-0414's norms behind a block: as this package's layers have them -> as slime's have, and checkpoints
 SANDWICH = {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
@@ -218,7 +219,7 @@ def latest(directory: Path) -> Path | None:
     tracker = directory / TRACKER
     if not tracker.is_file():
         return None
-    text = tracker.read_text().strip()
+    text = read_given(tracker).strip()
     path = step(directory, int(text)) if text.isdigit() else directory / text
     if not text or not path.is_dir():
         raise HpcrlError(

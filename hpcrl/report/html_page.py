@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from hpcrl.report.timeline.accounting import Spent, rows
 from hpcrl.report.timeline.reading import Track
 from hpcrl.report.timeline.run_spending import Recorded, spending
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
-from hpcrl.untrusted_files import read_regular
+from hpcrl.untrusted_files import read_given, read_regular
 
 #: tracks in a picture; steps in the closer one; samples of each kind
 MOST_TRACKS = 40
@@ -40,9 +39,7 @@ LONGEST = 20_000  #: characters of a prompt or a response that are shown
 def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None) -> str:
     """The HTML of a run.  recipe: its text."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(
-        resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
-    )
+    template = environment.from_string(read_given(Path(__file__).with_name("page.html.j2")))
     spent = spending(run, recorded)
     shown = views(recorded)
     hidden = max(0, len({track.name for track in recorded.tracks}) - MOST_TRACKS)

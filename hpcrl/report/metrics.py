@@ -24,7 +24,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.report.file_tail import FARTHEST, last_lines
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
-from hpcrl.untrusted_files import Damaged, open_regular, parse_json
+from hpcrl.untrusted_files import Damaged, open_append, open_regular, parse_json
 
 GONE = "what stood there is gone; samples/, tensorboard/ and checkpoints/ have their own record"
 
@@ -115,8 +115,8 @@ class MetricsLog:
 
     def _add(self, line: bytes) -> None:
         """A line at the end, or nothing.  OSError."""
-        number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
+        with open_append(self.path) as file:
+            number = file.fileno()
             size = os.fstat(number).st_size
             if size < self._size:
                 _note(f"{self.path} was removed or cut while the run wrote it: {GONE}")
@@ -129,8 +129,6 @@ class MetricsLog:
                     os.ftruncate(number, size)
                 raise
             self._size = os.fstat(number).st_size
-        finally:
-            os.close(number)
 
     def close(self) -> None:
         """Close the events."""

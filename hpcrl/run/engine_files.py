@@ -16,10 +16,8 @@ never taken back within its attempt.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import socket
 import time
 from collections.abc import Iterable
 from itertools import count
@@ -30,7 +28,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
-from hpcrl.run.rundir import RunDir, listed, write_atomic
+from hpcrl.run.rundir import RunDir, listed, write_atomic, write_first
 from hpcrl.untrusted_files import Damaged, read_json
 
 if TYPE_CHECKING:  # both need pydantic, which `hpcrl status` does without
@@ -77,18 +75,11 @@ class EngineAdded(Peer, tag="engine_added"):
 def claim(rundir: RunDir, plan: Plan, engine: EngineAdded) -> int:
     """Make `engine` one of the attempt's; its number, the first that nobody has.  HpcrlError if nothing can be written
     there."""
-    beside = rundir.here / "peers" / f".engine-added.{socket.gethostname()}.{os.getpid()}"
+    data = msgspec.json.encode(msgspec.structs.replace(engine, pid=os.getpid()))
     try:
-        beside.write_bytes(msgspec.json.encode(msgspec.structs.replace(engine, pid=os.getpid())))
-        for index in count(plan.engine_count):
-            with contextlib.suppress(FileExistsError):
-                os.link(beside, _added_file(rundir, index))
-                return index
+        return next(index for index in count(plan.engine_count) if write_first(_added_file(rundir, index), data))
     except OSError as error:
-        raise HpcrlError(f"cannot add an engine in {beside.parent}: {error.strerror}") from error
-    finally:
-        beside.unlink(missing_ok=True)
-    raise AssertionError
+        raise HpcrlError(f"cannot add an engine in {rundir.here / 'peers'}: {error.strerror}") from error
 
 
 def is_added(rundir: RunDir, index: int) -> bool:

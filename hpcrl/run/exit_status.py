@@ -18,6 +18,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.untrusted_files import read_system
+
 #: what a shell, srun or mpirun adds to the number of the signal that killed the process below it
 SHELL = 128
 #: who sends SIGKILL when nobody was asked: the kernel to a process, or Slurm to all of a step
@@ -127,7 +129,7 @@ def _groups(root: Path) -> list[_Group]:
     """The cgroups of this process with a memory controller, innermost first."""
     found = []
     with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
+        for line in read_system(root / "proc/self/cgroup").splitlines():
             number, controllers, path = line.split(":", 2)
             if number == "0" and not controllers:
                 top = root / "sys/fs/cgroup"
@@ -151,7 +153,7 @@ def _groups(root: Path) -> list[_Group]:
 def _field(path: Path, name: str) -> int | None:
     """The number behind a name, in a file of lines of both."""
     with contextlib.suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
+        for line in read_system(path).splitlines():
             key, _, value = line.partition(" ")
             if key == name:
                 return int(value)
@@ -160,7 +162,7 @@ def _field(path: Path, name: str) -> int | None:
 
 def _number(path: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text())
+        return int(read_system(path))
     return None
 
 

@@ -101,6 +101,20 @@ def _write(beside: Path, path: Path, data: bytes, mode: int) -> None:
         raise
 
 
+def write_first(path: Path, data: bytes) -> bool:
+    """Write `data`, whole, unless there is such a file; whether it was written.  OSError."""
+    beside = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        os.link(beside, path)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def flush(path: Path) -> None:
     """Have a file that was written, or the names in a directory, on disk before going on."""
     fd = os.open(path, os.O_RDONLY)
@@ -254,14 +268,8 @@ class RunDir:
     def fail(self, role: str, index: int, message: str) -> None:
         """Record an error; only the first of an attempt is kept."""
         record = AttemptFailure(role, index, message, time.time())
-        beside = self.here / f".error.{role}-{index}.{os.getpid()}"
-        with contextlib.suppress(
-            OSError
-        ):  # somebody was first, or the disk is full: exit status and launcher still tell
-            beside.write_bytes(msgspec.json.encode(record))
-            os.link(beside, self.here / ERROR)
-        with contextlib.suppress(OSError):
-            beside.unlink()
+        with contextlib.suppress(OSError):  # the disk is full: exit status and launcher still tell
+            write_first(self.here / ERROR, msgspec.json.encode(record))
 
     def correct(self, message: str) -> None:
         """Have the launcher's word stand as the attempt's error, who has found the cause of what somebody else saw

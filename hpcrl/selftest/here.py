@@ -23,6 +23,7 @@ from hpcrl.run.process import PARENT, end
 from hpcrl.selftest.registry import Check, Outcome, Results, try_check
 from hpcrl.selftest.whole_run import gpu_count
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.untrusted_files import open_append
 
 LONG = 600.0  #: seconds for the checks that one set of processes makes
 CPU_RANKS = 2  #: where there is no GPU
@@ -97,7 +98,7 @@ def start(command: list[str], environments: Sequence[Mapping[str, str]], logs: P
     found = []
     for variables in environments:
         log = logs / f"rank-{variables.get('RANK', 'alone')}.log"
-        with log.open("ab") as out:
+        with open_append(log) as out:
             env = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables) | {PARENT: str(os.getpid())}
             found.append((Popen(command, env=env, stdin=DEVNULL, stdout=out, stderr=STDOUT), log))
     return found

@@ -25,6 +25,7 @@ from hpcrl.config.setting_names import nearest, own
 from hpcrl.config.stage_flags import split_name
 from hpcrl.errors import UsageError
 from hpcrl.slime.readers import READERS, FlagReading, Given, own_function
+from hpcrl.untrusted_files import read_given
 
 ASYNC = "train_async.py"
 REPEATED = {"rollout-sample-hook-path"}  #: flags of which every one counts
@@ -300,7 +301,7 @@ def other_defaults() -> dict[str, str]:
 
 @cache
 def _document() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return tomllib.loads(read_given(TABLE))
 
 
 def _verdict(flag: str, said: Any) -> FlagVerdict:

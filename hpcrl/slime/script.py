@@ -283,4 +283,4 @@ def _unset(text: str, variables: Mapping[str, str]) -> Iterator[str]:
 @cache
 def model_families() -> dict[str, str]:
     """A file of slime's model arguments, without .sh -> the model_type of its family here, "" for none."""
-    return tomllib.loads((HERE / "models.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(read_given(HERE / "models.toml"))

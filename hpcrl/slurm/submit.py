@@ -29,9 +29,11 @@ from hpcrl.launch.scheduler import AllocationRequest, BatchScript, Component, Sc
 from hpcrl.launch.site import load_site
 from hpcrl.launch.submission import submit_new
 from hpcrl.run.process import run_command
+from hpcrl.run.rundir import write_atomic
 from hpcrl.shipped_files import shipped
 from hpcrl.slurm.site import SlurmSite
 from hpcrl.slurm.squeue import MARK, NAME
+from hpcrl.untrusted_files import read_given
 
 # ---- the batch script
 
@@ -48,7 +50,7 @@ def render(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> 
         autoescape=False,
     )
     environment.filters["q"] = lambda value: shlex.quote(str(value))
-    template = environment.from_string(shipped("sbatch/job.sbatch.j2").read_text())
+    template = environment.from_string(read_given(shipped("sbatch/job.sbatch.j2")))
     names = {
         "title": _one_line(script.title),
         "summary": script.summary,
@@ -277,7 +279,7 @@ def send(submission: Submission) -> Any:
 
     def text(command: str) -> str:
         script = run_script(submission, command)
-        (root / "job.sbatch").write_text(script)
+        write_atomic(root / "job.sbatch", script.encode())
         return script
 
     try:

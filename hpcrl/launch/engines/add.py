@@ -22,8 +22,9 @@ from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.submission import CPUS_PER_SLOT
 from hpcrl.run.process import PARENT
 from hpcrl.run.role import read_plan
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.shipped_files import shipped
+from hpcrl.untrusted_files import open_append
 
 JOIN = "hpcrl.launch.engines.join"
 MARGIN = 60  #: seconds before its time limit at which an added job is told to let its engines finish
@@ -52,7 +53,7 @@ def add_here(rundir: RunDir, engines: int, first_slot: int) -> Added:
     ]
     host = ["--host", local_name(rundir)]
     env = {name: value for name, value in role_environment().items() if name != PARENT}
-    with log.open("ab") as out:
+    with open_append(log) as out:
         started = subprocess.Popen(
             [sys.executable, "-m", JOIN, *words, *host],
             stdin=subprocess.DEVNULL,
@@ -123,5 +124,5 @@ def submit_added(rundir: RunDir, options: Options, site: SiteProfile, nodes: int
     shutil.copytree(shipped("launch"), folder / "launch", dirs_exist_ok=True)
     log = output_of(rundir)
     file = folder / f"{log.stem.removeprefix('join-job-')}{Path(scheduler.script_file).suffix}"
-    file.write_text(text)
+    write_atomic(file, text.encode())
     return Added(f"job {scheduler.submit_script(file)}", log)

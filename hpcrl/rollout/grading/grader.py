@@ -34,6 +34,7 @@ from hpcrl.rollout.worker_messages import (
     frame,
 )
 from hpcrl.sample import Sample, unpack
+from hpcrl.untrusted_files import read_system
 
 LARGEST = 1e30  #: a reward beyond it would overflow float32 in the advantages
 
@@ -190,8 +191,8 @@ def _bound_memory(more: int) -> None:
     """No more than `more` bytes of data beyond what there is now; then an allocation fails with MemoryError (Linux)."""
     if not sys.platform.startswith("linux"):
         return
-    with open("/proc/self/status", encoding="ascii") as status:
-        now = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
+    lines = read_system("/proc/self/status").splitlines()
+    now = next(int(line.split()[1]) for line in lines if line.startswith("VmData")) * 1024
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = now + more if hard == resource.RLIM_INFINITY else min(now + more, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -13,6 +13,7 @@ import msgspec
 
 from hpcrl.rollout.ledger.ledger import Ledger
 from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.untrusted_files import open_append
 
 Ranges = list[list[int]]
 
@@ -63,7 +64,7 @@ class Journal:
     def __init__(self, rundir: RunDir) -> None:
         folder = rundir.root / FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
-        self._file = (folder / f"attempt-{rundir.attempt}.jsonl").open("ab")
+        self._file = open_append(folder / f"attempt-{rundir.attempt}.jsonl")
         self._summary = rundir.root / SUMMARY
 
     def write(self, line: Line) -> None:

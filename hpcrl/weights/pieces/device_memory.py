@@ -34,6 +34,7 @@ import torch
 
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.untrusted_files import read_system
 from hpcrl.weights.pieces.device_transport import PAUSE, DeviceEvent
 from hpcrl.weights.shared_memory import Region, open_region
 
@@ -144,7 +145,7 @@ _ARGUMENTS = {
 
 def loaded_runtime() -> str:
     """The path of the libcudart of this process.  PeerError if it has none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in read_system("/proc/self/maps").splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith("libcudart"):
             return path

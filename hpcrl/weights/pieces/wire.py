@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hpcrl.model_files.safetensors_files import ITEM_BYTES
+from hpcrl.untrusted_files import read_system
 
 #: kinds of messages; between two members those of a kind keep their order
 READY = 0
@@ -136,7 +136,7 @@ def _check(receive_plan: ReceivePlan) -> None:
 
 def process_identity() -> str:
     """The same text in processes that can open each other's memory: same kernel, host name and PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = read_system("/proc/sys/kernel/random/boot_id").strip()
     return f"{os.uname().nodename}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
