@@ -11,7 +11,6 @@ Invariant: every step is ended by us, by its process id, before we end.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 import sys
@@ -30,10 +29,11 @@ from hpcrl.doctor.one_node import REPORT, UNSEEN
 from hpcrl.findings import Finding, failed, last_line
 from hpcrl.launch.probe import HostReport
 from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.peers import Published
 from hpcrl.run.process import end_descendants
-from hpcrl.run.rundir import listed, write_atomic
+from hpcrl.run.rundir import write_atomic
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.untrusted_files import read_json
 
 LATE_FILES = 75.0  #: seconds to wait for the files of nodes that have ended well: more than any cache of absence keeps
 SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file system, and the all-reduce
@@ -130,16 +130,8 @@ def gather(directory: Path, expected: int, deadline: Deadline) -> list[NodeRepor
     A network file system may show what another host has written a minute late.  A file that is not a report is left
     out.
     """
-    while True:
-        names = sorted(name for name in listed(directory) if name.endswith(REPORT))
-        if len(names) >= expected or deadline.over:
-            break
-        time.sleep(0.5)
-    found = []
-    for name in names:
-        with contextlib.suppress(OSError, Damaged):
-            found.append(read_json(directory / name, NodeReport))
-    return found
+    found = Published(directory, NodeReport, REPORT).wait(expected, deadline, 0.5)
+    return [found[name] for name in sorted(found)]
 
 
 def _start(step: NodeStep, job: NodesJob, directory: Path, expected: int) -> Popen[str]:

@@ -8,18 +8,17 @@ does does not grow with the number of hosts, but for the length of one listing a
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from hpcrl.launch.probe import HostReport, host_report
-from hpcrl.run.rundir import listed, write_atomic
+from hpcrl.run.peers import Published
+from hpcrl.run.rundir import write_atomic
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.untrusted_files import Damaged, read_json
 
-ALL = "all.cards"  #: what everybody waits for
+NAME, ALL = "all", ".records"  #: of what everybody waits for, and its ending
 LATE = 10.0  #: seconds that it may take beyond the time in which the records had to come
 WAIT_PER_NODE, LONGEST_WAIT = (
     0.01,
@@ -44,26 +43,6 @@ def pause(expect: int) -> float:
     return min(max(WAIT_PER_NODE * expect, 0.05), LONGEST_WAIT)
 
 
-class NodeRecords:
-    """What the nodes have left so far, by host; each file is read once, and one that is not a record is left out."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.found: dict[str, NodeRecord] = {}
-        self.read: set[str] = set()
-
-    def look(self) -> dict[str, NodeRecord]:
-        """One listing, and what is new in it."""
-        for name in sorted(listed(self.directory) - self.read):
-            if not name.endswith(".json"):
-                continue
-            self.read.add(name)  # files are put here whole
-            with contextlib.suppress(OSError, Damaged):
-                card = read_json(self.directory / name, NodeRecord, most=LONGEST)
-                self.found[card.base.host] = card
-        return self.found
-
-
 def leave_record(
     directory: Path, host: str, ranks: int, base: HostReport | None = None, ports: dict[str, int] | None = None
 ) -> None:
@@ -78,21 +57,13 @@ def leave_record(
 def share_records(directory: Path, expect: int, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
     """Once `expect` records are there, or `seconds` have passed, or it is `over`: all records that are there, in one
     file."""
-    cards, end = NodeRecords(directory), Deadline(seconds)
-    while len(cards.look()) < expect and not end.over and not over():
-        time.sleep(pause(expect))
+    records = Published(directory, NodeRecord, most=LONGEST).wait(expect, Deadline(seconds), pause(expect), over)
     with contextlib.suppress(OSError):  # then the hosts find nothing, and say so
-        write_atomic(directory / ALL, msgspec.json.encode(cards.found), 0o600)
+        write_atomic(directory / f"{NAME}{ALL}", msgspec.json.encode(records), 0o600)
 
 
 def all_records(directory: Path, expect: int, seconds: float) -> dict[str, NodeRecord]:
     """What `share_records` has put there, by host, as soon as it is; none if that takes more than `seconds` and
     LATE."""
-    deadline = Deadline(seconds + LATE)
-    while ALL not in listed(directory):
-        if deadline.over:
-            return {}
-        time.sleep(pause(expect))
-    with contextlib.suppress(OSError, Damaged):
-        return read_json(directory / ALL, dict[str, NodeRecord], most=LARGEST)
-    return {}
+    shared = Published(directory, dict[str, NodeRecord], ALL, LARGEST)
+    return shared.wait(1, Deadline(seconds + LATE), pause(expect)).get(NAME, {})

@@ -5,6 +5,7 @@ Invariant: nothing listens anywhere but on the loopback.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -42,9 +43,9 @@ class Local:
         return spawn([sys.executable, "-m", "hpcrl.run.process", *command], log)
 
 
-def spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a process of the launcher, its output going to a log."""
-    with open_append(log) as out:
+def spawn(command: list[str], log: Path | None) -> subprocess.Popen[bytes]:
+    """Start a process of the launcher, its output going to a log, or nowhere."""
+    with open_append(log) if log else contextlib.nullcontext(subprocess.DEVNULL) as out:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

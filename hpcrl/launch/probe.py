@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from hpcrl.errors import DeadlineError, PeerError, UsageError
-from hpcrl.run.peers import read_published
+from hpcrl.errors import DeadlineError, UsageError
+from hpcrl.run.peers import Published, damaged_record
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 from hpcrl.toolbox.deadline import Deadline
 
@@ -155,33 +155,20 @@ def write(rundir: RunDir, host: str) -> None:
     write_atomic(rundir.here / "hosts" / f"{host}.json", msgspec.json.encode(found))
 
 
-def read_report(path: Path) -> HostReport:
-    """What a host has put into `path`.  PeerError if it is something else."""
-    if (found := read_published(path, HostReport)) is None:
-        raise PeerError(f"{path} is gone", "start the run again")
-    return found
-
-
 def gather(
     rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None
 ) -> dict[str, HostReport]:
     """Every host's report.  DeadlineError names the hosts that did not answer; `check` may give up before."""
-    deadline, found = Deadline(seconds), {}
-    while len(found) < len(hosts):
-        there = listed(rundir.here / "hosts")
-        for host in [h for h in hosts if h not in found and f"{h}.json" in there]:
-            found[host] = read_report(rundir.here / "hosts" / f"{host}.json")
-        if len(found) == len(hosts):
-            break
-        check()
-        if deadline.over:
-            silent = ", ".join(h for h in hosts if h not in found)
-            raise DeadlineError(
-                f"no answer from {silent} within --launch-timeout {seconds:.0f} s",
-                f"is the host up, and does it see {rundir.root} (a file system that all hosts share)?",
-            )
-        time.sleep(0.1)
-    return found
+    reports = Published(rundir.here / "hosts", HostReport)
+    reports.wait(hosts, Deadline(seconds), 0.1, check)
+    for host, error in reports.damaged.items():
+        raise damaged_record(rundir.here / "hosts" / f"{host}.json", error) from error
+    if silent := [host for host in hosts if host not in reports.found]:
+        raise DeadlineError(
+            f"no answer from {', '.join(silent)} within --launch-timeout {seconds:.0f} s",
+            f"is the host up, and does it see {rundir.root} (a file system that all hosts share)?",
+        )
+    return {host: reports.found[host] for host in hosts}
 
 
 def main(argv: list[str] | None = None) -> int:

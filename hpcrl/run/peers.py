@@ -7,16 +7,17 @@ earlier attempt does not count; every wait has a deadline and names whom it wait
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir, listed, write_atomic
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.deadline import Deadline, poll
 from hpcrl.toolbox.retry import Pauses
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.untrusted_files import MOST, Damaged, read_json
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 HostName = Annotated[str, msgspec.Meta(min_length=1)]
@@ -123,10 +124,14 @@ def read_published(path: Path, kind: type[T]) -> T | None:
     except FileNotFoundError:
         return None
     except (OSError, Damaged) as error:
-        raise PeerError(
-            f"{path} is damaged, or of another version of hpcrl: {error}",
-            "use one version on all hosts, and start the run again",
-        ) from error
+        raise damaged_record(path, error) from error
+
+
+def damaged_record(path: Path, error: Exception) -> PeerError:
+    return PeerError(
+        f"{path} is damaged, or of another version of hpcrl: {error}",
+        "use one version on all hosts, and start the run again",
+    )
 
 
 def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:
@@ -134,12 +139,67 @@ def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:
 
     DeadlineError names role and log; PeerError as soon as the attempt has failed elsewhere.
     """
-    deadline = Deadline(seconds)
-    pauses = iter(Pauses(0.05, 1.0, 1.2))  # many wait, and each look is a call to a file system that all share
-    while (found := find(rundir, kind, index)) is None:
-        rundir.check()
-        if deadline.over:
-            name = f"{kind.role}-{index}"
-            raise DeadlineError(f"{name} did not come up within {seconds:.0f} s", f"see {rundir.logs / f'{name}.log'}")
-        deadline.sleep(next(pauses))
+
+    def look() -> P | None:
+        if (found := find(rundir, kind, index)) is None:
+            rundir.check()
+        return found
+
+    # many wait, and each look is a call to a file system that all share
+    if (found := poll(look, Deadline(seconds), iter(Pauses(0.05, 1.0, growth=1.2)))) is None:
+        name = f"{kind.role}-{index}"
+        raise DeadlineError(f"{name} did not come up within {seconds:.0f} s", f"see {rundir.logs / f'{name}.log'}")
     return found
+
+
+# ---- many records in one directory
+
+
+class Published(Generic[T]):
+    """The records that others put into a directory, each in a file of its own, whole.
+
+    found: what has come so far, by the file's name without its ending; each file is read once
+    damaged: why others could not be read, by the same name
+    """
+
+    def __init__(self, directory: Path, kind: type[T], ending: str = ".json", most: int = MOST) -> None:
+        """most: bytes of a record."""
+        self.found: dict[str, T] = {}
+        self.damaged: dict[str, Exception] = {}
+        self._directory = directory
+        self._kind = kind
+        self._ending = ending
+        self._most = most
+
+    def look(self) -> dict[str, T]:
+        """All that is there: one listing, and what is new in it."""
+        names = {name.removesuffix(self._ending) for name in listed(self._directory) if name.endswith(self._ending)}
+        for name in sorted(names - self.found.keys() - self.damaged.keys()):
+            try:
+                self.found[name] = read_json(self._directory / f"{name}{self._ending}", self._kind, most=self._most)
+            except FileNotFoundError:  # it is gone again
+                continue
+            except (OSError, Damaged) as error:
+                self.damaged[name] = error
+        return self.found
+
+    def wait(
+        self,
+        wanted: int | Collection[str],
+        deadline: Deadline,
+        every: float,
+        over: Callable[[], bool | None] = lambda: False,
+    ) -> dict[str, T]:
+        """What is there once the records have come, the deadline is over, or `over` says so.
+
+        wanted: how many, or their names; one that is damaged has come too
+        every: seconds between two looks
+        over: asked after each look in vain; may raise
+        """
+
+        def come() -> bool:
+            there = self.look().keys() | self.damaged.keys()
+            return len(there) >= wanted if isinstance(wanted, int) else there >= set(wanted)
+
+        poll(lambda: come() or over(), deadline, every)
+        return self.found

@@ -6,7 +6,6 @@ Invariant: hosts and their order come from Slurm's node lists; a host that does 
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -187,7 +186,7 @@ class SrunHosts:
         except OSError:
             return [node for group in self.groups for node in group.nodes]
         command = [sys.executable, "-m", "hpcrl.run.process"]
-        asked = [spawn([*command, *group.step, "answer", str(folder)], Path(os.devnull)) for group in self.groups]
+        asked = [spawn([*command, *group.step, "answer", str(folder)], None) for group in self.groups]
         names = [node for group in self.groups for node in group.nodes]
         while missing := [node for node in names if node not in listed(folder)]:
             if deadline.over or all(process.poll() is not None for process in asked):
@@ -200,9 +199,7 @@ class SrunHosts:
         """Those of `nodes` that do not start a task of their own within `seconds`."""
         steps = {node: group.step for group in self.groups for node in group.nodes}
         command = [sys.executable, "-m", "hpcrl.run.process"]
-        waiting = {
-            node: spawn([*command, *_alone(steps[node], node), "once", "true"], Path(os.devnull)) for node in nodes
-        }
+        waiting = {node: spawn([*command, *_alone(steps[node], node), "once", "true"], None) for node in nodes}
         deadline = Deadline(seconds)
         while any(p.poll() is None for p in waiting.values()) and not deadline.over:
             time.sleep(0.1)

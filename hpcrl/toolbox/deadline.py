@@ -10,7 +10,8 @@ Invariant: nothing depends on the time of day; the monotonic clock alone is read
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -46,14 +47,16 @@ class Deadline:
         return f"Deadline({self.seconds:g} s, {self.left:.1f} left)"
 
 
-def poll(look: Callable[[], T | None], deadline: Deadline, every: float) -> T | None:
+def poll(look: Callable[[], T | None], deadline: Deadline, every: float | Iterator[float]) -> T | None:
     """The first true answer of `look`; None once the deadline is over.
 
     look: asked at once, then every `every` seconds, and a last time when the deadline is over.
+    every: or the pauses one after the other, without end
     """
+    pauses = repeat(every) if isinstance(every, float | int) else every
     while True:
         last = deadline.over
         found = look()
         if found or last:
             return found or None
-        deadline.sleep(every)
+        deadline.sleep(next(pauses))

@@ -17,9 +17,9 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.commands.stop import stop
 from hpcrl.doctor.all_nodes import REPORT, gather
-from hpcrl.doctor.node_records import ALL, NodeRecords, all_records
+from hpcrl.doctor.node_records import ALL, NodeRecord, all_records
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.launch.probe import read_report
+from hpcrl.launch import probe
 from hpcrl.launch.restarts import broken_hosts, check_headway, position
 from hpcrl.plain_text import strip_control
 from hpcrl.queue.auth import http_key
@@ -28,10 +28,11 @@ from hpcrl.report.run_files import StageFiles
 from hpcrl.report.timeline.reading import read_tracks
 from hpcrl.report.timeline.run_spending import hosts_of
 from hpcrl.run.engine_files import EngineReports, read_views
-from hpcrl.run.peers import EnginePeer, find
+from hpcrl.run.peers import EnginePeer, Published, find
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import RunDir
 from hpcrl.selftest.registry import Results
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, count_of, open_regular, parse_json, read_json, read_regular, touch
 from tests.support.ledger_account import account
 
@@ -138,7 +139,7 @@ def stage_of(root: Path) -> StageFiles:
 READERS: dict[str, Callable[[Path], object]] = {
     "attempts/0/engines.json": lambda root: read_views(root / "attempts" / "0"),
     "attempts/0/hosts.json": lambda root: list(hosts_of(stage_of(root), 0, None)),
-    "attempts/0/hosts/a.json": lambda root: read_report(root / "attempts/0/hosts/a.json"),
+    "attempts/0/hosts/a.json": lambda root: probe.gather(RunDir(root, 0), ["a"], 0.0),
     "attempts/0/peers/engine-0.json": lambda root: (
         find(RunDir(root, 0), EnginePeer),
         EngineReports(RunDir(root, 0)).new(),
@@ -151,9 +152,9 @@ READERS: dict[str, Callable[[Path], object]] = {
     "ledger/attempt-0.jsonl": account,
     "timeline/trainer-0.jsonl": lambda root: read_tracks(root / "timeline/trainer-0.jsonl", 0),
     "results/loss.json": lambda root: Results(root).read(),
-    f"a{REPORT}": lambda root: gather(root, 1, 0.0),
-    "cards/a.json": lambda root: NodeRecords(root / "cards").look(),
-    f"cards/{ALL}": lambda root: all_records(root / "cards", 1, 0.0),
+    f"a{REPORT}": lambda root: gather(root, 1, Deadline(0.0)),
+    "records/a.json": lambda root: Published(root / "records", NodeRecord).look(),
+    f"records/all{ALL}": lambda root: all_records(root / "records", 1, 0.0),
     "keys/http.key": lambda root: http_key(RunDir(root, 0), 0),
 }
 

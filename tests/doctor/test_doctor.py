@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hpcrl.commands import doctor
 from hpcrl.doctor import directories, one_node, packages
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, gather, without_directory
-from hpcrl.doctor.node_records import NodeRecords, all_records, leave_record, share_records
+from hpcrl.doctor.node_records import all_records, leave_record, share_records
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
 from hpcrl.doctor.one_node import UNSEEN, parse_gpus
 from hpcrl.findings import Finding, last_line, size
@@ -592,19 +592,9 @@ def test_connections_grow_with_n_log_n(count: int) -> None:
     assert said(reports) == []
 
 
-def test_a_card_is_read_once(tmp_path: Path) -> None:
-    cards = NodeRecords(tmp_path)
-    leave_record(tmp_path, "n1", 2)
-    (tmp_path / "n2.json").write_text("{")
-    assert [*cards.look()] == ["n1"]
-    (tmp_path / "n1.json").unlink()
-    leave_record(tmp_path, "n3", 0)
-    assert [*cards.look()] == ["n1", "n3"]
-
-
 @pytest.mark.parametrize("came", [2, 3])
-def test_missing_cards_are_listed(tmp_path: Path, came: int) -> None:
-    """All cards come in one file, and those without a report are listed as missing."""
+def test_missing_records_are_listed(tmp_path: Path, came: int) -> None:
+    """All records come in one file, and those that did not come are missing."""
     for number in range(came):
         leave_record(tmp_path, f"n{number}", number)
     share_records(tmp_path, 3, 0.3)

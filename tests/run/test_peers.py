@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.run.peers import EnginePeer, Peer, RolloutPeer, StorePeer, TrainerPeer, find, peer_file, publish, wait_for
+from hpcrl.run.peers import (
+    EnginePeer,
+    Peer,
+    Published,
+    RolloutPeer,
+    StorePeer,
+    TrainerPeer,
+    find,
+    peer_file,
+    publish,
+    wait_for,
+)
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.deadline import Deadline
 
 ENGINE = EnginePeer(host="127.0.0.1", port=7, model_len=64)
 ALL: list[Peer] = [
@@ -82,3 +95,53 @@ def test_wait_ends_with_the_attempt(rundir: RunDir) -> None:
     with pytest.raises(PeerError, match="trainer-2: out of memory"):
         wait_for(rundir, EnginePeer, 0, 30)
     assert time.monotonic() - begun < 5
+
+
+# ---- many records in one directory
+
+
+def leave(directory: Path, name: str, port: int = 1) -> None:
+    (directory / f"{name}.json").write_bytes(msgspec.json.encode(EnginePort(port)))
+
+
+class EnginePort(msgspec.Struct):
+    port: int
+
+
+def test_a_record_is_read_once(tmp_path: Path) -> None:
+    published = Published(tmp_path, EnginePort)
+    leave(tmp_path, "n1")
+    (tmp_path / "n2.json").write_text("{")
+    (tmp_path / "other.txt").write_text("")
+    assert [*published.look()] == ["n1"] and [*published.damaged] == ["n2"]
+    (tmp_path / "n1.json").unlink()
+    leave(tmp_path, "n2")
+    leave(tmp_path, "n3")
+    assert [*published.look()] == ["n1", "n3"] and [*published.damaged] == ["n2"]
+
+
+@pytest.mark.parametrize("wanted", [2, ["n1", "n2"]])
+def test_who_waits_for_records_has_them_once_they_are_there(tmp_path: Path, wanted: int | list[str]) -> None:
+    looks: list[int] = []
+
+    def arrive() -> None:
+        looks.append(len(looks))
+        leave(tmp_path, f"n{len(looks)}")
+
+    found = Published(tmp_path, EnginePort).wait(wanted, Deadline(60.0), 0.01, arrive)
+    assert sorted(found) == ["n1", "n2"] and len(looks) == 2
+
+
+def test_who_waits_for_records_gives_up_in_time_or_when_told(tmp_path: Path) -> None:
+    leave(tmp_path, "n1")
+    leave(tmp_path, "n3")
+    assert sorted(Published(tmp_path, EnginePort).wait(["n1", "n2"], Deadline(0.0), 0.01)) == ["n1", "n3"]
+    assert sorted(Published(tmp_path, EnginePort).wait(9, Deadline(60.0), 0.01, lambda: True)) == ["n1", "n3"]
+    (tmp_path / "n2.json").write_text("{")
+    assert sorted(Published(tmp_path, EnginePort).wait(["n1", "n2"], Deadline(60.0), 0.01)) == ["n1", "n3"]
+
+
+def test_a_larger_record_is_damaged(tmp_path: Path) -> None:
+    leave(tmp_path, "n1")
+    published = Published(tmp_path, EnginePort, most=5)
+    assert not published.look() and "n1" in published.damaged
