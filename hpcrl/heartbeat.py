@@ -13,6 +13,7 @@ not silent.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import read_regular, read_system
 
 FOLDER = "HPCRL_HEARTBEATS"  #: environment variable: where the processes of a host write; absent: nobody watches
@@ -88,7 +90,7 @@ class Silent:
 @dataclass
 class _Heard:
     text: str
-    at: float
+    sign: LastSign
     used: float = 0.0
 
 
@@ -108,44 +110,42 @@ class Pulse:
         self.look = look
         self.clock = clock
         self._heard: dict[str, _Heard] = {}
-        self._looked = float("-inf")
+        self._looked = LastSign(math.inf, clock)
 
     def silent(self, seconds: float) -> list[Silent]:
         """Those that gave no sign for longer than `seconds`; looks at most every `look` seconds, else says none."""
-        now = self.clock()
-        if now - self._looked < self.look:
+        passed = self._looked.silence
+        if not self._looked.due(self.look):
             return []
-        if now - self._looked > 4 * self.look:  # we were asleep ourselves: everybody gets the time again
+        if passed > 4 * self.look:  # we were asleep ourselves: everybody gets the time again
             for heard in self._heard.values():
-                heard.at = now
-        passed = now - self._looked
-        self._looked = now
+                heard.sign.heard()
         found = []
         names = _names(self.folder)
         self._heard = {name: heard for name, heard in self._heard.items() if name in names}
         for name in names:
-            if (late := self._look(name, now, passed)) and late.seconds > seconds:
+            if (late := self._look(name, passed)) and late.seconds > seconds:
                 found.append(late)
         return found
 
-    def _look(self, name: str, now: float, passed: float) -> Silent | None:
+    def _look(self, name: str, passed: float) -> Silent | None:
         try:
             text = read_regular(self.folder / name, 100).decode()
             pid = int(text.split()[0])
         except (OSError, ValueError, IndexError):
             return None  # being replaced, or gone
-        heard = self._heard.setdefault(name, _Heard("", now))
+        heard = self._heard.setdefault(name, _Heard("", LastSign(clock=self.clock)))
         if text != heard.text:
             heard.text = text
-            heard.at = now
+            heard.sign.heard()
             return None
         state, used = _at_work(pid) if self.here else ("", 0.0)
         busy = used - heard.used > BUSY * passed
         heard.used = used
         if state in ("gone", "dead") or (busy and state != "stopped"):
-            heard.at = now
+            heard.sign.heard()
             return None
-        return Silent(name, pid, now - heard.at, state)
+        return Silent(name, pid, heard.sign.silence, state)
 
 
 #: what /proc/PID/stat says of a process (proc(5)) -> for a user

@@ -328,6 +328,21 @@ def test_one_deadline_and_one_plugin_room() -> None:
     assert not set(again) - sums, "these have none any more"
 
 
+def compares_silence(node: ast.AST) -> bool:
+    """Whether this compares `time.monotonic() - then` with something."""
+    return isinstance(node, ast.Compare) and any(
+        isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub) and ast.unparse(part.left) == "time.monotonic()"
+        for part in ast.walk(node)
+    )
+
+
+def test_there_is_one_sign_of_life() -> None:
+    """Since when somebody was not heard of, or we gave no sign, is a `LastSign`."""
+    health = {"rollout/engines/external.py"}  # of engines
+    found = {str(path.relative_to(ROOT)) for path in FILES if any(map(compares_silence, nodes(path)))}
+    assert found <= health, "use hpcrl/toolbox/signs.py"
+
+
 def within(loop: ast.AST) -> Iterator[ast.AST]:
     """What a loop does itself: not in functions that it declares, and not in loops inside of it."""
     todo = list(loop.body)

@@ -20,6 +20,7 @@ from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
 from hpcrl.run.job_files import OVER
 from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.run.started_runs import is_run, known_runs
+from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import as_given, open_regular
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Ending:
     """
 
     def __init__(self) -> None:
-        self.since: float | None = None
+        self.since: LastSign | None = None
 
     @property
     def interval(self) -> float:
@@ -121,8 +122,8 @@ class Ending:
         if found.phase == "finished" or (not found.title and found.phase != "lost"):
             return True
         if self.since is None:
-            self.since = time.monotonic()
-        return time.monotonic() - self.since >= PATIENCE
+            self.since = LastSign()
+        return self.since.silence >= PATIENCE
 
 
 class Jobs:

@@ -53,6 +53,7 @@ from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.scratch import swept
 from hpcrl.run.started_runs import COPY, RecipeFile, read_recipe_file, remember, write_recipe_file
 from hpcrl.run.summary import read_summary
+from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import as_given, open_append, swappable_by_group
 
 
@@ -220,13 +221,12 @@ def run_prepare_commands(
     state.set("preparing")
     shutil.rmtree(job.root / "prepared", ignore_errors=True)
     done.parent.mkdir()
-    log, told = job.root / "logs" / "prepare.log", time.monotonic()
+    log, told = job.root / "logs" / "prepare.log", LastSign()
     for command in job.recipe.prepare_commands(job.root, job.overrides):
         process = backend.prepare(command, log)
         while process.poll() is None and not stop.requests:
             turn()
-            if time.monotonic() - told >= AGAIN:
-                told = time.monotonic()
+            if told.due(AGAIN):
                 say(f"still preparing: {shlex.join(command)}")
             time.sleep(0.05)
         end_descendants(2.0)

@@ -12,6 +12,7 @@ gone.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -20,6 +21,7 @@ import msgspec
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.probe import HostReport
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.signs import LastSign
 
 MAX_MESSAGE = 64 * 2**20  #: bytes
 MEND = "use one version of hpcrl on all hosts"
@@ -136,8 +138,8 @@ class Channel(Generic[M]):
         self.mpi = mpi
         self.world = mpi.COMM_WORLD.Dup()
         self.rank, self.size = self.world.Get_rank(), self.world.Get_size()
-        self.heard = dict.fromkeys(range(self.size), time.monotonic())
-        self.spoke = 0.0
+        self.heard = {rank: LastSign() for rank in range(self.size)}
+        self.spoke = LastSign(ago=math.inf)
         self._understood: Any = FromLauncher if self.rank else FromHost
         self._pending: list[tuple[Any, bytes]] = []
 
@@ -183,21 +185,19 @@ class Channel(Generic[M]):
             check_size(size, source)
             buffer = bytearray(size)
             self.world.Recv([buffer, self.mpi.BYTE], source=source, tag=TAG)
-            self.heard[source] = time.monotonic()
+            self.heard[source].heard()
             found.append((source, unpack(buffer, self._understood, source)))
         return found
 
     def beat(self, to: list[int]) -> None:
         """A sign of life, when it is time for one."""
-        if time.monotonic() - self.spoke > BEAT:
-            self.spoke = time.monotonic()
+        if self.spoke.due(BEAT):
             for rank in to:
                 self.send(rank, Beat())
 
     def silent(self) -> list[int]:
         """The ranks that have not been heard for DEAD seconds; whoever calls this must also receive."""
-        now = time.monotonic()
-        return [rank for rank, at in self.heard.items() if rank != self.rank and now - at > DEAD]
+        return [rank for rank, sign in self.heard.items() if rank != self.rank and sign.silence > DEAD]
 
     def gather(self, message: Message) -> list[Any]:
         """Every rank's message, all of one kind, in rank order; collective.  PeerError, on every rank, names one that
@@ -211,6 +211,6 @@ class Channel(Generic[M]):
         starts = [sum(counts[:i]) for i in range(self.size)]
         whole = bytearray(sum(counts))
         self.world.Allgatherv([data, self.mpi.BYTE], [whole, counts, starts, self.mpi.BYTE])
-        self.heard = dict.fromkeys(range(self.size), time.monotonic())
+        self.heard = {rank: LastSign() for rank in range(self.size)}
         parts = zip(starts, counts, strict=True)
         return [unpack(whole[start : start + size], type(message), rank) for rank, (start, size) in enumerate(parts)]

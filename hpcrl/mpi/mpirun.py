@@ -9,6 +9,7 @@ behind the cause that is found here; the record of a run that is over, or of ano
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -186,20 +187,21 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
     )
     assert process.stdout is not None and process.stderr is not None
     listener = exit_status_relay.OutputRelay(process.stdout, process.stderr, word)
-    asked, told = 0, float("inf")
+    asked = 0
+    grace = Deadline(math.inf)
 
     def passed_on(_: int, __: object) -> None:
-        nonlocal asked, told
+        nonlocal asked, grace
         asked += 1
-        told = time.monotonic() if asked == 2 else told
+        grace = Deadline(GRACE) if asked == 2 else grace
         process.send_signal(signal.SIGUSR1 if asked == 1 else signal.SIGTERM)  # mpirun hands SIGUSR1 to its ranks
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, passed_on)
-    while (status := process.poll()) is None and time.monotonic() - told <= GRACE:
+    while (status := process.poll()) is None and not grace.over:
         listener.wait(0.2)
-        if told == float("inf") and listener.status is not None:
-            told = time.monotonic()
+        if grace.seconds == math.inf and listener.status is not None:
+            grace = Deadline(GRACE)
     if late := status is None:
         end([psutil.Process(process.pid)], 5.0)
         print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was ended; is a host down?", file=sys.stderr)

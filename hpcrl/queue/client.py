@@ -26,6 +26,7 @@ from hpcrl.queue.share_format import Share, WireError, decode
 from hpcrl.run.peers import RolloutPeer, wait_for
 from hpcrl.run.rundir import STOP, RunDir
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.signs import LastSign
 
 #: seconds between looks at the run directory; between repetitions of what is unanswered
 LOOK, REPEAT = 0.2, 1.0
@@ -71,7 +72,7 @@ class QueueClient:
         self._patience = patience
         self._credit = credit
         self._given_up = False
-        self.stop_seen: float | None = None  # when it was first seen that the run is asked to stop
+        self.stop_seen: LastSign | None = None  # when it was first seen that the run is asked to stop
         self._name = secrets.token_hex(8)
         self._parts: dict[int, dict[int, tuple[messages.SharePart, list[zmq.Frame]]]] = {}
         self._done = self._calls = -1
@@ -169,7 +170,7 @@ class QueueClient:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._heard = time.monotonic()
+        self._heard = LastSign()
         self._socket.connect(address)
 
     def _lock(self) -> None:
@@ -195,7 +196,7 @@ class QueueClient:
 
     def _wait(self, end: Deadline, awaited: str, take: Callable[[messages.FromServer], T | None]) -> T:
         """What `take` makes of the first message that it does not answer None to; see the class for what ends it."""
-        begun = time.monotonic()
+        asked = LastSign()
         look = 0.0
         repeat = time.monotonic() + REPEAT
         while True:
@@ -203,7 +204,7 @@ class QueueClient:
             if now >= look:
                 self._look()
                 look = now + LOOK
-                if self._silent(begun):
+                if self._silent(asked):
                     raise Unanswered(f"{self._where} {awaited} {self._me()} once the run was asked to stop")
             if end.over:
                 raise self._late(awaited, end.seconds)
@@ -219,18 +220,19 @@ class QueueClient:
     def _look(self) -> None:
         """Look whether the run is asked to stop.  PeerError if it has failed."""
         if STOP in self._rundir.check() and self.stop_seen is None:
-            self.stop_seen = time.monotonic()
+            self.stop_seen = LastSign()
 
-    def _silent(self, begun: float) -> bool:
-        """Whether the run is to stop, and the server, which was last asked at `begun`, is given up: for good."""
+    def _silent(self, asked: LastSign) -> bool:
+        """Whether the run is to stop, and the server, which was last asked at `asked`, is given up: for good."""
         if self.stop_seen is not None and not self._given_up:
-            self._given_up = time.monotonic() - max(self._heard, self.stop_seen, begun) > self._patience
+            silence = min(self._heard.silence, self.stop_seen.silence, asked.silence)
+            self._given_up = silence > self._patience
         return self._given_up
 
     def _late(self, awaited: str, seconds: float) -> DeadlineError:
         what = f"{self._where} {awaited} {self._me()} within {seconds:g} s"
         if self._welcomed:
-            what += f" (last heard of it {time.monotonic() - self._heard:.0f} s ago)"
+            what += f" (last heard of it {self._heard.silence:.0f} s ago)"
         elif self._shut_out:
             what += " (the encrypted handshake fails: it holds other keys than this attempt's)"
         return Late(what, f"see {self._rundir.logs / 'rollout-0.log'}")
@@ -263,7 +265,7 @@ class QueueClient:
     def _receive(self, take: Callable[[messages.FromServer], T | None]) -> T | None:
         first, *pieces = self._socket.recv_multipart(copy=False)
         message = messages.read_from_server(first.buffer)
-        self._heard = time.monotonic()
+        self._heard.heard()
         match message:
             case messages.WhoAreYou():
                 self._send(self._hello())

@@ -25,6 +25,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.run.rundir import write_atomic
+from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import Damaged, read_json
 
 STATE = "state.json"  #: its name in a run directory
@@ -68,7 +69,7 @@ class JobStateFile:
 
     def __init__(self, root: Path, restarts: int = 0, ends: float | None = None) -> None:
         self.root = root
-        self._written = 0.0  # by a clock that nobody sets back
+        self._written = LastSign()
         self.state = JobState("starting", 0.0, restarts=restarts, host=socket.gethostname(), pid=os.getpid(), ends=ends)
 
     @property
@@ -84,12 +85,12 @@ class JobStateFile:
         """A sign of life, and perhaps a new phase; cheap to call often."""
         if phase is not None and phase != self.phase:
             self.set(phase)
-        elif time.monotonic() - self._written > BEAT:
+        elif self._written.silence > BEAT:
             self._write()
 
     def _write(self) -> None:
         self.state = msgspec.structs.replace(self.state, time=time.time())
-        self._written = time.monotonic()
+        self._written.heard()
         write_state(self.root, self.state)
 
     def __enter__(self) -> JobStateFile:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import math
 import os
 import signal
 import socket
@@ -33,6 +34,7 @@ from hpcrl.run.process import adopt_orphans, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.signs import LastSign
 
 #: seconds without a word of the run until it counts as gone; between two looks
 SILENCE = 90.0
@@ -172,19 +174,17 @@ class LifeSign:
     def __init__(self, rundir: RunDir) -> None:
         self._rundir = rundir
         self._said = 0.0
-        self._since = time.monotonic()
-        self._next = 0.0
+        self._sign = LastSign()
+        self._looked = LastSign(ago=math.inf)
 
     def lost(self) -> bool:
         """True once nothing new was said for SILENCE seconds."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + LOOK
+        if self._looked.due(LOOK):
             views = read_views(self._rundir.here)
             if views is not None and views.time != self._said:
                 self._said = views.time
-                self._since = now
-        return now - self._since > SILENCE
+                self._sign.heard()
+        return self._sign.silence > SILENCE
 
 
 def main(argv: list[str] | None = None) -> int:
