@@ -17,10 +17,11 @@ from hpcrl.rollout.ledger import bank
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
-from hpcrl.rollout.saved_rollouts import read_rollout, write_rollout
+from hpcrl.rollout.saved_rollouts import read_rollout, write_rollout, write_samples
 from hpcrl.rollout.worker_messages import CustomCall, CustomResult, GradingTask, send_sample
 from hpcrl.sample import (
     COLUMNS,
+    FIELDS,
     OPTIONAL,
     REQUIRED,
     ROW,
@@ -111,6 +112,15 @@ def test_a_share_carries_every_column_and_every_field_of_a_row() -> None:
     assert row.pop("status") == STATUSES.index(sample.status)
     assert row.pop("length") == len(sample.tokens) and row.pop("trained") == sample.loss_mask.sum()
     assert row == {name: getattr(sample, name) for name in row}
+
+
+def test_every_field_is_shown_in_the_sample_file(tmp_path: Path) -> None:
+    sample = full()
+    write_samples(tmp_path / "samples.jsonl", [sample])
+    row = msgspec.json.decode((tmp_path / "samples.jsonl").read_bytes())
+    names = {"response_length": "response_len", "remove_sample": "removed"}
+    for name in FIELDS:
+        assert row[names.get(name, name)] == getattr(sample, name), name
 
 
 def test_the_declared_columns_are_the_fields_of_samples_and_batches() -> None:

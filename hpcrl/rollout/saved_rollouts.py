@@ -229,16 +229,15 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     write_atomic(path, b"".join(msgspec.json.encode(_record(sample)) + b"\n" for sample in samples), patience=PATIENCE)
 
 
+#: fields of `Sample` that RUN/samples always shows, or under another name
+SHOWN = ("group", "index", "response_length", "prompt", "response", "label", "reward", "status", "metadata", "baseline")
+RENAMED = {"remove_sample": "removed"}
+
+
 def _record(sample: Sample) -> dict[str, object]:
     """versions: the policy versions that its tokens were sampled under, each once; baseline: where one was asked for;
-    removed,
-    rewards, grading, grading_error: where there are any."""
-    more = {
-        "removed": sample.remove_sample,
-        "rewards": sample.rewards,
-        "grading": sample.grading,
-        "grading_error": sample.grading_error,
-    }
+    all other fields of a sample where they hold anything."""
+    more = {RENAMED.get(name, name): getattr(sample, name) for name in FIELDS if name not in SHOWN}
     baseline = {} if math.isnan(sample.baseline) else {"baseline": sample.baseline}
     return {
         "group": sample.group,
