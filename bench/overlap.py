@@ -42,8 +42,7 @@ from bench.overlap_roles.engines import Engines, Trace  # noqa: E402
 from bench.overlap_roles.virtual_time import simulate  # noqa: E402
 from hpcrl.config.options import Options  # noqa: E402
 from hpcrl.rollout.batch_assembly import check_staleness  # noqa: E402
-from hpcrl.rollout.generation.batch_generator import BatchGenerator, GeneratedRollout  # noqa: E402
-from hpcrl.rollout.generation.continuous_generator import ContinuousGenerator  # noqa: E402
+from hpcrl.rollout.generation.generator import GeneratedRollout, RolloutGenerator  # noqa: E402
 from hpcrl.rollout.generation.group_store import GroupStore  # noqa: E402
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile  # noqa: E402
 from hpcrl.rollout.prompts.prompt_source import PromptSource  # noqa: E402
@@ -101,20 +100,13 @@ class Rollouts:
         self.store = GroupStore(options, PromptSource(PromptFile(Path("p"), prompts, 0, ""), 3, True), rundir)
         self.store._kept = False  # groups on disk are no matter of overlap, and would be most of what this costs
         self.store.restore(0, None)
-        self.stream: ContinuousGenerator | None = None
-        self.generator: BatchGenerator | ContinuousGenerator = BatchGenerator(
-            options, self.store, engines, engines.abort
-        )
-        if options.loop == "fully-async":
-            self.generator = self.stream = ContinuousGenerator(
-                options, self.store, engines, engines.abort, engines.look, total
-            )
+        look = engines.look if options.never_waits else None
+        self.generator = RolloutGenerator(options, self.store, engines, engines.abort, look, total)
         self.made: dict[int, asyncio.Task[GeneratedRollout]] = {}
         self.last: asyncio.Task[GeneratedRollout] | None = None
 
     async def generate(self, rollout_id: int, version: int, consumed: int) -> None:
-        if self.stream is not None:
-            self.stream.publish(version)
+        self.generator.publish(version)
         if self.last is not None:
             await asyncio.wait([self.last])
         self.last = self.made[rollout_id] = asyncio.create_task(self._make(rollout_id, version, consumed))
@@ -130,8 +122,7 @@ class Rollouts:
     async def snapshot(self, rollout_id: int, settle: bool) -> None:
         if settle and self.last is not None:
             await asyncio.wait([self.last])
-        if self.stream is not None:
-            self.stream.trainer_is_waiting()
+        self.generator.trainer_is_waiting()
         self.store.train(rollout_id, 0)
 
 
@@ -203,8 +194,7 @@ async def one_run(
         waits.append(waited)
         ends.append(loop.time())
         idle.append(engines.occupancy.measures())
-    if rollouts.stream is not None:
-        await rollouts.stream.close()
+    await rollouts.generator.close()
     kept = slice(EDGE, steps - EDGE)
     times = np.diff(ends)[kept]
     weigh = lambda name: float(np.average([row[name] for row in idle][kept], weights=times))  # noqa: E731

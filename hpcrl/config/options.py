@@ -192,6 +192,11 @@ class Options(
         return self.loop_lag if self.loop == "sync" or self.max_staleness is None else self.max_staleness
 
     @property
+    def never_waits(self) -> bool:
+        """Whether groups are in flight all the time."""
+        return self.runs_ahead and self.loop == "fully-async"
+
+    @property
     def leaves_groups_over(self) -> bool:
         """Whether more groups may be issued than a batch takes."""
         more = self.over_sampling_batch_size is not None and self.over_sampling_batch_size > self.rollout_batch_size

@@ -33,10 +33,9 @@ from hpcrl.rollout.engines.external import keep_engines
 from hpcrl.rollout.engines.membership import EngineMembership
 from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.evaluation.evaluation_service import EvaluationService
-from hpcrl.rollout.generation.batch_generator import BatchGenerator
-from hpcrl.rollout.generation.continuous_generator import ContinuousGenerator
 from hpcrl.rollout.generation.custom_generator import CustomGenerator
-from hpcrl.rollout.generation.generated_ahead import GeneratedAhead, RolloutGenerator
+from hpcrl.rollout.generation.generated_ahead import GeneratedAhead
+from hpcrl.rollout.generation.generator import RolloutGenerator
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.inputs import RolloutInputs
 from hpcrl.rollout.prompts.custom_source import CustomSource
@@ -83,13 +82,9 @@ class RolloutRole:
             self.options, work, self.pool, client, samples, self.timeline, self._in_time, self._made
         )
         self.store = GroupStore(self.options, work.source, context.rundir)
-        self.generator: RolloutGenerator = BatchGenerator(self.options, self.store, self.sampler, client.abort)
-        self.continuous: ContinuousGenerator | None = None  # in the loop whose engines never wait
-        if self.options.runs_ahead and self.options.loop == "fully-async":
-            look_at = functools.partial(read_metrics, self.pool)
-            self.generator = self.continuous = ContinuousGenerator(
-                self.options, self.store, self.sampler, client.abort, look_at, work.total
-            )
+        look_at = functools.partial(read_metrics, self.pool) if self.options.never_waits else None
+        self.groups = RolloutGenerator(self.options, self.store, self.sampler, client.abort, look_at, work.total)
+        self.generator: RolloutGenerator | CustomGenerator | GeneratedAhead = self.groups
         if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
             self.generator = CustomGenerator(self.options, self.store, self.sampler, function)
         self.generated_ahead: GeneratedAhead | None = None  # in the asynchronous loop that repeats bit for bit
@@ -137,8 +132,7 @@ class RolloutRole:
         finally:
             await cancel(starting, watch, keep, self._making)
             await self.evaluations.close()
-            if self.continuous is not None:
-                await self.continuous.close()
+            await self.groups.close()
             self.pool.occupancy.close()
             await self.pool.close()
             for part in (self.teacher, self.work.custom, self.work.grading):
@@ -179,8 +173,7 @@ class RolloutRole:
             return {}
         if rollout_id != self._next:
             raise HpcrlError(f"rollout {rollout_id} was asked for, but {self._next} is next")
-        if self.continuous is not None:
-            self.continuous.publish(version)
+        self.groups.publish(version)
         if not await self._settled(patience):
             return {UNFINISHED: {}}
         if self._stopping and not self._last_ahead(rollout_id):
@@ -206,8 +199,7 @@ class RolloutRole:
         """
         if (settle or self._made_id <= rollout_id) and not await self._settled(patience):
             return {UNFINISHED: {}}
-        if self.continuous is not None:
-            self.continuous.trainer_is_waiting()
+        self.groups.trainer_is_waiting()
         if rollout_id not in self._states:
             raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
         await asyncio.to_thread(self.store.remove, self.store.learned(rollout_id, saved))
@@ -229,8 +221,7 @@ class RolloutRole:
                 await cancel(self._making)
             else:
                 await asyncio.wait([self._making])
-        if self.continuous is not None:
-            await self.continuous.close()
+        await self.groups.close()
         say(f"finished at rollout {rollout_id}")
         asyncio.get_running_loop().call_later(POLL, self._settle, 0)
         return {}
@@ -241,7 +232,7 @@ class RolloutRole:
         await self.pool.connect()
         begun, at = time.monotonic(), self.timeline.now()
         waited = begun - (self._idle_since or begun)
-        if self.continuous is not None and self._idle_since is not None:
+        if self.groups.continuous and self._idle_since is not None:
             begun = self._idle_since  # it never stops making
         late = lambda: f"{self.generator} of rollout {rollout_id}"  # noqa: E731
         made = await self._in_time(self.generator.make(rollout_id, version, consumed), late)
@@ -316,8 +307,7 @@ class RolloutRole:
             if self.generated_ahead is None:
                 await cancel(self._making)
                 self._next = end
-        if self.continuous is not None:
-            await self.continuous.stop()
+        await self.groups.stop()
         self._end_at = end
 
     def _last_ahead(self, rollout_id: int) -> bool:

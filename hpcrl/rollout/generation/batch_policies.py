@@ -1,4 +1,5 @@
-"""How many groups to issue, and which are the next batch: the two policies.  Pure; numbers in, numbers out.
+"""How many groups to issue, and which are the next batch: the two policies of `generator.py`.  Pure; numbers in,
+numbers out.
 
 `BatchSelection` fills one batch.  As in slime, groups are issued `at_once` at a time whenever those in flight and those
 kept would not fill the batch, and it is full as soon as enough are kept: the first to finish.  With `ordered`
@@ -29,39 +30,60 @@ waits waits for groups that are being made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
+
+STALE = "stale"  #: the reason of groups that are given up because they will be too old
 
 
-@dataclass(frozen=True)
-class SelectedBatch:
-    """batch: in order of number; surplus: finished, good, not needed; refused: number -> reason."""
+class NextBatch(NamedTuple):
+    """The groups of a batch, by number, and what becomes of others.
 
-    batch: list[int]
+    groups: in the order of their issue.
+    surplus: finished and good, not needed, and not outstanding any more.
+    dropped: number -> reason, of groups that were refused, or are `late`.
+    late: unfinished, to be ended because they will be too old.
+    """
+
+    groups: list[int]
     surplus: list[int]
-    refused: dict[int, str]
+    dropped: dict[int, str]
+    late: list[int]
 
 
 @dataclass
 class BatchSelection:
-    """One batch of `wanted` groups."""
+    """One batch of `wanted` groups.  `StalenessControl` answers to the same calls.
 
+    refused: number -> reason, of groups that are in no batch.
+    """
+
+    continuous: ClassVar[bool] = False
     wanted: int
     at_once: int
     ordered: bool
+    refused: dict[int, str] = field(default_factory=dict)
     _issued: dict[int, bool | None] = field(default_factory=dict)  # in order; True kept, False refused, None in flight
     _kept: list[int] = field(default_factory=list)  # as they came
-    _refused: dict[int, str] = field(default_factory=dict)
     _second: set[int] = field(default_factory=set)  # refused, but good enough where there are too few
     _decided: list[int] = field(default_factory=list)  # with `ordered`: kept, and everything before it has its verdict
     _front: list[int] = field(default_factory=list)  # issued, from the first without a verdict on, reversed
 
-    def add(self, numbers: Iterable[int]) -> None:
-        """These are in flight now."""
-        new = list(numbers)
-        self._issued |= dict.fromkeys(new)
-        self._front = [*reversed(new), *self._front]
+    def publish(self, version: int) -> None:
+        """The engines have the weights of `version` now."""
+
+    def ask(self, consumed: int, more: int) -> None:
+        """The next batch is asked for; the trainer learns from it at version `consumed`, and from `more` after it."""
+
+    def issue(self, number: int, oldest: int | None = None) -> bool:
+        """The group is being made.
+
+        oldest: policy version of the tokens that there are of it already, None: there are none.  False: with these it
+        could come too late.
+        """
+        self._issued[number] = None
+        self._front.insert(0, number)
+        return True
 
     def keep(self, number: int) -> None:
         """It is finished, and good."""
@@ -71,7 +93,7 @@ class BatchSelection:
     def refuse(self, number: int, reason: str, second: bool = False) -> None:
         """It is of no use; second: unless there are too few of the good ones."""
         self._judge(number, False)
-        self._refused[number] = reason
+        self.refused[number] = reason
         if second:
             self._second.add(number)
 
@@ -86,7 +108,7 @@ class BatchSelection:
 
     @property
     def in_flight(self) -> int:
-        return len(self._issued) - len(self._kept) - len(self._refused)
+        return len(self._issued) - len(self._kept) - len(self.refused)
 
     @property
     def _good(self) -> list[int]:
@@ -105,17 +127,19 @@ class BatchSelection:
 
     @property
     def missing(self) -> int:
-        """Groups that the batch still lacks."""
+        """Finished groups that the batch still lacks."""
         return max(0, self.wanted - len(self._good))
 
-    def outcome(self) -> SelectedBatch:
-        """What the batch is, once it is full."""
+    def batch(self) -> NextBatch | None:
+        """The next batch, if it is full."""
+        if not self.full:
+            return None
         first = self._good[: self.wanted]
         seconds = [number for number in self._issued if number in self._second]
         batch = [*first, *seconds[: self.wanted - len(first)]]
         chosen = set(batch)
         surplus = [number for number in self._kept if number not in chosen]
-        refused = {number: reason for number, reason in self._refused.items() if number not in chosen}
+        refused = {number: reason for number, reason in self.refused.items() if number not in chosen}
         if (
             self.ordered
         ):  # what lies behind the last of the batch may have been finished or not: its verdict says nothing
@@ -125,7 +149,10 @@ class BatchSelection:
             refused = {
                 number: refused[number] for number in sorted(refused, key=order.__getitem__) if order[number] <= last
             }
-        return SelectedBatch(sorted(batch), sorted(surplus), refused)
+        return NextBatch(sorted(batch), sorted(surplus), refused, [])
+
+    def took(self, batch: NextBatch) -> None:
+        """The batch has been handed over."""
 
 
 # ---- continuous
@@ -140,26 +167,27 @@ class OutstandingGroup(NamedTuple):
     number: int
 
 
-class NextBatch(NamedTuple):
-    """groups: numbers, the oldest first; late: numbers of unfinished groups that will be too old, and are to be
-    ended."""
-
-    groups: list[int]
-    late: list[int]
-
-
 @dataclass
 class StalenessControl:
-    """wanted: groups of a batch; bound: policy versions that a token may lag behind; steps: versions that a batch
-    makes, 1 at least;
-    following: the trainer's version as it learns from the next batch; engines: the version that the engines have."""
+    """One batch after another out of groups that are always in flight.
 
+    wanted: groups of a batch.
+    bound: policy versions that a token may lag behind.
+    steps: versions that a batch makes, 1 at least.
+    following: the trainer's version as it learns from the next batch.
+    engines: the version that the engines have.
+    more: batches after the one that was asked for last; None: any number.
+    """
+
+    continuous: ClassVar[bool] = True
     wanted: int
     bound: int
     steps: int
     late: Literal["wait", "drop", "train"] = "wait"
     following: int = 0
     engines: int = 0
+    more: int | None = None
+    refused: dict[int, str] = field(default_factory=dict)
     _groups: dict[int, OutstandingGroup] = field(default_factory=dict)  # by number
     _finished: set[int] = field(default_factory=set)
     _issued: int = 0
@@ -167,35 +195,31 @@ class StalenessControl:
     # ---- what happens
 
     def publish(self, version: int) -> None:
-        """The engines have the weights of `version` now."""
         self.engines = max(self.engines, version)
 
-    def issue(self, numbers: Iterable[int]) -> None:
-        """These are being made, from their first token on."""
-        for number in numbers:
-            self._add(number, self.engines)
+    def ask(self, consumed: int, more: int) -> None:
+        self.following = consumed
+        self.more = more
 
-    def resume(self, number: int, oldest: int) -> bool:
-        """A group of which there are tokens of policy `oldest` already; False, and it is not outstanding, if it could
-        come too late."""
-        if self.late != "train" and not self._admits(oldest):
-            return False
-        self._add(number, oldest)
-        return True
-
-    def _add(self, number: int, oldest: int) -> None:
+    def issue(self, number: int, oldest: int | None = None) -> bool:
         if number in self._groups:
             raise ValueError(f"group {number} is issued already")
-        self._groups[number] = OutstandingGroup(oldest, self._issued, number)
+        if oldest is not None and self.late != "train" and not self._admits(oldest):
+            return False
+        self._groups[number] = OutstandingGroup(self.engines if oldest is None else oldest, self._issued, number)
         self._issued += 1
+        return True
 
-    def finish(self, number: int) -> None:
-        """It is finished, and good."""
+    def keep(self, number: int) -> None:
         if number not in self._groups or number in self._finished:
             raise ValueError(f"group {number} is not being made")
         self._finished.add(number)
 
-    def leave(self, number: int) -> None:
+    def refuse(self, number: int, reason: str, second: bool = False) -> None:
+        self._leave(number)
+        self.refused[number] = reason
+
+    def _leave(self, number: int) -> None:
         """It is refused, or dropped, or in a batch: no more outstanding."""
         del self._groups[number]
         self._finished.discard(number)
@@ -203,13 +227,16 @@ class StalenessControl:
     # ---- what to do
 
     def due(self) -> int:
-        """How many groups to issue now."""
-        room = self.wanted * (self._place(self.engines) + 1) - len(self._groups)
-        return max(0, room)
+        room = self.wanted * (self._place(self.engines) + 1)
+        if self.more is not None:
+            room = min(room, self.wanted * (self.more + 1))
+        return max(0, room - len(self._groups))
+
+    @property
+    def missing(self) -> int:
+        return max(0, self.wanted - len(self._finished))
 
     def batch(self) -> NextBatch | None:
-        """The next batch, if it is full; its groups, and what is late, are outstanding until they `leave`, and
-        `following` grows then by `took`."""
         if len(self._finished) < self.wanted:
             return None
         ready = [group for group in self._in_order() if group.number in self._finished][: self.wanted]
@@ -221,21 +248,17 @@ class StalenessControl:
             if over and self.late == "wait":
                 return None
             late = over
-        return NextBatch([group.number for group in ready], late)
+        return NextBatch([group.number for group in ready], [], self.refused | dict.fromkeys(late, STALE), late)
 
-    def took(self, consumed: int) -> None:
-        """A batch has been handed over, which the trainer learns from at version `consumed`."""
-        self.following = consumed + self.steps
+    def took(self, batch: NextBatch) -> None:
+        for number in (*batch.groups, *batch.late):
+            self._leave(number)
+        self.refused = {}
+        self.following += self.steps
+        if self.more is not None:
+            self.more -= 1
 
     # ---- looking
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._groups)
-
-    @property
-    def unfinished(self) -> int:
-        return len(self._groups) - len(self._finished)
 
     def _in_order(self) -> list[OutstandingGroup]:
         return sorted(self._groups.values())

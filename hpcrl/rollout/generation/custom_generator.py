@@ -1,4 +1,4 @@
-"""A rollout made by a function of the user's (--rollout-function-path), in place of `batch_generator.py`.
+"""A rollout made by a function of the user's (--rollout-function-path), in place of `generator.py`.
 
     groups = await data_source.get_samples(4)          # of four prompts: samples that wait for their response
     done = await data_source.generate(groups[0][0])    # sampled by the engines, and graded: one sample, or several
@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.custom_functions import named, settled, short
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.completion import Completion
-from hpcrl.rollout.generation.batch_generator import GeneratedRollout, assemble
+from hpcrl.rollout.generation.generator import GeneratedRollout
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import ResponseRequest, Sampler
@@ -27,37 +28,24 @@ from hpcrl.sample import COMPLETED, PENDING, TRUNCATED, Sample
 UNUSED = "unused"  #: the reason of groups that the function was given and did not return
 
 
+@dataclass
 class RolloutSource:
     """What the function is given as data_source, for one rollout."""
 
-    def __init__(
-        self,
-        options: Options,
-        store: GroupStore,
-        sampler: Sampler,
-        rollout_id: int,
-        version: int,
-        consumed: int | None = None,
-    ) -> None:
-        self._options = options
-        self._store = store
-        self._sampler = sampler
-        self._rollout_id = rollout_id
-        self._version = version
-        self._consumed = consumed
-        self.progress: dict[int, GroupProgress] = {}
+    _options: Options
+    _store: GroupStore
+    _sampler: Sampler
+    _rollout_id: int
+    _version: int
+    _consumed: int
 
     async def get_samples(self, count: int) -> list[list[Sample]]:
         """--n-samples-per-prompt samples of each of the next `count` prompts: with prompt, label and metadata, status
         "pending"."""
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"get_samples({short(count)}): a number from 1 is wanted")
-        finished, unfinished = await self._store.take(count, self._rollout_id, self._version, self._consumed)
-        self.progress |= {progress.number: progress for progress in (*finished, *unfinished)}
-        return [
-            self._pending(progress)
-            for progress in sorted((*finished, *unfinished), key=lambda progress: progress.number)
-        ]
+        taken = await self._store.take(count, self._rollout_id, self._version, self._consumed)
+        return [self._pending(progress) for progress in sorted(taken, key=lambda progress: progress.number)]
 
     def _pending(self, progress: GroupProgress) -> list[Sample]:
         found = []
@@ -71,10 +59,10 @@ class RolloutSource:
         is."""
         if sample.status != PENDING:
             return [sample]
-        if sample.group not in self.progress:
+        if sample.group not in self._store.held:
             raise ValueError(f"group {sample.group} is none of this rollout's")
         return await self._sampler.make(
-            ResponseRequest(self.progress[sample.group].group, sample.index, self._rollout_id, self._version)
+            ResponseRequest(self._store.groups[sample.group].group, sample.index, self._rollout_id, self._version)
         )
 
     async def generate_group(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -98,28 +86,26 @@ class CustomGenerator:
         return f"what {self._shown} makes"
 
     async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> GeneratedRollout:
-        """The rollout, as `Maker.make`.  HpcrlError if the function raises, or returns no whole batch of what it was
-        given."""
+        """The rollout, as `RolloutGenerator.make`.  HpcrlError if the function raises, or returns no whole batch of
+        what it was given."""
+        store = self._store
+        consumed = version if consumed is None else consumed
         source = RolloutSource(self._options, self._store, self._sampler, rollout_id, version, consumed)
         with named(self._shown):
             found = await settled(self._function(self._options, rollout_id, source, evaluation=False))
         groups = getattr(found, "samples", found)
         metrics = getattr(found, "metrics", None) or {}
-        batch = [self._progress_of(source, group) for group in self._whole(groups)]
-        if len({progress.number for progress in batch}) < len(batch):
+        batch = [self._number_of(group) for group in self._whole(groups)]
+        if len(set(batch)) < len(batch):
             raise HpcrlError(f"{self._shown} returned a group twice")
-        batch.sort(key=lambda progress: progress.number)
-        for progress in batch:
-            if progress.number in self._store.ledger.in_flight:
-                await self._store.write(progress)
-                self._store.finish(progress)
-        unused = [
-            progress for number, progress in source.progress.items() if number not in {kept.number for kept in batch}
-        ]
-        self._store.drop(unused, UNUSED)
-        line = self._store.hand_over(rollout_id, batch)
-        rollout = assemble(rollout_id, version, batch, self._options.n_samples_per_prompt)
-        dropped = [sample for progress in unused for sample in progress.all_samples()]
+        for number in sorted(batch):
+            if number in store.ledger.in_flight:
+                await store.write(store.groups[number])
+                store.ledger.finish(number)
+        unused = sorted(store.held - set(batch))
+        dropped = [sample for number in unused for sample in store.groups[number].all_samples()]
+        store.drop(unused, UNUSED)
+        rollout, line = store.hand_over(rollout_id, batch, version, consumed)
         return GeneratedRollout(rollout, self._numbers(metrics), dropped, line)
 
     def _whole(self, groups: Any) -> list[list[Sample]]:
@@ -135,11 +121,11 @@ class CustomGenerator:
             )
         return groups
 
-    def _progress_of(self, source: RolloutSource, group: list[Sample]) -> GroupProgress:
-        """What a returned group is here, with its samples."""
+    def _number_of(self, group: list[Sample]) -> int:
+        """Which group was returned; its samples are kept."""
         number = getattr(group[0], "group", None)
-        progress = source.progress.get(number) if isinstance(number, int) else None
-        if progress is None or not all(isinstance(sample, Sample) and sample.group == number for sample in group):
+        given = isinstance(number, int) and number in self._store.held
+        if not given or not all(isinstance(sample, Sample) and sample.group == number for sample in group):
             raise HpcrlError(f"{self._shown} returned a group that is none of those it was given: {short(group)}")
         found: dict[int, list[Sample]] = {}
         for sample in group:
@@ -155,8 +141,8 @@ class CustomGenerator:
                 f"{self._shown} returned of group {number} the responses {has}, not all "
                 f"{self._options.n_samples_per_prompt}"
             )
-        progress.finished = found
-        return progress
+        self._store.groups[number].finished = found
+        return number
 
     def _numbers(self, metrics: Any) -> dict[str, float]:
         try:

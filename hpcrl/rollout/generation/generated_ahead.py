@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import Rollout
-from hpcrl.rollout.generation.batch_generator import GeneratedRollout
+from hpcrl.rollout.generation.custom_generator import CustomGenerator
+from hpcrl.rollout.generation.generator import GeneratedRollout, RolloutGenerator
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.ledger.journal import HandedOver
 from hpcrl.run.role import say
@@ -28,12 +29,6 @@ from hpcrl.sample import PackedSample, pack, unpack
 from hpcrl.untrusted_files import SAMPLES, read_regular
 
 FOLDER, SUFFIX = "ahead", ".made"
-
-
-class RolloutGenerator(Protocol):
-    """What makes one rollout after another."""
-
-    async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> GeneratedRollout: ...
 
 
 class _File(msgspec.Struct):
@@ -53,7 +48,9 @@ class _File(msgspec.Struct):
 class GeneratedAhead:
     """A generator whose rollouts are kept until no checkpoint can need them."""
 
-    def __init__(self, options: Options, store: GroupStore, rundir: RunDir, generator: RolloutGenerator) -> None:
+    def __init__(
+        self, options: Options, store: GroupStore, rundir: RunDir, generator: RolloutGenerator | CustomGenerator
+    ) -> None:
         self._options = options
         self._store = store
         self._generator = generator
@@ -99,7 +96,7 @@ class GeneratedAhead:
         if (found.following, found.consumed) != (self._store.ledger.following, consumed):
             say(f"{path} is left out: it is of another history than the checkpoint")
             return None
-        groups = await self._store.replay(found.line, version, consumed, found.source)
+        groups = await self._store.replay(found.line, version, found.source)
         rollout = Rollout(rollout_id, found.version, groups, self._options.n_samples_per_prompt)
         responses: dict[tuple[int, int], list[Any]] = {}
         for sample in samples:

@@ -1,7 +1,8 @@
 """Where groups come from and where they are kept: the source, the ledger, the progress of unfinished ones, and
 the files on disk.
 
-Invariants: every step of the ledger is taken here, together with what it means for samples and files; a group that
+Invariants: what there is of a group is here and nowhere else, from when it is taken until it is handed over; what a
+step of the ledger means for samples and files is done with it; a group that
 counts as finished is on disk already; a snapshot says where everything stands once its rollout is trained; after going
 back to an older checkpoint a group is made of what is on disk only as far as the trainer may consume it.  In
 deterministic mode nothing is kept on disk: what comes after a checkpoint is made again, bit for bit.
@@ -15,9 +16,10 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.rollout.batch_assembly import Rollout
 from hpcrl.rollout.filters.custom_filters import BufferFilter
 from hpcrl.rollout.ledger.bank import Bank
-from hpcrl.rollout.ledger.group_progress import GroupProgress, fit
+from hpcrl.rollout.ledger.group_progress import GroupProgress, fit, mask_older
 from hpcrl.rollout.ledger.journal import AttemptBegun, HandedOver, Journal, RolloutTrained
 from hpcrl.rollout.ledger.ledger import Ledger, numbers_in, ranges_of
 from hpcrl.rollout.prompts.custom_source import CustomSource
@@ -31,7 +33,11 @@ FILTERED = "buffer_filter"  #: the reason of groups that a buffer filter drops
 
 
 class GroupStore:
-    """The groups of one attempt that are not at work."""
+    """The groups of one attempt, until they are handed over.
+
+    groups: what there is of each group in flight, in the buffer or in the bank, by number.
+    held: of these, what was taken: it is at work, or finished and in no batch yet.
+    """
 
     def __init__(self, options: Options, source: PromptSource | CustomSource | SavedRollouts, rundir: RunDir) -> None:
         self._options = options
@@ -39,19 +45,19 @@ class GroupStore:
         self._rundir = rundir
         replayed = options.load_debug_rollout_data is not None
         self._kept = not (options.learns_labels or options.deterministic_mode or replayed)  # on disk
-        self._parts = options.partial_rollout or (options.runs_ahead and options.loop == "fully-async")
+        self._parts = options.partial_rollout or options.never_waits
         self._greedy = needs(options).greedy
         self.ledger = Ledger()
         self._bank = Bank(rundir.root / FOLDER)
         self._journal: Journal | None = None
         self._choose = BufferFilter(options) if options.buffer_filter_path else None
-        self._progress: dict[int, GroupProgress] = {}  # of the buffer, and of the bank until a rollout has it
+        self.groups: dict[int, GroupProgress] = {}
+        self.held: set[int] = set()
         self._on_disk: set[int] = set()  # of what the source is still to hand out, after going back
         self._trained: dict[int, tuple[int, int]] = {}  # files of trained groups -> (policy that learned, oldest token)
         self._rollout = 0
         self._begins = True
         self._dropped: dict[str, list[int]] = {}
-        self._versions: dict[int, int] = {}  # rollout -> policy
 
     # ---- a run begins, or resumes
 
@@ -71,7 +77,7 @@ class GroupStore:
         """Look at what is on disk, now that the policy version is known."""
         self._begins = False
         kept, again = await asyncio.to_thread(self._adopt, version) if self._kept else ([], 0)
-        for group in self._source.again([number for number in self.ledger.waiting if number not in self._progress]):
+        for group in self._source.again([number for number in self.ledger.waiting if number not in self.groups]):
             again += 1
             self._hold(GroupProgress(group))
         ledger = self.ledger
@@ -127,7 +133,7 @@ class GroupStore:
 
     def _hold(self, progress: GroupProgress) -> None:
         """Keep what there is of a group of the buffer or bank, and have it in the right one of the two."""
-        self._progress[progress.number] = progress
+        self.groups[progress.number] = progress
         if progress.number in self.ledger.bank and not self._complete(progress):
             self.ledger.reopen(progress.number)
 
@@ -136,40 +142,43 @@ class GroupStore:
 
     # ---- taking
 
-    async def take(
-        self, count: int, rollout_id: int, version: int, consumed: int | None = None
-    ) -> tuple[list[GroupProgress], list[GroupProgress]]:
-        """(finished groups, groups to work on), `count` together: what was left over first, then the source's next.
+    async def take(self, count: int, rollout_id: int, version: int, consumed: int) -> list[GroupProgress]:
+        """`count` groups: what was left over first, finished (in the bank) before unfinished, then the source's next.
 
         version: of the engines' policy; consumed: of the trainer's when it learns from `rollout_id`, as a rule the
         same.
         """
         if self._begins:
             await self._begin(version)
-        self._rollout = rollout_id
-        self._versions[rollout_id] = version if consumed is None else consumed
         bound = self._options.staleness_bound
-        bound = None if bound is None else bound - (self._versions[rollout_id] - version)
-        finished, unfinished = [], []
-        for progress in await self._waiting(count, rollout_id, version, bound):
-            if progress.number in self.ledger.bank:
-                self.ledger.claim(progress.number, rollout_id)
-                finished.append(progress)
-            else:
+        bound = None if bound is None else bound - (consumed - version)
+        taken = await self._waiting(count, rollout_id, version, bound)
+        taken.sort(key=lambda progress: progress.number not in self.ledger.bank)
+        for progress in taken:
+            if progress.number in self.ledger.buffer:
                 self.ledger.resume(progress.number)
-                unfinished.append(progress)
-        for group in self._source.take(count - len(finished) - len(unfinished)):
+        for group in self._source.take(count - len(taken)):
             self.ledger.issue(group.number)
-            unfinished.append(await self._issued(group, version, bound))
-        return finished, unfinished
+            taken.append(await self._issued(group, version, bound))
+        self.groups |= {progress.number: progress for progress in taken}
+        self.held |= {progress.number for progress in taken}
+        return taken
+
+    def begin_again(self, number: int) -> GroupProgress:
+        """A group that was taken, in flight, and nothing of it any more."""
+        if number in self.ledger.bank:
+            self.ledger.reopen(number)
+            self.ledger.resume(number)
+        self.groups[number] = GroupProgress(self.groups[number].group)
+        return self.groups[number]
 
     async def _waiting(self, count: int, rollout_id: int, version: int, bound: int | None) -> list[GroupProgress]:
         """At most `count` of what was left over, without what has become too old meanwhile: behind `version` by more
         than `bound`."""
         waiting = [
-            fit(self._progress[number], version, bound, self._parts)[0]
+            fit(self.groups[number], version, bound, self._parts)[0]
             for number in self.ledger.waiting
-            if number in self._progress
+            if number in self.groups and number not in self.held
         ]
         for progress in waiting:
             self._hold(progress)
@@ -185,9 +194,7 @@ class GroupStore:
                 rollout_id, [h for h in waiting if not h.empty], count - len(bare)
             )
             taken = bare + taken
-        self.drop(dropped, FILTERED)
-        for progress in taken:
-            del self._progress[progress.number]
+        self.drop([progress.number for progress in dropped], FILTERED)
         return taken
 
     async def _issued(self, group: Group, version: int, bound: int | None) -> GroupProgress:
@@ -205,65 +212,70 @@ class GroupStore:
         if self._kept and not progress.empty:
             await self._bank.keep(progress)
 
-    def finish(self, progress: GroupProgress) -> None:
-        """A group that was worked on is finished, and good, and written: in the bank."""
-        self.ledger.finish(progress.number, self._rollout)
-
-    async def put_back(self, groups: Iterable[GroupProgress]) -> None:
+    async def put_back(self, numbers: Sequence[int]) -> None:
         """These were worked on and are not finished, or are finished and not needed: they wait, on disk."""
-        groups = list(groups)
-        await asyncio.gather(*(self.write(progress) for progress in groups if progress.number in self.ledger.in_flight))
-        for progress in groups:
-            if progress.number in self.ledger.in_flight:  # else it is in the bank, and on disk
-                self.ledger.put_back(progress.number)
-            else:
-                self.ledger.release(progress.number)
-            self._progress[progress.number] = progress
+        working = [number for number in numbers if number in self.ledger.in_flight]  # else it is on disk
+        await asyncio.gather(*(self.write(self.groups[number]) for number in working))
+        for number in working:
+            self.ledger.put_back(number)
+        self.held -= set(numbers)
 
-    def drop(self, groups: Iterable[GroupProgress], reason: str) -> None:
-        for progress in groups:
-            if progress.number in self.ledger.claimed:
-                self.ledger.release(progress.number)
-            self.ledger.drop(progress.number, reason)
-            self._dropped.setdefault(reason, []).append(progress.number)
-            self._progress.pop(progress.number, None)
+    def drop(self, numbers: Iterable[int], reason: str) -> None:
+        for number in numbers:
+            self.ledger.drop(number, reason)
+            self._dropped.setdefault(reason, []).append(number)
+            self._forget(number)
             if self._kept:
-                self._bank.remove([progress.number])
+                self._bank.remove([number])
+
+    def _forget(self, number: int) -> None:
+        del self.groups[number]
+        self.held.discard(number)
 
     # ---- the trainer's side
 
-    def consumed(self, rollout_id: int, version: int) -> None:
-        """The trainer is at policy `version` when it learns from `rollout_id`."""
-        self._versions[rollout_id] = version
+    def hand_over(
+        self, rollout_id: int, numbers: Iterable[int], version: int, consumed: int
+    ) -> tuple[Rollout, HandedOver]:
+        """The rollout of these groups, which are finished and go to the trainer; what is written down of it.
 
-    def hand_over(self, rollout_id: int, batch: Sequence[GroupProgress]) -> HandedOver:
-        """`batch` goes to the trainer as `rollout_id`; what is written down of it."""
+        version: of the policy that the rollout is for; consumed: of the trainer's when it learns from it.
+        """
         ledger = self.ledger
+        options = self._options
+        batch = [self.groups[number] for number in sorted(numbers)]
+        rollout = Rollout(rollout_id, version, [progress.group for progress in batch], options.n_samples_per_prompt)
         for progress in batch:
+            for samples in progress.finished.values():
+                rollout.add(mask_older(samples, version) if options.mask_offpolicy_in_partial_rollout else samples)
+            ledger.claim(progress.number, rollout_id)
+            self._forget(progress.number)
             if self._kept and (span := progress.versions()) is not None:
-                self._trained[progress.number] = self._versions[rollout_id], span[0]
+                self._trained[progress.number] = consumed, span[0]
         dropped = {reason: ranges_of(numbers) for reason, numbers in self._dropped.items()}
         self._dropped = {}
         buffer = ledger.buffer | ledger.in_flight  # where a restart finds what is in flight
         before = {
             number for number, rollout in ledger.claimed.items() if rollout < rollout_id
         }  # handed over, not yet trained
-        numbers = ranges_of(progress.number for progress in batch)
         line = HandedOver(
-            rollout_id, ledger.following, numbers, dropped, ranges_of(buffer), ranges_of(ledger.bank - before)
+            rollout_id,
+            ledger.following,
+            ranges_of(progress.number for progress in batch),
+            dropped,
+            ranges_of(buffer),
+            ranges_of(ledger.bank - before),
         )
         self._write(line)
-        return line
+        return rollout, line
 
-    async def replay(self, line: HandedOver, version: int, consumed: int, source: dict[str, Any]) -> list[Group]:
+    async def replay(self, line: HandedOver, version: int, source: dict[str, Any]) -> list[Group]:
         """Stand where an earlier attempt stood once it had handed over the rollout of `line`; the groups of its batch.
 
         source: the state of the source then.
         """
         if self._begins:
             await self._begin(version)
-        self._rollout = line.rollout
-        self._versions[line.rollout] = consumed
         self._source.restore(source)
         batch = numbers_in(line.batch)
         dropped = dict(self.ledger.dropped)
@@ -293,7 +305,6 @@ class GroupStore:
         """The trainer has learned from `rollout_id`; saved: the policy version of its newest checkpoint.  Groups whose
         files are of no use."""
         self.ledger.train(rollout_id)
-        self._versions = {rollout: version for rollout, version in self._versions.items() if rollout > rollout_id}
         self._write(RolloutTrained(rollout_id))
         if self._journal is not None:
             self._journal.summarize(self.ledger)

@@ -1,7 +1,7 @@
-"""The groups that are being made, side by side, from `start` to `next`; and what there is of them when the rest is not
+"""The groups that are being made, side by side, from `start` to `pop`; and what there is of them when the rest is not
 needed.
 
-Invariants: whatever a sampler raises comes out of `next` or `stop`, and nothing is at work after `close`; a response
+Invariants: whatever a sampler raises comes out of `pop` or `stop`, and nothing is at work after `close`; a response
 that was ended early keeps its tokens, and so does one that was finished and not yet graded.
 """
 
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
+from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.rollout.ledger.group_progress import GroupProgress
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
@@ -27,46 +30,70 @@ class InFlightGroups:
 
     each: responses to a prompt.
     greedy: whether the greedy response is wanted too.
-    after: what is done with a finished group before it comes out of `next`, concurrently too.
+    judge: asked about a finished group before it comes out of `pop`, about several at the same time.
+    done: called when there is something to `pop`.
     """
 
     def __init__(
         self,
         sampler: Sampler,
-        rollout_id: int,
-        version: int,
         each: int,
         greedy: bool,
-        after: Callable[[GroupProgress], Awaitable[None]],
+        judge: Callable[[GroupProgress], Awaitable[Verdict]],
+        done: Callable[[], None],
     ) -> None:
         self._sampler = sampler
-        self._rollout_id = rollout_id
-        self._version = version
         self._each = each
         self._greedy = greedy
-        self._after = after
-        self._running: dict[asyncio.Task[None], GroupProgress] = {}
+        self._judge = judge
+        self._done = done
+        self._running: dict[asyncio.Task[Verdict | None], GroupProgress] = {}
         self._asked: dict[int, list[ResponseRequest]] = {}  # by group, what is asked for now
-        self._done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
-        self._given_up: set[asyncio.Task[None]] = set()
+        self._ended: deque[asyncio.Task[Verdict | None]] = deque()
+        self._given_up: set[asyncio.Task[Verdict | None]] = set()
         self._ending = False
+        self._idle = 0.0
+        self._idle_since = time.monotonic()
 
-    def start(self, progress: GroupProgress) -> None:
-        """Make what the group lacks."""
-        task = asyncio.create_task(self._make(progress))
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def responses(self) -> int:
+        """Those that are not finished."""
+        return sum(self._each - len(progress.finished) for progress in self._running.values())
+
+    def complete(self, progress: GroupProgress) -> bool:
+        return progress.complete(self._each, self._greedy)
+
+    def idle_time(self) -> float:
+        """Seconds in which nothing was at work, since this was last asked."""
+        now = time.monotonic()
+        idle = self._idle + (0.0 if self._running else now - self._idle_since)
+        self._idle = 0.0
+        self._idle_since = now
+        return idle
+
+    def start(self, progress: GroupProgress, rollout_id: int, version: int) -> None:
+        """Make what the group lacks, for this rollout, under this policy."""
+        if not self._running:
+            self._idle += time.monotonic() - self._idle_since
+        task = asyncio.create_task(self._make(progress, rollout_id, version))
         self._running[task] = progress
-        task.add_done_callback(self._done.put_nowait)
+        task.add_done_callback(self._has_ended)
 
-    def turn(self, rollout_id: int, version: int) -> None:
-        """What is started from now on is for this rollout, under this policy."""
-        self._rollout_id = rollout_id
-        self._version = version
+    def _has_ended(self, task: asyncio.Task[Verdict | None]) -> None:
+        self._ended.append(task)
+        self._done()
 
-    async def next(self) -> GroupProgress:
-        """A group that is finished, waited for."""
-        while (task := await self._done.get()) not in self._running:  # given up meanwhile
-            pass
-        return self._finished(task)
+    def pop(self) -> tuple[GroupProgress, Verdict] | None:
+        """A group that is finished, and what was said of it; the first that was."""
+        while self._ended:
+            if (task := self._ended.popleft()) in self._running:  # not given up meanwhile
+                progress, verdict = self._finished(task)
+                assert verdict is not None
+                return progress, verdict
+        return None
 
     def end(self, number: int) -> None:
         """Give a group up: whoever is cancelled ends its own request."""
@@ -77,30 +104,36 @@ class InFlightGroups:
         self._given_up.add(task)
         task.add_done_callback(self._given_up.discard)
 
-    def _finished(self, task: asyncio.Task[None]) -> GroupProgress:
+    def _finished(self, task: asyncio.Task[Verdict | None]) -> tuple[GroupProgress, Verdict | None]:
         progress = self._running.pop(task)
         self._asked.pop(progress.number, None)
+        if not self._running:
+            self._idle_since = time.monotonic()
         if (error := task.exception()) is not None:
             raise as_hpcrl_error(error)
-        return progress
+        return progress, task.result()
 
-    async def stop(self, abort: Callable[[], Awaitable[None]] | None) -> list[GroupProgress]:
-        """End what is in flight: the groups, finished or not.  abort: how engines are told, so that what they have is
-        kept."""
+    async def stop(self, abort: Callable[[], Awaitable[None]] | None) -> list[tuple[GroupProgress, Verdict | None]]:
+        """End what is in flight: the groups, finished or not, and what was said of them.
+
+        abort: how engines are told, so that what they have is kept.
+        """
         self._ending = True
         if abort is not None and self._running:
             await abort()
             await self._returned()
         await cancel(*self._running)
-        groups = list(self._running.values())
-        for task in list(self._running):
-            if not task.cancelled():
-                self._finished(task)
-        for progress in groups:
+        groups = [
+            (progress, None) if task.cancelled() else self._finished(task)
+            for task, progress in list(self._running.items())
+        ]
+        for progress, _ in groups:
             for asked in self._asked.pop(progress.number, ()):
                 if asked.made and asked.index not in progress.finished and asked.index != GREEDY:
                     progress.begun[asked.index] = tuple(asked.made)
         self._running.clear()
+        self._ended.clear()
+        self._ending = False
         return groups
 
     async def _returned(self) -> None:
@@ -112,11 +145,11 @@ class InFlightGroups:
                 return
             await asyncio.wait(working, timeout=0.02)
 
-    def _generates(self, task: asyncio.Task[None], progress: GroupProgress) -> bool:
+    def _generates(self, task: asyncio.Task[Verdict | None], progress: GroupProgress) -> bool:
         """Whether a response of the group may still be at an engine: what only waits for its reward is graded another
         time; or all is done but what comes after."""
         open_ = [asked for asked in self._asked.get(progress.number, ()) if asked.index not in progress.finished]
-        if progress.complete(self._each, self._greedy):
+        if self.complete(progress):
             return not task.done()
         return not task.done() and any(not asked.made for asked in open_)
 
@@ -127,14 +160,14 @@ class InFlightGroups:
 
     # ---- one group
 
-    async def _make(self, progress: GroupProgress) -> None:
+    async def _make(self, progress: GroupProgress, rollout_id: int, version: int) -> Verdict | None:
         asked = [
-            ResponseRequest(progress.group, index, self._rollout_id, self._version, begun=progress.begun.get(index, ()))
+            ResponseRequest(progress.group, index, rollout_id, version, begun=progress.begun.get(index, ()))
             for index in range(self._each)
             if index not in progress.finished
         ]
         if self._greedy and math.isnan(progress.baseline):
-            asked.append(ResponseRequest(progress.group, GREEDY, self._rollout_id, self._version))
+            asked.append(ResponseRequest(progress.group, GREEDY, rollout_id, version))
         self._asked[progress.number] = asked
         async with asyncio.TaskGroup() as tasks:
             for one in asked:
@@ -142,8 +175,7 @@ class InFlightGroups:
         if self._greedy:
             for sample in progress.samples():
                 sample.baseline = progress.baseline
-        if progress.complete(self._each, self._greedy):
-            await self._after(progress)
+        return await self._judge(progress) if self.complete(progress) else None
 
     async def _one(self, progress: GroupProgress, asked: ResponseRequest) -> None:
         for _ in range(ENDS):

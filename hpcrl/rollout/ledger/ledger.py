@@ -5,7 +5,7 @@ The law.  The source numbers groups from 0 in the order in which it hands them o
 
     in flight   engines work on it
     buffer      it is not finished, and nobody works on it
-    bank        it is finished and not trained; `claimed` says which rollout it is for, if for any
+    bank        it is finished and not trained; `claimed` says which rollout it was handed over with, if with any
     trained
     dropped     for a named reason
 
@@ -30,7 +30,7 @@ OTHER = "other"
 
 @dataclass
 class Ledger:
-    """The places.  claimed: groups of the bank -> the rollout that they are for.  ValueError for a step that is
+    """The places.  claimed: groups of the bank -> the rollout that they went with.  ValueError for a step that is
     none."""
 
     following: int = 0
@@ -58,21 +58,15 @@ class Ledger:
         """in flight -> buffer."""
         self._move(number, self.in_flight, self.buffer)
 
-    def finish(self, number: int, rollout_id: int) -> None:
-        """in flight -> bank, for `rollout_id`."""
+    def finish(self, number: int) -> None:
+        """in flight -> bank."""
         self._move(number, self.in_flight, self.bank)
-        self.claimed[number] = rollout_id
 
     def claim(self, number: int, rollout_id: int) -> None:
-        """A group of the bank that no rollout has is for this one."""
+        """A group of the bank that no rollout has is handed over with this one."""
         self._free(number)
         self._in(number, self.bank)
         self.claimed[number] = rollout_id
-
-    def release(self, number: int) -> None:
-        """The rollout that has this group does not need it: it stays in the bank."""
-        if self.claimed.pop(number, None) is None:
-            raise ValueError(f"group {number} is for no rollout")
 
     def reopen(self, number: int) -> None:
         """bank -> buffer, of what no rollout has: a response of it has to be made again."""

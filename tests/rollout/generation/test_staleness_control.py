@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,11 @@ from hypothesis import strategies as st
 
 from hpcrl.rollout.engines.concurrency_limit import FULL, ConcurrencyLimit, EngineMetrics, parse
 from hpcrl.rollout.generation.batch_policies import StalenessControl
+
+
+def issue(pacing: StalenessControl, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        assert pacing.issue(number)
 
 
 class Loop:
@@ -39,8 +45,8 @@ class Loop:
             count = self.chance.randint(1, count)
             numbers = range(self.next, self.next + count)
             self.next += count
-            self.pacing.issue(numbers)
             for number in numbers:
+                assert self.pacing.issue(number)
                 self.begun[number] = self.oldest[number] = self.real
                 self.lasts[number] = self.chance.choice([1, 1, 2, 3, 40])
             return True
@@ -52,10 +58,10 @@ class Loop:
             if self.lasts[number] <= 0:
                 del self.begun[number]
                 if self.chance.random() < self.refuses:
-                    self.pacing.leave(number)
+                    self.pacing.refuse(number, "no")
                     self.lost.add(number)
                 else:
-                    self.pacing.finish(number)
+                    self.pacing.keep(number)
 
     def take(self) -> bool:
         """The trainer asks for its next batch."""
@@ -63,13 +69,11 @@ class Loop:
         if batch is None:
             return False
         for number in batch.late:
-            self.pacing.leave(number)
             del self.begun[number]
             self.lost.add(number)
         for number in batch.groups:
-            self.pacing.leave(number)
             self.trained.append((number, self.pacing.following - self.oldest[number]))
-        self.pacing.took(self.pacing.following)
+        self.pacing.took(batch)
         return True
 
 
@@ -104,7 +108,7 @@ def test_random_runs_keep_the_bound(
                 loop.real = loop.version
                 loop.pacing.publish(loop.version)
             moved = True
-        assert loop.pacing.outstanding <= wanted * (bound // steps + 1)
+        assert len(loop.pacing._groups) <= wanted * (bound // steps + 1)
         loop.tick()
         waited = 0 if moved else waited + 1
         assert waited < 200, "it stands still"
@@ -121,62 +125,60 @@ def test_slow_groups_are_not_starved() -> None:
     """The first batch is the first to finish, and slow groups are not passed over for ever."""
     pacing = StalenessControl(wanted=2, bound=2, steps=1)
     assert pacing.due() == 6, "three batches of two: the last is two versions old"
-    pacing.issue(range(6))
+    issue(pacing, range(6))
     for number in (5, 3):
-        pacing.finish(number)
-    assert pacing.batch() == ([3, 5], [])
-    for number in (3, 5):
-        pacing.leave(number)
-    pacing.took(0)
+        pacing.keep(number)
+    batch = pacing.batch()
+    assert (batch.groups, batch.late) == ([3, 5], [])
+    pacing.took(batch)
     assert pacing.following == 1 and pacing.due() == 0, "four are outstanding, for versions 1 and 2"
     pacing.publish(1)
     assert pacing.due() == 2
-    pacing.issue([6, 7])
+    issue(pacing, [6, 7])
     for number in (7, 6):
-        pacing.finish(number)
+        pacing.keep(number)
     assert pacing.batch() is None, "0, 1, 2 and 4 must be learned from at versions 1 and 2"
-    pacing.finish(4)
+    pacing.keep(4)
     assert pacing.batch() is None
-    pacing.finish(0)
-    assert pacing.batch() == ([0, 4], []), "the oldest first"
+    pacing.keep(0)
+    assert pacing.batch().groups == [0, 4], "the oldest first"
 
 
 def test_late_groups_wait_drop_or_train_later() -> None:
     """Groups that would be too late are waited for, dropped or trained later."""
-    for late, found in (("wait", None), ("drop", ([1, 2], [0])), ("train", ([1, 2], []))):
+    for late, found in (("wait", None), ("drop", ([1, 2], [0, 3])), ("train", ([1, 2], []))):
         pacing = StalenessControl(wanted=2, bound=0, steps=1, late=late)  # type: ignore[arg-type]
-        pacing.issue([0, 1])
+        issue(pacing, [0, 1])
         if late != "train":
             assert pacing.due() == 0
         pacing.bound = 1
-        pacing.issue([2, 3])
+        issue(pacing, [2, 3])
         pacing.bound = 0
-        pacing.finish(1)
-        pacing.finish(2)
-        if late == "drop":
-            assert pacing.batch() == ([1, 2], [0, 3])
-        else:
-            assert pacing.batch() == found
+        pacing.keep(1)
+        pacing.keep(2)
+        batch = pacing.batch()
+        assert (batch and (batch.groups, batch.late)) == found
+        assert batch is None or batch.dropped == dict.fromkeys(batch.late, "stale")
 
 
 def test_earlier_attempts_groups() -> None:
     """Groups that an earlier attempt began are continued only if they can be in time."""
     pacing = StalenessControl(wanted=1, bound=2, steps=1, following=5, engines=5)
-    assert not pacing.resume(0, 2), "three versions old already"
-    assert pacing.resume(1, 3) and not pacing.resume(2, 3), "the next batch has room for one"
-    assert pacing.resume(3, 4) and not pacing.resume(4, 4)
+    assert not pacing.issue(0, 2), "three versions old already"
+    assert pacing.issue(1, 3) and not pacing.issue(2, 3), "the next batch has room for one"
+    assert pacing.issue(3, 4) and not pacing.issue(4, 4)
     assert pacing.due() == 1
 
 
 def test_steps_that_are_none_are_refused() -> None:
     pacing = StalenessControl(1, 1, 1)
-    pacing.issue([0])
+    issue(pacing, [0])
     with pytest.raises(ValueError, match="issued already"):
-        pacing.issue([0])
-    pacing.finish(0)
+        issue(pacing, [0])
+    pacing.keep(0)
     for number in (0, 1):
         with pytest.raises(ValueError, match="not being made"):
-            pacing.finish(number)
+            pacing.keep(number)
 
 
 # ---- the engines' own metrics

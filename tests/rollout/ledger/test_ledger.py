@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 import tracemalloc
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,11 @@ from hpcrl.rollout.ledger.ledger import OTHER, REASONS, Ledger, numbers_in, rang
 from tests.support.ledger_account import account_of, read_lines
 
 SCHEDULES = 10_000
+
+
+def issue(filling: BatchSelection, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        filling.issue(number)
 
 
 @dataclass
@@ -45,6 +51,7 @@ class Run:
         self.ordered = not self.partial and self.chance.random() < 0.5
         self.refuses = self.chance.choice([0, 0, 0.3, 0.6])
         self.seconds = self.chance.random() < 0.3
+        self.held: set[int] = set()  # of this rollout
         self.checkpoints[0] = self.ledger.state(-1)
         self.begin(0)
 
@@ -75,6 +82,7 @@ class Run:
         chance = self.chance
         ledger = self.ledger
         lost = {}
+        self.held = set()
         filling = BatchSelection(self.wanted, self.at_once, self.ordered)
         killed_at = chance.randint(0, 12) if dies else -1
         in_flight: list[int] = []
@@ -109,15 +117,15 @@ class Run:
 
     def _issue(self, count: int, filling: BatchSelection, in_flight: list[int], lost: dict[str, list[int]]) -> None:
         ledger, chance = self.ledger, self.chance
-        waiting = ledger.waiting
+        waiting = [number for number in ledger.waiting if number not in self.held]
         if self.partial and chance.random() < 0.3:  # a buffer filter: some later, some never
             chance.shuffle(waiting)
             if waiting and chance.random() < 0.3:
                 self.drop(waiting.pop(), "buffer_filter", lost)
         for number in waiting[:count]:
-            filling.add([number])
+            filling.issue(number)
+            self.held.add(number)
             if number in ledger.bank:
-                ledger.claim(number, self.rollout)
                 filling.keep(number)
             else:
                 ledger.resume(number)
@@ -125,14 +133,15 @@ class Run:
             count -= 1
         for number in range(ledger.following, ledger.following + count):
             ledger.issue(number)
-            filling.add([number])
+            filling.issue(number)
+            self.held.add(number)
             in_flight.append(number)
 
     def _judge(self, number: int, filling: BatchSelection) -> None:
         if self.chance.random() < self.refuses:
             filling.refuse(number, self.chance.choice(["zero_std_0.0", "zero_std_1.0"]), second=self.seconds)
         else:
-            self.ledger.finish(number, self.rollout)
+            self.ledger.finish(number)
             filling.keep(number)
 
     def _settle(self, filling: BatchSelection, in_flight: list[int], lost: dict[str, list[int]]) -> list[int]:
@@ -142,22 +151,20 @@ class Run:
             if self.partial and self.chance.random() < 0.3:  # finished just before it was told to end
                 in_flight.remove(number)
                 self._judge(number, filling)
-        outcome = filling.outcome()
-        assert len(outcome.batch) == self.wanted
-        for number, reason in outcome.refused.items():
+        outcome = filling.batch()
+        assert len(outcome.groups) == self.wanted
+        for number, reason in outcome.dropped.items():
             self.drop(number, reason, lost)
-        for number in outcome.batch:
+        for number in outcome.groups:
             if number in ledger.in_flight:
-                ledger.finish(number, self.rollout)
-        for number in outcome.surplus:
-            if number in ledger.claimed:
-                ledger.release(number)
+                ledger.finish(number)
+            ledger.claim(number, self.rollout)
         for number in (*in_flight, *outcome.surplus):
             if not self.partial:
                 self.drop(number, "surplus", lost)
             elif number in ledger.in_flight:
                 ledger.put_back(number)
-        return outcome.batch
+        return outcome.groups
 
     def check(self) -> None:
         ledger = self.ledger
@@ -200,7 +207,7 @@ def test_ordered_batch_depends_on_verdicts() -> None:
             issued = 0
             while not filling.full:
                 if count := filling.due():
-                    filling.add(range(issued, issued + count))
+                    issue(filling, range(issued, issued + count))
                     in_flight += range(issued, issued + count)
                     issued += count
                     continue
@@ -209,27 +216,27 @@ def test_ordered_batch_depends_on_verdicts() -> None:
                     filling.keep(number)
                 else:
                     filling.refuse(number, "no", second=verdicts[number] == "second")
-            outcome = filling.outcome()
-            found.append((issued, outcome.batch, list(outcome.refused)))
+            outcome = filling.batch()
+            found.append((issued, outcome.groups, list(outcome.dropped)))
         assert found[0] == found[1] == found[2]
 
 
 def test_a_batch_is_full_with_the_first_that_are_kept() -> None:
     filling = BatchSelection(2, 3, ordered=False)
     assert filling.due() == 3
-    filling.add([7, 8, 9])
+    issue(filling, [7, 8, 9])
     filling.refuse(8, "zero_std_1.0")
     assert not filling.due() and filling.missing == 2, "the two in flight may still fill it"
     filling.keep(9)
     filling.refuse(7, "zero_std_0.0")
     assert filling.due() == 3
-    filling.add([10, 11, 12])
+    issue(filling, [10, 11, 12])
     filling.keep(12)
     assert filling.full and filling.in_flight == 2
     filling.keep(10)
-    outcome = filling.outcome()
-    assert (outcome.batch, outcome.surplus) == ([9, 12], [10])
-    assert outcome.refused == {8: "zero_std_1.0", 7: "zero_std_0.0"}
+    outcome = filling.batch()
+    assert (outcome.groups, outcome.surplus) == ([9, 12], [10])
+    assert outcome.dropped == {8: "zero_std_1.0", 7: "zero_std_0.0"}
     for number in (7, 9, 99):
         with pytest.raises(ValueError, match=f"group {number} is not in flight"):
             filling.keep(number)
@@ -238,13 +245,13 @@ def test_a_batch_is_full_with_the_first_that_are_kept() -> None:
 def test_refused_groups_fill_a_batch() -> None:
     """Refused groups fill a batch only if their filter allows it and nothing is in flight."""
     filling = BatchSelection(2, 3, ordered=False)
-    filling.add([0, 1, 2])
+    issue(filling, [0, 1, 2])
     filling.refuse(0, "zero", second=True)
     filling.refuse(1, "zero", second=True)
     assert not filling.full and not filling.due()
     filling.keep(2)
-    assert filling.full and filling.outcome().batch == [0, 2]
-    assert filling.outcome().refused == {1: "zero"}
+    assert filling.full and filling.batch().groups == [0, 2]
+    assert filling.batch().dropped == {1: "zero"}
 
 
 def test_a_step_that_is_none_is_refused() -> None:
@@ -256,12 +263,12 @@ def test_a_step_that_is_none_is_refused() -> None:
         lambda: ledger.resume(0),
         lambda: ledger.reopen(0),
         lambda: ledger.claim(0, 0),
-        lambda: ledger.release(0),
         lambda: ledger.drop(3, "x"),
     ):
         with pytest.raises(ValueError, match="group"):
             step()
-    ledger.finish(0, 0)
+    ledger.finish(0)
+    ledger.claim(0, 0)
     for step in (lambda: ledger.drop(0, "x"), lambda: ledger.claim(0, 1), lambda: ledger.reopen(0)):
         with pytest.raises(ValueError, match="is for rollout 0"):
             step()
@@ -278,7 +285,7 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
     for number in range(4):
         ledger.issue(number)
     ledger.drop(1, "zero")
-    ledger.finish(2, 1)
+    ledger.finish(2)
     state = ledger.state(0)
     assert Ledger.restore(state).state(0) == state
     with pytest.raises(DataError, match="the checkpoint's ledger"):
@@ -335,20 +342,21 @@ def test_memory_stays_flat_over_many_groups() -> None:
     tracemalloc.start()
     for rollout in range(100_000 // 48):
         filling = BatchSelection(wanted, 48, ordered=False)
-        filling.add(range(ledger.following, ledger.following + 48))
+        issue(filling, range(ledger.following, ledger.following + 48))
         for number in range(ledger.following, ledger.following + 48):
             ledger.issue(number)
             if number % 3:
-                ledger.finish(number, rollout)
+                ledger.finish(number)
                 filling.keep(number)
             else:
                 filling.refuse(number, f"reason_{number}")
-        outcome = filling.outcome()
-        for number, reason in outcome.refused.items():
+        outcome = filling.batch()
+        for number, reason in outcome.dropped.items():
             ledger.drop(number, reason)
         for number in outcome.surplus:
-            ledger.release(number)
             ledger.drop(number, "surplus")
+        for number in outcome.groups:
+            ledger.claim(number, rollout)
         ledger.train(rollout)
         if rollout in (400, 2000):
             sizes.append(tracemalloc.get_traced_memory()[0])
