@@ -164,13 +164,13 @@ def measure_on_rank(options: Options, rounds: int) -> list[tuple[Times, Times]]:
     import torch.distributed as dist
 
     from hpcrl.trainer import parallel_state
-    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.megatron import hf_weights, model
     from hpcrl.trainer.step import train_batch
 
     ranks = parallel_state.initialize(options)
     policies = [model.build(options, ranks) for _ in range(2)]
     for policy in policies:
-        model.load_hf(policy, str(options.hf_checkpoint))
+        hf_weights.load_hf(policy, str(options.hf_checkpoint))
     share = share_of(ranks.dp_rank, ranks.dp_size)
     steps = [lambda: train_batch.train(policies[0], ranks, options, share), bare_step(policies[1], share)]
     found: list[tuple[Times, Times]] = []

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,11 +88,50 @@ def rooms(modules: list[Module], root: Path) -> Iterator[tuple[str, int, int]]:
         yield name, len(held), sum(m.code for m in held)
 
 
+def imports_of(module: Module, names: Mapping[str, Path], types: bool) -> set[str]:
+    """The modules of `names` that one imports anywhere in it; types: under TYPE_CHECKING as well."""
+    left_out: set[int] = set()
+    found: set[str] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
+            left_out.update(id(inner) for statement in node.body for inner in ast.walk(statement))
+        elif isinstance(node, ast.Import) and id(node) not in left_out:
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and id(node) not in left_out:
+            full = (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update(name if name in names else node.module for name in full)
+    return {name for name in found if name in names and names[name] != module.path}
+
+
+def cycles(modules: list[Module], root: Path, types: bool) -> list[list[str]]:
+    """Modules that import one another, each circle as a sorted list; types: imports for annotations count, too."""
+    names = {
+        ".".join(m.path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): m for m in modules
+    }
+    paths = {name: module.path for name, module in names.items()}
+    graph = {name: imports_of(module, paths, types) for name, module in names.items()}
+    reach = {name: _reached(graph, name) for name in graph}
+    circles = {frozenset({b for b in reach[a] if a in reach[b]}) for a in graph if a in reach[a]}
+    return sorted(sorted(circle) for circle in circles)
+
+
+def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    ahead = list(graph[start])
+    while ahead:
+        name = ahead.pop()
+        if name not in found:
+            found.add(name)
+            ahead += graph[name]
+    return found
+
+
 def main(argv: list[str]) -> None:
     """Print the table."""
     root = Path(argv[0] if argv else "hpcrl")
     files = sorted(p for p in root.rglob("*.py") if "shipped" not in p.relative_to(root).parts)
-    modules = [module for module in map(read_module, files) if module.code]
+    every = [read_module(file) for file in files]
+    modules = [module for module in every if module.code]
     code, sizes, lengths = sum(m.code for m in modules), sorted(m.lines for m in modules), functions(modules)
     print(f"modules with code        {len(modules)} of {len(files)}")
     print(f"lines; code              {sum(m.lines for m in modules)}; {code}")
@@ -102,6 +141,9 @@ def main(argv: list[str]) -> None:
     print(f"imports, share of code   {sum(m.imports for m in modules) / code:.1%}")
     several = classes(modules)
     print(f"class names in several files  {len(several)}: {', '.join(several)}")
+    for what, types in (("at run time", False), ("with types", True)):
+        circles = cycles(every, root, types)
+        print(f"import cycles {what:12} {len(circles)}{''.join(f'; {name}' for circle in circles for name in circle)}")
     for name, count, lines in rooms(modules, root):
         print(f"  {name:16} {count:4} modules {lines:6} code lines")
 

@@ -48,12 +48,12 @@ def load(options: Options, ranks: Any = None) -> Any:
     from torch.distributed import HashStore
 
     from hpcrl.trainer import parallel_state
-    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.megatron import hf_weights, model
 
     policy = model.build(
         options, ranks or parallel_state.initialize(options, HashStore())
     )  # a rank alone: nobody else to meet
-    model.load_hf(policy, str(options.hf_checkpoint))
+    hf_weights.load_hf(policy, str(options.hf_checkpoint))
     return policy
 
 
@@ -127,7 +127,7 @@ def backward(policy: Any) -> dict[str, torch.Tensor]:
 
 def gradients(policy: Any) -> dict[str, torch.Tensor]:
     """The same under Hugging Face's names, on the CPU; the policy's weights are gone afterwards."""
-    from hpcrl.trainer.megatron.model import export
+    from hpcrl.trainer.megatron.hf_weights import export
 
     found = backward(policy)
     for name, parameter in policy.module.named_parameters():

@@ -230,7 +230,7 @@ def test_weights_of_virtual_stages_come_back(tmp_path: Path) -> None:
 def most_alive(opts: Any) -> tuple[int, int]:
     """(tensors of an export that were alive at once, those with memory of their own) on this rank, model's own not
     counted."""
-    from hpcrl.trainer.megatron.model import export
+    from hpcrl.trainer.megatron.hf_weights import export
 
     policy = parity.start(opts)
     own = {parameter.data_ptr() for module in policy.modules for parameter in module.parameters()}

@@ -24,7 +24,8 @@ from hpcrl.run.rundir import TRACKER
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.collectives import agree, broadcast_json
-from hpcrl.trainer.megatron.model import NoOptimizer, Policy, load_hf
+from hpcrl.trainer.megatron.hf_weights import load_hf
+from hpcrl.trainer.megatron.model import NoOptimizer, Policy
 from hpcrl.trainer.parallel_state import Ranks
 
 TEACHER = "--opd-teacher-load"

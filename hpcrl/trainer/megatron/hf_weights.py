@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,10 @@ from hpcrl.model_files.safetensors_files import SafetensorsDirectory
 from hpcrl.models.family import Rule
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.redistribution.layouts import Pattern, held_parts
+from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.weights.pieces.elements import OwnTensor
 from hpcrl.weights.pieces.planning import HeldTensor
-
-if TYPE_CHECKING:
-    from hpcrl.trainer.megatron.model import Policy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOATS = ("F32", "BF16", "F16", "F64")

@@ -1,7 +1,7 @@
 """The trained model: Megatron's GPTModel under its DDP wrapper, with optimizer and learning-rate schedule.
 
     policy = build(options, ranks)
-    load_hf(policy, directory)          # or checkpoint.load: a newly built model holds no weights yet
+    hf_weights.load_hf(policy, directory)     # or save_load.load_checkpoint: a newly built model holds no weights yet
     logits = policy.chunks[-1](ids, positions, None, packed_seq_params=packed)   # [1, t, vocabulary / TP], last stage
 
 A rank holds one chunk of consecutive layers, or with virtual pipeline stages several: chunk i of every pipeline rank
@@ -37,13 +37,11 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.routing import find_routing, replay_flag
-from hpcrl.trainer.megatron.hf_weights import export, load_hf
 from hpcrl.trainer.megatron.output_head import give_values
 from hpcrl.trainer.megatron.packed_attention import block_spec
 from hpcrl.trainer.megatron.settings import Settings, construct, refusals, resolve_settings
 from hpcrl.trainer.parallel_state import Ranks, check_layout
 
-__all__ = ["Policy", "build", "export", "load_hf"]
 PROVIDER = "custom_model_provider_path"
 
 

@@ -299,11 +299,11 @@ def read_with_megatron_alone(opts: Options, path: Path) -> tuple[dict[str, torch
 def exported(opts: Options, directory: Path) -> dict[str, torch.Tensor]:
     from hpcrl.trainer import parallel_state
     from hpcrl.trainer.checkpoint import save_load
-    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.megatron import hf_weights, model
 
     policy = model.build(opts, parallel_state.initialize(opts))
     save_load.load_weights(policy, policy.ranks, save_load.latest(directory))
-    return {name: tensor.clone() for name, tensor in model.export(policy)}
+    return {name: tensor.clone() for name, tensor in hf_weights.export(policy)}
 
 
 # ---- where a run begins

@@ -135,11 +135,11 @@ def test_attention_is_not_told_of_padding() -> None:
 def adam_after_load(directory: str, hint: bool) -> list[float]:
     """How often Adam thinks that it has stepped, per parameter, after a load and one more step."""
     from hpcrl.trainer import parallel_state
-    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.megatron import hf_weights, model
 
     opts = Options(hf_checkpoint=directory, bf16=False, actor_num_gpus_per_node=1, lr=1e-3)
     policy = model.build(opts, parallel_state.initialize(opts))
-    model.load_hf(policy, directory)
+    hf_weights.load_hf(policy, directory)
     cpu_shim.before_load(policy.optimizer)
     adam = next(cpu_shim._torch_adams(policy.optimizer))
     params = [p for group in adam.param_groups for p in group["params"]]

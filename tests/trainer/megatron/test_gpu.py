@@ -80,7 +80,7 @@ def logits(policy: Any) -> torch.Tensor:
 
 def one_step(policy: Any, options: Any) -> tuple[dict[str, torch.Tensor], float]:
     """(what the optimizer was about to see, its norm) of one training step."""
-    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.megatron import hf_weights
     from hpcrl.trainer.step import train_batch
 
     parameters = [p for module in policy.modules for p in module.parameters()]
@@ -95,7 +95,9 @@ def one_step(policy: Any, options: Any) -> tuple[dict[str, torch.Tensor], float]
     metrics = train_batch.train(policy, policy.ranks, options, ShareExchange(policy.ranks).exchange(share))
     for parameter, gradient in zip(parameters, found, strict=True):
         parameter.data = gradient
-    return {name: tensor.float().cpu().clone() for name, tensor in model.export(policy)}, metrics["train/grad_norm"]
+    return {name: tensor.float().cpu().clone() for name, tensor in hf_weights.export(policy)}, metrics[
+        "train/grad_norm"
+    ]
 
 
 # ---- the reference

@@ -104,10 +104,10 @@ def pack(parts: list[torch.Tensor], cp_size: int, cp_rank: int) -> tuple[torch.T
 def start(opts: Options, ranks: Any = None) -> Any:
     """A loaded policy; in groups of this process that exist already, if `ranks` are given."""
     from hpcrl.trainer import parallel_state
-    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.megatron import hf_weights, model
 
     policy = model.build(opts, ranks or parallel_state.initialize(opts))
-    model.load_hf(policy, opts.hf_checkpoint)
+    hf_weights.load_hf(policy, opts.hf_checkpoint)
     return policy
 
 
@@ -159,7 +159,7 @@ def logits(policy: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def gradients(policy: Any) -> dict[str, torch.Tensor]:
     """Gradients of the made-up loss under their Hugging Face names, on rank 0; two passes must give the same bits."""
-    from hpcrl.trainer.megatron.model import export
+    from hpcrl.trainer.megatron.hf_weights import export
 
     first, second = _gradients(policy), _gradients(policy)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -188,7 +188,7 @@ def _gradients(policy: Any) -> dict[str, torch.Tensor]:
 
 
 def exported(policy: Any) -> list[tuple[str, torch.Tensor]]:
-    from hpcrl.trainer.megatron.model import export
+    from hpcrl.trainer.megatron.hf_weights import export
 
     found = [(name, tensor.clone()) for name, tensor in export(policy)]
     if policy.ranks.rank:

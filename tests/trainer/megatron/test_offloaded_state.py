@@ -76,7 +76,7 @@ def trained(opts: Options, ranks: Any, turns: bool) -> tuple[dict[str, Any], Any
 
 def exported(policy: Any) -> dict[str, torch.Tensor]:
     """What the engines would get; nothing but on rank 0, though all take part."""
-    from hpcrl.trainer.megatron.model import export
+    from hpcrl.trainer.megatron.hf_weights import export
 
     found = {name: tensor.clone() for name, tensor in export(policy)}
     return found if policy.ranks.rank == 0 else {}

@@ -211,10 +211,10 @@ def shares(opts: Options, data: SampleBatch | None = None) -> list[Share]:
 
 def start(opts: Options, ranks: Any = None) -> Any:
     from hpcrl.trainer import parallel_state
-    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.megatron import hf_weights, model
 
     policy = model.build(opts, ranks or parallel_state.initialize(opts))
-    model.load_hf(policy, opts.hf_checkpoint)
+    hf_weights.load_hf(policy, opts.hf_checkpoint)
     return policy
 
 
@@ -244,7 +244,7 @@ def train_on_rank(every: list[Options], data: SampleBatch | None = None) -> list
 
 def gradients_on_rank(opts: Options, data: SampleBatch | None = None) -> dict[str, torch.Tensor]:
     """What the optimizer was about to see, under Hugging Face names, on rank 0."""
-    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.megatron import hf_weights
     from hpcrl.trainer.step import train_batch
 
     policy, found = start(opts), []
@@ -259,7 +259,7 @@ def gradients_on_rank(opts: Options, data: SampleBatch | None = None) -> dict[st
     train_batch.train(policy, policy.ranks, opts, mine, others_of(policy, opts))
     for parameter, gradient in zip(parameters, found, strict=True):
         parameter.data = gradient
-    whole = {name: tensor.clone() for name, tensor in model.export(policy)}
+    whole = {name: tensor.clone() for name, tensor in hf_weights.export(policy)}
     return whole if policy.ranks.rank == 0 else {}
 
 

@@ -14,7 +14,8 @@ from hpcrl.plan import Plan
 from hpcrl.queue.auth import client_keys
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.collectives import make_patient
-from hpcrl.trainer.megatron.model import build, export, load_hf
+from hpcrl.trainer.megatron.hf_weights import export, load_hf
+from hpcrl.trainer.megatron.model import build
 from hpcrl.trainer.parallel_state import initialize
 from hpcrl.trainer.weight_export import WeightExporter
 from hpcrl.weights.comparison import digest
