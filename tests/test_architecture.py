@@ -73,7 +73,7 @@ READERS = {
     "prompt_files/rows.py": "prompt files, read row by row",
     "toolbox/plugins.py": "the package's own source; lies below the reader",
 }
-#: modules that write files past `write_atomic`, `write_first` and `open_append`, and what they write
+#: modules that write files past `write_atomic`, `write_first`, `open_append` and `touch`, and what they write
 WRITERS = {
     "cli.py": "/dev/null",
     "commands/run.py": "what --write names",
@@ -94,6 +94,7 @@ WRITERS = {
     "selftest/whole_run.py": "a recipe and a log in a scratch directory",
     "slime/sandbox.py": "/proc",
     "slime/script.py": "a scratch directory",
+    "trainer/checkpoint/save_load.py": "a probe",
     "untrusted_files.py": "open_append",
     "weights/transports/disk.py": "safetensors files, as large as a model",
 }
@@ -250,7 +251,8 @@ def writes(node: ast.AST) -> bool:
     name = ast.unparse(node.func).rpartition(".")[2]
     if name == "open":
         return written(mode(node, 1 if isinstance(node.func, ast.Name) else 0))
-    return name in ("write_bytes", "write_text", "NamedTemporaryFile", "mkstemp")
+    made = ("write_bytes", "write_text", "touch", "NamedTemporaryFile", "mkstemp")
+    return isinstance(node.func, ast.Attribute) and name in made
 
 
 def test_files_are_read_by_the_one_reader() -> None:

@@ -33,7 +33,7 @@ from hpcrl.run.peers import Published
 from hpcrl.run.process import end_descendants
 from hpcrl.run.rundir import write_atomic
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.untrusted_files import read_json
+from hpcrl.untrusted_files import read_json, touch
 
 LATE_FILES = 75.0  #: seconds to wait for the files of nodes that have ended well: more than any cache of absence keeps
 SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file system, and the all-reduce
@@ -74,7 +74,7 @@ def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Fi
     directory: new, on the run's file system; it gets the token and the nodes' files.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (directory / "token").touch(mode=0o600)
+    touch(directory / "token")
     expected, began = sum(step.nodes for step in job.steps), time.time()
     running = [_start(step, job, directory, expected) for step in job.steps]
     deadline = Deadline(seconds)

@@ -42,6 +42,7 @@ from hpcrl.plan import Location, socket_names
 from hpcrl.run.process import PARENT, die_with_parent, run_command
 from hpcrl.run.rundir import listed, write_atomic
 from hpcrl.toolbox.deadline import Deadline, poll
+from hpcrl.untrusted_files import touch
 
 PACKAGES = ("hpcrl", "torch", "vllm", "megatron-core", "transformers")
 CONNECT = 5.0  #: seconds to connect and be answered
@@ -188,7 +189,7 @@ def meet(
         found = all_records(directory, expect, seconds)
         tried, offsets = connect(found, mine.host, interface)
         with contextlib.suppress(OSError):
-            (directory / f"{mine.host}.done").touch()
+            touch(directory / f"{mine.host}.done")
         # the others may still be about to connect to us; who wrote no card needs no port
         done = lambda: sum(name.endswith(".done") for name in listed(directory)) >= len(found)  # noqa: E731
         poll(done, Deadline(seconds), pause(expect))

@@ -54,7 +54,7 @@ from hpcrl.run.scratch import swept
 from hpcrl.run.started_runs import COPY, RecipeFile, read_recipe_file, remember, write_recipe_file
 from hpcrl.run.summary import read_summary
 from hpcrl.toolbox.signs import LastSign
-from hpcrl.untrusted_files import as_given, open_append, swappable_by_group
+from hpcrl.untrusted_files import as_given, open_append, swappable_by_group, touch
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def run_prepare_commands(
             raise Stopped("stopped while preparing", f"continue with {backend.again(job.root)}")
         if process.returncode:
             raise HpcrlError(f"prepare command {' '.join(command)} {how_it_ended(process.returncode)}", f"see {log}")
-    done.touch()
+    touch(done)
 
 
 # ---- one stage

@@ -29,7 +29,7 @@ import msgspec
 from hpcrl.errors import HpcrlError
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic, write_first
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.untrusted_files import Damaged, read_json, touch
 
 if TYPE_CHECKING:  # both need pydantic, which `hpcrl status` does without
     from hpcrl.config.options import Options
@@ -277,7 +277,7 @@ def request_hand_back(rundir: RunDir, index: int) -> None:
 def _mark(rundir: RunDir, name: str) -> None:
     path = rundir.here / name
     try:
-        path.touch(mode=0o600)
+        touch(path)
     except OSError as error:
         raise HpcrlError(f"cannot write {path}: {error.strerror}") from error
 

@@ -28,7 +28,7 @@ from hpcrl.launch.probe import choose
 from hpcrl.run.process import die_with_parent, end_descendants
 from hpcrl.selftest.here import start, watch
 from hpcrl.selftest.registry import Outcome, Results, choose_checks, find_checks
-from hpcrl.untrusted_files import read_json
+from hpcrl.untrusted_files import read_json, touch
 
 MEET = 120.0  #: seconds for all hosts to have left their cards
 LONG = 900.0  #: seconds for one step
@@ -62,7 +62,7 @@ def batch(directory: Path) -> int:
         _step([*step, "once", os.environ.get("HPCRL_PYTHON", sys.executable), *rest])
     finally:
         end_descendants(5.0)
-        (directory / "ended").touch()
+        touch(directory / "ended")
     return 0
 
 

@@ -8,7 +8,6 @@ as soon as it is known, whole or not at all, so that an interrupted self-test re
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -23,10 +22,11 @@ import msgspec
 
 from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.run.peers import Published
 from hpcrl.run.rundir import write_atomic
 from hpcrl.selftest import checks
 from hpcrl.toolbox.plugins import PluginRoom
-from hpcrl.untrusted_files import Damaged, read_json
+from hpcrl.untrusted_files import touch
 
 if TYPE_CHECKING:
     import torch
@@ -123,17 +123,13 @@ class Results:
             (directory / name).mkdir(parents=True, exist_ok=True)
 
     def begin(self, name: str) -> None:
-        (self.directory / "started" / name).touch()
+        touch(self.directory / "started" / name)
 
     def write(self, name: str, outcome: Outcome) -> None:
         write_atomic(self.directory / "results" / f"{name}.json", msgspec.json.encode(outcome))
 
     def read(self) -> dict[str, Outcome]:
-        found = {}
-        for file in (self.directory / "results").glob("*.json"):
-            with contextlib.suppress(OSError, Damaged):
-                found[file.stem] = read_json(file, Outcome)
-        return found
+        return Published(self.directory / "results", Outcome).look()
 
     def interrupted(self, names: Iterable[str]) -> str | None:
         """The check of `names` that began and has no result: what its process died in."""

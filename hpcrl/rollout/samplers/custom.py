@@ -3,7 +3,8 @@ agents.
 
 Invariants: the function runs in a process of its own and reaches the engines through the endpoint alone, with a key of
 its response; a call that fails costs its response, which then earns 0 and trains nothing, and above a share of a batch
-the run; an engine's failure ends the run as it does without a function.
+the run; an engine's failure ends the run as it does without a function.  A call whose time is up is cancelled, and a
+process that does not heed that is killed; time that an engine works on a call's requests is not the call's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,13 +26,23 @@ from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Tallies
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.rollout.samplers.function_pool import FunctionPool
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
-from hpcrl.rollout.worker_messages import ERROR, CustomCall, CustomResult, send_sample
+from hpcrl.rollout.worker_messages import (
+    ERROR,
+    TIMEOUT,
+    CancelRequest,
+    CustomCall,
+    CustomResult,
+    SamplerSetup,
+    send_sample,
+)
+from hpcrl.rollout.worker_pool import PooledJob, ProcessPool, WorkerProcess
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, PackedSample, Sample, unpack
 
 MORE = 4  #: times the limit of time, for a call that is made again in deterministic mode
 FLAG = "--custom-generate-function-path"
+SIDE_BY_SIDE = 256  #: calls in one process at once
+PATIENCE = 2.0  #: seconds that a process has to heed a cancellation
 
 
 class CustomSampler:
@@ -278,3 +289,97 @@ async def started(*parts: CustomSampler | Grading | None) -> None:
     except BaseExceptionGroup as group:
         first = next((error for error in group.exceptions if isinstance(error, HpcrlError)), group.exceptions[0])
         raise first from None
+
+
+# ---- the processes that run the function
+
+
+@dataclass(kw_only=True, eq=False)
+class FunctionJob(PooledJob):
+    """A call on its way.
+
+    call: makes it anew, with a session of its own
+    in_engines: whether engines work for it
+    seconds: that it may take besides
+    told: seconds since it was cancelled
+    """
+
+    call: Callable[[int], CustomCall]
+    in_engines: Callable[[], bool]
+    seconds: float
+    told: float | None = None
+
+
+class _Process(WorkerProcess[FunctionJob]):
+    def takes(self, job: FunctionJob) -> bool:
+        alone = job.alone or any(other.alone for other in self.jobs.values())
+        return not self.jobs if alone else len(self.jobs) < SIDE_BY_SIDE
+
+    def cancel(self, job: FunctionJob) -> None:
+        """Tell it that the job's time is up, or that nobody waits for it."""
+        job.told = job.told or 0.0
+        self.write(CancelRequest(next(number for number, other in self.jobs.items() if other is job)))
+
+
+class FunctionPool(ProcessPool[_Process, FunctionJob]):
+    """The processes that run the custom function."""
+
+    def __init__(self, options: Options) -> None:
+        self._seconds = options.custom_generate_timeout
+        setup = SamplerSetup(options.model_dump_json().encode())
+        what = "the process that runs the custom function"
+        super().__init__(lambda: _Process(setup), options.custom_generate_num_workers, CustomResult, what)
+
+    async def run(
+        self,
+        call: Callable[[int], CustomCall],
+        in_engines: Callable[[], bool],
+        patience: float = 1.0,
+        alone: bool = False,
+    ) -> CustomResult:
+        """What comes of a call.
+
+        call: makes it for a number, each time anew
+        in_engines: whether engines work for it
+        patience: times the limit of time
+        alone: it must share its process with none
+        """
+        future: asyncio.Future[CustomResult] = asyncio.get_running_loop().create_future()
+        job = FunctionJob(
+            future=future, alone=alone, call=call, in_engines=in_engines, seconds=self._seconds * patience
+        )
+        try:
+            return await self.submit(job)
+        except asyncio.CancelledError:
+            for process in self._processes:
+                if job in process.jobs.values() and not process.gone:
+                    process.cancel(job)
+            raise
+
+    # ---- the processes
+
+    def _request(self, job: FunctionJob, number: int) -> CustomCall:
+        job.told = None
+        return job.call(number)
+
+    def _settle(self, job: FunctionJob, reply: CustomResult) -> None:
+        if reply.failure == TIMEOUT:
+            reply.text = reply.text or self._late(job)
+        job.future.set_result(reply)
+
+    def _blame(self, job: FunctionJob, failure: str, text: str) -> None:
+        job.future.set_result(CustomResult(-1, failure=failure, text=text))
+
+    def _late(self, job: FunctionJob) -> str:
+        return f"took more than --custom-generate-timeout {job.seconds:g} s besides its engines"
+
+    def _over(self, process: _Process, job: FunctionJob, passed: float) -> tuple[str, str] | None:
+        """Cancel a call whose time is up; the process is over a limit if it does not heed that."""
+        if job.told is not None:
+            job.told += passed
+            return (TIMEOUT, f"{self._late(job)}, and blocked its process") if job.told > PATIENCE else None
+        if not job.in_engines():
+            job.waited += passed
+            if job.waited > job.seconds:
+                process.cancel(job)
+        return None
