@@ -102,7 +102,7 @@ def test_every_declared_field_and_column_comes_back(codec: Callable[[Sample, Pat
     assert_same(sample, codec(sample, tmp_path))
 
 
-def test_a_share_carries_every_column_and_every_field_of_a_row() -> None:
+def test_a_share_carries_all_columns_and_rows() -> None:
     sample = full()
     share = decode([bytes(frame) for frame in encode(share_of([sample]))])
     assert list(share.batch.columns()) == list(COLUMNS)
@@ -123,7 +123,7 @@ def test_every_field_is_shown_in_the_sample_file(tmp_path: Path) -> None:
         assert row[names.get(name, name)] == getattr(sample, name), name
 
 
-def test_the_declared_columns_are_the_fields_of_samples_and_batches() -> None:
+def test_declared_columns_are_fields() -> None:
     for kind in (Sample, SampleBatch):
         arrays = {name for name, hint in get_type_hints(kind).items() if hint is np.ndarray}
         assert arrays - {"rows"} == set(REQUIRED), kind
@@ -139,7 +139,7 @@ def test_what_an_earlier_version_wrote_is_read() -> None:
     assert found.teacher_error == "" and math.isnan(found.baseline)
 
 
-def test_a_field_that_is_left_out_is_not_in_the_message() -> None:
+def test_fields_left_out_are_not_in_the_message() -> None:
     kept = struct_of("Kept", ("reward", "prompt")).__struct_fields__
     assert "label" in kept and not {"reward", "prompt", "extra", *COLUMNS} & set(kept)
 

@@ -281,9 +281,9 @@ def _ask_until_answered(job: RunJob, allocation: Allocation, why: str, ends: flo
             silent = True
             raise
 
-    def tell(error: Exception) -> None:
+    def tell(error: Any) -> None:
         if state.phase != "requeued":
-            say(f"{why}; {allocation.title} does not answer ({error}): asked again until {_clock(until)}")
+            say(f"{why}; {allocation.title} does not answer ({error.what}): asked again until {_clock(until)}")
         state.set(
             "requeued", message=f"{why}; {allocation.title} does not answer yet: asked again until {_clock(until)}"
         )

@@ -121,7 +121,7 @@ def test_a_record_is_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", [2, ["n1", "n2"]])
-def test_who_waits_for_records_has_them_once_they_are_there(tmp_path: Path, wanted: int | list[str]) -> None:
+def test_records_are_waited_for(tmp_path: Path, wanted: int | list[str]) -> None:
     looks: list[int] = []
 
     def arrive() -> None:
@@ -132,7 +132,7 @@ def test_who_waits_for_records_has_them_once_they_are_there(tmp_path: Path, want
     assert sorted(found) == ["n1", "n2"] and len(looks) == 2
 
 
-def test_who_waits_for_records_gives_up_in_time_or_when_told(tmp_path: Path) -> None:
+def test_a_wait_for_records_ends_in_time_or_when_told(tmp_path: Path) -> None:
     leave(tmp_path, "n1")
     leave(tmp_path, "n3")
     assert sorted(Published(tmp_path, EnginePort).wait(["n1", "n2"], Deadline(0.0), 0.01)) == ["n1", "n3"]

@@ -230,7 +230,7 @@ TROUBLES = {
     "temperature": "sampling_params changes temperature to 0.1",
     "long": "set 3 loss_mask for a response of 4 tokens",
     "nan": "set the reward to nan",
-    "object": "set metadata that is not plain data",
+    "object": "is not plain data",
     "die": "ended its process (exit status 3)",
     "block": "blocked its process",
 }
