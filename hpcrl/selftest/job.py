@@ -30,7 +30,7 @@ from hpcrl.selftest.here import start, watch
 from hpcrl.selftest.registry import Outcome, Results, choose_checks, find_checks
 from hpcrl.untrusted_files import read_json, touch
 
-MEET = 120.0  #: seconds for all hosts to have left their cards
+MEET = 120.0  #: seconds for all hosts to have left their records
 LONG = 900.0  #: seconds for one step
 
 
