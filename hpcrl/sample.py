@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
@@ -252,6 +253,7 @@ def struct_of(name: str, without: Collection[str], **options: Any) -> type[msgsp
 
 _HEAD = ("group", "index", "response_length", "status")
 _PackedFields: Any = struct_of("_PackedFields", _HEAD)
+_packed_fields = attrgetter(*_PackedFields.__struct_fields__)
 
 
 class _PackedColumn(msgspec.Struct):
@@ -283,7 +285,7 @@ def pack(sample: Sample, columns: bool = True) -> PackedSample:
 
     columns: whether those are too that have an entry for each token
     """
-    fields = _PackedFields(**{name: getattr(sample, name) for name in _PackedFields.__struct_fields__})
+    fields = _PackedFields(*_packed_fields(sample))
     own, extra = {}, {}
     if columns:
         own = {

@@ -97,7 +97,10 @@ class GradingReply(msgspec.Struct):
 
 def send_sample(sample: Sample, columns: bool) -> PackedSample:
     """A sample as it is sent, with its columns or without."""
-    return pack(replace(sample, response=_clean(sample.response), label=_clean(sample.label)), columns)
+    response, label = _clean(sample.response), _clean(sample.label)
+    if response is not sample.response or label is not sample.label:
+        sample = replace(sample, response=response, label=label)
+    return pack(sample, columns)
 
 
 def _clean(text: Any) -> Any:
