@@ -236,7 +236,7 @@ async def memory(root: Path, groups: int, tokens: int) -> dict[int, float]:
 
 async def real(root: Path, rounds: int) -> dict[str, Ways]:
     """Processor seconds a sample of a real engine's server, by load and way."""
-    from hpcrl.weights.engine_http import ask
+    from hpcrl.engines.http import ask
     from tests.support.engines import Engines
     from tests.support.tiny import make_model
 

@@ -21,7 +21,7 @@ FLOORS = (
     {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},
-    {"redistribution", "rendezvous"},
+    {"engines", "redistribution", "rendezvous"},
     {"weights"},
     {"memory"},
     {"rollout", "engine", "trainer", "launch"},
@@ -315,7 +315,7 @@ def test_one_deadline_and_one_plugin_room() -> None:
     """A moment in the future is a `Deadline`, unless it is when to look or ask again; plug-ins are a `PluginRoom`."""
     again = {
         "queue/client.py": "when it repeats itself",
-        "weights/engine_fleet.py": "when it looks at the engines",
+        "engines/fleet.py": "when it looks at the engines",
         "weights/pieces/device_transport.py": "when it looks at its peers",
     }
     sums = set()

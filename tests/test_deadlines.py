@@ -50,7 +50,7 @@ ENDED = {
     ("selftest/checks/save_resume.py", "each.result()"): WATCHED,
     ("trainer/main.py", "self.updates.wait()"): "its own deadline: --engine-start-timeout",
     ("trainer/start/network_speed.py", "torch.cuda.synchronize(device)"): GROUP,
-    ("weights/engine_fleet.py", "future.result()"): READY,
+    ("engines/fleet.py", "future.result()"): READY,
     ("weights/gloo_group.py", "work.wait()"): READY,
     ("weights/pieces/piece_sender.py", "transfer.wait()"): OWN,
     ("weights/pieces/resharded_update.py", "future.result()"): READY,

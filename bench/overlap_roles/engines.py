@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hpcrl.engines.load import Loads, Occupancy
 from hpcrl.rollout.engines.concurrency_limit import EngineMetrics
-from hpcrl.rollout.engines.load import Loads, Occupancy
 from hpcrl.rollout.samplers.sampler import ResponseRequest
 from hpcrl.sample import COMPLETED, Sample
 

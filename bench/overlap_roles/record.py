@@ -25,10 +25,10 @@ sys.path[0] = str(REPO)
 
 import numpy as np  # noqa: E402
 
+from hpcrl.engines.http import ask  # noqa: E402
 from hpcrl.rollout.engines.engine_client import EngineClient  # noqa: E402
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
 from hpcrl.rollout.engines.sampling import Sampling  # noqa: E402
-from hpcrl.weights.engine_http import ask  # noqa: E402
 from tests.support.engines import Engines  # noqa: E402
 from tests.support.tiny import make_model  # noqa: E402
 

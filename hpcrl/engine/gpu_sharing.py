@@ -18,10 +18,10 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.engines.http import TURN
 from hpcrl.handover import EnginesHold, Event, HandOver, OutOfTurn
 from hpcrl.token_frames import ABORT
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.weights.engine_http import TURN
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

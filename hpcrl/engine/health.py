@@ -27,10 +27,9 @@ from typing import IO, Any
 import psutil
 
 from hpcrl.engine.gpu_sharing import UPDATES
+from hpcrl.engines.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, Address, HttpError, ask
 from hpcrl.run.process import descendants
-from hpcrl.weights.engine_http import CORE, LATE, PATIENCE, TURN, Address, HttpError, ask
 
-QUESTION = "/is_paused"  #: what only vLLM's core can answer
 #: calls that vLLM's core makes in one step: whole weight updates, sleep, checks of weights
 CALLS = UPDATES | {"/collective_rpc", "/init_weight_transfer_engine", TURN}
 GLANCE = 0.2  #: seconds after which a question that waits for the core is looked at again
@@ -103,7 +102,7 @@ class CoreCalls:
 
         if not self._calls:
             question = asyncio.ensure_future(
-                self.app(scope | {"path": QUESTION, "raw_path": QUESTION.encode()}, receive, hear)
+                self.app(scope | {"path": IS_PAUSED, "raw_path": IS_PAUSED.encode()}, receive, hear)
             )
             self._asked.add(question)
             question.add_done_callback(self._over)

@@ -1,6 +1,6 @@
 """The lock on every route of an engine: no request without the key of this engine gets an answer.
 
-    Authorization: Bearer <HMAC of the engine's index and life under RUN/keys/http.key>
+    Authorization: Bearer <HMAC of the engine's index and incarnation under RUN/keys/http.key>
 
 vLLM's own --api-key guards some path prefixes only; pausing, weight updates and collective RPC stay open.  This ASGI
 middleware stands in front of all routes, those of later vLLM versions and websockets included.

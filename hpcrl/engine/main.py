@@ -1,6 +1,6 @@
 """The engine role: one vLLM server, started, watched and ended.
 
-    python -m hpcrl.engine.main RUN --attempt N --index I [--life K]
+    python -m hpcrl.engine.main RUN --attempt N --index I [--incarnation K]
 
 Invariants: an engine that does not come up, dies, hangs or stops answering ends this process with a non-zero status and
 one message that says why (`run/engine_files.py`: whoever keeps it starts it again, or it is the attempt's error),
@@ -27,6 +27,7 @@ from hpcrl.engine.health import CoreWatchdog, ServerLog, StoppedProcess, leftove
 from hpcrl.engine.key_guard import ENGINE, KEY_FILE, read_key
 from hpcrl.engine.multi_node import bound_socket, meet, variables
 from hpcrl.engine.server_settings import LISTEN_FD, build, check_drafts, gpu_wishes, server_environment
+from hpcrl.engines.http import HEALTH, REFUSED, TURN, Address, ask, status
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
@@ -40,15 +41,11 @@ from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, 
 from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
 from hpcrl.run.scratch import SHORT, Scratch
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.weights.engine_http import TURN, Address, HttpError, ask
 from hpcrl.weights.route import backend
 
 SERVER = "hpcrl.engine.server"
 GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server
 POLL = 0.5
-#: in addition to the status codes of /health
-REFUSED = 0
-SILENT = -1
 
 
 class EngineSupervisor:
@@ -63,7 +60,7 @@ class EngineSupervisor:
         self._check_added()
         check_drafts(context.options, self.found)
         read_config(context.options.hf_checkpoint)
-        os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), ENGINE: f"{context.index}.{context.life}"}
+        os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), ENGINE: f"{context.index}.{context.incarnation}"}
         self.key = read_key().decode()
         self.made = Scratch("engine", _short_temporary())
         self.scratch = self.made.path
@@ -116,8 +113,8 @@ class EngineSupervisor:
             str(rundir.attempt),
             "--index",
             str(index),
-            "--life",
-            str(self.context.life),
+            "--incarnation",
+            str(self.context.incarnation),
         ]
         self.child = subprocess.Popen(
             command,
@@ -144,7 +141,7 @@ class EngineSupervisor:
         end = Deadline(limit)
         while not self.stopped.is_set():
             self._check_child()
-            if self._health() == 200:
+            if status(self.address) == 200:
                 return
             if end.over:
                 last = self.log.last_line()
@@ -162,7 +159,7 @@ class EngineSupervisor:
             port=self.address.port,
             model_len=model["max_model_len"],
             lean=True,
-            life=self.context.life,
+            incarnation=self.context.incarnation,
         )
         self.shared |= leftovers(descendants())
         self.made.name(self.shared)  # for whoever cleans up after a supervisor that was killed
@@ -185,7 +182,7 @@ class EngineSupervisor:
         pulse = CoreWatchdog(self.address, patience)
         while not self.stopped.wait(POLL):
             self._check_child()
-            health = self._health()
+            health = status(self.address)
             now = time.monotonic()
             if health == 200:
                 silent_since = None
@@ -203,26 +200,15 @@ class EngineSupervisor:
                     )
                 continue
             silent_since = silent_since or now
-            if health != SILENT:
+            if health >= REFUSED:
                 raise PeerError(
-                    f"{self.name} has died: /health answers {health or 'no more'}; "
+                    f"{self.name} has died: {HEALTH} answers {health or 'no more'}; "
                     f"{self.memory.said() or self.log.explain()}"
                 )
             if now - silent_since > patience:
                 raise PeerError(
-                    f"{self.name} hangs: it has not answered /health for {patience:.0f} s; {self.log.explain()}"
+                    f"{self.name} hangs: it has not answered {HEALTH} for {patience:.0f} s; {self.log.explain()}"
                 )
-
-    def _health(self) -> int:
-        """The status of /health; SILENT if it takes too long, REFUSED if nobody listens (a server that is ending does
-        not)."""
-        try:
-            ask(self.address, "GET", "/health", 10)
-        except HttpError as error:
-            if error.status is not None:
-                return error.status
-            return REFUSED if isinstance(error.__cause__, ConnectionRefusedError) else SILENT
-        return 200
 
     def _check_child(self) -> None:
         assert self.child is not None
@@ -289,13 +275,13 @@ def supervise(context: RoleContext, engine: EngineSupervisor, timeline: Timeline
 
 
 def record(context: RoleContext, why: str) -> None:
-    """Record why this life of the engine ends, and whether another one is to follow."""
+    """Record why this incarnation of the engine ends, and whether another one is to follow."""
     rundir = context.rundir
     index = context.index
-    life = context.life
+    incarnation = context.incarnation
     limit = restart_limit(context.options, context.plan)
     host = context.plan.engines[index].host if index < len(context.plan.engines) else "?"
-    record_end(rundir, index, host, life, limit, was_up(rundir, index, life), why)
+    record_end(rundir, index, host, incarnation, limit, was_up(rundir, index, incarnation), why)
 
 
 def main() -> int:

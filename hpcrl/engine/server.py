@@ -159,7 +159,7 @@ def main() -> int:
     except HpcrlError as error:
         place = context.plan.engine_nodes(context.index)[node_of()].host
         say(f"error: {error}")
-        if not context.life:  # a later life is its supervisor's to explain
+        if not context.incarnation:  # a later incarnation is its supervisor's to explain
             context.rundir.fail("engine", context.index, f"on {place}: {error}")
         return error.exit_code
     return 0

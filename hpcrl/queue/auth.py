@@ -125,16 +125,16 @@ def borrow_keys(rundir: RunDir, folder: Path, addresses: Iterable[str], first: i
         write_atomic(rundir.keys / f"engine-{index}.key", key_of_engine(own, "0.0").encode())
 
 
-def http_key(rundir: RunDir, index: int, life: int = 0) -> str:
-    """The key of the HTTP routes of an engine in one of its lives, hexadecimal.
+def http_key(rundir: RunDir, index: int, incarnation: int = 0) -> str:
+    """The key of the HTTP routes of an engine in one of its incarnations, hexadecimal.
 
     Whoever listens on the port of one that is gone, and is sent its key, has the key of no other.  One that the run has
-    not started keeps its key over its lives.
+    not started keeps its key over its incarnations.
     """
     given = rundir.keys / f"engine-{index}.key"
     if given.exists():
         return _read(given).decode()
-    return key_of_engine(_read(rundir.keys / HTTP_KEY).strip(), f"{index}.{life}")
+    return key_of_engine(_read(rundir.keys / HTTP_KEY).strip(), f"{index}.{incarnation}")
 
 
 def key_of_engine(key: bytes, engine: str) -> str:

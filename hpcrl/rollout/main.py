@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.engines.registry import Registry
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.handover import Event
 from hpcrl.queue.messages import UNFINISHED
@@ -31,7 +32,6 @@ from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import keep_engines
 from hpcrl.rollout.engines.membership import EngineMembership
-from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.evaluation.evaluation_service import EvaluationService
 from hpcrl.rollout.generation.custom_generator import CustomGenerator
 from hpcrl.rollout.generation.generated_ahead import GeneratedAhead

@@ -1,17 +1,17 @@
 """What a run knows of its engines, as files of attempts/N.
 
-    peers/engine-I.json, engine-I.K.json   engine I is up, in its first life, in life K (`EnginePeer`, its supervisor)
-    peers/engine-I.K.ended.json            life K is over, and why (`EngineEnd`)
+    peers/engine-I.json, engine-I.K.json   engine I is up, in incarnation 0, K (`EnginePeer`, of its supervisor)
+    peers/engine-I.K.ended.json            incarnation K is over, and why (`EngineEnd`)
     peers/engine-I.leave.json              it is to end and not to come back (`EngineLeave`, from the rollout process)
     peers/engine-I.added.json              an engine in addition to the plan's (`EngineAdded`, from who starts it)
     engines.json                           how each engine is (`EngineViews`, from the rollout process)
     remove-engine-I                        a user asks: engine I is to finish its requests and to end
     hand-back-engine-I                     it has no time for that: its unfinished responses continue on other engines
 
-Invariants: a file of peers/ is written once and never changed, so one listing shows what is new; lives of an engine are
-counted from 0 and only grow; whether a life is followed by another is one rule, for all who have to know.  engines.json
-is written whole, at each change and every few seconds, so an old file means that its writer is gone.  A user's mark is
-never taken back within its attempt.
+Invariants: a file of peers/ is written once and never changed, so one listing shows what is new; incarnations of an
+engine are counted from 0 and only grow; whether an incarnation is followed by another is one rule, for all who have to
+know. engines.json is written whole, at each change and every few seconds, so an old file means that its writer is
+gone.  A user's mark is never taken back within its attempt.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _NAME = re.compile(r"engine-(\d+)(?:\.(\d+))?(\.ended|\.added)?\.json")
 
 
 class EngineEnd(Peer, tag="engine_end"):
-    """A life of an engine is over.  why: for the user; again: whether it is started again; time: unix time."""
+    """An incarnation of an engine is over.  why: for the user; again: whether it is started again; time: unix time."""
 
     role: ClassVar[str] = "engine"
     host: HostName
-    life: Count
+    incarnation: Count
     why: str
     again: bool
     time: float
@@ -110,41 +110,43 @@ def restart_limit(options: Options, plan: Plan) -> int:
     return 0 if options.takes_turns or any(engine.also for engine in plan.engines) else options.engine_restarts
 
 
-def starts_again(limit: int, life: int, was_up: bool) -> bool:
-    """Whether life `life` of an engine is followed by another.
+def starts_again(limit: int, incarnation: int, was_up: bool) -> bool:
+    """Whether incarnation `incarnation` of an engine is followed by another.
 
-    limit: of `restart_limit`.  was_up: whether it answered once in this life.  What fails before it ever came up is
-    most likely wrong with its settings, and would be so again.
+    limit: of `restart_limit`.  was_up: whether it answered once in this incarnation.  What fails before it ever came up
+    is most likely wrong with its settings, and would be so again.
     """
-    return life < limit and (was_up or life > 0)
+    return incarnation < limit and (was_up or incarnation > 0)
 
 
 def tell_end(rundir: RunDir, index: int, end: EngineEnd) -> None:
-    """Say that a life is over, unless somebody has said so before."""
-    path = _ended_file(rundir, index, end.life)
+    """Say that an incarnation is over, unless somebody has said so before."""
+    path = _ended_file(rundir, index, end.incarnation)
     if path.name not in listed(path.parent):
         write_atomic(path, msgspec.json.encode(msgspec.structs.replace(end, pid=os.getpid())))
 
 
-def end_of(rundir: RunDir, index: int, life: int) -> EngineEnd | None:
-    """What was said of the end of this life, or None."""
-    path = _ended_file(rundir, index, life)
+def end_of(rundir: RunDir, index: int, incarnation: int) -> EngineEnd | None:
+    """What was said of the end of this incarnation, or None."""
+    path = _ended_file(rundir, index, incarnation)
     if path.name not in listed(path.parent):
         return None
     found = _read(rundir, path.name)
     return found if isinstance(found, EngineEnd) else None
 
 
-def record_end(rundir: RunDir, index: int, host: str, life: int, limit: int, was_up: bool, why: str) -> bool:
-    """Say that a life is over: to the run, which goes on, or, where none follows, as the attempt's error, which the
-    first life's leads, unless the engine was added to the run, which then continues without it.  Returns whether
-    another life follows."""
-    again = starts_again(limit, life, was_up)
+def record_end(rundir: RunDir, index: int, host: str, incarnation: int, limit: int, was_up: bool, why: str) -> bool:
+    """Say that an incarnation is over: to the run, which goes on, or, where none follows, as the attempt's error, which
+    the first incarnation's leads, unless the engine was added to the run, which then continues without it.  Returns
+    whether another incarnation follows."""
+    again = starts_again(limit, incarnation, was_up)
     if again or is_added(rundir, index):
-        tell_end(rundir, index, EngineEnd(host=host, life=life, why=why, again=again, time=time.time()))
+        tell_end(rundir, index, EngineEnd(host=host, incarnation=incarnation, why=why, again=again, time=time.time()))
     else:
         rundir.fail(
-            "engine", index, final_error([end.why for n in range(life) if (end := end_of(rundir, index, n))], why)
+            "engine",
+            index,
+            final_error([end.why for n in range(incarnation) if (end := end_of(rundir, index, n))], why),
         )
     return again
 
@@ -157,9 +159,9 @@ def final_error(earlier: list[str], last: str) -> str:
     return f"{earlier[0]}; it was started again {times} (--engine-restarts), and at last: {last}"
 
 
-def was_up(rundir: RunDir, index: int, life: int) -> bool:
-    """Whether the engine said in this life that it answers."""
-    return peer_file(rundir.here, EnginePeer, index, life).name in listed(rundir.here / "peers")
+def was_up(rundir: RunDir, index: int, incarnation: int) -> bool:
+    """Whether the engine said in this incarnation that it answers."""
+    return peer_file(rundir.here, EnginePeer, index, incarnation).name in listed(rundir.here / "peers")
 
 
 def let_leave(rundir: RunDir, index: int) -> None:
@@ -181,8 +183,8 @@ class EngineReports:
         self._seen = set[str]()
 
     def new(self) -> list[tuple[int, EnginePeer | EngineEnd | EngineAdded]]:
-        """(index of the engine, what was said), additions and the earlier life first.  PeerError names a file that
-        holds something else."""
+        """(index of the engine, what was said), additions and the earlier incarnation first.  PeerError names a file
+        that holds something else."""
         found = []
         for name in listed(self._rundir.here / "peers") - self._seen:
             if (match := _NAME.fullmatch(name)) is None:
@@ -190,13 +192,13 @@ class EngineReports:
             said = _read(self._rundir, name)
             if said is not None:
                 self._seen.add(name)
-                life = -1 if isinstance(said, EngineAdded) else said.life
-                found.append((life, isinstance(said, EngineEnd), int(match[1]), said))
+                incarnation = -1 if isinstance(said, EngineAdded) else said.incarnation
+                found.append((incarnation, isinstance(said, EngineEnd), int(match[1]), said))
         return [(index, said) for _, _, index, said in sorted(found, key=lambda entry: entry[:3])]
 
 
-def _ended_file(rundir: RunDir, index: int, life: int) -> Path:
-    return rundir.here / "peers" / f"engine-{index}.{life}.ended.json"
+def _ended_file(rundir: RunDir, index: int, incarnation: int) -> Path:
+    return rundir.here / "peers" / f"engine-{index}.{incarnation}.ended.json"
 
 
 def _leave_file(rundir: RunDir, index: int) -> Path:
@@ -218,7 +220,7 @@ VIEW = "engines.json"  #: its name in attempts/N
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine.  state: as in `rollout/engines/registry.py`; version: of its weights; requests: in flight; restarts:
+    """One engine.  state: as in `engines/registry.py`; version: of its weights; requests: in flight; restarts:
     of its process; why: what is wrong with it, or was last."""
 
     index: int

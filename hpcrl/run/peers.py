@@ -68,7 +68,7 @@ class EnginePeer(Peer, tag="engine"):
     """Where an engine answers.
 
     model_len: tokens of prompt and response together that it can hold, None if it did not say.  lean: whether it has
-    the route of `hpcrl.token_frames` beside vLLM's own.  life: how often it was started before
+    the route of `hpcrl.token_frames` beside vLLM's own.  incarnation: how often it was started before
     (`run/engine_files.py`).
     """
 
@@ -77,7 +77,7 @@ class EnginePeer(Peer, tag="engine"):
     port: Port
     model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
     lean: bool = False
-    life: Count = 0
+    incarnation: Count = 0
 
 
 class MeetingPeer(Peer, tag="engine-meeting"):
@@ -96,16 +96,17 @@ T = TypeVar("T")
 P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer, MeetingPeer)
 
 
-def peer_file(here: Path, kind: type[Peer], index: int, life: int = 0) -> Path:
-    """Where ROLE-INDEX of the attempt in `here` (attempts/N) publishes; life: of an engine that was started again."""
-    return here / "peers" / (f"{kind.role}-{index}.{life}.json" if life else f"{kind.role}-{index}.json")
+def peer_file(here: Path, kind: type[Peer], index: int, incarnation: int = 0) -> Path:
+    """Where ROLE-INDEX of the attempt in `here` (attempts/N) publishes; incarnation: of an engine that was started
+    again."""
+    return here / "peers" / (f"{kind.role}-{index}.{incarnation}.json" if incarnation else f"{kind.role}-{index}.json")
 
 
 def publish(rundir: RunDir, peer: Peer, index: int = 0) -> None:
     """Tell the other processes of this attempt that this one is up, and where."""
     data = msgspec.json.encode(msgspec.structs.replace(peer, pid=os.getpid()))
-    life = peer.life if isinstance(peer, EnginePeer) else 0
-    write_atomic(peer_file(rundir.here, type(peer), index, life), data)
+    incarnation = peer.incarnation if isinstance(peer, EnginePeer) else 0
+    write_atomic(peer_file(rundir.here, type(peer), index, incarnation), data)
 
 
 def find(rundir: RunDir, kind: type[P], index: int = 0) -> P | None:

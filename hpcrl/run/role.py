@@ -36,14 +36,14 @@ LISTEN = 0.2  #: seconds between two looks for another's error
 
 @dataclass(frozen=True)
 class RoleContext:
-    """A role's place in one attempt of a run.  life: how often this one was started before in this attempt; engines
-    alone."""
+    """A role's place in one attempt of a run.  incarnation: how often this one was started before in this attempt;
+    engines alone."""
 
     rundir: RunDir
     options: Options
     plan: Plan
     index: int
-    life: int = 0
+    incarnation: int = 0
 
 
 def read_options(rundir: RunDir) -> Options:
@@ -65,13 +65,13 @@ def read_plan(rundir: RunDir) -> Plan:
 
 
 def open_role(argv: list[str] | None = None) -> RoleContext:
-    """Parse `RUN --attempt N [--index I] [--life K]` and read the options and the plan of that attempt, which for an
-    engine that was added to it holds those as well."""
+    """Parse `RUN --attempt N [--index I] [--incarnation K]` and read the options and the plan of that attempt, which
+    for an engine that was added to it holds those as well."""
     parser = argparse.ArgumentParser(description="One role of a run; started by hpcrl, srun or mpirun.")
     parser.add_argument("run")
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--index", type=int, default=0)
-    parser.add_argument("--life", type=int, default=0)
+    parser.add_argument("--incarnation", type=int, default=0)
     args = parser.parse_args(argv)
     raise_file_limit()
     rundir = RunDir(args.run, args.attempt)
@@ -79,7 +79,7 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
         plan = read_plan(rundir)
         if is_added(rundir, args.index):
             plan = with_added(rundir, plan)
-        return RoleContext(rundir, read_options(rundir), plan, args.index, args.life)
+        return RoleContext(rundir, read_options(rundir), plan, args.index, args.incarnation)
     except HpcrlError as error:
         raise SystemExit(f"error: {error}") from error
 

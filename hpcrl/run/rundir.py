@@ -6,7 +6,7 @@
       keys/                       CURVE key pairs and the HTTP key of this run, mode 0700
       attempts/N/plan.json        who runs where
       attempts/N/hosts.json       the hosts that the attempt was given, with all their slots
-      attempts/N/peers/ROLE-I.json    what a process published (peers.py); of engines also their lives (engine_files.py)
+      attempts/N/peers/ROLE-I.json    what a process published (peers.py); of engines more (engine_files.py)
       attempts/N/engines.json     how each engine is (engine_files.py)
       attempts/N/error.json       the first error of the attempt
       attempts/N/hosts/NAME.json  what a host reported of itself before the plan was made

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from hpcrl.engines.fleet import Fleet, fleet_of
+from hpcrl.engines.http import TURN
 from hpcrl.handover import ENGINES_UP, Event, HandOver, TrainerHolds
 from hpcrl.queue.client import QueueClient, Unanswered
 from hpcrl.run.role import RoleContext, say
 from hpcrl.trainer.megatron.host_memory import DeviceState
-from hpcrl.weights.engine_fleet import Fleet, fleet_of
-from hpcrl.weights.engine_http import TURN
 
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy

@@ -142,7 +142,6 @@ class Trainer:
         """What sends weights to engines."""
         from hpcrl.queue.auth import client_keys, http_key
         from hpcrl.trainer.weight_export import WeightExporter
-        from hpcrl.weights.engine_fleet import QueueRoster
         from hpcrl.weights.sender import WeightSender
         from hpcrl.weights.updates import Updates
 
@@ -154,8 +153,8 @@ class Trainer:
         sender = WeightSender(
             rundir, self.context.plan.trainers[0].at, options, self.driver, self.hooks.weights_written
         )
-        roster = QueueRoster(self.client, options.rollout_timeout) if self.driver else None
-        return Updates(sender, rundir, options.engine_start_timeout, roster, partial(http_key, rundir), together)
+        client = self.client if self.driver else None
+        return Updates(sender, rundir, options.engine_start_timeout, client, partial(http_key, rundir), together)
 
     @property
     def driver(self) -> bool:

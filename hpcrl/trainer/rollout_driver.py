@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from hpcrl.engines.fleet import EngineLost, Fleet
+from hpcrl.engines.http import Address
+from hpcrl.engines.registry import Engine
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.queue.auth import http_key
 from hpcrl.queue.client import Late, QueueClient
@@ -31,8 +34,6 @@ from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.run.summary import Summary, write_summary
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json
-from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine, QueueRoster
-from hpcrl.weights.engine_http import Address
 
 POSITION = "position.json"  #: in the run directory
 SLACK = 30.0  #: seconds that an engine has to publish itself once it may no longer take to start
@@ -51,7 +52,6 @@ class RolloutDriver:
         self.rollout_id: int = at["rollout_id"]
         self.timeline = role_timeline(context.rundir, "trainer", 0, context.plan.rollout.host)
         self.client = QueueClient(context.rundir, context.plan, 0, 1, self.options.rollout_timeout)
-        self.roster = QueueRoster(self.client, self.options.rollout_timeout)
         self.log = MetricsLog(context.rundir)
         self.total: int = self._ask("begin", rollout_id=self.rollout_id, state=at["state"])["num_rollout"]
         self.log.truncate(self.rollout_id)
@@ -76,7 +76,7 @@ class RolloutDriver:
         rundir = self.context.rundir
         seconds = self.options.engine_start_timeout + SLACK
         end = Deadline(seconds)
-        while starting := self.roster.engines()["starting"]:
+        while starting := self.client.call("engines")["starting"]:
             rundir.check()
             if end.over:
                 raise DeadlineError(f"{starting[0]} did not come up within {seconds:.0f} s", f"see {rundir.logs}")
@@ -85,18 +85,18 @@ class RolloutDriver:
 
     def _name(self, who: str) -> None:
         """Name the weights of engines that are to be updated, or (waiting) of those that have come back."""
-        found = self.roster.engines()[who]
-        for index, life, host, port in found:
-            address = Address(host, port, http_key(self.context.rundir, index, life))
-            fleet = Fleet(self.context.rundir, [FleetEngine(index, address, life)], self.options.update_timeout)
+        found = self.client.call("engines")[who]
+        for index, incarnation, host, port in found:
+            address = Address(host, port, http_key(self.context.rundir, index, incarnation))
+            fleet = Fleet(self.context.rundir, [Engine.at(address, index, incarnation)], self.options.update_timeout)
             try:
                 fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
             except EngineLost as error:
                 if self.options.engine_restarts == 0:
                     raise
-                self.roster.lost([[index, life, str(error)]])
+                self.client.call("engines_lost", engines=[[index, incarnation, str(error)]])
             else:
-                self.roster.updated([[index, life]], 0, True)
+                self.client.call("engines_updated", engines=[[index, incarnation]], version=0, alone=True)
 
     def run(self) -> None:
         """All rollouts, or up to where the run is asked to stop."""

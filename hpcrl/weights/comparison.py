@@ -17,8 +17,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.engines.fleet import Fleet
 from hpcrl.errors import PeerError
-from hpcrl.weights.engine_fleet import Fleet
 from hpcrl.weights.pieces.wire import span
 
 if TYPE_CHECKING:

@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.options import Options
+from hpcrl.engines.fleet import EngineLate, EngineLost, Fleet, in_thread
+from hpcrl.engines.http import status
+from hpcrl.engines.registry import Engine
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.bucket import dtype_name
 from hpcrl.weights.comparison import Comparison, Differs
-from hpcrl.weights.engine_fleet import EngineLate, EngineLost, Fleet, FleetEngine, in_thread
-from hpcrl.weights.engine_http import HttpError, ask
 from hpcrl.weights.fp8 import quantized, scheme_of
 from hpcrl.weights.pieces.resharded_update import ReshardedUpdate, Source, obstacle
 from hpcrl.weights.transports import Link, Stream, Transport, make_transport
@@ -76,7 +77,7 @@ class WeightSender:
         """Whether the run continues when an engine ends."""
         return self.options.engine_restarts > 0 and not self.options.takes_turns
 
-    def connect(self, engines: Sequence[FleetEngine]) -> None:
+    def connect(self, engines: Sequence[Engine]) -> None:
         """Make these the engines that are sent to; driver only.  Nothing happens if they are already.
 
         PeerError or DeadlineError name the one that does not answer, EngineLost those that have died; then there are
@@ -122,7 +123,7 @@ class WeightSender:
         return first["tensors"]
 
     @property
-    def _engines(self) -> tuple[FleetEngine, ...]:
+    def _engines(self) -> tuple[Engine, ...]:
         assert self.fleet is not None
         return self.fleet.engines
 
@@ -260,7 +261,7 @@ class WeightSender:
                 f"the trainer has not exported {len(missing)} tensors of the engines, the first is {min(missing)}"
             )
 
-    def _lost(self, error: BaseException) -> list[FleetEngine]:
+    def _lost(self, error: BaseException) -> list[Engine]:
         """The engines whose end an error tells of, if the run may continue without them."""
         if not self.may_lose or not isinstance(error, Exception):
             return []
@@ -274,15 +275,15 @@ class WeightSender:
             self._unwell()
         )  # gloo's and NCCL's own words, ours or in an engine's refusal, name whoever waited for the dead one
 
-    def _unwell(self) -> list[FleetEngine]:
+    def _unwell(self) -> list[Engine]:
         """The engines whose health check fails, once there are any: a server takes a moment to know that its
         core is dead."""
         end = Deadline(NOTICED)
-        while not (found := [engine for engine in self._engines if not _is_well(engine)]) and not end.over:
+        while not (found := [engine for engine in self._engines if status(engine.address) != 200]) and not end.over:
             time.sleep(0.2)
         return found
 
-    def _give_up(self, lost: list[FleetEngine]) -> list[FleetEngine]:
+    def _give_up(self, lost: list[Engine]) -> list[Engine]:
         """Have all others give up the update; those that do not within RESUME seconds."""
         self.close()  # members that wait in its group get an error
         others = [engine for engine in self._engines if engine not in lost]
@@ -332,11 +333,3 @@ def _outline(manifest: dict[str, Any]) -> tuple[Any, ...]:
     """What all workers must have in common."""
     tensors = {name: (held["shape"], held["dtype"], held["same_as"]) for name, held in manifest["tensors"].items()}
     return manifest["backend"], tensors, manifest["opaque"], manifest["unseen"]
-
-
-def _is_well(engine: FleetEngine) -> bool:
-    try:
-        ask(engine.address, "GET", "/health", RESUME)
-    except HttpError:
-        return False
-    return True

@@ -13,18 +13,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from hpcrl.engines.fleet import EngineLate, EngineLost
+from hpcrl.engines.http import Address
+from hpcrl.engines.registry import Engine
 from hpcrl.errors import DeadlineError
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.weights.engine_fleet import EngineLate, EngineLost, FleetEngine
-from hpcrl.weights.engine_http import Address
 from hpcrl.weights.sender import WeightSender
 
 if TYPE_CHECKING:
     import torch
+
+    from hpcrl.queue.client import QueueClient
 
 SLACK = 30.0  #: seconds beyond --engine-start-timeout, so that the engine itself says why it did not come up
 LOOK = 0.2  #: seconds between two questions while engines start
@@ -32,24 +35,13 @@ LOOK = 0.2  #: seconds between two questions while engines start
 Export = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
 
 
-class Roster(Protocol):
-    """The registry of engines, as rank 0 asks it (`rollout/engines/membership.py`)."""
-
-    def engines(self) -> dict[str, Any]:
-        """update, waiting: [index, life, host, port] each; starting: names; published: version."""
-
-    def updated(self, engines: list[list[int]], version: int, alone: bool) -> None: ...
-
-    def lost(self, engines: list[list[Any]]) -> None: ...
-
-
 class Updates:
     """Weight updates of one attempt.
 
     sender: this rank's sender.
     start_timeout: --engine-start-timeout, in seconds.
-    roster: the registry of engines; of the driver alone.
-    key: (index, life) -> the HTTP key of an engine.
+    client: of the queue, on the driver alone: whom the registry in the rollout process is asked by.
+    key: (index, incarnation) -> the HTTP key of an engine.
     together: broadcasts rank 0's value to every rank.
     """
 
@@ -58,22 +50,22 @@ class Updates:
         sender: WeightSender,
         rundir: RunDir,
         start_timeout: float,
-        roster: Roster | None,
+        client: QueueClient | None,
         key: Callable[[int, int], str],
         together: Callable[[Any], Any],
     ) -> None:
         self._sender = sender
         self._rundir = rundir
         self._start_timeout = start_timeout
-        self._roster = roster
+        self._client = client
         self._key = key
         self._together = together
 
     def wait(self) -> None:
         """Wait for the engines that start with the run, on the driver.  DeadlineError names the one that does not come
         up."""
-        if self._roster is not None:
-            self._wait_for_all(self._roster)
+        if self._client is not None:
+            self._wait_for_all()
 
     def publish(self, export: Export, version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it.  Returns metrics (on the driver).
@@ -90,9 +82,9 @@ class Updates:
         """Give up memory and groups; the engines stay as they are."""
         self._sender.close()
 
-    def _wait_for_all(self, roster: Roster) -> None:
+    def _wait_for_all(self) -> None:
         end = Deadline(self._start_timeout + SLACK)
-        while starting := roster.engines()["starting"]:
+        while starting := self._registry("engines").get("starting"):
             self._rundir.check()
             if end.over:
                 raise DeadlineError(
@@ -103,7 +95,7 @@ class Updates:
     def _send(self, export: Export, version: int, alone: bool) -> dict[str, float]:
         lost: list[list[Any]] = []
         while True:
-            members = self._together(self._members(alone, lost) if self._roster else None)
+            members = self._together(self._members(alone, lost) if self._client else None)
             if not members:
                 self._tell([], version, alone)
                 return {}
@@ -114,22 +106,32 @@ class Updates:
 
     def _members(self, alone: bool, lost: list[list[Any]]) -> list[list[Any]]:
         """The engines that the registry lists, once it knows which were lost."""
-        assert self._roster is not None
         if lost:
-            self._roster.lost(lost)
-        return self._roster.engines()["waiting" if alone else "update"]
+            self._registry("engines_lost", engines=lost)
+        return self._registry("engines").get("waiting" if alone else "update", [])
+
+    def _registry(self, method: str, **params: Any) -> dict[str, Any]:
+        """The registry's answer; none once the run is to stop and the rollout process is silent: then there are no
+        engines."""
+        from hpcrl.queue.client import Unanswered
+
+        assert self._client is not None
+        try:
+            return self._client.call(method, **params)
+        except Unanswered:
+            return {}
 
     def _try(self, members: list[list[Any]], export: Export, version: int) -> tuple[dict[str, float], list[list[Any]]]:
-        """Metrics, and [index, life, why] of those that ended; all ranks have been through the whole export."""
+        """Metrics, and [index, incarnation, why] of those that ended; all ranks have been through the whole export."""
         tensors = export()
-        if self._roster is None:
+        if self._client is None:
             deque(tensors, maxlen=0)
             return {}, []
         try:
             self._sender.connect(
                 [
-                    FleetEngine(index, Address(host, port, self._key(index, life)), life)
-                    for index, life, host, port in members
+                    Engine.at(Address(host, port, self._key(index, incarnation)), index, incarnation)
+                    for index, incarnation, host, port in members
                 ]
             )
             return self._sender.publish(tensors, version), []
@@ -139,8 +141,9 @@ class Updates:
             engines = error.engines if isinstance(error, EngineLost) else (error.engine,)
             say(f"the weight update to version {version} continues without {', '.join(map(str, engines))}: {error}")
             deque(tensors, maxlen=0)  # the export is collective: the other ranks wait for us in it
-            return {}, [[engine.index, engine.life, str(error)] for engine in engines]
+            return {}, [[engine.index, engine.incarnation, str(error)] for engine in engines]
 
     def _tell(self, members: list[list[Any]], version: int, alone: bool) -> None:
-        if self._roster is not None and (members or not alone):
-            self._roster.updated([[index, life] for index, life, *_ in members], version, alone)
+        if self._client is not None and (members or not alone):
+            engines = [[index, incarnation] for index, incarnation, *_ in members]
+            self._registry("engines_updated", engines=engines, version=version, alone=alone)

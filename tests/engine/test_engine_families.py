@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hpcrl.convert.to_fp8 import convert
+from hpcrl.engines.http import HttpError
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.weights.engine_http import HttpError
 from hpcrl.weights.fp8 import Scheme, quantized
 from hpcrl.weights.sender import Differs
 from tests.support.engines import CLOSE, LONG, SMALL, Engines, Pairs, Reference, Side, connected, raw_push

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.engine.health import QUESTION, CoreCalls, StoppedProcess
-from hpcrl.weights.engine_http import CORE, LATE, PATIENCE, TURN, ask
+from hpcrl.engine.health import CoreCalls, StoppedProcess
+from hpcrl.engines.http import CORE, IS_PAUSED, LATE, PATIENCE, TURN, ask
 from tests.support.engines import PROMPT, Engines, generate, gone
 from tests.support.tiny import make_model
 
@@ -85,7 +85,7 @@ def test_server_answers_for_a_busy_core() -> None:
         app = CoreCalls(core)
         core.free.set()
         answer = await asked(app, CORE)
-        assert (answer["status"], answer["path"]) == (200, QUESTION), "the core itself answers"
+        assert (answer["status"], answer["path"]) == (200, IS_PAUSED), "the core itself answers"
         core.free.clear()
         waiting = asyncio.create_task(asked(app, CORE))
         await asyncio.sleep(0)

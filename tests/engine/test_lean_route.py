@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpcrl.engines.http import ask
 from hpcrl.errors import PeerError
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.engine_client import EngineClient
@@ -19,7 +20,6 @@ from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.sample import ABORTED, TRUNCATED
 from hpcrl.token_frames import ABORT, GENERATE
-from hpcrl.weights.engine_http import ask
 from tests.support.engines import CLOSE, PROMPT, Engines, Side
 from tests.support.forked_engines import Nursery
 from tests.support.tiny import make_model

@@ -20,14 +20,14 @@ import pytest
 import torch
 
 from hpcrl.config.options import Options
+from hpcrl.engines.fleet import Fleet
+from hpcrl.engines.http import Address, HttpError, ask
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Location, Plan
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers import teacher_logprobs
 from hpcrl.run.peers import EnginePeer, peer_file
 from hpcrl.sample import Sample
-from hpcrl.weights.engine_fleet import Fleet
-from hpcrl.weights.engine_http import Address, HttpError, ask
 from hpcrl.weights.sender import Differs
 from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Engines, Pairs, Reference, Side, generate, gone, raw_push
 from tests.support.tiny import make_model

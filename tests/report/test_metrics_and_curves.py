@@ -255,8 +255,8 @@ def test_what_a_start_waits_for_is_said_and_said_again(rundir: RunDir, monkeypat
     publish(rundir, StorePeer(host="h", port=1))
     publish(rundir, MeetingPeer(host="h", port=1, rpc_port=2))  # of an engine that is not up yet
     bar.poll()
-    for index, life in ((0, 0), (0, 1), (1, 0)):
-        publish(rundir, EnginePeer(host="h", port=1, life=life), index)
+    for index, incarnation in ((0, 0), (0, 1), (1, 0)):
+        publish(rundir, EnginePeer(host="h", port=1, incarnation=incarnation), index)
         bar.poll()
     publish(rundir, TrainerPeer(start=0, total=4))
     bar.poll()

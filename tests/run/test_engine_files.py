@@ -27,12 +27,12 @@ from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 
 
-def peer(life: int) -> EnginePeer:
-    return EnginePeer(host="127.0.0.1", port=7 + life, life=life)
+def peer(incarnation: int) -> EnginePeer:
+    return EnginePeer(host="127.0.0.1", port=7 + incarnation, incarnation=incarnation)
 
 
 @pytest.mark.parametrize(
-    ("limit", "life", "up", "again"),
+    ("limit", "incarnation", "up", "again"),
     [
         (2, 0, True, True),
         (2, 1, True, True),
@@ -42,8 +42,8 @@ def peer(life: int) -> EnginePeer:
         (2, 1, False, True),
     ],
 )
-def test_who_starts_again(limit: int, life: int, up: bool, again: bool) -> None:
-    assert starts_again(limit, life, up) == again
+def test_who_starts_again(limit: int, incarnation: int, up: bool, again: bool) -> None:
+    assert starts_again(limit, incarnation, up) == again
 
 
 def test_reports_come_once_and_in_order(rundir: RunDir) -> None:
@@ -53,7 +53,7 @@ def test_reports_come_once_and_in_order(rundir: RunDir) -> None:
     assert record_end(rundir, 3, "a", 0, 2, True, "killed")
     publish(rundir, peer(1), 3)
     publish(rundir, peer(0), 12)
-    found = [(index, type(said).__name__, said.life) for index, said in reports.new()]
+    found = [(index, type(said).__name__, said.incarnation) for index, said in reports.new()]
     assert found.index((3, "EnginePeer", 0)) < found.index((3, "EngineEnd", 0)) < found.index((3, "EnginePeer", 1))
     assert (12, "EnginePeer", 0) in found and len(found) == 4 and reports.new() == []
     assert was_up(rundir, 3, 1) and not was_up(rundir, 3, 2)
@@ -64,8 +64,8 @@ def test_reports_come_once_and_in_order(rundir: RunDir) -> None:
 
 def test_last_end_is_the_error(rundir: RunDir) -> None:
     """The last end is the attempt's error and names the first."""
-    for life, why in enumerate(["out of memory", "hangs"]):
-        assert record_end(rundir, 0, "a", life, 2, True, why)
+    for incarnation, why in enumerate(["out of memory", "hangs"]):
+        assert record_end(rundir, 0, "a", incarnation, 2, True, why)
     assert rundir.failure() is None
     assert not record_end(rundir, 0, "a", 2, 2, True, "killed")
     wanted = "out of memory; it was started again 2 times (--engine-restarts), and at last: killed"

@@ -53,7 +53,7 @@ def test_whole_run_killed_twice(tmp_path: Path) -> None:
     run.until(lambda: run.steps() >= 8)
     psutil.Process(role_pid(root, "hpcrl.engine.server")).children()[
         -1
-    ].kill()  # in the middle of what is made next; another life of it is given the weights
+    ].kill()  # in the middle of what is made next; another incarnation of it is given the weights
     status, out = run.end(400)
     assert status == 0, out + run.logs()
     found = account(root)

@@ -15,13 +15,13 @@ import psutil
 import torch
 
 from hpcrl.config.options import Options
+from hpcrl.engines.http import Address, ask
+from hpcrl.engines.registry import Engine
 from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.rundir import RunDir
 from hpcrl.weights.bucket import fill
-from hpcrl.weights.engine_fleet import FleetEngine
-from hpcrl.weights.engine_http import Address, ask
 from hpcrl.weights.sender import WeightSender
 from hpcrl.weights.shared_memory import Region
 from tests.support.runs import REPO, alive
@@ -86,7 +86,7 @@ class Engines:
 
     def address(self, index: int = 0) -> Address:
         found = self.wait(index)
-        return Address(found.host, found.port, http_key(self.rundir, index, found.life))
+        return Address(found.host, found.port, http_key(self.rundir, index, found.incarnation))
 
     @property
     def key(self) -> str:
@@ -191,7 +191,7 @@ class Reference:
 def connected(engines: Engines, options: Options | None = None) -> WeightSender:
     """A sender to all of them."""
     sender = WeightSender(engines.rundir, "127.0.0.1", options or engines.options, is_driver=True)
-    sender.connect([FleetEngine(i, engines.address(i)) for i in range(len(engines.processes))])
+    sender.connect([Engine.at(engines.address(i), i) for i in range(len(engines.processes))])
     return sender
 
 

@@ -78,7 +78,7 @@ async def until_aborted(engine: FakeEngine, count: int, body: dict[str, Any]) ->
 
 def keys_of(rundir: RunDir) -> frozenset[str]:
     """The keys of a run's first engines in their first lives: a fake one does not know which it is."""
-    return frozenset(http_key(rundir, index, life) for index in range(8) for life in range(8))
+    return frozenset(http_key(rundir, index, incarnation) for index in range(8) for incarnation in range(8))
 
 
 class FakeEngine:

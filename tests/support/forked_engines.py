@@ -28,12 +28,12 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.engine.key_guard import ENGINE, KEY_FILE
 from hpcrl.engine.server_settings import LISTEN_FD, build, server_environment
+from hpcrl.engines.http import Address, HttpError, ask
 from hpcrl.model_files.config_json import read_config
 from hpcrl.queue.auth import http_key
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import RunDir
-from hpcrl.weights.engine_http import Address, HttpError, ask
 
 REPO = Path(__file__).resolve().parents[2]
 

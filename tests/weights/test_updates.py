@@ -11,54 +11,54 @@ from typing import Any
 
 import pytest
 
+from hpcrl.engines.fleet import EngineLate, EngineLost
+from hpcrl.engines.registry import Engine, Registry
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.rollout.engines.registry import Registry
 from hpcrl.run.rundir import RunDir
-from hpcrl.weights.engine_fleet import EngineLate, EngineLost, FleetEngine
 from hpcrl.weights.updates import Updates
 
 TENSORS = [(f"layer.{i}", object()) for i in range(5)]
 
 
 class Desk:
-    """`weights.updates.Roster` over a registry in this process; what goes through it is what goes over the queue."""
+    """A queue's client over a registry in this process; what goes through it is what goes over the queue."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
 
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        return json.loads(json.dumps(getattr(self, method)(**json.loads(json.dumps(params))) or {}))
+
     def engines(self) -> dict[str, Any]:
         def where(found: Any) -> list[list[Any]]:
-            return [[m.index, m.life, "host", 1000 + m.index] for m in found]
+            return [[m.index, m.incarnation, "host", 1000 + m.index] for m in found]
 
-        answer = {
+        return {
             "update": where(self.registry.to_update()),
             "waiting": where(self.registry.waiting()),
             "starting": [str(m) for m in self.registry.starting()],
             "published": self.registry.published,
         }
-        return json.loads(json.dumps(answer))
 
-    def updated(self, engines: list[list[int]], version: int, alone: bool) -> None:
-        who = [(index, life) for index, life in json.loads(json.dumps(engines))]
+    def engines_updated(self, engines: list[list[int]], version: int, alone: bool) -> None:
+        who = [(index, incarnation) for index, incarnation in engines]
         (self.registry.joined if alone else self.registry.updated)(who, version)
 
-    def lost(self, engines: list[list[Any]]) -> None:
-        for index, life, why in engines:
-            self.registry.lost(index, life, why)
+    def engines_lost(self, engines: list[list[Any]]) -> None:
+        for index, incarnation, why in engines:
+            self.registry.lost(index, incarnation, why)
 
 
 class Sender:
     """In place of a WeightSender: notes what each engine holds; `end(engines, tensor)` may raise in the middle."""
 
-    def __init__(
-        self, end: Callable[[tuple[FleetEngine, ...], int], None] = lambda *_: None, may_lose: bool = True
-    ) -> None:
+    def __init__(self, end: Callable[[tuple[Engine, ...], int], None] = lambda *_: None, may_lose: bool = True) -> None:
         self.end = end
         self.may_lose = may_lose
         self.held: dict[tuple[int, int], int] = {}
         self.tries: list[list[int]] = []
 
-    def connect(self, engines: list[FleetEngine]) -> None:
+    def connect(self, engines: list[Engine]) -> None:
         self.engines = tuple(engines)
 
     def publish(self, tensors: Iterator[Any], version: int) -> dict[str, float]:
@@ -66,7 +66,7 @@ class Sender:
         for number, _ in enumerate(tensors):
             self.end(self.engines, number)
         for engine in self.engines:
-            self.held[engine.index, engine.life] = version
+            self.held[engine.index, engine.incarnation] = version
         return {"perf/update_weights_time": 1.0}
 
     def close(self) -> None: ...
@@ -88,7 +88,12 @@ def updates(tmp_path: Path, sender: Sender, registry: Registry, seconds: float =
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     made = Updates(
-        sender, rundir, seconds, Desk(registry), lambda index, life: "key", lambda value: json.loads(json.dumps(value))
+        sender,
+        rundir,
+        seconds,
+        Desk(registry),
+        lambda index, incarnation: "key",
+        lambda value: json.loads(json.dumps(value)),
     )  # type: ignore[arg-type]
     return made, Export()
 
@@ -105,7 +110,7 @@ def engines(count: int, up: bool = True, limit: int = 2) -> Registry:
 def test_engine_death_during_an_update(tmp_path: Path) -> None:
     """An update in which an engine dies completes for the others."""
 
-    def dies(there: tuple[FleetEngine, ...], number: int) -> None:
+    def dies(there: tuple[Engine, ...], number: int) -> None:
         if number == 3 and len(there) == 3:
             raise EngineLost("engine-1 died", [there[1]])
         if number == 1 and len(there) == 2:
@@ -142,7 +147,7 @@ def test_update_without_engines(tmp_path: Path) -> None:
 def test_engine_end_without_restarts(tmp_path: Path) -> None:
     """Without restarts the end of an engine is an error."""
 
-    def dies(there: tuple[FleetEngine, ...], number: int) -> None:
+    def dies(there: tuple[Engine, ...], number: int) -> None:
         raise EngineLost("engine-1 died", [there[1]])
 
     made, export = updates(tmp_path, Sender(dies, may_lose=False), engines(2, limit=0))
@@ -176,7 +181,7 @@ def holds_what_was_published(tmp_path: Path, seed: int) -> None:
         if chance.random() < 0.7:
             registry.up(index, lives[index])
 
-    def ends(there: tuple[FleetEngine, ...], number: int) -> None:
+    def ends(there: tuple[Engine, ...], number: int) -> None:
         if chance.random() < 0.05:
             engine = chance.choice(there)
             if chance.random() < 0.8:
@@ -197,7 +202,7 @@ def holds_what_was_published(tmp_path: Path, seed: int) -> None:
                 die(index)
             made.join(export, version)
             for m in registry.serving():
-                assert sender.held[m.index, m.life] == version == m.version, seed
+                assert sender.held[m.index, m.incarnation] == version == m.version, seed
         for m in registry.members.values():
             m.failed_updates = 0
     assert export.begun == export.ended, seed

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpcrl.engines.http import Address, HttpError, ask
 from hpcrl.run.engine_files import read_views
-from hpcrl.weights.engine_http import Address, HttpError, ask
 from tests.support.runs import POLICY, REPO, Run, alive, all_gone, metrics, recipe
 
 pytestmark = pytest.mark.vllm

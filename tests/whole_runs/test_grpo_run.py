@@ -206,7 +206,7 @@ def test_same_losses_despite_engine_faults(tmp_path: Path, task: Path, uncut: Pa
     assert metrics(run.root) == metrics(uncut)
     assert samples(run.root) == samples(uncut)
     assert (the_engine().state, the_engine().restarts) == ("serving", 2)
-    reports = [end_of(RunDir(run.root), 0, life).why for life in (0, 1)]
+    reports = [end_of(RunDir(run.root), 0, incarnation).why for incarnation in (0, 1)]
     assert re.search("SIGKILL|died", reports[0]) and "core has not answered" in reports[1], reports
 
 

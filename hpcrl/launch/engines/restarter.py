@@ -1,7 +1,7 @@
 """The engines of one host: what has ended is started again, as often as it may be.
 
-Invariants: an engine has one process at a time, and a life of its own for each; what is not started again stays among
-the host's roles, where it is taken for the failure that it is, unless the run has let it go.
+Invariants: an engine has one process at a time, and an incarnation of its own for each; what is not started again stays
+among the host's roles, where it is taken for the failure that it is, unless the run has let it go.
 """
 
 from __future__ import annotations
@@ -53,32 +53,34 @@ class EngineRestarter:
         self._limit = limit
         self._commands = commands
         self._begin = begin
-        self._lives = dict.fromkeys(commands, 0)
-        self._due: dict[int, float] = {}  # engines between two lives, and when the next begins
+        self._incarnations = dict.fromkeys(commands, 0)
+        self._due: dict[int, float] = {}  # engines between two incarnations, and when the next begins
         self._next_look = 0.0
 
     @property
     def waits(self) -> bool:
-        """Whether an engine is between two lives."""
+        """Whether an engine is between two incarnations."""
         return bool(self._due)
 
     def restart_ended(self, roles: list[R]) -> None:
         """Take ended engines that may start again out of `roles`, and put started ones in."""
         now = time.monotonic()
         for role in [r for r in roles if r.name == "engine" and r.status is not None]:
-            life = self._lives[role.index]
-            if not starts_again(self._limit, life, was_up(self.rundir, role.index, life)):
+            incarnation = self._incarnations[role.index]
+            if not starts_again(self._limit, incarnation, was_up(self.rundir, role.index, incarnation)):
                 continue
             record_end(
-                self.rundir, role.index, self.host, life, self._limit, True, role.exit_report()
+                self.rundir, role.index, self.host, incarnation, self._limit, True, role.exit_report()
             )  # unless it has done so itself
-            say(f"{role.exit_report()}; it is started again ({life + 1} of {self._limit})")
+            say(f"{role.exit_report()}; it is started again ({incarnation + 1} of {self._limit})")
             roles.remove(role)
             self._due[role.index] = now + PAUSE
         for index in [index for index, due in self._due.items() if due <= now]:
             del self._due[index]
-            self._lives[index] += 1
-            roles.append(self._begin("engine", index, [*self._commands[index], "--life", str(self._lives[index])]))
+            self._incarnations[index] += 1
+            roles.append(
+                self._begin("engine", index, [*self._commands[index], "--incarnation", str(self._incarnations[index])])
+            )
         self._let_go(roles, now)
 
     def _let_go(self, roles: list[R], now: float) -> None:

@@ -16,20 +16,20 @@ import aiohttp
 from yarl import URL
 
 from hpcrl.config.options import Options
+from hpcrl.engines.http import Address, answer
+from hpcrl.engines.load import Loads, Occupancy
+from hpcrl.engines.registry import Registry
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.handover import TRAINERS_TURN, Event, HandOver, OutOfTurn
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
 from hpcrl.report.timeline.spans import GENERATE, NOWHERE, Timeline
-from hpcrl.rollout.engines.load import Loads, Occupancy
-from hpcrl.rollout.engines.registry import Registry
 from hpcrl.run.engine_files import EngineAdded, EngineReports
 from hpcrl.run.peers import IDLE, EnginePeer
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.toolbox.deadline import Deadline
 
-PROBE = 5.0  #: seconds that an engine has to say that it lives
 CONNECT = 10.0  #: seconds for a TCP connection
 DRAIN = 10.0  #: seconds that requests which were ended with their rollout may take before the engines sleep
 HOMES = 65536  #: keys whose engine is remembered
@@ -42,17 +42,17 @@ PARTS = 8  #: an engine without room for all of a group is given a part of it if
 
 @dataclass(eq=False)
 class PooledEngine:
-    """One engine in one of its lives: where it is, and how busy.  number: ours alone; lean: whether it has our own
-    route."""
+    """One engine in one of its incarnations: where it is, and how busy.  number: ours alone; lean: whether it has our
+    own route."""
 
     index: int
     host: str
-    url: str
+    address: Address
     session: aiohttp.ClientSession
     log: str
     model_len: int | None = None
     lean: bool = False
-    life: int = 0
+    incarnation: int = 0
     number: int = 0
     in_flight: int = 0
     probing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -61,24 +61,11 @@ class PooledEngine:
     def at(self, path: str) -> URL:
         """The address of one of its routes, taken apart once."""
         if path not in self._urls:
-            self._urls[path] = URL(f"{self.url}{path}")
+            self._urls[path] = URL(f"{self.address.url}{path}")
         return self._urls[path]
 
     def __str__(self) -> str:
         return f"engine-{self.index} on {self.host}"
-
-    async def alive(self, path: str = "/health") -> bool:
-        """Whether it answers `path` with 200, on a connection of its own: those that are kept may have been closed
-        meanwhile."""
-        timeout = aiohttp.ClientTimeout(total=PROBE)
-        try:
-            async with (
-                aiohttp.ClientSession(headers=self.session.headers, timeout=timeout) as session,
-                session.get(f"{self.url}{path}") as answer,
-            ):
-                return answer.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
 
 
 class EnginePool:
@@ -115,14 +102,13 @@ class EnginePool:
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
         self._connecting = asyncio.Lock()
         self._reports = EngineReports(rundir)
-        self._clients: list[aiohttp.ClientSession] = []  # one for each life of an engine
+        self._clients: list[aiohttp.ClientSession] = []  # one for each incarnation of an engine
         self._count = 0
         self.registry = Registry(options.engine_restarts, trusting=True) if registry is None else registry
         for index, place in enumerate(plan.engines):
             self.registry.expect(index, place.host)
         for number, address in enumerate(plan.external):
             self.registry.expect(len(plan.engines) + number, address)
-        self.peers: dict[int, EnginePeer] = {}  #: where each engine is in its last life
         self.changed: Callable[[], None] = lambda: None  #: called when requests that wait may have a place to go
         #: called with an engine that has no time left: has its responses continue elsewhere, and says how many
         self.hand_back: Callable[[int], int] = lambda _: 0
@@ -171,10 +157,11 @@ class EnginePool:
             elif index not in self.registry.members:
                 continue
             elif isinstance(said, EnginePeer):
-                self.peers[index] = said
-                self.registry.up(index, said.life)
+                key = http_key(self._rundir, index, said.incarnation)
+                address = Address(said.host, said.port, key)
+                self.registry.up(index, said.incarnation, address, said.model_len, said.lean)
             else:
-                self.registry.ended(index, said.life, said.why, said.again)
+                self.registry.ended(index, said.incarnation, said.why, said.again)
                 say(f"{self.registry.members[index]}: {said.why}")
         if new:
             self.refresh()
@@ -182,14 +169,14 @@ class EnginePool:
 
     def refresh(self) -> None:
         """Do as the registry has it now: who serves gets requests, who does not gets none."""
-        serving = {(m.index, m.life) for m in self.registry.serving()}
-        for engine in [e for e in self.engines if (e.index, e.life) not in serving]:
+        serving = {(m.index, m.incarnation) for m in self.registry.serving()}
+        for engine in [e for e in self.engines if (e.index, e.incarnation) not in serving]:
             self.engines.remove(engine)
             self._by_number.pop(engine.number)
             self._loads.drop(engine.number)
             self._parting.append(engine)
         self._parting = [e for e in self._parting if e.in_flight]
-        there = {(e.index, e.life) for e in self.engines}
+        there = {(e.index, e.incarnation) for e in self.engines}
         for index, _ in sorted(serving - there):
             self._welcome(self.engine(index))
         self.engines.sort(key=lambda e: e.index)
@@ -197,7 +184,7 @@ class EnginePool:
         self.changed()
 
     def requests(self, index: int) -> int:
-        """How many requests this engine has in flight, those of an earlier life of it included."""
+        """How many requests this engine has in flight, those of an earlier incarnation of it included."""
         return sum(e.in_flight for e in (*self.engines, *self._parting) if e.index == index)
 
     def _welcome(self, engine: PooledEngine) -> None:
@@ -207,22 +194,21 @@ class EnginePool:
         self._loads.add(engine.number)
 
     def engine(self, index: int) -> PooledEngine:
-        """An engine as it is reached in its last life."""
-        peer = self.peers[index]
+        """An engine as it is reached in its last incarnation."""
+        member = self.registry.members[index]
+        assert member.address is not None
         self._count = self._count + 1
-        self._clients.append(self._session(index, peer.life))
-        host = self.registry.members[index].host
-        url = f"http://{_bracket(peer.host)}:{peer.port}"
-        log, life = self._log(index), peer.life
-        return PooledEngine(index, host, url, self._clients[-1], log, peer.model_len, peer.lean, life, self._count)
-
-    def _session(self, index: int, life: int) -> aiohttp.ClientSession:
-        """Connections to an engine, as many as are needed, kept open for IDLE seconds; only they know its key."""
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
-            headers={"Authorization": f"Bearer {http_key(self._rundir, index, life)}"},
-            cookie_jar=aiohttp.DummyCookieJar(),
+        self._clients.append(_session(member.address))
+        return PooledEngine(
+            index,
+            member.host,
+            member.address,
+            self._clients[-1],
+            self._log(index),
+            member.model_len,
+            member.lean,
+            member.incarnation,
+            self._count,
         )
 
     def _log(self, index: int) -> str:
@@ -298,12 +284,18 @@ class EnginePool:
     async def examine(self, engine: PooledEngine, trouble: str) -> None:
         """After a failed request: find out whether the engine is gone, and say so once."""
         async with engine.probing:
-            if engine.number not in self._loads or await engine.alive():
+            if engine.number not in self._loads or (await answer(engine.address))[0] == 200:
                 return
-            self.registry.suspect(engine.index, engine.life, f"died ({trouble})")
+            self.registry.suspect(engine.index, engine.incarnation, f"died ({trouble})")
             self.refresh()
         say(f"{engine} died ({trouble})")
 
 
-def _bracket(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _session(address: Address) -> aiohttp.ClientSession:
+    """Connections to an engine, as many as are needed, kept open for IDLE seconds; only they know its key."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
+        headers={"Authorization": f"Bearer {address.key}"},
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )

@@ -2,7 +2,7 @@
 
 For such an engine this is what a supervisor is for one of ours, and speaks as one does (`run/engine_files.py`): it is
 up, it has ended. Nobody here can start it again; but once it answers again, within --engine-restarts, that is another
-life of it, and it gets the weights before it is asked.
+incarnation of it, and it gets the weights before it is asked.
 
 Invariants: nothing is started and nothing ended; every wait has a deadline, but for the return of an engine that has
 ended, for which nobody waits.
@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
-
-import aiohttp
 
 from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
+from hpcrl.engines.http import CORE, HEALTH, LATE, REFUSED, SILENT, Address, answer
 from hpcrl.errors import DeadlineError, UsageError
 from hpcrl.queue.auth import http_key
 from hpcrl.rollout.async_tasks import cancel
@@ -24,7 +22,6 @@ from hpcrl.rollout.engines.membership import EngineMembership
 from hpcrl.run.engine_files import EngineEnd, leaves, tell_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.role import RoleContext, say
-from hpcrl.weights.engine_http import CORE, LATE
 
 POLL = 1.0  #: seconds between two questions whether it lives
 NAME = "policy"  #: what the engines of hpcrl call their model
@@ -47,46 +44,45 @@ class ExternalEngine:
     def __init__(self, context: RoleContext, index: int, address: str) -> None:
         self._rundir = context.rundir
         self._options = context.options
-        self._index, self._address, (self._host, self._port) = index, address, split_address(address)
+        self._index = index
+        self._address = address
+        self._at = Address(*split_address(address), http_key(context.rundir, index))
         self._name = f"engine-{index} at {address}"
 
     async def keep(self) -> None:
-        """Tell its lives until it has ended once too often, or the run lets it go.
+        """Tell its incarnations until it has ended once too often, or the run lets it go.
 
         DeadlineError if it does not answer when the run begins, UsageError if what answers is not an engine for this
         run.
         """
-        headers = {"Authorization": f"Bearer {http_key(self._rundir, self._index)}"}
-        connector = aiohttp.TCPConnector(force_close=True)  # a kept connection that was closed looks like a dead engine
-        async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
-            for life in range(self._options.engine_restarts + 1):
-                peer = await self._come_up(session, life)
-                publish(self._rundir, peer, self._index)
-                say(f"{self._name} answers" + (" again" if life else ""))
-                if (why := await self._watch(session)) is None:
-                    return
-                again = life < self._options.engine_restarts
-                end = EngineEnd(host=self._address, life=life, why=why, again=again, time=time.time())
-                tell_end(self._rundir, self._index, end)
+        for incarnation in range(self._options.engine_restarts + 1):
+            peer = await self._come_up(incarnation)
+            publish(self._rundir, peer, self._index)
+            say(f"{self._name} answers" + (" again" if incarnation else ""))
+            if (why := await self._watch()) is None:
+                return
+            again = incarnation < self._options.engine_restarts
+            end = EngineEnd(host=self._address, incarnation=incarnation, why=why, again=again, time=time.time())
+            tell_end(self._rundir, self._index, end)
 
-    async def _come_up(self, session: aiohttp.ClientSession, life: int) -> EnginePeer:
+    async def _come_up(self, incarnation: int) -> EnginePeer:
         begun = time.monotonic()
         limit = self._options.engine_start_timeout
         while True:
-            status, _ = await self._ask(session, "/health", POLL * 5)
+            status, _ = await answer(self._at)
             if status == 401:
                 raise UsageError(
                     f"{self._name} does not take the keys of {KEYS}", "give the directory that it was served with"
                 )
             if status == 200:
                 break
-            if not life and time.monotonic() > begun + limit:
+            if not incarnation and time.monotonic() > begun + limit:
                 raise DeadlineError(
                     f"{self._name} did not answer within --engine-start-timeout {limit:.0f} s ({self._said(status)})",
                     "is it served, and is this its address on the run's network?",
                 )
             await asyncio.sleep(POLL)
-        _, models = await self._ask(session, "/v1/models", 60.0)
+        _, models = await answer(self._at, "/v1/models", 60.0)
         try:
             model = next(entry for entry in models["data"] if entry["id"] == NAME)
             length = int(model["max_model_len"])
@@ -95,42 +91,35 @@ class ExternalEngine:
                 f"{ADDRS}: {self._name} is not an engine of hpcrl: it does not serve {NAME!r}",
                 "start it with hpcrl engines serve",
             ) from None
-        return EnginePeer(host=self._host, port=self._port, model_len=length, lean=True, life=life)
+        return EnginePeer(host=self._at.host, port=self._at.port, model_len=length, lean=True, incarnation=incarnation)
 
-    async def _watch(self, session: aiohttp.ClientSession) -> str | None:
-        """Why this life has ended; None if the run lets the engine go."""
+    async def _watch(self) -> str | None:
+        """Why this incarnation has ended; None if the run lets the engine go."""
         patience = self._options.engine_hang_timeout
         heard = time.monotonic()
         while not leaves(self._rundir, [self._index]):
-            health, _ = await self._ask(session, "/health", POLL * 5)
-            if health not in (200, None):
+            health, _ = await answer(self._at)
+            if health not in (200, SILENT):
                 return f"{self._name} has died: {self._said(health)}"
-            core, said = await self._ask(session, CORE, POLL * 5) if health == 200 else (None, None)
+            core, said = await answer(self._at, CORE) if health == 200 else (SILENT, None)
             if core == LATE:
                 return (
                     f"{self._name} hangs: its engine core has been at {(said or {}).get('error', 'a call')} "
                     "(--update-timeout)"
                 )
-            if core is not None and core > 0:
+            if core > 0:
                 heard = time.monotonic()
             if time.monotonic() - heard > patience:
                 return f"{self._name} hangs: no sign of life for {patience:.0f} s (--engine-hang-timeout)"
             await asyncio.sleep(POLL)
         return None
 
-    async def _ask(self, session: aiohttp.ClientSession, path: str, seconds: float) -> tuple[int | None, Any]:
-        """The status and what came with it; None for no answer in time, 0 where nobody listens."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        try:
-            timeout = aiohttp.ClientTimeout(total=seconds)
-            async with session.get(f"http://{host}:{self._port}{path}", timeout=timeout) as answer:
-                data = await answer.read()
-                return answer.status, await answer.json() if data[:1] == b"{" else None
-        except TimeoutError:
-            return None, None
-        except (aiohttp.ClientError, OSError, ValueError):
-            return 0, None
-
     @staticmethod
-    def _said(status: int | None) -> str:
-        return "nobody listens there" if status == 0 else "no answer" if status is None else f"/health answers {status}"
+    def _said(status: int) -> str:
+        return (
+            "nobody listens there"
+            if status == REFUSED
+            else "no answer"
+            if status == SILENT
+            else f"{HEALTH} answers {status}"
+        )

@@ -14,13 +14,13 @@ import asyncio
 import time
 from typing import Any
 
+from hpcrl.engines.http import CORE, answer
+from hpcrl.engines.registry import Engine, Registry
 from hpcrl.errors import PeerError
 from hpcrl.rollout.engines.engine_pool import EnginePool
-from hpcrl.rollout.engines.registry import EngineMember, Registry
 from hpcrl.run.engine_files import EngineView, hand_back_requests, let_leave, removal_requests, write_views
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
-from hpcrl.weights.engine_http import CORE
 
 LOOK = 0.5  #: seconds between two looks for what supervisors have said
 DOUBT = 2.0  #: seconds between two questions to an engine that is in doubt
@@ -46,7 +46,8 @@ class EngineMembership:
     # ---- what the trainer calls
 
     async def engines(self) -> dict[str, Any]:
-        """update: [index, life, host, port] of all that the next update goes to; waiting: of those that wait for one;
+        """update: [index, incarnation, host, port] of all that the next update goes to; waiting: of those that wait for
+        one;
         starting: those that have not come up yet, by name; published: the version that the others hold."""
         self._pool.look()
         registry = self._registry
@@ -58,8 +59,8 @@ class EngineMembership:
         }
 
     async def engines_updated(self, engines: list[list[Any]], version: int, alone: bool = False) -> dict[str, Any]:
-        """These (index, life) now hold `version`; alone: which the others hold already."""
-        who = [(index, life) for index, life, *_ in engines]
+        """These (index, incarnation) now hold `version`; alone: which the others hold already."""
+        who = [(index, incarnation) for index, incarnation, *_ in engines]
         (self._registry.joined if alone else self._registry.updated)(who, version)
         if alone:
             say(f"{', '.join(str(self._registry.members[index]) for index, _ in who)} joined with version {version}")
@@ -67,16 +68,15 @@ class EngineMembership:
         return {}
 
     async def engines_lost(self, engines: list[list[Any]]) -> dict[str, Any]:
-        """These (index, life, why) were left out of an update."""
-        for index, life, why in engines:
+        """These (index, incarnation, why) were left out of an update."""
+        for index, incarnation, why in engines:
             say(f"{self._registry.members[index]} was left out of a weight update: {why}")
-            self._registry.lost(index, life, why)
+            self._registry.lost(index, incarnation, why)
         self._pool.refresh()
         return {}
 
-    def _where(self, member: EngineMember) -> list[Any]:
-        peer = self._pool.peers[member.index]
-        return [member.index, member.life, peer.host, peer.port]
+    def _where(self, member: Engine) -> list[Any]:
+        return [member.index, member.incarnation, member.address.host, member.address.port]
 
     # ---- in the background
 
@@ -98,15 +98,15 @@ class EngineMembership:
 
     async def _ask_again(self) -> None:
         """Find out how those are that were in doubt: not whether the server listens, but whether its core works."""
-        doubted = [m for m in self._registry.in_doubt() if m.index in self._pool.peers]
+        doubted = [m for m in self._registry.in_doubt() if m.address is not None]
         if not doubted or time.monotonic() < self._asked + DOUBT:
             return
-        lives = [(m.index, m.life) for m in doubted]
-        well = await asyncio.gather(*(self._pool.engine(index).alive(CORE) for index, _ in lives))
+        asked = [(m.index, m.incarnation) for m in doubted]
+        found = await asyncio.gather(*(answer(m.address, CORE) for m in doubted))
         self._asked = time.monotonic()
-        for (index, life), is_well in zip(lives, well, strict=True):
-            if is_well:
-                self._registry.well(index, life)
+        for (index, incarnation), (status, _) in zip(asked, found, strict=True):
+            if status == 200:
+                self._registry.well(index, incarnation)
         self._pool.refresh()
 
     def _drain(self) -> None:
@@ -141,10 +141,16 @@ class EngineMembership:
             self._written = time.monotonic(), views
             write_views(self._rundir, self._registry.published, views)
 
-    def _view(self, m: EngineMember) -> EngineView:
+    def _view(self, m: Engine) -> EngineView:
         requests = self._pool.requests(m.index)
         return EngineView(
-            index=m.index, host=m.host, state=m.state, version=m.version, requests=requests, restarts=m.life, why=m.why
+            index=m.index,
+            host=m.host,
+            state=m.state,
+            version=m.version,
+            requests=requests,
+            restarts=m.incarnation,
+            why=m.why,
         )
 
 

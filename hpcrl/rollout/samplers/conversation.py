@@ -25,7 +25,7 @@ class ContextFull(Exception):
     """The tokens leave no room for another turn."""
 
 
-class Engine:
+class PolicyClient:
     """The policy, for one response.  Many may be asked at once."""
 
     def __init__(self, base_url: str, api_key: str, http: aiohttp.ClientSession) -> None:
@@ -63,7 +63,7 @@ class Arguments:
     def __init__(
         self,
         options: Options,
-        engine: Engine,
+        engine: PolicyClient,
         tokenizer: Tokenizer,
         base_url: str,
         api_key: str,

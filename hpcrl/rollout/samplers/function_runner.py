@@ -20,7 +20,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.errors import UsageError
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
-from hpcrl.rollout.samplers.conversation import Arguments, Engine
+from hpcrl.rollout.samplers.conversation import Arguments, PolicyClient
 from hpcrl.rollout.worker_messages import (
     ERROR,
     TIMEOUT,
@@ -186,7 +186,7 @@ class FunctionRunner:
             return frame(CustomResult(call.id, failure=ERROR, text=f"set metadata that is not plain data: {error}"))
 
     async def _made(self, call: CustomCall) -> CustomResult:
-        engine = Engine(call.base_url, call.api_key, self._http)
+        engine = PolicyClient(call.base_url, call.api_key, self._http)
         args = Arguments(
             self._options, engine, self._tokenizer, call.base_url, call.api_key, call.evaluation, call.version
         )

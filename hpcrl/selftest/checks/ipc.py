@@ -53,7 +53,7 @@ class Other:
 
     def ask(self, what: Any) -> Any:
         """Its answer.  HpcrlError if it has ended; the standard library's TimeoutError after LIMIT."""
-        from hpcrl.weights.engine_fleet import in_thread
+        from hpcrl.engines.fleet import in_thread
 
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(what) + "\n")

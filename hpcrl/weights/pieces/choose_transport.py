@@ -10,8 +10,8 @@ from concurrent.futures import TimeoutError as Late
 
 import torch
 
+from hpcrl.engines.fleet import in_thread
 from hpcrl.errors import DeadlineError
-from hpcrl.weights.engine_fleet import in_thread
 from hpcrl.weights.gloo_group import GlooGroup
 from hpcrl.weights.pieces.device_memory import DeviceMemory, HostMemory
 from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire

@@ -17,11 +17,11 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hpcrl.config.options import Options
+from hpcrl.engines.fleet import GLANCE, EngineLost, Fleet, PendingCalls, in_thread
 from hpcrl.errors import PeerError, UsageError
 from hpcrl.queue.auth import server_keys
 from hpcrl.redistribution.plan import Redistribution
 from hpcrl.rendezvous.server import StoreServer
-from hpcrl.weights.engine_fleet import GLANCE, EngineLost, Fleet, PendingCalls, in_thread
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.piece_sender import SendTarget
 from hpcrl.weights.pieces.planning import (

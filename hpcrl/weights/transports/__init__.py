@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from hpcrl.engines.fleet import Fleet
 from hpcrl.errors import PeerError, UsageError
 from hpcrl.toolbox.plugins import PluginRoom
-from hpcrl.weights.engine_fleet import Fleet
 
 if TYPE_CHECKING:
     import torch

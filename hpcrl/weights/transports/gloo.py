@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpcrl.engines.fleet import joined
 from hpcrl.queue.auth import client_keys, server_keys
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
 from hpcrl.weights.bucket import fill
-from hpcrl.weights.engine_fleet import joined
 from hpcrl.weights.transports import Link, Stream, TransportConditions
 
 if TYPE_CHECKING:

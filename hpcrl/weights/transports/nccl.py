@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.engines.fleet import PendingCalls, joined
 from hpcrl.weights.bucket import Packer, dtype_name
-from hpcrl.weights.engine_fleet import PendingCalls, joined
 from hpcrl.weights.transports import Link, Stream, TransportConditions
 
 if TYPE_CHECKING:

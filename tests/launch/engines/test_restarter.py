@@ -40,16 +40,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_an_engine_is_started_again_up_to_the_limit(rundir: RunDir, clock: Clock) -> None:
     restarter = EngineRestarter(rundir, "a", 2, {1: ["run"]}, Fake)
     roles = [Fake("rollout", 0, []), Fake("engine", 1, ["run"])]
-    for life in range(3):
-        publish(rundir, EnginePeer(host="a", port=1, life=life), 1)
+    for incarnation in range(3):
+        publish(rundir, EnginePeer(host="a", port=1, incarnation=incarnation), 1)
         restarter.restart_ended(roles)
         engine = roles[-1]
-        assert engine.command == (["run"] if life == 0 else ["run", "--life", str(life)])
+        assert engine.command == (["run"] if incarnation == 0 else ["run", "--incarnation", str(incarnation)])
         engine.status = -9
         restarter.restart_ended(roles)
-        if life < 2:
+        if incarnation < 2:
             assert [r.name for r in roles] == ["rollout"], "nobody takes its end for the run's"
-            assert end_of(rundir, 1, life).why == "engine-1 ended with -9"
+            assert end_of(rundir, 1, incarnation).why == "engine-1 ended with -9"
             clock.sleep(engine_restarter.PAUSE)
     assert roles[-1].status == -9, "now it counts"
 

@@ -674,7 +674,7 @@ def test_key_stays_with_its_engine(bench: Bench) -> None:
         pool._move(home, SLACK + 1)
         await generator.complete(PROMPT, SAMPLING, 3, 4, affinity="a")
         assert pool._homes["a"] is not home, "it is too busy: the key moves"
-        pool.registry.suspect(home.index, home.life, "died")
+        pool.registry.suspect(home.index, home.incarnation, "died")
         pool.refresh()
         await generator.complete(PROMPT, SAMPLING, 3, 4, affinity="b")
         assert pool._homes["b"] is not home

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.options import Options
+from hpcrl.engines.registry import Registry
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch.engines.standalone import borrow, prepare
 from hpcrl.plan import Location, Plan
@@ -20,7 +21,6 @@ from hpcrl.queue.auth import client_keys, http_key, make_keys, server_keys
 from hpcrl.rollout.engines import external
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import ExternalEngine
-from hpcrl.rollout.engines.registry import Registry
 from hpcrl.run.engine_files import EngineAdded, claim, end_of, let_leave, with_added
 from hpcrl.run.role import RoleContext, read_plan
 from hpcrl.run.rundir import RunDir
@@ -112,7 +112,7 @@ def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
 
     def state() -> str:
         pool.look()
-        return f"{member.state} {member.life}"
+        return f"{member.state} {member.incarnation}"
 
     async def go() -> None:
         watching = asyncio.create_task(ExternalEngine(context, 1, f"127.0.0.1:{port}").keep())
@@ -120,7 +120,7 @@ def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
         assert state() == "starting 0"
         with serving("k" * 64, port):
             await until(lambda: state() == "joining 0")
-            assert pool.peers[1].port == port and pool.peers[1].model_len == 64
+            assert pool.registry.members[1].address.port == port and pool.registry.members[1].model_len == 64
         await until(lambda: state() == "ended 0")
         assert "nobody listens there" in member.why
         with serving("k" * 64, port) as served:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config.options import Options
+from hpcrl.engines.registry import Registry
 from hpcrl.errors import PeerError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import make_keys
@@ -20,7 +21,6 @@ from hpcrl.rollout.engines import membership as membership_module
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.membership import EngineMembership
-from hpcrl.rollout.engines.registry import Registry
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.run.engine_files import (
     EngineAdded,
@@ -58,8 +58,8 @@ class Office:
     def engine(self, script: Script | None = None) -> FakeEngine:
         return self.stack.enter_context(FakeEngine(script, keys_of(self.rundir)))
 
-    def up(self, index: int, engine: FakeEngine, life: int = 0) -> None:
-        publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, lean=True, life=life), index)
+    def up(self, index: int, engine: FakeEngine, incarnation: int = 0) -> None:
+        publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, lean=True, incarnation=incarnation), index)
 
     def run(self, job: Callable[[Office], Awaitable[None]]) -> None:
         async def go() -> None:
@@ -110,7 +110,7 @@ def test_nobody_is_asked_before_it_has_the_weights(tmp_path: Path, stack: ExitSt
         record_end(office.rundir, 0, "a", 0, 2, True, "killed")
         await office.until("ended")
         again = office.engine()
-        office.up(0, again, life=1)
+        office.up(0, again, incarnation=1)
         await office.until("joining")
         await asyncio.gather(*(office.answer(seed) for seed in range(20)))
         assert not again.bodies, "it waits for its weights"
@@ -138,7 +138,7 @@ def test_request_waits_for_the_next_life(tmp_path: Path, stack: ExitStack) -> No
         await office.until("suspect")
         record_end(office.rundir, 0, "a", 0, 2, True, "killed")
         await office.until("ended")
-        office.up(0, office.engine(), life=1)
+        office.up(0, office.engine(), incarnation=1)
         await office.until("joining")
         assert not asked.done()
         await office.update(4, alone=True)

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from hpcrl.convert.to_fp8 import convert
+from hpcrl.engines.fleet import EngineLost, Fleet
+from hpcrl.engines.http import Address
+from hpcrl.engines.registry import Engine
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import client_keys
 from hpcrl.run.rundir import RunDir
@@ -19,8 +22,6 @@ from hpcrl.trainer.megatron.model import build
 from hpcrl.trainer.parallel_state import initialize
 from hpcrl.trainer.weight_export import WeightExporter
 from hpcrl.weights.comparison import digest
-from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine
-from hpcrl.weights.engine_http import Address
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.sender import WeightSender
 from tests.support.engines import CLOSE, SMALL, Engines, Reference, generate
@@ -57,7 +58,7 @@ def rank_side(
     options = options.model_copy(update={"weight_update": updates[0]})
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     if ranks.rank == 0:
-        sender.connect([FleetEngine(index, address) for index, address in enumerate(addresses)])
+        sender.connect([Engine.at(address, index) for index, address in enumerate(addresses)])
     found = []
     for version, update in enumerate(updates, 1):
         change(policy, version, every)
@@ -135,7 +136,7 @@ def ipc_side(root: Path, plan: Plan, addresses: list[Address], options: Any, wid
     way_out = WeightExporter(policy, make_patient(options), "127.0.0.1", client_keys(RunDir(root), 0, "weights"), None)
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     if ranks.rank == 0:
-        sender.connect([FleetEngine(0, addresses[0])])
+        sender.connect([Engine.at(addresses[0], 0)])
         sender.manifests[0][0]["backend"] = "hpcrl_ipc"
     sent = []
     for version in (1, 2):
@@ -220,9 +221,9 @@ def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, w
 
     def publish(what: str, engines: list[int], version: int) -> None:
         if ranks.rank == 0:
-            sender.connect([FleetEngine(index, addresses[index]) for index in engines])
+            sender.connect([Engine.at(addresses[index], index) for index in engines])
             if what == "one dies":
-                Fleet(RunDir(root), [FleetEngine(1, addresses[1])], 30).call("breaking", "die_in_pieces")
+                Fleet(RunDir(root), [Engine.at(addresses[1], 1)], 30).call("breaking", "die_in_pieces")
         try:
             found[what] = sender.publish(way_out.stream(), version).get("perf/update_weights_bytes", 0.0)
         except EngineLost as lost:

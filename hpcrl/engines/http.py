@@ -14,9 +14,15 @@ from typing import Any
 from hpcrl.errors import PeerError
 
 TURN = "/hpcrl/turn"  #: where an engine that shares its GPUs is told whose turn it is
+#: whether it lives; vLLM answers this also while its core hangs, or is stopped
+HEALTH = "/health"
+IS_PAUSED = "/is_paused"  #: what only vLLM's core can answer
 CORE = "/hpcrl/core"  #: whether the engine core works (GET): 200, also while it makes what it was asked to, or LATE
 LATE = 504  #: its status when the core has been at a call for longer than whoever asked for that call waits
 PATIENCE = "Hpcrl-Patience"  #: header: how many seconds who sends a request waits for the answer
+HEALTH_SECONDS = 10.0  #: that an engine may take for one of these answers
+#: in place of a status: no answer in time, nobody listens, and a connection that broke
+SILENT, REFUSED, BROKEN = -1, 0, -2
 LONGEST = 600  #: characters of an answer that go into an error
 
 
@@ -27,6 +33,10 @@ class Address:
     host: str
     port: int
     key: str = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 class HttpError(PeerError):
@@ -61,6 +71,38 @@ def ask(address: Address, method: str, path: str, seconds: float, body: Any = No
         return json.loads(text) if text.strip() else None
     except ValueError:
         return None  # such as /metrics
+
+
+def status(address: Address, path: str = HEALTH, seconds: float = HEALTH_SECONDS) -> int:
+    """The status with which the engine answers; else SILENT, REFUSED (one that is ending does not listen) or BROKEN."""
+    try:
+        ask(address, "GET", path, seconds)
+    except HttpError as error:
+        if error.status is not None:
+            return error.status
+        if isinstance(error.__cause__, TimeoutError):
+            return SILENT
+        return REFUSED if isinstance(error.__cause__, ConnectionRefusedError) else BROKEN
+    return 200
+
+
+async def answer(address: Address, path: str = HEALTH, seconds: float = HEALTH_SECONDS) -> tuple[int, Any]:
+    """The same for an event loop, with the JSON object that came; a connection that broke is REFUSED too."""
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=seconds)
+    headers = {"Authorization": f"Bearer {address.key}"}
+    try:
+        async with (
+            aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
+            session.get(f"{address.url}{path}") as found,
+        ):
+            data = await found.read()
+            return found.status, json.loads(data) if data[:1] == b"{" else None
+    except TimeoutError:
+        return SILENT, None
+    except (aiohttp.ClientError, OSError, ValueError):
+        return REFUSED, None
 
 
 def _reason(text: bytes) -> str:

@@ -8,8 +8,9 @@
 The law:
 1. Only an engine that is serving, or draining, answers requests, and it holds the version that was published last (or a
    newer one, which it joined with while the trainer was ahead of the engines).
-2. What is said of an earlier life of an engine, and of one that is gone, changes nothing; lives only grow.
-3. An engine comes to serve in one way alone: up (joining), then a weight update that names this life of it (serving).
+2. What is said of an earlier incarnation of an engine, and of one that is gone, changes nothing; incarnations
+   only grow.
+3. An engine comes to serve in one way alone: up (joining), then a weight update that names this incarnation (serving).
 4. Whoever was in doubt (suspect) comes back as joining unless it holds the published version.
 
 Pure: numbers and events in, decisions out; no clock, no socket.  Where nobody sends weights (`trusting`), an engine
@@ -22,25 +23,42 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hpcrl.engines.http import Address
+
 State = Literal["starting", "joining", "serving", "suspect", "draining", "ended", "gone"]
-#: an engine that fails so many updates in one life, though its supervisor calls it well, is beyond help
+#: an engine that fails so many updates in one incarnation, though its supervisor calls it well, is beyond help
 FAILED_UPDATES = 3
 
 
 @dataclass
-class EngineMember:
-    """One engine.  life: as `run/engine_files.py` counts; version: that it holds, None: not one of ours; why: it is
-    not well;
-    planned: whether the run waits for it before it begins."""
+class Engine:
+    """One engine, as the registry keeps it, and as whoever sends it weights is told.
+
+    incarnation: how often it was started before (`run/engine_files.py`).
+    address: where it answers in this incarnation, None before it has come up.
+    model_len: tokens of prompt and response together that it can hold, None if it did not say.
+    lean: whether it has the route of `hpcrl.token_frames`.
+    version: of its weights, None: not one of ours.
+    why: it is not well.
+    planned: whether the run waits for it before it begins.
+    """
 
     index: int
     host: str
     state: State = "starting"
-    life: int = 0
+    incarnation: int = 0
+    address: Address | None = None
+    model_len: int | None = None
+    lean: bool = False
     version: int | None = None
     why: str = ""
     failed_updates: int = 0
     planned: bool = True
+
+    @classmethod
+    def at(cls, address: Address, index: int, incarnation: int = 0) -> Engine:
+        """One that answers there, of which no more is known."""
+        return cls(index, address.host, incarnation=incarnation, address=address)
 
     @property
     def answers(self) -> bool:
@@ -58,7 +76,7 @@ class Registry:
     limit: int = 0
     trusting: bool = False
     published: int | None = None
-    members: dict[int, EngineMember] = field(default_factory=dict)
+    members: dict[int, Engine] = field(default_factory=dict)
 
     # ---- events
 
@@ -67,47 +85,66 @@ class Registry:
         number."""
         if index in self.members:
             raise ValueError(f"there is an engine {index} already")
-        self.members[index] = EngineMember(index, host, planned=self.published is None)
+        self.members[index] = Engine(index, host, planned=self.published is None)
 
-    def up(self, index: int, life: int) -> None:
-        """Its supervisor says that it answers, in this life."""
-        member = self._of(index, life)
-        if member is None or (life == member.life and member.state != "starting"):
+    def up(
+        self,
+        index: int,
+        incarnation: int,
+        address: Address | None = None,
+        model_len: int | None = None,
+        lean: bool = False,
+    ) -> None:
+        """Its supervisor says that it answers, in this incarnation."""
+        member = self._of(index, incarnation)
+        if member is None or (incarnation == member.incarnation and member.state != "starting"):
             return
-        member.life = life
+        member.incarnation = incarnation
+        member.address = address
+        member.model_len = model_len
+        member.lean = lean
         member.version = None
         member.why = ""
         member.failed_updates = 0
         member.state = "serving" if self.trusting else "joining"
 
-    def ended(self, index: int, life: int, why: str, again: bool) -> None:
-        """Its supervisor, or whoever keeps that, says that this life is over; again: another follows."""
-        if (member := self._of(index, life)) is not None:
-            member.life = life
+    def ended(self, index: int, incarnation: int, why: str, again: bool) -> None:
+        """Its supervisor, or whoever keeps that, says that this incarnation is over; again: another follows."""
+        if (member := self._of(index, incarnation)) is not None:
+            member.incarnation = incarnation
             member.version = None
             member.why = why
             member.state = "ended" if again and member.state != "draining" else "gone"
 
-    def suspect(self, index: int, life: int, why: str) -> None:
+    def suspect(self, index: int, incarnation: int, why: str) -> None:
         """A request failed there, and it does not say that it is well."""
-        member = self._of(index, life)
-        if member is None or life != member.life or member.state not in ("serving", "draining", "joining"):
+        member = self._of(index, incarnation)
+        if (
+            member is None
+            or incarnation != member.incarnation
+            or member.state not in ("serving", "draining", "joining")
+        ):
             return
         member.why = why
         member.state = "gone" if self.limit == 0 or member.state == "draining" else "suspect"
 
-    def well(self, index: int, life: int) -> None:
+    def well(self, index: int, incarnation: int) -> None:
         """One in doubt answers again."""
-        member = self._of(index, life)
-        if member is not None and life == member.life and member.state == "suspect":
+        member = self._of(index, incarnation)
+        if member is not None and incarnation == member.incarnation and member.state == "suspect":
             member.state, member.why = ("serving", "") if self._current(member) else ("joining", "")
 
     def updated(self, who: Iterable[tuple[int, int]], version: int) -> None:
-        """(index, life) of those that now hold `version`, which is the one to hold; everybody else does not."""
+        """(index, incarnation) of those that now hold `version`, which is the one to hold; everybody else does not."""
         self.published = version
         there = set(who)
         for member in self.members.values():
-            if (member.index, member.life) in there and member.state in ("joining", "serving", "draining", "suspect"):
+            if (member.index, member.incarnation) in there and member.state in (
+                "joining",
+                "serving",
+                "draining",
+                "suspect",
+            ):
                 member.version = version
                 member.failed_updates = 0
                 if member.state == "joining":
@@ -119,11 +156,12 @@ class Registry:
                 member.why = "it missed an update while it was drained"
 
     def joined(self, who: Iterable[tuple[int, int]], version: int) -> None:
-        """(index, life) of those that were given `version` by themselves, which is what the others hold, or newer."""
+        """(index, incarnation) of those that were given `version` by themselves, which is what the others hold, or
+        newer."""
         self.published = version if self.published is None else self.published
-        for index, life in who:
-            member = self._of(index, life)
-            if member is None or life != member.life or version < self.published:
+        for index, incarnation in who:
+            member = self._of(index, incarnation)
+            if member is None or incarnation != member.incarnation or version < self.published:
                 continue
             if member.state in ("joining", "serving", "suspect"):
                 member.version = version
@@ -131,10 +169,10 @@ class Registry:
                 if member.state == "joining":
                     member.state = "serving"
 
-    def lost(self, index: int, life: int, why: str) -> None:
+    def lost(self, index: int, incarnation: int, why: str) -> None:
         """It was left out of an update in the middle: whatever it holds is not to be asked."""
-        member = self._of(index, life)
-        if member is None or life != member.life or member.state in ("starting", "ended", "gone"):
+        member = self._of(index, incarnation)
+        if member is None or incarnation != member.incarnation or member.state in ("starting", "ended", "gone"):
             return
         member.version = None
         member.why = why
@@ -154,32 +192,32 @@ class Registry:
         if (member := self.members[index]).state == "draining":
             member.state = "gone"
 
-    def _of(self, index: int, life: int) -> EngineMember | None:
+    def _of(self, index: int, incarnation: int) -> Engine | None:
         member = self.members.get(index)
-        return None if member is None or member.state == "gone" or life < member.life else member
+        return None if member is None or member.state == "gone" or incarnation < member.incarnation else member
 
-    def _current(self, member: EngineMember) -> bool:
+    def _current(self, member: Engine) -> bool:
         return self.trusting or (member.version is not None and member.version >= (self.published or 0))
 
     # ---- decisions
 
-    def serving(self) -> list[EngineMember]:
+    def serving(self) -> list[Engine]:
         """Who is given requests."""
         return [m for m in self.members.values() if m.state == "serving"]
 
-    def waiting(self) -> list[EngineMember]:
+    def waiting(self) -> list[Engine]:
         """Who answers nothing for want of weights."""
         return [m for m in self.members.values() if m.state == "joining"]
 
-    def to_update(self) -> list[EngineMember]:
+    def to_update(self) -> list[Engine]:
         """Who gets the weights of the next update."""
         return [m for m in self.members.values() if m.state in ("joining", "serving", "draining")]
 
-    def starting(self) -> list[EngineMember]:
-        """Who has not come up in its first life, and is waited for."""
+    def starting(self) -> list[Engine]:
+        """Who has not come up in its first incarnation, and is waited for."""
         return [m for m in self.members.values() if m.state == "starting" and m.planned]
 
-    def in_doubt(self) -> list[EngineMember]:
+    def in_doubt(self) -> list[Engine]:
         """Who is to be asked whether it is well."""
         return [m for m in self.members.values() if m.state == "suspect"]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.rollout.engines.load import SAME, Loads, Occupancy
+from hpcrl.engines.load import SAME, Loads, Occupancy
 
 S = 1_000_000
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hpcrl.rollout.engines.registry import FAILED_UPDATES, EngineMember, Registry
+from hpcrl.engines.registry import FAILED_UPDATES, Engine, Registry
 
 
 class World:
@@ -20,7 +20,7 @@ class World:
         for index in range(self.count):
             self.registry.expect(index, f"node{index}")
         self.version = -1
-        #: of each engine that lives: (life, the version that it really holds)
+        #: of each engine that lives: (incarnation, the version that it really holds)
         self.alive: dict[int, tuple[int, int | None]] = {}
         self.lives = dict.fromkeys(range(self.count), 0)
         self.said: list[tuple[str, tuple]] = []  # for saying it again
@@ -31,7 +31,7 @@ class World:
 
     def step(self) -> None:
         index = self.chance.randrange(self.count)
-        life, _ = self.alive.get(index, (-1, None))
+        incarnation, _ = self.alive.get(index, (-1, None))
         match self.chance.choice(
             ["start", "start", "die", "doubt", "well", "update", "update", "join", "echo", "drain"]
         ):
@@ -42,12 +42,12 @@ class World:
                 del self.alive[index]
                 self.lives[index] += 1
                 if self.chance.random() < 0.5:
-                    self.say("suspect", index, life, "a request failed")
-                self.say("ended", index, life, "killed", True)
+                    self.say("suspect", index, incarnation, "a request failed")
+                self.say("ended", index, incarnation, "killed", True)
             case "doubt" if index in self.alive:
-                self.say("suspect", index, life, "slow")
+                self.say("suspect", index, incarnation, "slow")
             case "well" if index in self.alive:
-                self.say("well", index, life)
+                self.say("well", index, incarnation)
             case "update":
                 self.update(self.registry.to_update(), alone=False)
             case "join" if self.registry.published is not None:
@@ -61,25 +61,25 @@ class World:
                 if self.chance.random() < 0.5:
                     self.registry.drained(index)
 
-    def update(self, members: list[EngineMember], alone: bool) -> None:
+    def update(self, members: list[Engine], alone: bool) -> None:
         """What the sender does: whoever dies in the middle is dropped and told of, the others get it whole.
 
         One that joins alone may be given newer weights than the others have: the trainer may be ahead of them.
         """
-        chosen = [(m.index, m.life) for m in members]
+        chosen = [(m.index, m.incarnation) for m in members]
         if alone and not chosen:
             return
         if not alone or self.chance.random() < 0.2:
             self.version += 1
         done = []
-        for index, life in chosen:
-            if self.alive.get(index, (-1, None))[0] != life or self.chance.random() < 0.1:
-                if self.alive.get(index, (-1, None))[0] == life:
-                    self.alive[index] = (life, None)  # torn
-                self.say("lost", index, life, "left out")
+        for index, incarnation in chosen:
+            if self.alive.get(index, (-1, None))[0] != incarnation or self.chance.random() < 0.1:
+                if self.alive.get(index, (-1, None))[0] == incarnation:
+                    self.alive[index] = (incarnation, None)  # torn
+                self.say("lost", index, incarnation, "left out")
             else:
-                self.alive[index] = (life, self.version)
-                done.append((index, life))
+                self.alive[index] = (incarnation, self.version)
+                done.append((index, incarnation))
         getattr(self.registry, "joined" if alone else "updated")(done, self.version)
 
 
@@ -88,16 +88,16 @@ def test_only_published_weights_answer(seed: int) -> None:
     """Only engines with the published weights ever answer."""
     for run in range(75):
         world = World(1000 * seed + run)
-        before: dict[int, EngineMember] = {}
+        before: dict[int, Engine] = {}
         for _ in range(60):
             world.step()
             for index, member in world.registry.members.items():
                 old = before.get(index, member)
-                assert member.life >= old.life, "lives only grow"
+                assert member.incarnation >= old.incarnation, "lives only grow"
                 assert old.state != "gone" or member.state == "gone", "gone is for good"
                 if member.answers:
                     assert world.registry.published is not None and member.version >= world.registry.published
-                    if world.alive.get(index, (-1, None))[0] == member.life:
+                    if world.alive.get(index, (-1, None))[0] == member.incarnation:
                         assert world.alive[index][1] == member.version, "it really holds them"
                 assert member not in world.registry.serving() or member not in world.registry.waiting()
             before = copy.deepcopy(world.registry.members)
@@ -120,7 +120,7 @@ def serves_again(world: World, seed: int) -> None:
         elif member.state == "suspect":
             registry.well(member.index, world.alive[member.index][0])
     world.version += 1
-    registry.updated([(m.index, m.life) for m in registry.to_update()], world.version)
+    registry.updated([(m.index, m.incarnation) for m in registry.to_update()], world.version)
     assert {m.state for m in registry.members.values()} <= {"serving", "draining", "gone"}, seed
     assert bool(registry.hopeless()) == all(m.state == "gone" for m in registry.members.values()), seed
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
+from hpcrl.engines import fleet as module
+from hpcrl.engines.fleet import EngineLost, Fleet, joined
+from hpcrl.engines.http import Address, HttpError, ask
+from hpcrl.engines.registry import Engine
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.engine_files import record_end
 from hpcrl.run.rundir import RunDir
-from hpcrl.weights import engine_fleet as module
 from hpcrl.weights import sender as senders
-from hpcrl.weights.engine_fleet import EngineLost, Fleet, FleetEngine, joined
-from hpcrl.weights.engine_http import Address, HttpError, ask
 from hpcrl.weights.sender import Differs, WeightSender
 
 KEY = "k" * 64
@@ -92,7 +93,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fleet(rundir: RunDir, stubs: list[Stub], seconds: float = 5.0) -> Fleet:
-    return Fleet(rundir, [FleetEngine(i, stub.address) for i, stub in enumerate(stubs)], seconds)
+    return Fleet(rundir, [Engine.at(stub.address, i) for i, stub in enumerate(stubs)], seconds)
 
 
 def test_answers_come_in_the_engines_order(rundir: RunDir, stubs: list[Stub]) -> None:
@@ -127,7 +128,7 @@ def test_dead_core_is_noticed_while_waiting(rundir: RunDir, stubs: list[Stub]) -
     """An engine whose core died is noticed while its answer is awaited."""
     stubs += [Stub(lambda *_: (200, None)), Stub(hang, health=503)]
     begin = time.monotonic()
-    with pytest.raises(PeerError, match=r"engine-1 on 127.0.0.1 died during the update: .*answered 503"):
+    with pytest.raises(PeerError, match=r"engine-1 on 127.0.0.1 died during the update: .*answers 503"):
         fleet(rundir, stubs, 15).post("the update", "/update_weights")
     assert time.monotonic() - begin < 3
 

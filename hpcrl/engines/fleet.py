@@ -1,9 +1,7 @@
-"""All engines of a run as the trainer sees them: one call to each at the same time, watched until all have answered;
-and the registry of engines, asked over the rollout queue.
+"""Engines as the trainer sees them: one call to each at the same time, watched until all have answered.
 
 Invariants: every call has a deadline; while one is pending the engines' health and the run's error file are checked,
-because vLLM never answers a pending call once its engine core has died; an error names engine, host and phase; the
-registry lives in the rollout process alone, and no copy of it is kept here.
+because vLLM never answers a pending call once its engine core has died; an error names engine, host and phase.
 """
 
 from __future__ import annotations
@@ -12,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hpcrl.engines.http import HEALTH, SILENT, Address, HttpError, ask, status
+from hpcrl.engines.registry import Engine
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
@@ -22,31 +21,15 @@ from hpcrl.run.engine_files import end_of
 from hpcrl.run.peers import EnginePeer, wait_for
 from hpcrl.run.rundir import RunDir
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.weights.engine_http import Address, HttpError, ask
-
-if TYPE_CHECKING:
-    from hpcrl.queue.client import QueueClient
 
 GLANCE = 0.5  #: seconds between two looks at the health of engines that have not answered
 LAST_WORDS = 8.0  #: seconds that a dead engine's own supervisor may take to record why
 
 
-@dataclass(frozen=True)
-class FleetEngine:
-    """One engine: its index in the run, where it answers, how often it was started before."""
-
-    index: int
-    address: Address
-    life: int = 0
-
-    def __str__(self) -> str:
-        return f"engine-{self.index} on {self.address.host}"
-
-
 class EngineLost(PeerError):
     """Engines have died; the others may continue."""
 
-    def __init__(self, what: str, engines: Sequence[FleetEngine]) -> None:
+    def __init__(self, what: str, engines: Sequence[Engine]) -> None:
         super().__init__(what)
         self.engines = tuple(engines)
 
@@ -54,7 +37,7 @@ class EngineLost(PeerError):
 class EngineLate(DeadlineError):
     """An engine has not answered in time."""
 
-    def __init__(self, what: str, hint: str, engine: FleetEngine) -> None:
+    def __init__(self, what: str, hint: str, engine: Engine) -> None:
         super().__init__(what, hint)
         self.engine = engine
 
@@ -62,7 +45,7 @@ class EngineLate(DeadlineError):
 class Fleet:
     """The engines of one attempt."""
 
-    def __init__(self, rundir: RunDir, engines: Sequence[FleetEngine], seconds: float) -> None:
+    def __init__(self, rundir: RunDir, engines: Sequence[Engine], seconds: float) -> None:
         self.rundir = rundir
         self.engines = tuple(engines)
         self.seconds = seconds
@@ -87,8 +70,8 @@ def fleet_of(rundir: RunDir, plan: Plan, seconds: float, patience: float) -> Fle
     DeadlineError or PeerError name the engine that does not come up.
     """
     peers = [wait_for(rundir, EnginePeer, index, patience) for index in range(len(plan.engines))]
-    keys = [http_key(rundir, index, peer.life) for index, peer in enumerate(peers)]
-    engines = [FleetEngine(i, Address(peer.host, peer.port, keys[i])) for i, peer in enumerate(peers)]
+    keys = [http_key(rundir, index, peer.incarnation) for index, peer in enumerate(peers)]
+    engines = [Engine.at(Address(peer.host, peer.port, keys[i]), i) for i, peer in enumerate(peers)]
     return Fleet(rundir, engines, seconds)
 
 
@@ -125,14 +108,13 @@ class PendingCalls:
             for engine in late:
                 self._glance(engine)
 
-    def _glance(self, engine: FleetEngine) -> None:
-        try:
-            ask(engine.address, "GET", "/health", 5)
-        except HttpError as error:
-            if error.status is not None or not isinstance(error.__cause__, TimeoutError):  # slow is not dead
-                self._bury(engine, f"{engine} died during {self.phase}: {error}")
+    def _glance(self, engine: Engine) -> None:
+        found = status(engine.address)
+        if found not in (200, SILENT):  # slow is not dead
+            answer = f"{HEALTH} answers {found}" if found > 0 else "nobody listens there"
+            self._bury(engine, f"{engine} died during {self.phase}: {answer}")
 
-    def _raise(self, engine: FleetEngine, error: BaseException) -> None:
+    def _raise(self, engine: Engine, error: BaseException) -> None:
         if isinstance(error, HttpError) and error.status is None:
             if isinstance(error.__cause__, TimeoutError):
                 raise self._late(engine) from error
@@ -141,16 +123,16 @@ class PendingCalls:
             self._glance(engine)  # what fails there may have failed because its core is dead
         raise PeerError(f"{engine}: {self.phase} failed: {error}") from error
 
-    def _late(self, engine: FleetEngine) -> EngineLate:
+    def _late(self, engine: Engine) -> EngineLate:
         what = f"{engine}: {self.phase} did not end within {self.limit:.0f} s"
         return EngineLate(what, "see its log, or raise --update-timeout", engine)
 
-    def _bury(self, engine: FleetEngine, message: str) -> None:
+    def _bury(self, engine: Engine, message: str) -> None:
         """Raise EngineLost, with the reason that the engine's own supervisor records, if it does so in time."""
         until = Deadline(LAST_WORDS)
         while not until.over:
             self._listen()
-            if end := end_of(self.fleet.rundir, engine.index, engine.life):
+            if end := end_of(self.fleet.rundir, engine.index, engine.incarnation):
                 raise EngineLost(f"{end.why} (noticed during {self.phase})", [engine])
             time.sleep(0.1)
         raise EngineLost(message, [engine])
@@ -185,31 +167,3 @@ def joined(work: Callable[[], Any], pending: PendingCalls) -> Any:
     while wait([future], timeout=GLANCE / 2).not_done:
         pending.check()
     return future.result()
-
-
-class QueueRoster:
-    """`weights.updates.Roster` over the queue; timeout: seconds that a call may take.
-
-    Once the run is to stop and the rollout process is silent, there are no engines: who asks is about to end.
-    """
-
-    def __init__(self, client: QueueClient, timeout: float) -> None:
-        self._client = client
-        self._timeout = timeout
-
-    def engines(self) -> dict[str, Any]:
-        return self._call("engines") or {"update": [], "waiting": [], "starting": []}
-
-    def updated(self, engines: list[list[int]], version: int, alone: bool) -> None:
-        self._call("engines_updated", engines=engines, version=version, alone=alone)
-
-    def lost(self, engines: list[list[Any]]) -> None:
-        self._call("engines_lost", engines=engines)
-
-    def _call(self, method: str, **params: Any) -> dict[str, Any] | None:
-        from hpcrl.queue.client import Unanswered
-
-        try:
-            return self._client.call(method, self._timeout, **params)
-        except Unanswered:
-            return None
