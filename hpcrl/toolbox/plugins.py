@@ -22,13 +22,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PluginRoom:
-    """The plug-ins of one folder."""
+    """The plug-ins of one folder.  function: those alone that define it; "": all."""
 
     folder: Path
+    function: str = ""
 
     def names(self) -> tuple[str, ...]:
         """All of them, sorted."""
-        return _names(self.folder)
+        return _names(self.folder, self.function)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()
@@ -61,8 +62,14 @@ class PluginRoom:
 
 
 @cache
-def _names(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")))
+def _names(folder: Path, function: str) -> tuple[str, ...]:
+    files = [path for path in folder.glob("*.py") if not path.stem.startswith("_")]
+    return tuple(sorted(path.stem for path in files if not function or _defines(path, function)))
+
+
+def _defines(file: Path, function: str) -> bool:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return any(isinstance(node, functions) and node.name == function for node in _parsed(file).body)
 
 
 @cache

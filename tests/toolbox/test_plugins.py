@@ -23,6 +23,12 @@ def test_names_are_those_of_files(room: PluginRoom) -> None:
     assert "exact" in room and "_shared" not in room
 
 
+def test_only_files_with_a_function_may_count(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text("def keep(): ...\n")
+    (tmp_path / "shared.py").write_text("class A:\n    def keep(self): ...\n")
+    assert PluginRoom(tmp_path, "keep").names() == ("judge",) and PluginRoom(tmp_path).names() == ("judge", "shared")
+
+
 def test_declarations_without_import(room: PluginRoom) -> None:
     """What a file declares is read without importing it."""
     assert room.literals("exact", {"KEYS": (), "NEEDS_LABEL": True}) == {"KEYS": ("a", "b"), "NEEDS_LABEL": True}

@@ -19,8 +19,9 @@ from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import UsageError
 from hpcrl.toolbox.plugins import PluginRoom
 
-#: each file is a built-in filter, named as the option's value
+#: each file with one of these functions is a built-in filter, named as the option's value
 FILTERS = Path(__file__).parents[2] / "rollout" / "filters"
+FILTER_FUNCTIONS = {"dynamic_sampling_filter_path": "keep", "buffer_filter_path": "choose"}
 SPECULATION = "--vllm-speculative-config"
 OWN_LAYERS = "mtp"  #: the method that drafts with the layers which a checkpoint has behind the model's last one
 _LAYERS_BEHIND = ("num_nextn_predict_layers", "num_mtp_layers")  #: of config.json: how many those are
@@ -66,8 +67,8 @@ def check_filling(o: Options) -> None:
             f"{o.rollout_batch_size}",
             "it is how many groups are issued at a time",
         )
-    for name, room in (("dynamic_sampling_filter_path", "dynamic"), ("buffer_filter_path", "buffer")):
-        value, built_in = getattr(o, name), PluginRoom(FILTERS / room)
+    for name, function in FILTER_FUNCTIONS.items():
+        value, built_in = getattr(o, name), PluginRoom(FILTERS, function)
         if value is not None and not is_path(value) and value not in built_in:
             raise UsageError(
                 f"{flag(name)} {value} is not a filter",

@@ -1,4 +1,6 @@
-"""Filters of groups: dynamic ones judge a finished group, buffer ones choose which groups to continue with.
+"""Filters of groups, one a file, named as the option's value.
 
-A built-in filter is a file in `dynamic/` or `buffer/`; `custom_filters.py` loads and calls them.
+A dynamic one has `keep(options, samples)`, which judges a finished group; one of the buffer has `choose(options,
+rollout_id, buffer, count)`, which says which waiting groups are continued. `custom_filters.py` loads and calls them,
+and the user's own; `verdict.py` is what a dynamic one says.
 """

@@ -28,11 +28,11 @@ FEW = 2  #: groups of a rollout whose filter may fail, whatever share of them th
 SAID = 3  #: failures that are logged with their traceback
 
 
-def _load(options: Options, name: str, room: str, function: str) -> Callable[..., Any]:
+def _load(options: Options, name: str, function: str) -> Callable[..., Any]:
     value = getattr(options, name)
     if is_path(value):
         return load_own(name, value)
-    return getattr(importlib.import_module(f"hpcrl.rollout.filters.{room}.{value}"), function)
+    return getattr(importlib.import_module(f"hpcrl.rollout.filters.{value}"), function)
 
 
 class DynamicFilter:
@@ -42,7 +42,7 @@ class DynamicFilter:
         """UsageError for an own one that cannot be used."""
         self._options = options
         self._shown = f"{spelled('dynamic_sampling_filter_path')} {options.dynamic_sampling_filter_path}"
-        self._keep = _load(options, "dynamic_sampling_filter_path", "dynamic", "keep")
+        self._keep = _load(options, "dynamic_sampling_filter_path", "keep")
         self._rollout = -1
         self._judged = 0
         self._failed = 0
@@ -80,7 +80,7 @@ class BufferFilter:
         """UsageError for an own one that cannot be used."""
         self._options = options
         self._shown = f"{spelled('buffer_filter_path')} {options.buffer_filter_path}"
-        self._choose = _load(options, "buffer_filter_path", "buffer", "choose")
+        self._choose = _load(options, "buffer_filter_path", "choose")
         self.failed = 0
 
     async def choose(

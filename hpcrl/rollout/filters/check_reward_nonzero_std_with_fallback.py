@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcrl.config.options import Options
-from hpcrl.rollout.filters.dynamic import check_reward_nonzero_std
+from hpcrl.rollout.filters import check_reward_nonzero_std
 from hpcrl.rollout.filters.verdict import Verdict
 from hpcrl.sample import Sample
 
