@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 TERMS = 4  #: digits in a sum
-HELD_OUT = 256  #: sums that nobody trains on
+HELD_OUT = 256  #: sums that are never trained on
 SFT_LINES = 6144
 GUESSED = 0.5  #: share of the warm-up's answers that are guessed instead of worked out
 

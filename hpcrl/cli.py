@@ -28,7 +28,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl resume RUN                             resume a run the way it was started
   hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
   hpcrl import SCRIPT.sh > RECIPE.toml         read a run script of slime's or vime's
-  hpcrl submit [--site S] -- ARGUMENTS ...     the arguments of such a script as they stand; also run, plan, launch
+  hpcrl submit [--site S] -- ARGUMENTS ...     the arguments of such a script, unchanged; also run, plan, launch
   hpcrl hostfile FILE [--to DIALECT]           say what a hostfile means, or write it for another launcher
   hpcrl doctor [RECIPE.toml] [--site S] [--nodes]   is all there that a run needs: login node, site, nodes
   hpcrl selftest [--site S] [--hosts N]        numbers, transports and memory on your hardware: passed, failed, skipped

@@ -68,7 +68,7 @@ class DataError(HpcrlError):
 
 
 class DeadlineError(HpcrlError):
-    """Somebody did not answer in time; the message names role, host, what was awaited and for how long."""
+    """A process did not answer in time; the message names role, host, what was awaited and for how long."""
 
 
 class PeerError(HpcrlError):
@@ -94,6 +94,6 @@ KINDS: dict[str, type[HpcrlError]] = {
 
 
 def kind_of(error: HpcrlError) -> str:
-    """The nearest of KINDS that `error` is one of: what lies in other rooms, such as an HTTP error, counts as what it
+    """The nearest of KINDS that `error` is one of: what is in other rooms, such as an HTTP error, counts as what it
     derives from."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values())

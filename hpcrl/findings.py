@@ -1,5 +1,5 @@
-"""What was found by looking before anything runs: one line each, for `hpcrl doctor` and for whoever refuses a run
-early.
+"""What was found by looking before anything runs: one line each, for `hpcrl doctor` and for the commands that refuse a
+run early.
 
 Invariant: what is found is told, never raised: a check that cannot be made is a finding too, with its reason.
 """

@@ -1,7 +1,7 @@
 """Which ranks form which parallel group: a pure function of the sizes, before any process is started.
 
 The order is Megatron-core's default, tp-cp-ep-dp-pp: tensor-parallel neighbours are consecutive ranks, pipeline stages
-lie farthest apart.  Experts have a layout of their own over the same ranks: etp-ep-edp-pp.
+are farthest apart.  Experts have their own layout over the same ranks: etp-ep-edp-pp.
 
 Invariant: the groups of one kind are a partition of all ranks, and equal those that Megatron-core builds.
 """
@@ -40,7 +40,7 @@ def _rest(world: int, sizes: Mapping[str, int]) -> int:
     if world % product:
         spelled = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise UsageError(
-            f"{world} ranks do not divide by {spelled} = {product}", "choose sizes whose product divides the ranks"
+            f"{world} ranks cannot be divided by {spelled} = {product}", "choose sizes whose product divides the ranks"
         )
     return world // product
 

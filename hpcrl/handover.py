@@ -1,6 +1,6 @@
 """Trainer and engines on the same GPUs (--colocate): who holds them, and in which order they change hands.
 
-    engines' turn      the engines are awake and answer requests; the trainer's state lies in host memory
+    engines' turn      the engines are awake and answer requests; the trainer's state is in host memory
     trainer's turn     the engines sleep; the trainer's state is on the GPUs
     weight update      the trainer has put gradients and optimizer away, the engines have woken their weights alone
 

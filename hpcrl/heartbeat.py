@@ -4,8 +4,8 @@
     pulse = Pulse(folder)                       # in the process that watches
     pulse.silent(60.0)                          # -> those that were not heard of for so long
 
-A process that is stopped, or whose interpreter stands still, writes no number.  One that computes for minutes without
-letting Python go on, such as a compiler that holds the interpreter, writes none either, but uses its processor: it
+A process that is stopped, or whose interpreter is suspended, writes no number.  One that computes for minutes without
+letting Python continue, such as a compiler that holds the interpreter, writes none either, but uses its processor: it
 counts as alive as long as it does.  Invariants: nothing depends on the clocks of two hosts; a process that has ended is
 not silent.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import read_regular, read_system
 
-FOLDER = "HPCRL_HEARTBEATS"  #: environment variable: where the processes of a host write; absent: nobody watches
+FOLDER = "HPCRL_HEARTBEATS"  #: environment variable: where the processes of a host write; absent: no watcher
 EVERY = 3.0  #: seconds between two numbers
 LEAST = 15.0  #: seconds without a sign that say anything: a busy machine may miss one or two
 LOOK = 5.0  #: seconds between two looks
@@ -67,7 +67,7 @@ class Beating:
 
 
 def beating(name: str) -> contextlib.AbstractContextManager[object]:
-    """A Beating where the environment says that somebody watches, else nothing."""
+    """A Beating where the environment names a watcher, else nothing."""
     folder = os.environ.get(FOLDER)
     return Beating(folder, name) if folder else contextlib.nullcontext()
 

@@ -143,7 +143,7 @@ def _longest_first(sizes: Sequence[int], order: Sequence[int], count: int, limit
     """`order`, sorted by falling size, in `count` parts by longest processing time first; None if one exceeds the
     limit.
 
-    A sample above the limit has a part of its own: no part may take another one.
+    A sample above the limit has its own part: no part may take another one.
     """
     found: list[list[int]] = [[i] for i in order[:count]]
     # one integer for (load, part), which a heap handles twice as fast as a pair; rising, so it is a heap

@@ -1,7 +1,7 @@
 """Who runs where: a pure function of the options and an ordered list of hosts with slots.
 
 Invariants: rank order is host order, then slot; every slot has one role, or two (trainer and engine) with --colocate;
-the same inputs give the same Plan, whoever starts the processes (local processes, Slurm, mpirun).
+the same inputs give the same Plan, however the processes are started (local processes, Slurm, mpirun).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def engine_count(self) -> int:
-        """Engines that the run begins with, whoever started them."""
+        """Engines that the run begins with, its own and others."""
         return len(self.engines) + len(self.external)
 
     @property
@@ -179,7 +179,7 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     """Trainers first, engines in the remaining slots, the rollout process on a host without slots or with engine 0.
 
     Trainers take --actor-num-gpus-per-node slots on each of the first --actor-num-nodes hosts that have them (one host
-    may stand for several nodes if it is the only one).  An engine lies inside one host, or on whole hosts next to each
+    may stand for several nodes if it is the only one).  An engine is inside one host, or on whole hosts next to each
     other.  With --colocate, engines take the same slots as trainers.  With --debug-rollout-only there is no trainer but
     a process without slots that drives the rollouts, on the rollout process's host.
 

@@ -1,6 +1,6 @@
 """The processors that a process may use: how many cores they are, and which of them are local to a device.
 
-Invariant: what the system does not say changes nothing: every processor is then a core of its own, and nothing is
+Invariant: what the system does not say changes nothing: every processor is then its own core, and nothing is
 bound.
 """
 

@@ -1,7 +1,7 @@
 """The data: a sample (prompt + response), a batch of samples as columns, and a sample as bytes.
 
 Invariants: a `SampleBatch` is a handful of contiguous numpy arrays, whatever the number of samples; the wire carries
-these arrays as they lie (see `queue/share_format.py`), so no per-token Python object exists between engine and trainer.
+these arrays as they are (see `queue/share_format.py`), so no per-token Python object exists between engine and trainer.
 The columns are declared once, in COLUMNS, and the other fields in `Sample`; every form of bytes follows from these two.
 """
 
@@ -32,7 +32,7 @@ class TokenColumn(NamedTuple):
     dtype: of its numbers, as they are stored and sent
     of: the field of ROW that counts the tokens, "length" (prompt and response) or "response_length"
     dims: further dimensions of an entry, of the same size for all tokens
-    optional: only some runs have it, for all of their samples; it lies in `Sample.extra` and `SampleBatch.extra`
+    optional: only some runs have it, for all of their samples; it is in `Sample.extra` and `SampleBatch.extra`
     """
 
     dtype: np.dtype
@@ -196,7 +196,7 @@ class SampleBatch:
 
 
 def responses_of(rows: np.ndarray) -> np.ndarray:
-    """int64 [n], numbered from 0: which response each row is of.  The samples of one response stand together."""
+    """int64 [n], numbered from 0: which response each row is of.  The samples of one response are together."""
     keys = rows[["group", "index"]]
     return np.cumsum(np.concatenate([[False], keys[1:] != keys[:-1]])[: len(rows)], dtype=np.int64)
 

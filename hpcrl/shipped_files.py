@@ -18,7 +18,7 @@ def shipped(name: str) -> Path:
     """The path of such a file, such as launch/task.sh.  HpcrlError if the installation lacks it."""
     path = SHIPPED / name
     if not path.exists():
-        raise HpcrlError(f"this installation of hpcrl lacks {name}", "install it from its repository anew")
+        raise HpcrlError(f"this installation of hpcrl lacks {name}", "reinstall it from its repository")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Files that somebody else may have written: opened without following links, read within limits.
+"""Files that another user may have written: opened without following links, read within limits.
 
 A run directory may lie where others can write, and its files are read by commands that must neither hang, nor fill the
 memory, nor do to one run what was meant for another.  Invariants: only regular files are opened, and never through a
@@ -118,8 +118,8 @@ def touch(path: Path) -> None:
 
 
 def make_parents(path: Path) -> None:
-    """Make the directories above `path` that are not there, such that nobody else can write to them whatever the umask.
-    OSError."""
+    """Make the directories above `path` that are not there, such that no other user can write to them whatever the
+    umask. OSError."""
     missing = [parent for parent in path.parents if not parent.exists()]
     for parent in reversed(missing):
         parent.mkdir(mode=0o755, exist_ok=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -415,6 +417,33 @@ def test_public_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 assert node.name not in found, f"{path.relative_to(ROOT)} and {found[node.name]}: {node.name}"
                 found[node.name] = str(path.relative_to(ROOT))
+
+
+#: words that a reader of code or pages stumbles over -> what to write instead
+REFUSED = {
+    r"beside": "next to, with, along with, in addition to, compared with, during",
+    r"(who|what)soever|whoever": "the process (user, caller, host ...) that",
+    r"nobody|somebody": "no process, a peer, another user: say who; or use the passive",
+    r"anew": "again, from the start; or a verb with re-",
+    r"mends?|mended": "fix, repair; what to do about an error is its hint",
+    r"(goes|go|went|gone)\s+on": "continue, resume, proceed; or say what is done",
+    r"lets? us in": "accept the connection",
+}
+
+
+def test_words_that_are_not_written() -> None:
+    """In comments, docstrings and texts of the package, and in the pages."""
+    refused = re.compile(rf"(?i)\b({'|'.join(REFUSED)})\b")
+    repo = ROOT.parent
+    texts = [(path, path.read_text()) for path in (*repo.glob("docs/*.md"), *repo.glob("sites/*.toml"))]
+    texts += [(path, path.read_text()) for path in (repo / "README.md", repo / "CONTRIBUTING.md")]
+    for path in FILES:
+        tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        texts += [(path, token.string) for token in tokens if token.type in (tokenize.COMMENT, tokenize.STRING)]
+    for path, text in texts:
+        if found := refused.search(text):
+            instead = next(say for word, say in REFUSED.items() if re.fullmatch(word, found[0], re.IGNORECASE))
+            pytest.fail(f"{path.relative_to(repo)}: {found[0]}: {instead}")
 
 
 def test_every_room_says_what_it_is_for() -> None:

@@ -52,7 +52,7 @@ def test_they_are_megatrons(world: int, tp: int, pp: int, cp: int, ep: int, etp:
 
 
 def test_what_does_not_divide_is_refused() -> None:
-    with pytest.raises(UsageError, match="64 ranks do not divide.*8 x CP 3 x PP 4 = 96"):
+    with pytest.raises(UsageError, match="64 ranks cannot be divided.*8 x CP 3 x PP 4 = 96"):
         layout(64, tp=8, pp=4, cp=3)
 
 

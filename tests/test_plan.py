@@ -70,7 +70,7 @@ def test_tensor_parallel_groups_inside_a_host(tp: int, pp: int, cp: int, nodes: 
     )
     plan = make_plan(o, [Host(f"n{i}", 8) for i in range(nodes)], "r")
     if (8 * nodes) % (tp * pp * cp):
-        with pytest.raises(UsageError, match="do not divide"):
+        with pytest.raises(UsageError, match="cannot be divided"):
             planned(o)
         return
     for kind, groups in planned(o).items():
@@ -149,14 +149,14 @@ def test_visible_devices_count_in_what_was_inherited(
 @pytest.mark.parametrize(
     ("inherited", "slots", "own", "error"),
     [
-        ("0,1", (2, 3), None, "CUDA_VISIBLE_DEVICES=0,1 holds 2 GPUs, the plan uses 4 slots of this host; unset it"),
+        ("0,1", (2, 3), None, "CUDA_VISIBLE_DEVICES=0,1 holds 2 GPUs, the plan uses 4 slots of this host;"),
         ("0,1", (0, 1), None, "holds 2 GPUs, the plan uses 4 slots"),
         ("0", (0, 1), None, "holds 1 GPUs"),
         (
             "0",
             (2, 3),
             (2, 3),
-            "holds 1 GPUs bound to this task, 2 are needed: slots 2-3 of the plan; let each task see all GPUs",
+            "holds 1.*bound to this task, 2 are needed: slots 2-3.*let each task see",
         ),
     ],
 )

@@ -61,20 +61,45 @@ def literals(node: ast.expr) -> Iterator[ast.Constant]:
             yield from literals(part) if isinstance(part, ast.expr) else ()
 
 
-def cases(function: ast.FunctionDef, used: set[str]) -> Iterator[ast.expr]:
-    """What parametrize gives the arguments `used`."""
-    for mark in function.decorator_list:
-        if not (isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.parametrize"):
-            continue
-        names = [name.strip() for name in str(getattr(mark.args[0], "value", "")).split(",")]
-        for row in mark.args[1].elts if isinstance(mark.args[1], ast.List | ast.Tuple) else ():
-            values = [row] if len(names) == 1 else getattr(row, "elts", None) or getattr(row, "args", [])
-            yield from (value for name, value in zip(names, values, strict=False) if name in used)
+def rows(names: ast.expr, table: ast.expr, constants: dict[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
+    """(name, value) of every row of a table that a test goes through, by parametrize or by a loop."""
+    if isinstance(names, ast.Constant):
+        columns = [name.strip() for name in str(names.value).split(",")]
+    else:
+        columns = [str(getattr(name, "value", getattr(name, "id", ""))) for name in getattr(names, "elts", [names])]
+    table = constants.get(table.id, table) if isinstance(table, ast.Name) else table
+    for row in table.elts if isinstance(table, ast.List | ast.Tuple) else ():
+        values = [row] if len(columns) == 1 else getattr(row, "elts", None) or getattr(row, "args", [])
+        yield from zip(columns, values, strict=False)
+
+
+def cases(function: ast.AST, constants: dict[str, ast.expr]) -> Iterator[ast.expr]:
+    """What tables hold for the names that a function gives to `match=`, or looks for by `in`."""
+    sought: set[str] = set()
+    tables = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            places = [word.value for word in node.keywords if word.arg == "match"]
+            if ast.unparse(node.func) == "pytest.mark.parametrize":
+                tables.append((node.args[0], node.args[1]))
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            places = [node.left]
+        else:
+            places = []
+            if isinstance(node, ast.For):
+                tables.append((node.target, node.iter))
+        sought |= {name.id for place in places for name in ast.walk(place) if isinstance(name, ast.Name)}
+    for names, table in tables:
+        yield from (value for name, value in rows(names, table, constants) if name in sought)
 
 
 def expected(tree: ast.Module) -> Iterator[ast.expr]:
-    """The texts that tests look for: of `match=`, of `re.search` and its kin, left of `in`, and what parametrize gives
-    `match=`."""
+    """The texts that tests look for: of `match=`, of `re.search` and its kin, left of `in`, and in tables of those."""
+    constants = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield from (word.value for word in node.keywords if word.arg == "match")
@@ -82,17 +107,8 @@ def expected(tree: ast.Module) -> Iterator[ast.expr]:
                 yield node.args[0]
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
             yield node.left
-        elif isinstance(node, ast.FunctionDef):
-            matched = [
-                word.value
-                for call in ast.walk(node)
-                if isinstance(call, ast.Call)
-                for word in call.keywords
-                if word.arg == "match"
-            ]
-            yield from cases(
-                node, {name.id for value in matched for name in ast.walk(value) if isinstance(name, ast.Name)}
-            )
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from cases(node, constants)
 
 
 def longest_run(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The task of the recipes beside this file: answer with digits.  Half of the tokenizer's tokens are digits, so random
+"""The task of the recipes in this directory: answer with digits.  Half of the tokenizer's tokens are digits, so random
 weights are rewarded from the first step on.
 
     python examples/algorithms/digits.py --out DIR [--seed N]

@@ -20,7 +20,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-HELD_OUT = 256  #: products that nobody trains on
+HELD_OUT = 256  #: products that are never trained on
 SFT_LINES = 12288
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|unk|>", "\\boxed{", "<call>"]
 

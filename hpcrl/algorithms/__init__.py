@@ -9,7 +9,7 @@ What the trainer calls, in this order:
 4. `loss.compute_loss(tokens, options)` for each micro-batch, over a `TokenBatch`: a sum with its gradient, and a
    `Report` by name; `loss.compute_value_loss(...)` for a critic.
 
-Invariant: nothing here knows of ranks, packing or layout.  What lies on other ranks comes through two injected
+Invariant: nothing here knows of ranks, packing or layout.  What is on other ranks comes through two injected
 functions: `RolloutBatch.total` (sums over data-parallel ranks) and `TokenBatch.sum_over_sample` (sums over the tokens
 of each sample, wherever context parallelism put them).
 

@@ -68,7 +68,9 @@ def _with_kl(batch: RolloutBatch, options: Options, name: str) -> RolloutBatch:
     if not options.kl_coef:
         return replace(batch, kl_penalty=none)
     if batch.old is None or batch.reference is None:
-        raise UsageError("--kl-coef needs the log-probs of old policy and reference, here are none", "give --ref-load")
+        raise UsageError(
+            "--kl-coef needs the log-probs of old policy and reference, which are missing", "give --ref-load"
+        )
     difference = batch.old.double() - batch.reference.double()
     kl = find("kl", options.kl_loss_type, "--kl-loss-type")(difference, torch.ones_like(difference))
     penalty = (options.kl_coef * kl).where(batch.mask, 0.0)
@@ -88,7 +90,9 @@ def teacher_kl(batch: RolloutBatch) -> Tensor:
     --use-opd. UsageError without the log-probs of both.
     """
     if batch.old is None or batch.teacher is None:
-        raise UsageError("--use-opd needs the log-probs of old policy and teacher, here are none", "give --opd-type")
+        raise UsageError(
+            "--use-opd needs the log-probs of old policy and teacher, which are missing", "give --opd-type"
+        )
     return batch.old.double() - batch.teacher.double()
 
 

@@ -41,8 +41,9 @@ class RolloutBatch:
     The columns, of the whole responses of the samples that this rank has, one after another; all TP, CP and PP
     ranks of a data-parallel rank hold the same:
         own: int64 [m], which rows of the table they are.  mask: bool [t], trained tokens, t = sum of length[own].
-        old: float [t], log-probs under the old policy, before the update.  reference: float [t] likewise, or None.
-        teacher: float [t], the teacher's log-probs likewise, or None.
+        old: float [t], log-probs under the old policy, before the update.  reference: float [t], the reference's, or
+        None.
+        teacher: float [t], the teacher's log-probs, or None.
         values: float [t], the critic's value of the state before each token, or None.
         kl_penalty: float64 [t], --kl-coef x the KL estimate between old and reference, 0 without; `compute_advantages`
             fills it.
@@ -132,7 +133,7 @@ class Advantages(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The r tokens of a micro-batch that are trained on and lie on this rank; they belong to m samples.
+    """The r tokens of a micro-batch that are trained on and are on this rank; they belong to m samples.
 
     All float tensors have one dtype; those marked * carry a gradient.
         logprobs*, entropy*: [r], of the model that is trained (nats).  greedy: bool [r], whether the token is the
@@ -176,7 +177,7 @@ class TokenBatch:
     sum_over_sample: Callable[[Tensor], Tensor] | None = None
 
     def sums(self, values: Tensor) -> Tensor:
-        """[k, r] -> [k, m]: the sum of each row over every sample's trained tokens, on whatever rank they lie."""
+        """[k, r] -> [k, m]: the sum of each row over every sample's trained tokens, on whatever rank they are."""
         if self.sum_over_sample is not None:
             return self.sum_over_sample(values)
         return values.new_zeros(len(values), self.samples).index_add(1, self.sample, values)
@@ -235,7 +236,7 @@ FUNCTION = {"estimators": "estimate", "losses": "policy_loss", "corrections": "c
 
 def find(kind: Kind, name: str, option: str) -> Callable[..., Any]:
     """The function that `name` stands for.  UsageError names the option if there is none; so does the HpcrlError of
-    what an own one raises."""
+    what a custom one raises."""
     if is_path(name):
         return guarded(load_own(option.removeprefix("--").replace("-", "_"), name), f"{option} {name}")
     if name not in algorithm_files(kind):

@@ -164,7 +164,7 @@ def reference_kl(tokens: TokenBatch, options: Options) -> Tensor:
     gradient (DeepSeek-V3.2, arXiv:2512.02556, 3.1).  Without a coefficient it is a metric alone and has no gradient.
     """
     if tokens.reference is None:
-        raise UsageError("--use-kl-loss needs the log-probs of the reference, here are none", "give --ref-load")
+        raise UsageError("--use-kl-loss needs the log-probs of the reference, which are missing", "give --ref-load")
     logprobs = tokens.logprobs if options.kl_loss_coef else tokens.logprobs.detach()
     ratio = (logprobs - tokens.old).exp() if options.use_unbiased_kl else torch.ones_like(logprobs)
     return find("kl", options.kl_loss_type, "--kl-loss-type")(logprobs - tokens.reference, ratio)
@@ -211,7 +211,7 @@ def dpo_loss(tokens: TokenBatch, options: Options) -> Loss:
 
         L = -log sigmoid(dpo_beta ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected))))
 
-    Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7.  The loss of a pair stands at each token of both responses,
+    Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7.  The loss of a pair is at each token of both responses,
     so the mean over samples is the mean over pairs; a response without trained tokens has log-ratio 0 and does not
     count itself.  A pair of equal rewards is not a preference: its loss is 0.
     Report: loss, dpo_accuracy (share of pairs with a positive margin), dpo_margin (dpo_beta x the difference),
@@ -219,7 +219,9 @@ def dpo_loss(tokens: TokenBatch, options: Options) -> Loss:
     the others). UsageError without a reference; DataError if a group is not a pair.
     """
     if tokens.reference is None:
-        raise UsageError("--loss-type dpo_loss needs the log-probs of the reference, here are none", "give --ref-load")
+        raise UsageError(
+            "--loss-type dpo_loss needs the log-probs of the reference, which are missing", "give --ref-load"
+        )
     partner, chosen, tie = _pairs(tokens)
     (ratios,) = tokens.sums((tokens.logprobs - tokens.reference)[None])
     own = options.dpo_beta * ratios

@@ -152,7 +152,7 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     """Everything that can be known here."""
     site = case.site
     yield Finding("ok", "", f"site {site.name}: {profile or 'built in'}")
-    # with an interpreter or an image of its own on the nodes, packages here are those of the command alone
+    # with another interpreter or image on the nodes, packages here are those of the command alone
     yield from packages.check_packages(roles=site.python in (None, sys.executable) and site.container.kind == "none")
     try:
         request = case.request()

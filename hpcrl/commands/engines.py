@@ -43,9 +43,8 @@ def engines(argv: list[str]) -> int:
         return serve(argv[1:])
     parser = Parser(
         "engines",
-        "The engines of a run, and how each is. hpcrl engines add RUN: more of them; hpcrl engines remove RUN INDEX: "
-        "let "
-        "one finish and end. hpcrl engines serve RECIPE: one that no run has started.",
+        "The engines of a run and their states. hpcrl engines add RUN: start more; hpcrl engines remove RUN INDEX: let "
+        "one finish and end; hpcrl engines serve RECIPE: start one outside of a run.",
     )
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
@@ -70,18 +69,20 @@ def _of(run: Run) -> tuple[StageFiles, EngineViews]:
     views = read_views(stage.here) if stage is not None and stage.attempt is not None else None
     if stage is None or views is None:
         name = shorten_path(str(run.root))
-        raise HpcrlError(f"{name} has said nothing of engines", "it has none, or has not come so far: see hpcrl status")
+        raise HpcrlError(
+            f"{name} has not reported any engines", "it has none, or has not started them yet: see hpcrl status"
+        )
     return stage, views
 
 
 def _add(argv: list[str]) -> int:
     parser = Parser(
         "engines add",
-        "Start engines that join a run which is under way: on this machine, or (--site) in a job of their own.",
+        "Start engines that join a running run: on this machine, or (--site) in a separate job.",
     )
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--engines", type=_positive, default=1, metavar="K", help="engines a node (default 1)")
-    parser.add_argument("--first-slot", type=int, metavar="S", help="on this machine: the first GPU that is theirs")
+    parser.add_argument("--first-slot", type=int, metavar="S", help="on this machine: the first GPU that they use")
     parser.add_argument(
         "--site", help="profile of the cluster, as for hpcrl submit; default: the one that the run was submitted with"
     )
@@ -125,7 +126,9 @@ def _positive(text: str) -> int:
 
 def _check_runs(run: Run, name: str) -> None:
     if (phase := look_at_run(run).phase) not in WORKING:
-        raise HpcrlError(f"{name} is not running: it is {phase}", "engines come and go in a run that runs")
+        raise HpcrlError(
+            f"{name} is not running: it is {phase}", "engines are added and removed while a run is running"
+        )
 
 
 def _site(args: argparse.Namespace, run: Run) -> SiteProfile | None:
@@ -137,7 +140,7 @@ def _site(args: argparse.Namespace, run: Run) -> SiteProfile | None:
             raise UsageError(f"--{useless} has no effect without --site", "engines are started on this machine")
         return None
     if args.first_slot is not None:
-        raise UsageError("--first-slot has no effect in a job of its own", "leave it out")
+        raise UsageError("--first-slot has no effect with --site", "leave it out")
     given = {"set": [*args.set, *([f"engine.qos={args.qos}"] if args.qos else [])]}
     given |= {key: value for key, value in (("site", args.site), ("time", args.time)) if value}
     return from_flags(given, saved_site(saved) if args.site is None and saved is not None else None)
@@ -176,7 +179,7 @@ usage: hpcrl engines serve RECIPE.toml --listen HOST:PORT --keys DIR [--option v
   those that the recipe's engines have; give it the GPUs with CUDA_VISIBLE_DEVICES.
 
   --listen HOST:PORT   where it answers: an address of this machine on the network of the runs that will ask it
-  --keys DIR           where its keys are, or are made; a run that asks it has to read them, and nobody else may
+  --keys DIR           where its keys are, or are made; a run that uses it has to read them, and no one else may
   --stage NAME         whose settings, in a recipe of stages (default: the last that needs engines)
 
 A run asks it with {ADDRS} HOST:PORT {KEYS} DIR."""

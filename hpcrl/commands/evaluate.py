@@ -1,7 +1,7 @@
-"""`hpcrl eval`: held-out sets of a recipe, of a checkpoint or of a Hugging Face model, as a run of its own that trains
+"""`hpcrl eval`: held-out sets of a recipe, of a checkpoint or of a Hugging Face model, as a separate run that trains
 nothing.
 
-Invariant: the run is an ordinary one, of a recipe with num_rollout = 0 that lies in its directory: it is watched,
+Invariant: the run is an ordinary one, of a recipe with num_rollout = 0 that is in its directory: it is watched,
 stopped, resumed and submitted like any other.  What the recipe says of training is left out, and what a flag says is
 not.
 """
@@ -111,7 +111,7 @@ def found(root: Path) -> list[str]:
         parts = [f"{values['accuracy']:.3f} {ci}".strip()] if "accuracy" in values else []
         parts += [*more, *([f"truncated {values['truncated_ratio']:.3f}"] if "truncated_ratio" in values else [])]
         parts += [f"{values['n']:.0f} responses"] if "n" in values else []
-        parts = parts or [f"{key} {value:.3f}" for key, value in sorted(values.items())]  # an own function's
+        parts = parts or [f"{key} {value:.3f}" for key, value in sorted(values.items())]  # a custom function's
         lines.append(f"{name}: {', '.join(parts)}")
     return lines
 
@@ -167,7 +167,7 @@ def _of_recipe(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any]) -> Re
     if "{run}" in start:
         raise UsageError(
             f"stage {stage.name} of {recipe.path.name} starts from {start}, which another stage makes",
-            "give --load CHECKPOINT, or name the run that has trained it: hpcrl eval RUN",
+            "give --load CHECKPOINT, or name the run that trained it: hpcrl eval RUN",
         )
     return _recipe(recipe.name, recipe.path, recipe.prepare, values, overrides)
 
@@ -219,7 +219,7 @@ def _recipe(name: str, path: Path, prepare: Any, values: Mapping[str, Any], over
     """A recipe that evaluates, of what is left of `values` without training."""
     left = {key: value for key, value in values.items() if key not in _TRAINING and value is not None}
     left |= {"num_rollout": 0, "eval_interval": 1}
-    with contextlib.suppress(ValidationError):  # which whoever resolves the recipe says better
+    with contextlib.suppress(ValidationError):  # resolving the recipe reports it better
         for key in inert(Options.model_validate(left | overrides)).keys() & left.keys() - overrides.keys():
             del left[key]
     if not (left | overrides).keys() & {"eval_prompt_data", "eval_config"}:

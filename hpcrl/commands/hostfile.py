@@ -15,7 +15,7 @@ from hpcrl.toolbox.arguments import Parser
 
 def hostfile(argv: list[str]) -> int:
     """`hpcrl hostfile`: print what was understood, or write it in another dialect; notes go to stderr."""
-    parser = Parser("hostfile", "Say what a hostfile means, or write it for another launcher.")
+    parser = Parser("hostfile", "Show how a hostfile is read, or write it for another launcher.")
     parser.add_argument(
         "file", metavar="FILE", nargs="?", help="Open MPI, MPICH, Intel MPI, Slurm node list, or slime's `ip slot=8`"
     )
@@ -26,7 +26,7 @@ def hostfile(argv: list[str]) -> int:
     args = parser.parse_args(argv)
 
     if (args.file is None) == (args.job is None):
-        raise UsageError("a hostfile is wanted", "name FILE, or --from lsf, sge or pbs")
+        raise UsageError("no hostfile given", "name FILE, or --from lsf, sge or pbs")
     found = read_hostfile(args.file) if args.job is None else parse_hostfile(*job_hostfile(args.job, os.environ))
     for note in found.notes:
         print(f"hpcrl: note: {note}", file=sys.stderr)

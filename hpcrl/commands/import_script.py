@@ -26,7 +26,7 @@ usage: hpcrl import SCRIPT.sh [NAME=VALUE ...] [--models-dir DIR] > RECIPE.toml
 
 The script is sourced in a sandbox: no network, no file outside of a scratch directory is written, and what is not a
 text tool (ray, pkill, ssh, python ...) is noted down, not run. What it hands to train.py becomes the recipe; what
-became of each flag stands at the recipe's end, and on standard error where it is not simply kept. Exit status 2: some
+became of each flag is at the recipe's end, and on standard error where it is not simply kept. Exit status 2: some
 cannot be honoured."""
 
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
@@ -41,7 +41,7 @@ def import_script(argv: list[str]) -> int:
     overrides, own, words = parse_flags(before, {"models-dir": Kind("str"), "help": Kind("bool")})
     if overrides:
         raise UsageError(
-            f"--{next(iter(overrides)).replace('_', '-')} has no effect here", "write it into the recipe, or behind --"
+            f"--{next(iter(overrides)).replace('_', '-')} has no effect here", "write it into the recipe, or after --"
         )
     if arguments is not None:
         if words:

@@ -36,7 +36,7 @@ _NAME = re.compile(r"(trainer|engine|rollout)-(\d+)(?:-node-(\d+))?\.log\Z")
 
 @dataclass(frozen=True)
 class RoleLog:
-    """One log file.  label: what stands before its lines; attempt: (stage, attempt), None for the job's own."""
+    """One log file.  label: what its lines begin with; attempt: (stage, attempt), None for the job's own."""
 
     path: Path
     role: str
@@ -47,9 +47,7 @@ class RoleLog:
 
 def logs(argv: list[str]) -> int:
     """`hpcrl logs`: the last lines of every log of the run's last attempt, and with -f what comes."""
-    parser = Parser(
-        "logs", "What the processes of a run have said: the last attempt of its last stage, and the job's own log."
-    )
+    parser = Parser("logs", "The logs of a run's processes: the last attempt of its last stage, and the job's own log.")
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--role", help=f"only of this role: {', '.join(ROLES)}")
     parser.add_argument("--host", help="only of the processes on this host")
@@ -173,7 +171,7 @@ def hosts_of(run: Run, every: Iterable[RoleLog]) -> list[str]:
 
 
 def clean(text: bytes) -> str:
-    """A line as it stands after what a progress bar has written over it, with nothing in it that a terminal obeys."""
+    """A line as it is after a progress bar has overwritten it, with nothing in it that a terminal obeys."""
     return strip_control(text.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
 
 

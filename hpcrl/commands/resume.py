@@ -41,12 +41,12 @@ def _bent(options: Options) -> str:
 
 
 def extend_run(job: RunJob, num_rollout: int) -> None:
-    """Let the last stage go on to `num_rollout` rollouts.  UsageError if it has not begun, has done more, or must
+    """Let the last stage continue to `num_rollout` rollouts.  UsageError if it has not begun, has done more, or must
     not."""
     *before, last = job.recipe.stages
     directory = job.directory(last)
     if not all(finished(job.directory(stage)) for stage in before) or not (directory / "options.json").is_file():
-        raise UsageError(f"{job.root} has not come to its last stage yet", "leave --num-rollout out")
+        raise UsageError(f"{job.root} has not reached its last stage yet", "leave --num-rollout out")
     with held(job.root):
         rundir = RunDir.latest(directory)
         options, summary = read_options(rundir), read_summary(directory)
@@ -65,10 +65,10 @@ def extend_run(job: RunJob, num_rollout: int) -> None:
 
 
 def rewind_run(job: RunJob, number: int) -> None:
-    """Have the stage at work go on from checkpoint `number`.  UsageError if it has none of that number."""
+    """Have the current stage resume from checkpoint `number`.  UsageError if it has none of that number."""
     stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
     if stage is None or not (job.directory(stage) / "options.json").is_file():
-        raise UsageError(f"{job.root} has no stage that could go on from a checkpoint", "leave --ckpt-step out")
+        raise UsageError(f"{job.root} has no stage that could resume from a checkpoint", "leave --ckpt-step out")
     with held(job.root):
         rundir = RunDir.latest(job.directory(stage))
         directory = Path(read_options(rundir).save or rundir.checkpoints)

@@ -48,7 +48,7 @@ def stop(argv: list[str]) -> int:
     if found.stop_asked:
         with contextlib.suppress(OSError):  # what was asked before this start would not hold for it
             os.utime(run.root / STOP, follow_symlinks=False)
-        print(f"{name} has been asked to stop already; to end it at once: hpcrl cancel {name}")
+        print(f"{name} is already stopping; to end it at once: hpcrl cancel {name}")
         return 0
     if found.phase not in WORKING:
         raise HpcrlError(f"{name} is not running: it is {_spell(found)}", _instead(found, name, jobs, run))
@@ -109,7 +109,7 @@ def _cancel_job(run: Run) -> int:
     if word.over:
         what = f"job {job.job_id} in the queue is not of this run" if word.foreign else look_at_run(run, jobs).phase
         raise HpcrlError(f"{name}: nothing to cancel: {what}", "hpcrl status shows how it ended")
-    with contextlib.suppress(OSError):  # a directory that cannot be written to keeps nobody from ending the job
+    with contextlib.suppress(OSError):  # a directory that cannot be written to does not keep the job from being ended
         touch(run.root / CANCEL)
     try:
         for number in (*reversed(later_jobs(job)), job.job_id):  # or else the next of a chain would start
@@ -151,7 +151,9 @@ def _end_process(run: Run) -> int:
     except psutil.NoSuchProcess:
         pass  # it was faster
     except psutil.AccessDenied as error:
-        raise HpcrlError(f"process {process.pid} of {name} is not yours", "ask whoever started it") from error
+        raise HpcrlError(
+            f"process {process.pid} of {name} belongs to another user", "ask that user to end it"
+        ) from error
     except psutil.TimeoutExpired as error:
         raise HpcrlError(
             f"process {process.pid} of {name} did not end within {GRACE:.0f} s", f"see hpcrl logs {name}"

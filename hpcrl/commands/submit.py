@@ -101,7 +101,7 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
 
 
 def say_submitted(submission: Submission, jobs: Sequence[SubmittedJob]) -> None:
-    """The numbers of its jobs, where the run lies, who runs where, and how to look."""
+    """The numbers of its jobs, where the run is, who runs where, and how to look."""
     root, (first, *rest) = submission.job.root, [job.job_id for job in jobs]
     if submission.site.exclude:
         print(f"left out: {', '.join(submission.site.exclude)}")

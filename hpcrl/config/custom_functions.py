@@ -250,7 +250,7 @@ def missing(path: str) -> tuple[str, str]:
     if "/" in path or path.endswith(".py"):
         module = Path(path).stem
         return (
-            "it is a file, and module.function is wanted",
+            "it is a file; write module.function",
             f"write {module}.FUNCTION, and start in the directory of {module}.py",
         )
     module, _, name = path.rpartition(".")

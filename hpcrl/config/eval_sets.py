@@ -138,8 +138,8 @@ _OFF = {"min_new_tokens": 0}
 
 
 def eval_sets(options: Options) -> tuple[EvalSet, ...]:
-    """The sets, in order.  UsageError names the flag or the file's key at fault; DataError is left to whoever opens a
-    set's file."""
+    """The sets, in order.  UsageError names the flag or the file's key at fault; DataError is left to the code that
+    opens a set's file."""
     if options.eval_config is not None:
         return tuple(_set(options, own, shown) for shown, own in _of_file(Path(options.eval_config)))
     return tuple(_set(options, own, FLAG) for own in _of_words(options.eval_prompt_data))
@@ -159,13 +159,13 @@ def _of_words(words: list[str]) -> Iterator[dict[str, Any]]:
 
 def _check_name(name: str, names: list[str], where: str) -> None:
     if name.endswith(KINDS):
-        raise UsageError(f"{where}: {name} stands where a name should", "write NAME PATH for each file")
+        raise UsageError(f"{where}: {name} is not a name", "write NAME PATH for each file")
     if not NAME.fullmatch(name):
         raise UsageError(
             f"{where}: {name!r} cannot be a name", "use letters, digits, '_', '-', '.', '+', and no '-' at the end"
         )
     if names.count(name) > 1:
-        raise UsageError(f"{where} gives a name twice: {name}", "each set needs a name of its own")
+        raise UsageError(f"{where} gives a name twice: {name}", "each set needs its own name")
 
 
 # ---- the file
@@ -205,7 +205,7 @@ def _document(path: Path) -> dict[str, Any]:
         raise UsageError(f"--eval-config {path} has no table `eval`", "it holds eval.defaults and eval.datasets")
     for key in found:
         if key != "eval":
-            raise UsageError(f"{path}: {key} is an unknown key", "everything stands in the table `eval`")
+            raise UsageError(f"{path}: {key} is an unknown key", "everything belongs in the table `eval`")
     return found["eval"]
 
 
@@ -263,7 +263,7 @@ def _set(options: Options, own: dict[str, Any], shown: str) -> EvalSet:
             "raise that one",
         )
     if "rm_type" in own.get("metadata_overrides", {}):
-        raise UsageError(f"{shown}: rm_type stands in metadata_overrides", "write it beside the set's name")
+        raise UsageError(f"{shown}: rm_type is in metadata_overrides", "write it next to the set's name")
     stop = values.pop("stop")
     return EvalSet(
         name=own["name"],

@@ -46,7 +46,7 @@ class Options(
     vllm: dict[str, Any] = opt({}, "fields of vLLM's engine arguments (flags: --vllm-X)")
 
     def __getattr__(self, name: str) -> Any:
-        """A setting of the user's own, for own functions."""
+        """A setting of the user's own, for custom functions."""
         custom = self.__dict__.get("custom")
         if custom and name in custom:
             return custom[name]

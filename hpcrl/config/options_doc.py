@@ -17,7 +17,7 @@ _INTRO = """\
 # Options
 
 Made by `hpcrl options --write docs/options.md` from the declarations in `hpcrl/config/sections/`; do not
-edit it by hand.
+edit it directly.
 
 Each option is a flag (`--num-rollout 20`) and a key of a recipe (`num_rollout = 20`): the same name with underscores.
 A switch is turned on by `--x` and off by `--no-x`; a list takes its words after the flag (`--rollout-stop a b`) and is
@@ -96,7 +96,7 @@ loss_type advantage_estimator eps_clip eps_clip_high use_kl_loss kl_loss_coef gl
 max_tokens_per_gpu tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
 expert_model_parallel_size lr lr_warmup_iters weight_decay
 """
-#: what a first run sets or asks about, shown by `hpcrl run --help`; all others stand in --help-all
+#: what a first run sets or asks about, shown by `hpcrl run --help`; all others are in --help-all
 FIRST = frozenset(_FIRST.split())
 
 

@@ -1,6 +1,6 @@
 """Settings of Megatron-core and vLLM that pass through hpcrl under their own names.
 
-The installed packages' dataclasses say which there are; here stand only the few flags whose spelling does not follow
+The installed packages' dataclasses say which there are; here are only the few flags whose spelling does not follow
 from the field, and the settings that are hpcrl's to decide.  Invariant: a setting that hpcrl decides is refused with
 the reason, never overwritten in silence.
 """
@@ -18,7 +18,9 @@ from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 
 Table = Literal["megatron", "vllm"]
-UNCHECKED = Kind("any", bare=True)  #: the package is not installed here: whoever uses the setting will check it
+UNCHECKED = Kind(
+    "any", bare=True
+)  #: the package is not installed here: the package checks it when it reads the setting
 
 #: (module, class), read in this order; a missing one is skipped (vLLM's frontend has moved between releases)
 CLASSES: dict[Table, tuple[tuple[str, str], ...]] = {
@@ -38,7 +40,7 @@ CLASSES: dict[Table, tuple[tuple[str, str], ...]] = {
     ),
 }
 
-#: what a user may say of the model beside TransformerConfig: arguments of Megatron's GPTModel, compared with
+#: what a user may say of the model in addition to TransformerConfig: arguments of Megatron's GPTModel, compared with
 #: config.json
 MODEL_ARGUMENTS: dict[str, Kind] = {
     "group_query_attention": Kind("bool"),

@@ -66,14 +66,14 @@ def algorithm_files(kind: Kind) -> dict[str, AlgorithmFile]:
 
 
 def is_path(name: str) -> bool:
-    """Whether a value is the dotted path of an own function, not the name of a file."""
+    """Whether a value is the dotted path of a custom function, not the name of a file."""
     return "." in name
 
 
 def find_algorithm_file(kind: Kind, name: str) -> AlgorithmFile | None:
     """What `name` declares.
 
-    None for the dotted path of an own function, of which nothing is known before it is imported, and for a name that
+    None for the dotted path of a custom function, of which nothing is known before it is imported, and for a name that
     there is not: one rule refuses it (`config/rules/algorithm.py`).
     """
     return algorithm_files(kind).get(name)
@@ -88,7 +88,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 class RewardWord:
     """One reward of --rm-type.
 
-    word: without the weight; name: what its metric is called; file: the reward's file, "" for an own function; boxed:
+    word: without the weight; name: what its metric is called; file: the reward's file, "" for a custom function; boxed:
     whether it sees the boxed part of a response alone.
     """
 

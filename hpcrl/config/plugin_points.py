@@ -1,6 +1,6 @@
-"""Every plugin point: which option takes the dotted path of an own function, who calls it, and with what.
+"""Every plugin point: which option takes the dotted path of a custom function, who calls it, and with what.
 
-Invariant: this table is the one place that says how an own function is called; each role loads all of its points when
+Invariant: this table is the one place that says how a custom function is called; each role loads all of its points when
 it starts (`load_points`), so a wrong path or signature ends the run before any engine is waited for.  docs/customise.md
 has a row and a tested example for each.
 """
@@ -91,7 +91,7 @@ def paths_of(options: Options, name: str) -> list[str]:
 
 
 def missing_functions(options: Options) -> list[UsageError]:
-    """An error for each own function that is not in the files of its module, which is not run for it."""
+    """An error for each custom function that is not in the files of its module, which is not run for it."""
     if "PYTHONPATH" in options.train_env_vars:  # the roles look elsewhere
         return []
     every = [(spelled(name), path) for name in POINTS for path in paths_of(options, name) if not is_foreign(path)]

@@ -133,7 +133,7 @@ def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
 
 
 def _neighbour(file: Path) -> str:
-    """A recipe beside a file that is not there, of which its name may be a slip."""
+    """A recipe next to a missing file, whose name may have been meant."""
     try:
         names = sorted(path.name for path in file.parent.glob("*.toml"))
     except OSError:
@@ -165,13 +165,13 @@ def _stages(value: Any, where: str) -> Iterator[Stage]:
             shown = "has no name" if name is None else f"cannot be named {spell(name)}"
             raise UsageError(
                 f"{where}: stage {number} {shown}",
-                "every stage needs a name of its own, good for a directory of the run",
+                "every stage needs its own name, which can name a directory",
             )
         seen.add(name)
         if "run_dir" in table:
             raise UsageError(
                 f"{where}: stage {name}: run_dir has no effect",
-                "a stage lies in the run's directory, under its own name",
+                "a stage's directory is in the run's, under its own name",
             )
         yield Stage(name, gather({k: v for k, v in table.items() if k != "name"}, f"{where}: stage {name}"))
 

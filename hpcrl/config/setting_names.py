@@ -2,7 +2,7 @@
 nowhere: another trainer's word, or a slip of the fingers.
 
 Invariants: a name that leads nowhere is an error; hpcrl's own names come before Megatron's, so no setting can be
-reached in two places.  A hint names only what exists, and none is given where nothing is alike enough: a wrong one
+reached in two places.  A hint names only what exists, and none is given where nothing is similar enough: a wrong one
 costs more than none.
 """
 
@@ -101,7 +101,7 @@ def find_key(key: str, where: str, extra: Iterable[str] = ()) -> Target:
     UsageError names the place `where` and what may have been meant.
     """
     flag = dashed(key)
-    keys = {f: t for f, t in own().items() if t.fixed is not False}  # off is `x = false`, not a name of its own
+    keys = {f: t for f, t in own().items() if t.fixed is not False}  # off is `x = false`, not another name
     if flag in keys and "-" not in key:
         return keys[flag]
     mine = [*keys, *extra]
@@ -309,12 +309,12 @@ _NOWHERE: dict[str, str] = {
     "adapters": "lora lora-r lora-rank lora-alpha lora-dropout use-lora use-peft peft-config qlora",
     "Megatron-core trains; ranks are laid out by --tensor-model-parallel-size and its "
     "like": "fsdp fsdp-config deepspeed zero-stage train-backend accelerator",
-    "masks follow the chat template itself, whatever the model": "loss-mask-type",
+    "masks follow the chat template itself, for every model": "loss-mask-type",
     "the engines always are vLLM's": "use-vllm vllm-mode rollout-backend rollout-engine inference-engine",
     "weights are in bf16 or fp32": "load-in-4bit load-in-8bit mixed-precision precision",
-    "a run goes on with: hpcrl resume RUN": "resume-from-checkpoint resume-from resume-mode resume-path auto-resume",
-    "roles differ by options of their own, such as --critic-load and --critic-lr": "megatron-config-path",
-    "what has changed goes from memory to memory, no file is written; --weight-transfer disk writes files, and calls "
+    "a run resumes with: hpcrl resume RUN": "resume-from-checkpoint resume-from resume-mode resume-path auto-resume",
+    "roles differ by separate options, such as --critic-load and --critic-lr": "megatron-config-path",
+    "changes go from memory to memory, no file is written; --weight-transfer disk writes files, and calls "
     "--custom-update-weight-post-write-path": "custom-delta-pre-push-path",
     "what a step trained on is kept by --save-token-data, its samples by "
     "--save-debug-rollout-data": "save-debug-train-data load-debug-rollout-data-subsample",
@@ -326,8 +326,8 @@ _FOREIGN = ("vllm-", "recompute-", "optimizer")
 _WORDS = {name: text for text, names in reversed(_HERE.items()) for name in names.split()}
 _REASONS = {name: text for text, names in _NOWHERE.items() for name in names.split()}
 
-CLOSE = 0.9  #: how alike two names must be (`difflib.ratio`) where they do not consist of the same words
-ALIKE = 0.8  #: the same where every word of the one stands in the other
+CLOSE = 0.9  #: how similar two names must be (`difflib.ratio`) where they do not consist of the same words
+ALIKE = 0.8  #: the same where every word of the one is in the other
 WORD = 0.65  #: and those words themselves
 
 

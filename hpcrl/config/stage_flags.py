@@ -107,7 +107,7 @@ def _misplaced(name: str, stages: list[str], recipe: str) -> UsageError | None:
         return UsageError(f"{shown}: {recipe} has no stage {stage}", hint)
     if option in ("run_dir", "name"):
         return UsageError(
-            f"{shown} has no effect: a stage lies in the run's directory, under its own name", "leave it out"
+            f"{shown} has no effect: a stage's directory is in the run's, under its own name", "leave it out"
         )
     return None
 

@@ -44,7 +44,7 @@ class Kind:
     ...);
     many: a list of it; lone: one that may also be written without the list; choices: the only values allowed; optional:
     null is allowed; bounds: as text, such as ">= 1";
-    bare: the flag may stand without a value and then means true (only where nothing is known of the type).
+    bare: the flag may be without a value and then means true (only where nothing is known of the type).
     """
 
     base: Base

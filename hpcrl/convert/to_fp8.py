@@ -85,7 +85,7 @@ def convert(
 def _file(source: Path, output: Path, entries: Mapping[str, Entry], scheme: Scheme) -> tuple[str, dict[str, int]]:
     """Convert one file: its name, and the bytes of each tensor in it.
 
-    Wider dtypes come first, so that each tensor lies at a multiple of its item's size.
+    Wider dtypes come first, so that each tensor is at a multiple of its item's size.
     """
     plan = [tensor for name, entry in entries.items() for tensor in _outcome(name, entry, scheme)]
     plan.sort(key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
@@ -110,7 +110,7 @@ def _outcome(name: str, entry: Entry, scheme: Scheme) -> list[TensorHeader]:
 
 
 def _tensors(path: Path, names: Set[str]) -> Stream:
-    """These tensors of a file, as they lie in it; read and not mapped, so that they do not stay in memory."""
+    """These tensors of a file, as they are in it; read and not mapped, so that they do not stay in memory."""
     with open_file(path, "pt", backend="pread") as file:
         for name in (name for name in file.offset_keys() if name in names):
             try:

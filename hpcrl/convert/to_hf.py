@@ -183,7 +183,7 @@ def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
 def _place(stored: TorchDist, name: str) -> tuple[str, tuple[int, ...]] | None:
     """(key, leading indices) under which a parameter of the whole model is stored, or None.
 
-    Layers that are all alike are one tensor with the layer in front; so are the experts of a layer.
+    Layers of equal shape are one tensor with the layer in front; so are the experts of a layer.
     """
     at: tuple[int, ...] = ()
     for ours, theirs in torch_dist.SANDWICH.items():

@@ -2,7 +2,7 @@
 tracker.
 
     hpcrl convert to-torch-dist --hf-checkpoint MODEL --save DIR
-    torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save DIR    # over nodes alike
+    torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save DIR    # also over nodes
 
 Runs on the CPU, also where GPUs are.  Each rank holds its shard of the weights and at most one tensor more.  The layout
 says only who converts what: the checkpoint loads into any other.  Invariants: tensors keep the dtype of the files, so
@@ -138,7 +138,7 @@ def _commonest(directory: Path) -> str:
 
 
 def alone() -> Any:
-    """Be a world of one: torchrun's variables, and a store that nobody else can see."""
+    """Be a world of one: torchrun's variables, and a store that no other process can see."""
     from torch.distributed import HashStore
 
     store = HashStore()
@@ -209,7 +209,7 @@ def _take_dtypes(policy: Any, directory: Path) -> None:
 
 
 def _one_storage_each(state: dict[str, Any]) -> None:
-    """Give views storages of their own, one after another.
+    """Give views their own storages, one after another.
 
     Megatron's writer copies every view, all at once, before it writes: a gated MLP's weight is two views, so that would
     be most of the model a second time.

@@ -1,7 +1,7 @@
 """The directories that a run needs, as the login node sees them: the model's (are its files whole, does its tokenizer
 load) and the run's (writable, on a file system that every node sees, with room, and with the same clock).
 
-Invariants: no weights are read, only the headers of their files; the tokenizer is loaded in a process of its own, so
+Invariants: no weights are read, only the headers of their files; the tokenizer is loaded in a separate process, so
 that a package that hangs or crashes costs a deadline and a line.  Nothing stays behind: the one file that is written to
 try is removed at once.
 """
@@ -76,13 +76,13 @@ def total(path: Path) -> int:
         return 0
 
 
-# ---- where the run directory will lie
+# ---- where the run directory will be
 
 #: file systems that a node has for itself, as /proc/mounts names them
 LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "squashfs", "tmpfs", "vfat", "xfs", "zfs"}
 #: bytes of a checkpoint for each byte of a bfloat16 model: weights, and float32 weights and two moments of Adam
 CHECKPOINT = 7
-SKEW = 1.0  #: seconds between our clock and the file server's that nobody need mind
+SKEW = 1.0  #: seconds between our clock and the file server's that do not matter
 
 
 def check_storage(directory: Path, several: bool, model_bytes: int = 0) -> Iterator[Finding]:
@@ -115,7 +115,7 @@ def check_storage(directory: Path, several: bool, model_bytes: int = 0) -> Itera
 def file_system(directory: Path, mounts: str, several: bool) -> Finding:
     """Whether the file system of a directory is one that nodes share; `mounts` is the text of /proc/mounts."""
     point, kind = mount_of(directory.resolve(), mounts)
-    shown = f"{directory} lies on {kind} at {point}"
+    shown = f"{directory} is on {kind} at {point}"
     if not several:
         return Finding("ok", "", shown)
     if kind in LOCAL:

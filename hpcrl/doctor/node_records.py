@@ -1,6 +1,6 @@
 """How the hosts of a job tell one another of themselves, through a directory that they share.
 
-Each leaves a record; whoever started them puts all records into one file as soon as the last has come
+Each leaves a record; the process that started them puts all records into one file as soon as the last has come
 (`share_records`), and that is what each host reads.  Invariants: a file is put there whole and read once; what a host
 does does not grow with the number of hosts, but for the length of one listing and one file.
 """

@@ -244,7 +244,7 @@ def _clocks(reports: Sequence[NodeReport], window: tuple[float, float] | None) -
             worst = max(worst, sure)
             if sure > SKEW:
                 apart.update((report.host, host))
-    # the clock that is wrong differs from everybody; with two nodes nobody knows which it is
+    # the clock that is wrong differs from all others; with two nodes it is unknown which it is
     for host, times in apart.items():
         if times == max(apart.values()):
             far = max(abs(o) for r in reports for h, (o, _) in r.offsets.items() if host in (h, r.host))

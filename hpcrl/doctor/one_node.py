@@ -2,11 +2,11 @@
 
     python -m hpcrl.doctor.one_node DIR --expect N [--host NAME] [--role R] [--interface I] [--import vllm]
 
-DIR is made and given a file `token` by whoever starts us.  Each node writes DIR/HOST.json with its ports, waits for
-those of all (hpcrl/doctor/node_records.py), connects to them (of many, to some: `peers_of`), tells in DIR/HOST.done
-that it needs nobody's port any more, and leaves DIR/HOST.PID.report.  A node that does not see DIR says so in a line of
-its own (`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines, so nothing longer is ever read
-from it.
+DIR is made and given a file `token` by the process that starts this one.  Each node writes DIR/HOST.json with its
+ports, waits for those of all (hpcrl/doctor/node_records.py), connects to them (of many, to some: `peers_of`), tells in
+DIR/HOST.done that it needs no other node's port any more, and leaves DIR/HOST.PID.report.  A node that does not see DIR
+says so in a separate line (`UNSEEN`): a launcher's output may be cut into pieces of several nodes' lines, so nothing
+longer is ever read from it.
 
 Invariants: every wait has a deadline and none is an error: what did not come is missing from the report; ports are
 bound on the node's own addresses only; what other nodes say is JSON of a bounded size.
@@ -101,7 +101,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def imports(module: str, seconds: float) -> str:
-    """Why a module does not import in a process of its own, "" if it does."""
+    """Why a module does not import in a separate process, "" if it does."""
     answer = run_command([sys.executable, "-c", f"import importlib; importlib.import_module({module!r})"], seconds)
     return "" if answer.code == 0 else answer.said
 
@@ -110,7 +110,7 @@ def imports(module: str, seconds: float) -> str:
 
 
 class Ports:
-    """A port on every address, each greeting whoever connects, until closed."""
+    """A port on every address, each greeting every peer that connects, until closed."""
 
     def __init__(self, host: str, addresses: list[str]) -> None:
         self.host = host
@@ -208,7 +208,7 @@ def connect(found: dict[str, NodeRecord], me: str, interface: str | None) -> tup
     try:
         chosen = choose({host: found[host].base for host in sorted(found)}, interface)
     except UsageError:
-        return {}, {}  # whoever judges chooses again, and says it once
+        return {}, {}  # the judging process chooses again, and reports it once
     tried, offsets = {}, {}
     for host in peers_of(me, found) or [me]:
         address = chosen[host].address

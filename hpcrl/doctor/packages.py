@@ -30,7 +30,7 @@ def version(name: str) -> str | None:
 
 
 def requirements() -> list[str]:
-    """hpcrl's requirements, extras marked as in metadata; of the installed package, or of pyproject.toml beside it."""
+    """hpcrl's requirements, extras marked as in metadata; of the installed package, or of pyproject.toml next to it."""
     try:
         return importlib.metadata.requires("hpcrl") or []
     except importlib.metadata.PackageNotFoundError:

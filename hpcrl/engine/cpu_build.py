@@ -1,10 +1,10 @@
-"""What vLLM's CPU build needs of us: packed matrices made anew after an update, and memory given back while it sleeps.
+"""What vLLM's CPU build needs of us: packed matrices remade after an update, and memory given back while it sleeps.
 
 vLLM's own sleep frees nothing on a CPU.  The pages of the KV cache, and at level 2 those of the weights, are handed
 back to the kernel (madvise, MADV_DONTNEED); the tensors stay where they are and read as zeros until something is
 written, when the kernel gives new pages.  So an engine that wakes has the memory again without asking for it: for the
 weights by the update, for the cache by the next requests.  The CPU build multiplies with packed copies of its matrices,
-which the update makes anew: at level 2 they go too, and malloc is told to hand back what it has free.
+which the update remakes: at level 2 they go too, and malloc is told to hand back what it has free.
 
 Invariants: only whole pages of our own anonymous memory go, the rest of a tensor is set to zero; buffers, which no
 update brings, stay; a layer whose packed copy is gone refuses to multiply.
@@ -28,7 +28,7 @@ Kernels = list[tuple[Any, Any]]
 
 
 def pack_heads(model: nn.Module) -> None:
-    """Make the packed copies of all embeddings and heads anew from their weights."""
+    """Remake the packed copies of all embeddings and heads from their weights."""
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding):
             layer.quant_method.process_weights_after_loading(layer)

@@ -124,7 +124,7 @@ class CoreCalls:
     def _over(self, question: asyncio.Task[None]) -> None:
         self._asked.discard(question)
         if not question.cancelled():
-            question.exception()  # whoever still waits for it gets it too
+            question.exception()  # a task that still waits for it gets it too
 
 
 def _patience(scope: Scope) -> float:
@@ -152,7 +152,7 @@ class StoppedProcess:
         self._since: dict[int, float] = {}
 
     def longest(self) -> tuple[int, float] | None:
-        """(process id, seconds) of the one that has been stopped for longest; None if nobody is, or it is not yet time
+        """(process id, seconds) of the one that has been stopped for longest; None if none is, or it is not yet time
         to look."""
         now = self._clock()
         if now - self._looked < EVERY:

@@ -84,7 +84,7 @@ def impatient_protocol(seconds: float = IDLE) -> type[Any]:
     """uvicorn's HTTP, for its option `http`: it closes a connection on which no request has come for `seconds` to twice
     that.
 
-    uvicorn itself waits for ever for the first byte of a request and for its last, whoever the client is.
+    uvicorn itself waits for ever for the first byte of a request and for its last, from any client.
     """
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 

@@ -96,7 +96,7 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
     """vLLM's, for one answer at the end of each sample.  ValueError or TypeError if it refuses them."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    # flat: one list of log-probs a sample instead of two objects a token; not cloned deeply: nobody else holds them
+    # flat: one list of log-probs a sample instead of two objects a token; not cloned deeply: there is no other holder
     params = SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True)
     params.skip_clone = True
     return params

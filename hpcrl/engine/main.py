@@ -3,7 +3,7 @@
     python -m hpcrl.engine.main RUN --attempt N --index I [--incarnation K]
 
 Invariants: an engine that does not come up, dies, hangs or stops answering ends this process with a non-zero status and
-one message that says why (`run/engine_files.py`: whoever keeps it starts it again, or it is the attempt's error),
+one message that says why (`run/engine_files.py`: its supervisor starts it again, or it is the attempt's error),
 whatever exit code vLLM had (it has 0 after its engine core died); when this process ends, however, nothing that it
 started is left.  No torch is imported here.
 """
@@ -162,7 +162,7 @@ class EngineSupervisor:
             incarnation=self.context.incarnation,
         )
         self.shared |= leftovers(descendants())
-        self.made.name(self.shared)  # for whoever cleans up after a supervisor that was killed
+        self.made.name(self.shared)  # for the process that cleans up after a supervisor that was killed
         self._leave_the_gpus()
         publish(self.context.rundir, peer, self.context.index)
         version = ask(self.address, "GET", "/version", 60)["version"]

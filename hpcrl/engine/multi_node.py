@@ -2,7 +2,7 @@
 its server gets from the supervisor.
 
 The first part chooses two free ports of its host and publishes them (`MeetingPeer`); vLLM binds them itself.  The
-server's socket is bound before the server starts, so that its port is known and belongs to nobody else.
+server's socket is bound before the server starts, so that its port is known and belongs to no other process.
 
 Invariant: pure but for choosing and reading ports; imports neither torch nor vLLM.
 """

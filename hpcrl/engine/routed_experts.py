@@ -1,7 +1,7 @@
 """Which experts each token went to: seen in a vLLM worker whose model runner does not tell (that of the CPU build), and
 fetched for our route, from such a worker or from vLLM's own answer.
 
-vLLM's routers have a hook for whoever wants to see their choice, and its runner says which rows of a forward pass
+vLLM's routers have a hook for seeing their choice, and its runner says which rows of a forward pass
 belong to which request; the rest is a table for every request that asks for it.  On CUDA vLLM's own
 `--enable-return-routed-experts` does the same.
 

@@ -99,7 +99,7 @@ def follow(args: Namespace) -> None:
 
 
 def forking_arguments(args: Namespace) -> Any:
-    """Engine arguments whose engine core is forked from this process instead of started anew.
+    """Engine arguments whose engine core is forked from this process instead of started afresh.
 
     That saves importing torch and vLLM a second time, some five seconds.  vLLM's CPU platform asks for `spawn` while
     the configuration is made; we ask for `fork` once it is, which is safe here: no accelerator is in use, and this

@@ -1,7 +1,7 @@
 """What a vLLM model holds, by the names of the checkpoint, and what it really multiplies with.
 
 vLLM fuses matrices (q, k, v into one), splits them over tensor-parallel workers, and its CPU build replaces each by a
-packed copy.  A `TensorShard` says where one checkpoint tensor went on this worker and shows it again: a linear layer by
+packed copy.  A `TensorShard` says where one checkpoint tensor is on this worker and shows it again: a linear layer by
 applying it to the identity (x * 1 + 0 + ... is exact, but for the sign of zero), an embedding by looking up all ids,
 experts as vllm_experts.py says.
 

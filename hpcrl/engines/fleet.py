@@ -111,7 +111,7 @@ class PendingCalls:
     def _glance(self, engine: Engine) -> None:
         found = status(engine.address)
         if found not in (200, SILENT):  # slow is not dead
-            answer = f"{HEALTH} answers {found}" if found > 0 else "nobody listens there"
+            answer = f"{HEALTH} answers {found}" if found > 0 else "there is no listener"
             self._bury(engine, f"{engine} died during {self.phase}: {answer}")
 
     def _raise(self, engine: Engine, error: BaseException) -> None:
@@ -154,7 +154,7 @@ def in_thread(work: Callable[[], Any]) -> Future[Any]:
     def target() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
+        except BaseException as error:  # noqa: BLE001  (handed to the waiting thread)
             future.set_exception(error)
 
     threading.Thread(target=target, daemon=True).start()

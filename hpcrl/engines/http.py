@@ -1,6 +1,6 @@
 """Small HTTP calls to an engine, with the key of the run.
 
-Every call has a connection of its own: vLLM closes a kept one after an error, and a stale one looks like a dead engine.
+Every call has its own connection: vLLM closes a kept one after an error, and a stale one looks like a dead engine.
 Invariants: every call has a deadline; the key is in the header alone and in no message.
 """
 
@@ -18,10 +18,10 @@ TURN = "/hpcrl/turn"  #: where an engine that shares its GPUs is told whose turn
 HEALTH = "/health"
 IS_PAUSED = "/is_paused"  #: what only vLLM's core can answer
 CORE = "/hpcrl/core"  #: whether the engine core works (GET): 200, also while it makes what it was asked to, or LATE
-LATE = 504  #: its status when the core has been at a call for longer than whoever asked for that call waits
+LATE = 504  #: its status when the core has been at a call for longer than its caller waits
 PATIENCE = "Hpcrl-Patience"  #: header: how many seconds who sends a request waits for the answer
 HEALTH_SECONDS = 10.0  #: that an engine may take for one of these answers
-#: in place of a status: no answer in time, nobody listens, and a connection that broke
+#: in place of a status: no answer in time, no listener, and a connection that broke
 SILENT, REFUSED, BROKEN = -1, 0, -2
 LONGEST = 600  #: characters of an answer that go into an error
 

@@ -11,9 +11,9 @@ The law:
 2. What is said of an earlier incarnation of an engine, and of one that is gone, changes nothing; incarnations
    only grow.
 3. An engine comes to serve in one way alone: up (joining), then a weight update that names this incarnation (serving).
-4. Whoever was in doubt (suspect) comes back as joining unless it holds the published version.
+4. An engine in doubt (suspect) comes back as joining unless it holds the published version.
 
-Pure: numbers and events in, decisions out; no clock, no socket.  Where nobody sends weights (`trusting`), an engine
+Pure: numbers and events in, decisions out; no clock, no socket.  Where no weights are sent (`trusting`), an engine
 that is up serves.
 """
 
@@ -32,7 +32,7 @@ FAILED_UPDATES = 3
 
 @dataclass
 class Engine:
-    """One engine, as the registry keeps it, and as whoever sends it weights is told.
+    """One engine, as the registry keeps it, and as the sender of weights sees it.
 
     incarnation: how often it was started before (`run/engine_files.py`).
     address: where it answers in this incarnation, None before it has come up.
@@ -109,7 +109,8 @@ class Registry:
         member.state = "serving" if self.trusting else "joining"
 
     def ended(self, index: int, incarnation: int, why: str, again: bool) -> None:
-        """Its supervisor, or whoever keeps that, says that this incarnation is over; again: another follows."""
+        """Its supervisor, or the process that keeps that, says that this incarnation is over; again: another
+        follows."""
         if (member := self._of(index, incarnation)) is not None:
             member.incarnation = incarnation
             member.version = None

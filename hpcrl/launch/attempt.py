@@ -91,7 +91,7 @@ class Backend(Protocol):
         answer."""
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[HostHandle]:
-        """Start every host's part of the plan, which lies in the run directory."""
+        """Start every host's part of the plan, which is in the run directory."""
 
     def again(self, root: Path) -> str:
         """The command that resumes a run."""
@@ -189,7 +189,7 @@ def _watch(
 
 
 def _stopped_early(stop: StopRequest) -> Stopped:
-    """Whoever knows the run says how to resume it."""
+    """The backend of the run says how to resume it."""
     reason = f" ({stop.why})" if stop.why else ""
     return Stopped(f"stopped while starting{reason}: nothing was trained since the last checkpoint")
 

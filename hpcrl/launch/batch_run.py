@@ -283,10 +283,8 @@ def _ask_until_answered(job: RunJob, allocation: Allocation, why: str, ends: flo
 
     def tell(error: Any) -> None:
         if state.phase != "requeued":
-            say(f"{why}; {allocation.title} does not answer ({error.what}): asked again until {_clock(until)}")
-        state.set(
-            "requeued", message=f"{why}; {allocation.title} does not answer yet: asked again until {_clock(until)}"
-        )
+            say(f"{why}; {allocation.title} does not answer ({error.what}): retrying until {_clock(until)}")
+        state.set("requeued", message=f"{why}; {allocation.title} does not answer yet: retrying until {_clock(until)}")
 
     retry(ask, SchedulerSilent, Deadline(until - now), Pauses(AGAIN, AGAIN), failed=tell)
 

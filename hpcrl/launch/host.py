@@ -161,7 +161,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
 
 
 def start(role: str, index: int, command: list[str], rundir: RunDir, variables: Mapping[str, str]) -> Role:
-    """Start one role in a session of its own, its output going to its log; variables: in addition to those of every
+    """Start one role in a separate session, its output going to its log; variables: in addition to those of every
     role."""
     log, memory = rundir.logs / f"{role}-{index}.log", MemoryWatch()
     with open_append(log) as out:
@@ -253,7 +253,7 @@ def _watch(
         turn()
         if looks.end():
             return
-        if not looks.stopping:  # which has a limit of its own, and needs the trainer alone
+        if not looks.stopping:  # which has its own limit, and needs the trainer alone
             alive()
         if not told.requests:
             restarter.restart_ended(roles)
@@ -261,7 +261,7 @@ def _watch(
         now = time.monotonic()
         if told.requests and quit_by == float("inf"):
             with contextlib.suppress(OSError):
-                rundir.request_stop()  # time to save, if whoever told us leaves it
+                rundir.request_stop()  # time to save, if the sender of the signal leaves it
             quit_by = now + options.stop_timeout
         if told.requests > 1 or now > quit_by:
             raise PeerError(f"host {restarter.host} was told to end", "the last saved checkpoint is good")

@@ -1,7 +1,7 @@
 """A job: a recipe's stages, one after another, on whatever hosts a backend brings.
 
     RUN/                     the run of a recipe without stages
-    RUN/recipe.toml, recipe.json, prepared/, STAGE/    a recipe with stages: each stage is a run of its own
+    RUN/recipe.toml, recipe.json, prepared/, STAGE/    a recipe with stages: each stage is its own run
 
 Invariant: a resumed run continues exactly where it stopped: finished stages are skipped, the unfinished one continues
 from its last checkpoint with the options that it began with.  state.json always says what the job is doing, or did
@@ -84,7 +84,7 @@ def run_job(
     ends: float | None = None,
     age: float = 0.0,
 ) -> int:
-    """Bring a job to its end, from where it stands; returns the exit status.  HpcrlError says what went wrong.
+    """Bring a job to its end, from where it is; returns the exit status.  HpcrlError says what went wrong.
 
     restarts: how often the scheduler has started it again.  watch: called about five times a second; it may ask to
     stop.
@@ -107,7 +107,7 @@ def run_job(
         def turn(rundir: RunDir | None = None) -> None:
             if stop.requests and state.phase != "saving":
                 say(
-                    f"asked to stop{f' ({stop.why})' if stop.why else ''}: ends after a checkpoint; "
+                    f"stopping{f' ({stop.why})' if stop.why else ''}: ends after a checkpoint; "
                     "a second signal ends it at once"
                 )
             state.beat("saving" if stop.requests else None)
@@ -180,21 +180,18 @@ def begin_job(
     root = RunDir.create(root, FOLDERS if alone else ("logs",), another="{time}" in run_dir_of(recipe, overrides)).root
     job = job if root == job.root else replace(job, root=root)
     if found := swappable_by_group(root):
-        say(
-            f"note: everybody in group {found[1]} can put something else in place of {root}: "
-            f"{found[0]} is writable by it (chmod g-w, or +t)"
-        )
+        say(f"note: all of group {found[1]} can replace {root}: {found[0]} is writable by it (chmod g-w, or +t)")
     write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), job.overrides), recipe.text)
     return job
 
 
 def run_dir_of(recipe: Recipe, overrides: dict[str, Any]) -> str:
-    """--run-dir as it was given, with what stands in braces."""
+    """--run-dir as it was given, with its braces replaced."""
     return overrides.get("run_dir") or recipe.values.get("run_dir") or Options.model_fields["run_dir"].default
 
 
 def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
-    """Where a run of the recipe that begins now would lie."""
+    """Where a run of the recipe that begins now would be."""
     given = run_dir_of(recipe, overrides)
     check_run_dir(given)
     return as_given(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime())))
@@ -249,7 +246,7 @@ def run_stage(
     turn: Callable[[RunDir], None],
     timeline: Timeline,
 ) -> None:
-    """Bring one stage to its end, from where it stands; Stopped if the user stopped it before."""
+    """Bring one stage to its end, from where it is; Stopped if the user stopped it before."""
     directory = job.directory(stage)
     if finished(directory):
         return

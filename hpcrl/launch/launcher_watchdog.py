@@ -32,7 +32,7 @@ from hpcrl.run.scratch import scratch
 def watched(rundir: RunDir, seconds: float) -> Iterator[None]:
     """Have this process, the launcher, watched.
 
-    Not where somebody sits before it, who may have stopped it with Ctrl-Z and means to go on.
+    Not at a terminal, where a user may have stopped it with Ctrl-Z and means to continue.
     """
     if os.isatty(0):
         yield

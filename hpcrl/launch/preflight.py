@@ -114,7 +114,7 @@ def made_by_run(recipe: Recipe, run: str, path: str) -> bool:
 
 
 def absent(stages: Sequence[Options], sight: Sight) -> list[UsageError]:
-    """An error for every file and directory that a stage begins with, and every own function, that is not here."""
+    """An error for every file and directory that a stage begins with, and every custom function, that is not here."""
     found = [error for options in stages for error in (missing_functions(options) if sight.code else [])]
     if sight.files:
         rows = [row for options in stages for row in begins_with(options) if not sight.elsewhere(row[1])]

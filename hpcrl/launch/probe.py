@@ -3,7 +3,7 @@
     python -m hpcrl.launch.probe RUN --attempt N --host NAME      one task a host, before the plan is made
 
 Invariants: an address is one that the host itself has and no other host of the run has; it is never taken from a name
-that somebody resolved; where several networks would do, nobody guesses.
+that was resolved; where several networks would do, none is guessed.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _keys(reports: Mapping[str, HostReport], key: str) -> list[str]:
 
 
 def _all_on(reports: Mapping[str, HostReport], key: str, value: str) -> dict[str, Network] | None:
-    """Each host's network of that subnet (or interface), if every host has one, with an address of its own."""
+    """Each host's network of that subnet (or interface), if every host has one, with its own address."""
     found = {host: next((n for n in r.networks if getattr(n, key) == value), None) for host, r in reports.items()}
     addresses = [n.address for n in found.values() if n is not None]
     if len(addresses) < len(reports) or len(set(addresses)) < len(addresses):

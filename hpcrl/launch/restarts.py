@@ -30,7 +30,7 @@ from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, read_summary
 from hpcrl.untrusted_files import Damaged, read_json, read_regular
 
-HEADWAY = "headway.json"  #: in a run directory: where the last starts stood
+HEADWAY = "headway.json"  #: in a run directory: where the last starts were
 FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere
 RECENT = 20  #: records that an estimate looks back on
 SLACK = 15.0  #: seconds for everything but the step and the save
@@ -58,10 +58,10 @@ def position(root: Path) -> list[str]:
 
 
 def check_headway(root: Path, restarts: int) -> None:
-    """Note where the job stands at this start; HpcrlError if the last FRUITLESS restarts stood at the same place.
+    """Note how far the job is at this start; HpcrlError if the last FRUITLESS restarts were at the same place.
 
-    A start by hand (restarts 0) begins the count anew.  A count that cannot be read or kept never ends a run: it begins
-    anew.
+    A user's own start (restarts 0) resets the count.  A count that cannot be read or kept never ends a run: it is
+    reset.
     """
     here = position(root)
     seen = [*(_earlier_starts(root / HEADWAY) if restarts else []), here][-FRUITLESS - 1 :]
@@ -77,7 +77,7 @@ def check_headway(root: Path, restarts: int) -> None:
 
 
 def _earlier_starts(file: Path) -> list[list[str]]:
-    """Where the starts before this one stood; [] where nothing can be read, as after a kill or with a full disk."""
+    """Where the previous starts were; [] where nothing can be read, as after a kill or with a full disk."""
     try:
         return read_json(file, list[list[str]])
     except FileNotFoundError:
@@ -137,7 +137,7 @@ def last_attempt(job: RunJob) -> RunDir | None:
 
 
 def correct_error(job: RunJob, why: str) -> None:
-    """Have the cause stand as the last attempt's error, which was seen by those who lost a peer."""
+    """Record the cause as the last attempt's error, which was seen by those who lost a peer."""
     if (rundir := last_attempt(job)) is not None:
         rundir.correct(why)
 
@@ -162,7 +162,7 @@ def lost_hosts(rundir: RunDir | None, allocation: Allocation, until: float = flo
 
 
 def explain_last_end(job: RunJob, allocation: Allocation) -> None:
-    """Where the launcher before us could not say how its attempt ended, have the host that was lost stand as its error.
+    """Where the launcher before us could not say how its attempt ended, record the lost host as its error.
 
     It may have been on that host; or the scheduler, which was faster, has ended it with the others.
     """

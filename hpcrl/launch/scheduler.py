@@ -128,7 +128,7 @@ class Submission:
     def script_by_hand(self, command: str, output: str) -> BatchScript:
         """A script for a person: paths as they were given, relative to where it is submitted.
 
-        A container sees neither that directory, in which the run's will lie, nor launch/: there both are mounted, by
+        A container sees neither that directory, in which the run's will be, nor launch/: there both are mounted, by
         whole paths.
         """
         launch, mounts = "launch", tuple[str, ...]()
@@ -231,7 +231,7 @@ class Scheduler(Protocol):
         """The text of the script that `submit` would send."""
 
     def script_by_hand(self, submission: Submission, words: Sequence[str]) -> str:
-        """The text for a person to edit and submit, which starts a run anew.  words: the recipe and its options."""
+        """The text for a person to edit and submit, which starts a new run.  words: the recipe and its options."""
 
     def submit(self, submission: Submission) -> SubmittedJob:
         """Write the run's script into its directory and submit it.  UsageError with a hint if it is refused."""

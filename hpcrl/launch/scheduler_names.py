@@ -35,7 +35,7 @@ def find_scheduler(name: str) -> type[Any]:
         names = [*SCHEDULERS, *_installed()]
         close = nearest(name, names)
         raise UsageError(
-            f"scheduler {name}: there is none of that name",
+            f"scheduler {name}: there is no such scheduler",
             f"did you mean {close}?" if close else f"there are {', '.join(names)}",
         )
     module, _, kind = place.partition(":")

@@ -10,8 +10,8 @@ What every scheduler needs is here; the keys of one of them are in the subclass 
 `profile`).
 
 Invariants: a Site is frozen and whole; an unknown key, a value of the wrong type, a control character or a placeholder
-that nobody filled in is one UsageError naming the file and the key.  Values are data: whoever writes them into a script
-quotes them.  Only `setup` holds shell.
+that was not filled in is one UsageError naming the file and the key.  Values are data: code that writes them into a
+script quotes them.  Only `setup` holds shell.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class SiteProfile(BaseModel):
         description="network of sockets, gloo and NCCL: an interface, or how its name begins",
     )
     modules: list[str] = Field([], description="modules to load, in order")
-    setup: list[str] = Field([], description="shell lines before anything else of ours, on every node")
+    setup: list[str] = Field([], description="shell lines before anything else of hpcrl, on every node")
     env: dict[str, str] = Field({}, description="environment of all processes")
     container: Container = Field(default_factory=Container, description="the container that the processes run in")
     trainer: ComponentProfile = Field(default_factory=ComponentProfile, description="the nodes of the trainer ranks")
@@ -132,7 +132,7 @@ class SiteProfile(BaseModel):
     exclude: list[str] = Field(
         [], description="nodes to leave out; those that a run finds broken are added for its next start"
     )
-    requeue: bool = Field(True, description="go on by requeueing after time limit, preemption or a failed node")
+    requeue: bool = Field(True, description="resume by requeueing after a time limit, preemption or a failed node")
     max_requeues: int = Field(20, ge=0, description="how often at most")
     signal_margin: int | None = Field(None, ge=60, description="seconds before the time limit to save; None: measured")
     scratch: str | None = Field(

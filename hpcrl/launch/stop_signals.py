@@ -44,7 +44,8 @@ class StopRequest(SignalFlags):
     requests: 0 nothing, 1 save and end, 2 end now
     why: for the user
     seconds: that the run may take to save, instead of --stop-timeout
-    nudges: how often SIGUSR1 has come, with which a scheduler says that time is short; whoever knows the time decides
+    nudges: how often SIGUSR1 has come, with which a scheduler says that time is short; the holder of the time limit
+    decides
     """
 
     COUNTED: ClassVar[tuple[signal.Signals, ...]] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

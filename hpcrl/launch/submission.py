@@ -1,7 +1,7 @@
 """A recipe as one job of a scheduler: the allocation that holds every stage, its submission, and its submission again.
 
 Invariants: the hosts that a Request will bring, in the order that it brings them, hold the plan of every stage.  What
-can be known to fail is refused before anything is submitted; what is submitted lies, as text, in the run directory.
+can be known to fail is refused before anything is submitted; what is submitted is, as text, in the run directory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hpcrl.shipped_files import shipped
 from hpcrl.weights.transports import TransportConditions, find_way
 
 CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
-ROLLOUT_CPUS = 8  #: cores of the rollout process on a node of its own
+ROLLOUT_CPUS = 8  #: cores of the rollout process on a separate node
 FLOOR = 180  #: seconds before the time limit at which a run saves, until its own steps have been measured
 STARTUP = 120  #: seconds that a run needs before its first step, at the very least
 
@@ -136,7 +136,7 @@ def _heterogeneous(stages: Sequence[Options], site: SiteProfile) -> list[Compone
 
 
 def _engine_nodes(stages: Sequence[Options], site: SiteProfile, wanted: int) -> tuple[int, int]:
-    """(nodes, slots a node) for `wanted` GPUs of engines; an engine lies in one node, or fills several."""
+    """(nodes, slots a node) for `wanted` GPUs of engines; an engine is in one node, or fills several."""
     per_engine = max(o.rollout_num_gpus_per_engine for o in stages if o.num_engines)
     node = site.engine.gpus_per_node or min(wanted, 8)
     if per_engine > node:
@@ -228,7 +228,7 @@ def refuse_absent_files(shown: Submission) -> None:
 def sight_of(site: SiteProfile, recipe: Recipe, run: str = "{run}") -> Sight:
     """What the login node can see of the nodes.  run: the run directory, as paths of the options have it.
 
-    Not what the run makes, or a job that it waits for; nothing where an image has paths of its own, or on disks of the
+    Not what the run makes, or a job that it waits for; nothing where an image has its own paths, or on disks of the
     nodes.
     """
     if site.container.kind != "none" or getattr(site, "after", None):
@@ -239,7 +239,7 @@ def sight_of(site: SiteProfile, recipe: Recipe, run: str = "{run}") -> Sight:
 
 
 def chained(site: SiteProfile, chain: int) -> SiteProfile:
-    """The site for a chain of so many jobs: none of them is queued again, since the next one goes on."""
+    """The site for a chain of so many jobs: none of them is requeued, since the next one continues."""
     return site.model_copy(update={"requeue": False}) if chain > 1 else site
 
 

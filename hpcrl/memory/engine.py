@@ -40,7 +40,7 @@ def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: fl
     weights = gpu_weights(options, family, config)
     cache = gpu_bytes * share(options, family, config, gpu_bytes) - weights - WORKING
     tokens = int(cache // token_bytes(options, family, config)) if cache > 0 else 0
-    parts = options.engine_data_parallel_size  # each has requests of its own
+    parts = options.engine_data_parallel_size  # each has its own requests
     terms = {"weights": weights, "KV cache": cache, "working memory": float(WORKING)}
     terms["weight update"] = update_bytes(options, family, config)
     return EngineTerms(terms, parts * tokens, parts * (tokens // longest_sample(options)))

@@ -106,10 +106,10 @@ def whole_model(family: Family, config: Config) -> Count:
 
 
 def _ends(config: Config, fields: Mapping[str, Any], layout: Layout, stage: int) -> int:
-    """Embedding, final norm and output layer, as far as they lie on the stage."""
+    """Embedding, final norm and output layer, those that are on the stage."""
     width = -(-config["vocab_size"] // layout.tp) * fields["hidden_size"]
     last = stage == layout.pp - 1
-    output = last and not (tied(config) and layout.pp == 1)  # on a last stage of its own, a tied one is a copy
+    output = last and not (tied(config) and layout.pp == 1)  # on a separate last stage, a tied one is a copy
     return (width if stage == 0 else 0) + (width if output else 0) + (fields["hidden_size"] if last else 0)
 
 

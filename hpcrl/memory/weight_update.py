@@ -95,7 +95,7 @@ def _bytes(options: Options, family: Family, config: Config) -> int:
 def in_pieces(
     options: Options, family: Family, config: Config, plan: Plan, in_place: bool = False, link: float = LINK
 ) -> Update:
-    """The plan of a resharded update.  in_place: whether bytes of a rank's own host are read where they lie."""
+    """The plan of a resharded update.  in_place: whether bytes of a rank's own host are read in place."""
     fields = family.transformer(config)
     layouts = Layouts()
     rules = list(_once(family.tensors(config)))
@@ -271,7 +271,7 @@ def update_lines(update: Update | Gathered) -> Iterator[str]:
     sent = plan.sent()
     landed = np.asarray([len(destination.workers) for destination in plan.destinations])
     received = plan.received() / landed
-    yield "weights of one update, resharded: from whoever holds them to whoever needs them (planned; docs/weights.md)"
+    yield "weights of one update, resharded: from the ranks that hold them to the workers (planned; docs/weights.md)"
     yield f"  a trainer card sends {sent.max() / GB:.2f} GB at most, {sent.mean() / GB:.2f} on average"
     yield f"  a card of an engine receives {received.max() / GB:.2f} GB at most, {received.mean() / GB:.2f} on average"
     if any(up >= 0 for up in plan.relays):

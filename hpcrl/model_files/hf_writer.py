@@ -54,7 +54,7 @@ def split(groups: Sequence[Sequence[TensorHeader]], chunk_size: int) -> list[lis
     """Tensors for each file, at most `chunk_size` bytes unless a group is larger; a group is never parted.
 
     A group is what comes out of one source, such as queries, keys and values.  Within a file wider dtypes come first,
-    so that every tensor lies at a multiple of its item's size.
+    so that every tensor is at a multiple of its item's size.
     """
     files: list[list[Sequence[TensorHeader]]] = [[]]
     filled = 0

@@ -53,7 +53,7 @@ class _Index(msgspec.Struct):
 
 
 def read_index(directory: str | Path) -> dict[str, str] | None:
-    """Tensor -> name of its file, as the index has it; None if there is no index, so that all lie in one file.
+    """Tensor -> name of its file, as the index has it; None if there is no index, so that all are in one file.
 
     DataError if the index cannot be read, or names a file outside of the directory.
     """
@@ -91,7 +91,7 @@ def open_file(
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file, as they lie in it.  DataError as `open_file`."""
+    """The tensors of one file, as they are in it.  DataError as `open_file`."""
     with open_file(path) as file:
         parts = {name: file.get_slice(name) for name in file.offset_keys()}
         return {

@@ -104,7 +104,7 @@ class TorchDist:
 
     def check_sums(self, part: int = 0, parts: int = 1) -> None:
         """Read every `parts`-th of what is stored, from `part` on, and compare it with the checksums that torch wrote
-        beside it.
+        next to it.
 
         DataError names the file and what is damaged in it.  Each piece is a zip archive, as torch.save writes them.
         """
@@ -172,7 +172,7 @@ def _check_archive(stream: BinaryIO, what: str) -> None:
 
 
 class _Window(io.RawIOBase):
-    """Bytes [start, start + length) of a file as a file of its own."""
+    """Bytes [start, start + length) of a file as a file."""
 
     def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
         self.stream = stream
@@ -208,7 +208,7 @@ def _count(shape: Shape) -> int:
     return torch.Size(shape).numel()
 
 
-# ---- where checkpoints lie
+# ---- where checkpoints are
 
 
 def latest(directory: Path) -> Path | None:
@@ -229,7 +229,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def step(directory: Path, number: int) -> Path:
-    """Where the checkpoint of rollout (Megatron-LM: iteration) `number` lies."""
+    """Where the checkpoint of rollout (Megatron-LM: iteration) `number` is."""
     return directory / f"iter_{number:07d}"
 
 

@@ -65,7 +65,7 @@ class Family:
         moe_layer_freq, a list of 0 and 1).
     gpt: arguments of Megatron's GPTModel beyond them.
     rules: see Rule; a rule that no stage holds is not used, so names of both the local and Transformer Engine's layers
-        may stand here.
+        may be here.
     ignored: patterns of tensors that files may hold in excess.
     adapt: changes a layer's spec in place, given the spec, the norm class and the TransformerConfig.
     facts: what Megatron's own flags may say of the model beyond these fields (`model_args.py` compares them).

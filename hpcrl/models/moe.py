@@ -28,7 +28,7 @@ def settings(config: Config, experts: int, sparse: Sequence[bool]) -> dict[str, 
     if not FEWEST <= chosen <= experts:
         raise DataError(
             f"config.json of this {kind} model has num_experts_per_tok = {chosen!r}",
-            f"it must lie from {FEWEST} to {experts}",
+            f"it must be from {FEWEST} to {experts}",
         )
     return {
         "num_moe_experts": experts,

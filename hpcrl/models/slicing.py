@@ -1,6 +1,6 @@
 """How one Megatron parameter is cut out of Hugging Face tensors, and put together again.
 
-Every kind of `Rule` is a `Cut`, which says by `places` alone, in numbers, which rectangle of which tensor lies where in
+Every kind of `Rule` is a `Cut`, which says by `places` alone, in numbers, which rectangle of which tensor is where in
 a rank's part.  `part` reads only those (a safetensors slice does that lazily), `join` is its exact inverse over all
 tensor-parallel ranks, and the plan of a weight update asks the same function who holds what.
 
@@ -72,7 +72,7 @@ class Cut:
         raise NotImplementedError
 
     def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
-        """What lies in a rank's part of `shape`, from its first row to its last; rows that pad are of no tensor."""
+        """What is in a rank's part of `shape`, from its first row to its last; rows that pad are of no tensor."""
         raise NotImplementedError
 
     def part(self, tensors: Sequence[HfTensors], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
@@ -167,7 +167,7 @@ class Qkv(Cut):
     """Queries, keys and values (weights or biases), laid [queries of group 0, key 0, value 0, queries of group 1, ...];
     rows cut.
 
-    With fewer groups than ranks a group lies on several ranks, and a rank's rows may begin within it.
+    With fewer groups than ranks a group is on several ranks, and a rank's rows may begin within it.
     """
 
     def full(self, shape: Shape, s: Shapes) -> list[Shape]:

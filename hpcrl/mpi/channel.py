@@ -156,8 +156,8 @@ class Channel(Generic[M]):
         return not self._pending
 
     def close(self, seconds: float) -> bool:
-        """Take what is still under way, so that MPI can end: some implementations wait for ever for a message nobody
-        received.  Collective; False if the others do not come to it within `seconds`, or say what nobody
+        """Take what is still under way, so that MPI can end: some implementations wait for ever for a message that
+        was not received.  Collective; False if the others do not come to it within `seconds`, or say what no one
         understands."""
         deadline, barrier = Deadline(seconds), None
         while not deadline.over:
@@ -196,7 +196,7 @@ class Channel(Generic[M]):
                 self.send(rank, Beat())
 
     def silent(self) -> list[int]:
-        """The ranks that have not been heard for DEAD seconds; whoever calls this must also receive."""
+        """The ranks that have not been heard for DEAD seconds; the caller must also receive."""
         return [rank for rank, sign in self.heard.items() if rank != self.rank and sign.silence > DEAD]
 
     def gather(self, message: Message) -> list[Any]:

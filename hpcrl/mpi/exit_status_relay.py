@@ -1,7 +1,7 @@
 """The words of rank 0, or of a rank that has lost it, to `hpcrl launch`: lines of what mpirun hands on from its ranks,
 so that it does not matter on which machines they are.
 
-Invariants: what mpirun says goes to the user as it comes, but for those lines; nobody waits for an end of file, which
+Invariants: what mpirun says goes to the user as it comes, but for those lines; no one waits for an end of file, which
 processes that outlive mpirun may hold off for ever.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
-ENVIRONMENT = "HPCRL_LAUNCH_WORD"  #: what the line begins with, drawn for each launch; absent: nobody listens
+ENVIRONMENT = "HPCRL_LAUNCH_WORD"  #: what the line begins with, drawn for each launch; absent: no listener
 ASKED = "HPCRL_LAUNCH_ASKED"  #: when `hpcrl launch` began, unix time by its host's clock
 MARK = "hpcrl-launch-word"
 #: Open MPI's word on a host whose daemon it cannot reach any more; it ends the ranks within a second of it
@@ -49,7 +49,7 @@ def tell(status: int) -> None:
 
 
 def tell_where(root: Path, identity: str) -> None:
-    """Say which run this is, and where: whoever outlives it may have something to add."""
+    """Say which run this is, and where: a process that outlives it may have something to add."""
     _say(f"is {identity} at {root}")
 
 
@@ -120,7 +120,7 @@ class OutputRelay:
 
 def _pass_on(data: bytes, to: TextIO) -> None:
     if data:
-        with contextlib.suppress(OSError):  # nobody reads it any more: no reason to leave the run alone
+        with contextlib.suppress(OSError):  # there is no reader any more: no reason to leave the run alone
             to.flush()
             to.buffer.write(data)
             to.buffer.flush()

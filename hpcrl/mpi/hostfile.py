@@ -57,7 +57,7 @@ class Hostfile:
 
 @dataclass(frozen=True)
 class _Line:
-    """One line with where it stands, for errors."""
+    """One line with its place, for errors."""
 
     origin: str
     number: int
@@ -103,7 +103,7 @@ def _parse_line(line: _Line, notes: list[str]) -> list[tuple[Host, bool]]:
     text = line.text
     comment = text.find("#")
     if comment > 0 and text[:comment].strip():
-        notes.append(f"{line.origin}:{line.number}: MPICH refuses a comment behind a host; put it on a line of its own")
+        notes.append(f"{line.origin}:{line.number}: MPICH refuses a comment after a host; put it on a separate line")
     body = text if comment < 0 else text[:comment]
     if not body.strip() or body.lstrip().startswith("//"):
         return []
@@ -146,8 +146,8 @@ def _hosts_of(line: _Line, column: int, word: str) -> list[tuple[str, int | None
     if len({count is None for _, count in found}) > 1:
         raise line.error(
             column - len(word) - 1,
-            f"{word} has slots behind some hosts and not behind others",
-            "write them behind each",
+            f"{word} has slots after some hosts and not after others",
+            "write them after each",
         )
     return found
 
@@ -239,7 +239,7 @@ def _merge(found: list[tuple[Host, _Line, bool]], notes: list[str]) -> tuple[Hos
             raise _same(line, host.name, other)
         if host.name in merged and host.name != last:
             notes.append(
-                f"{line.origin}:{line.number}: {host.name} comes again; its ranks stay together, where it stood first"
+                f"{line.origin}:{line.number}: {host.name} is repeated; its ranks stay together, at its first place"
             )
         merged[host.name] = merged.get(host.name, 0) + host.slots
         if merged[host.name] > MAX_SLOTS:
@@ -248,7 +248,7 @@ def _merge(found: list[tuple[Host, _Line, bool]], notes: list[str]) -> tuple[Hos
     if any(not written for _, _, written in found):
         notes.append("hosts without slots count as one slot here; Open MPI takes the number of the host's cores")
     if not any(merged.values()):
-        raise found[0][1].error(0, "no host has a slot", "write slots=N behind those that have GPUs")
+        raise found[0][1].error(0, "no host has a slot", "write slots=N after those that have GPUs")
     for host, line, _ in found:
         first, domain, _ = host.name.lower().partition(".")
         if domain and _address(host.name) is None and first in spelled:

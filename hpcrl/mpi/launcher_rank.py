@@ -1,7 +1,7 @@
 """MPI rank 0: the hosts of a run as the launcher sees them, each behind a rank that does what it is told.
 
 Invariants: no wait is for ever: a host that is silent for a while ends the run; who sees the run directory is asked
-before each attempt, and whoever does not gets the small files by which roles find each other.
+before each attempt, and a host that does not gets the small files by which roles find each other.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ class MpiHosts:
     def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         return Local().prepare(command, log)
 
-    # ---- while the run goes on
+    # ---- during the run
 
     def carry(self, stop: StopRequest, rundir: RunDir | None) -> None:
         """Take and pass on messages; called about five times a second.  PeerError names a rank that sends what is
         none."""
-        if stop.nudges:  # mpirun hands on the SIGUSR1 by which hpcrl launch passes on a wish to stop
+        if stop.nudges:  # mpirun hands on the SIGUSR1 by which hpcrl launch passes on a request to stop
             stop.nudges = 0
             stop.ask("asked to")
         self.channel.beat(self.others)
@@ -175,7 +175,7 @@ class MpiHosts:
         unshared = {self.placement.places[rank].host for rank in self.apart} & set(plan.trainer_hosts)
         if unshared:
             raise UsageError(
-                f"host {sorted(unshared)[0]} has trainer ranks and does not see {self.job_root}, where checkpoints go",
+                f"host {sorted(unshared)[0]} has trainer ranks and does not see {self.job_root} with its checkpoints",
                 "put --run-dir on a file system that rank 0 and all trainer hosts share; engines may do without",
             )
 

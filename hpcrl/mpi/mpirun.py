@@ -230,7 +230,7 @@ def under_mpi(environment: Mapping[str, str]) -> bool:
     """Whether an mpirun has started this process.
 
     `srun --pty bash` gives its shell the variables of a world of one (PMIX_RANK, or PMI_SIZE=1) and SLURM_PTY_PORT:
-    that is not a rank; mpirun called in such a shell sets variables of its own.
+    that is not a rank; mpirun called in such a shell sets its own variables.
     """
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return True
@@ -269,7 +269,7 @@ def explain_end(place: RunLocation, lost: Sequence[str], how: str, died: str = "
     again = f"hpcrl launch --resume {place.root} --hostfile FILE"
     if lost:
         return what, f"is it up, and its network? continue without it, or when it is back: {again}"
-    return what, f"what it started has ended with it; its own words are above; continue with {again}"
+    return what, f"its processes have ended with it; its output is above; continue with {again}"
 
 
 def _record(job: RunJob, lost: Sequence[str], what: str) -> None:

@@ -1,4 +1,4 @@
-"""`hpcrl launch` under mpirun: every MPI rank finds out which host it is, and its host's roles start beside it.
+"""`hpcrl launch` under mpirun: every MPI rank finds out which host it is, and its host's roles start next to it.
 
 Rank 0 is the launcher of the run (launcher_rank.py); the others do what it says (host_rank.py).
 
@@ -36,7 +36,7 @@ def run_ranks(
     recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None, hostfile: list[Host] | None
 ) -> int:
     """Be this MPI rank to the end of the run; the exit status."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun hands it to every rank; rank 0 takes it as a wish to stop
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun hands it to every rank; rank 0 takes it as a request to stop
     die_with_parent()
     adopt_orphans()
     channel = join_world()

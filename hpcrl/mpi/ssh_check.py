@@ -19,8 +19,8 @@ from hpcrl.toolbox.deadline import Deadline
 
 REACH = 20.0  #: seconds that a host may take to answer
 IN = "Authenticated to "  #: what ssh says once a host has let it in
-SLOW = "lets us in, but its shell was not ready within"  #: of a host that is there
-REST = ("Transferred: ", "Bytes per second: ")  #: and when it has ended well; what went wrong stands before
+SLOW = "accepts the connection, but its shell was not ready within"  #: of a host that is there
+REST = ("Transferred: ", "Bytes per second: ")  #: and when it has ended well; what went wrong is before
 
 
 def check_hosts(hosts: Sequence[str], agent: list[str]) -> None:
@@ -45,7 +45,8 @@ def unreachable(hosts: Sequence[str], agent: list[str]) -> dict[str, str]:
     said: dict[str, IO[bytes]] = {}
     try:
         for host in dict.fromkeys(hosts):
-            # a file, since whoever shares our connection to a host (ssh's ControlMaster) may hold a pipe open for ever
+            # a file, since a process that shares our connection to a host (ssh's ControlMaster) may hold a pipe open
+            # for ever
             said[host] = tempfile.TemporaryFile()  # noqa: SIM115  (closed below)
             command = [*words, host, "true"]
             asked[host] = subprocess.Popen(

@@ -120,7 +120,7 @@ MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): values.size,
     ("torch.serialization", "_get_layout"): values.layout,
     ("pathlib", "PosixPath"): values.plain(PosixPath, str),  # StorageMeta, where the directory was given as a path
-    # the common part of a checkpoint; own functions
+    # the common part of a checkpoint; custom functions
     ("collections", "OrderedDict"): values.plain(OrderedDict),
     ("builtins", "bytearray"): values.plain(bytearray, bytes),
     ("builtins", "complex"): values.plain(complex, float),
@@ -162,7 +162,7 @@ ATOMS = frozenset((str, int, float, complex, bytes, bool, type(None)))
 DEEP, LONG = (
     3,
     32,
-)  #: tuples within tuples, and parts of each, that are keys: Python hashes them without a limit of its own
+)  #: tuples within tuples, and parts of each, that are keys: Python hashes them without a limit
 
 
 class PlainUnpickler(pickle._Unpickler):

@@ -26,7 +26,7 @@ def refused(what: str) -> Refused:
     return Refused(
         f"a message of another rank, or a checkpoint's .metadata, holds {what}, which is not on hpcrl's list of "
         "plain values (not damage)",
-        "own functions may send numbers, texts, lists, dicts and tensors between ranks; a name of torch or "
+        "custom functions may send numbers, texts, lists, dicts and tensors between ranks; a name of torch or "
         "Megatron-core comes with"
         " versions that docs/install.md does not list",
     )
@@ -129,7 +129,7 @@ def size(numbers: Any) -> Any:
 
 
 def layout(name: Any) -> Any:
-    """How a tensor lies in memory, by torch's name for it."""
+    """The memory layout of a tensor, by torch's name for it."""
     import torch
 
     if type(name) is not str or name not in LAYOUTS:

@@ -14,7 +14,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.pickles import values
 from hpcrl.pickles.reader import PlainUnpickler
 
-PROTOCOL = 4  #: what torch writes with Python 3.11 to 3.13; protocol 5 has out-of-band buffers, which nobody needs
+PROTOCOL = 4  #: what torch writes with Python 3.11 to 3.13; protocol 5 has out-of-band buffers, which are not needed
 
 
 class PlainPickler(pickle.Pickler):

@@ -75,4 +75,4 @@ def _look(word: PromptWord, keys: Keys) -> None:
         read_row(where, row, keys)
         found = True
     if not found and path.suffix == ".jsonl":
-        raise DataError(f"{path} holds no prompts", "one JSON object a line is wanted")
+        raise DataError(f"{path} holds no prompts", "one JSON object a line is expected")

@@ -78,7 +78,7 @@ def needs_label(options: Options, words: Sequence[RewardWord]) -> bool:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """What a row says.  raw: the prompt as it stands there; text or messages: the prompt; tools: their schemas."""
+    """What a row says.  raw: the prompt as it is there; text or messages: the prompt; tools: their schemas."""
 
     raw: Any
     text: str | None
@@ -174,7 +174,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         return message | {"content": "".join(_part(where, part) for part in content)}
     shown = "null" if content is None else kind_of_json(content)
     raise DataError(
-        f"{where}: the content of a chat message is {shown}: role and content as text, or a list of parts, are wanted"
+        f"{where}: the content of a chat message is {shown}: role and content as text, or a list of parts, are expected"
     )
 
 

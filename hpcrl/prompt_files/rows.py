@@ -2,7 +2,7 @@
 extra: pip install hpcrl[parquet]).
 
 Invariants: of a .jsonl file only where its rows begin is held (8 bytes a row); what a row says is decided by the bytes
-that the size and SHA-256 were taken of, or the file is refused as changed.  A parquet table lies in memory as Arrow's
+that the size and SHA-256 were taken of, or the file is refused as changed.  A parquet table is in memory as Arrow's
 columns, not as Python objects; a row becomes Python values when it is asked for.
 """
 
@@ -64,7 +64,7 @@ def open_rows(word: PromptWord) -> PromptRows:
     if not len(rows):
         whole = word.whole
         raise DataError(
-            f"{path if whole else word.word} holds no prompts", "one JSON object a line is wanted" if whole else ""
+            f"{path if whole else word.word} holds no prompts", "one JSON object a line is expected" if whole else ""
         )
     return rows
 

@@ -7,9 +7,9 @@
     RUN/keys/http.key                what the key of every engine is made from
     RUN/keys/engine-I.key            the key of an engine that this run has not started
 
-Invariants: keys are made anew for every attempt and lie in a directory of mode 0700, in files of mode 0600; each
-process reads one file; the server admits the clients of this attempt and nobody else (a ZAP allow-list, ZeroMQ RFC 27),
-a client speaks to the holder of the server's secret key and nobody else (CurveZMQ, RFC 26); who is not refused has a
+Invariants: keys are made for every attempt and are in a directory of mode 0700, in files of mode 0600; each
+process reads one file; the server admits the clients of this attempt and no others (a ZAP allow-list, ZeroMQ RFC 27),
+a client speaks to the holder of the server's secret key and to no other (CurveZMQ, RFC 26); who is not refused has a
 rank, and that rank comes from the key it holds, never from what it says.
 """
 
@@ -128,8 +128,8 @@ def borrow_keys(rundir: RunDir, folder: Path, addresses: Iterable[str], first: i
 def http_key(rundir: RunDir, index: int, incarnation: int = 0) -> str:
     """The key of the HTTP routes of an engine in one of its incarnations, hexadecimal.
 
-    Whoever listens on the port of one that is gone, and is sent its key, has the key of no other.  One that the run has
-    not started keeps its key over its incarnations.
+    A process that listens on the port of one that is gone, and is sent its key, has the key of no other.  One that the
+    run has not started keeps its key over its incarnations.
     """
     given = rundir.keys / f"engine-{index}.key"
     if given.exists():
@@ -169,7 +169,7 @@ def _load(path: Path, kind: type[Keys]) -> Keys:
     try:
         return msgspec.json.decode(_read(path), type=kind)
     except msgspec.DecodeError as error:
-        raise HpcrlError(f"key file {path} is damaged: {error}", "start the attempt anew") from error
+        raise HpcrlError(f"key file {path} is damaged: {error}", "start the attempt again") from error
 
 
 def _read(path: Path) -> bytes:
@@ -185,7 +185,7 @@ def _read(path: Path) -> bytes:
 
 
 def lock_server(socket: zmq.Socket, keys: ServerKeys) -> None:
-    """Make `socket` a CURVE server that admits nobody whom no ZAP handler admits."""
+    """Make `socket` a CURVE server that admits only clients that a ZAP handler admits."""
     socket.curve_server = True
     socket.curve_publickey = keys.public.encode()
     socket.curve_secretkey = keys.secret.encode()
@@ -215,7 +215,7 @@ class Doorkeeper(AsyncioAuthenticator):
     """Answers libzmq's question, for every connection to the sockets of `context`, whether it may come in.
 
     pyzmq serves the question (ZAP) in the running event loop, from now until `stop`; which keys are admitted, and that
-    nobody is without one, is said here.
+    no client is without one, is said here.
     """
 
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys, say: Callable[[str], None]) -> None:

@@ -259,7 +259,7 @@ class QueueClient:
             again: messages.FromClient = self._awaited
         else:
             again = messages.Ping() if self._welcomed else self._hello()
-        with contextlib.suppress(zmq.Again):  # nobody is there yet: what is queued already will do
+        with contextlib.suppress(zmq.Again):  # no peer is there yet: what is queued already will do
             self._socket.send_multipart(messages.pieces(messages.pack(again)), zmq.DONTWAIT)
 
     def _receive(self, take: Callable[[messages.FromServer], T | None]) -> T | None:

@@ -33,7 +33,7 @@ MAX_PIECE = 2 * PIECE_BYTES
 #: parts that may be under way, sent and not acknowledged, unless the client says otherwise
 CREDIT = 4
 MAX_CREDIT = 64
-#: the only key of a call's answer that is not there yet: whoever asked is to ask again
+#: the only key of a call's answer that is not there yet: the caller is to ask again
 UNFINISHED = ""
 #: characters of an error that are sent
 MAX_TEXT = 10_000

@@ -186,7 +186,7 @@ class Rank:
         )
 
     def refusal(self, hello: Hello, plan: Plan, dp_size: int) -> HpcrlError | None:
-        """Why whoever says `hello`, and holds this rank's key, cannot have its seat; None if it can."""
+        """Why a client that says `hello`, and holds this rank's key, cannot take its place; None if it can."""
         here = f"trainer DP rank {self.number} on {hello.host}"
         mine = (plan.run_id, plan.attempt)
         its = (hello.run_id, hello.attempt)

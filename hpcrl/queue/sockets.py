@@ -53,7 +53,7 @@ def bind_address(plan: Plan) -> str:
     except (OSError, ValueError) as error:
         raise UsageError(f"rollout: host {host} of the plan has no address: {error}", "check the hostfile") from error
     if address.is_unspecified:
-        raise UsageError(f"rollout: {host} stands for every interface", "name one host or address in the hostfile")
+        raise UsageError(f"rollout: {host} means every interface", "name one host or address in the hostfile")
     if address.is_loopback and len(plan.hosts) > 1:
         raise UsageError(
             f"rollout: {host} is {address} here, which other hosts cannot reach",

@@ -1,5 +1,5 @@
 """Both sides of a weight update as numbers: which rectangles of each tensor every trainer rank holds and every worker
-needs, cut where the holders change, and where the elements of each lie.
+needs, cut where the holders change, and where the elements of each are.
 
     layouts = Layouts()
     held = layouts.pattern([TensorPart((0, 4), (0, 8), (0, 2)),          # two halves, two copies of each
@@ -13,7 +13,7 @@ needs, cut where the holders change, and where the elements of each lie.
 A large model has tens of thousands of tensors and few patterns, so a tensor refers to its pattern by number.
 
 Invariants: a tensor has two dimensions, (rows, columns), a vector (length, 1); the parts that are held of one are
-disjoint and together are the whole; a part that is needed lies inside it; what a rank holds is what
+disjoint and together are the whole; a part that is needed is inside it; what a rank holds is what
 `hpcrl.models.slicing` cuts for it: nothing here knows a kind of cut.  What `wanted` returns is disjoint, together
 exactly what is needed, and each rectangle of it is held whole by all ranks that it names; indices are of plain
 two-dimensional arrays of any library.
@@ -33,7 +33,8 @@ Rectangle = tuple[int, int, int, int]  #: rows [a, b), columns [c, d)
 
 
 def wanted(held: Pattern, needed: Pattern, workers: Collection[int]) -> list[tuple[Rectangle, tuple[int, ...]]]:
-    """(rectangle, ranks that hold it) of all that some of `workers` need, joined where neighbours are held alike.
+    """(rectangle, ranks that hold it) of all that some of `workers` need, joined where neighbours have the same
+    holders.
 
     ValueError if no rank holds a part of it.
     """
@@ -66,7 +67,7 @@ def _cuts(segments: list[Segment]) -> list[int]:
 
 
 def _place(rows: list[int], columns: list[int], own_rows: Segment, own_columns: Segment) -> tuple[slice, slice]:
-    """Where a rectangle lies in the grid of all cuts."""
+    """Where a rectangle is in the grid of all cuts."""
     return (
         slice(rows.index(own_rows[0]), rows.index(own_rows[1])),
         slice(columns.index(own_columns[0]), columns.index(own_columns[1])),

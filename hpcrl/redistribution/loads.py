@@ -39,7 +39,7 @@ def shares(sets: Sequence[tuple[int, ...]], amounts: np.ndarray, ranks: int) -> 
 
 
 def fill(levels: np.ndarray, amount: float) -> np.ndarray:
-    """How an amount spreads over vessels that stand as high as `levels`: the lowest rise together."""
+    """How an amount spreads over vessels that are as full as `levels`: the lowest rise together."""
     order = np.sort(levels)
     counts = np.arange(1, len(order) + 1)
     height = (amount + np.cumsum(order)) / counts  # if the lowest 1, 2, ... of them are filled

@@ -39,10 +39,10 @@ class Redistribution:
     """The pieces as columns of int64, in the order of rounds, and within one of (sender, destination).
 
     tensor; top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes; sender: a rank; destination; round.
-    relays[i]: the destination that forwards everything to destination i (which then has no pieces of its own), or -1.
+    relays[i]: the destination that forwards everything to destination i (which then has no pieces), or -1.
 
     hosts: of each rank.
-    in_place: bytes of a destination's own host are read where they lie.
+    in_place: bytes of a destination's own host are read in place.
     """
 
     layouts: Layouts
@@ -270,10 +270,10 @@ def _bands(pieces: Columns, low: str, high: str, count: np.ndarray) -> Columns:
 
 
 def _sent_by(pieces: Columns, sets: list[tuple[int, ...]], ranks: int, limit: int) -> Columns:
-    """The pieces with their senders, and "at": how far along each lies, from 0 to 1, among those with the same copies.
+    """The pieces with their senders, and "at": how far along each is, from 0 to 1, among those with the same copies.
 
     A set of copies takes turns, in runs of no more than a round's bytes, each member as long as its share is; a piece
-    that lies over the end of a turn is cut between two rows.
+    that crosses the end of a turn is cut between two rows.
     """
     amounts = np.bincount(pieces["set"], pieces["nbytes"], minlength=len(sets))
     divided = shares(sets, amounts, ranks)
@@ -305,7 +305,7 @@ def _turns(pieces: Columns, members: tuple[int, ...], share: np.ndarray, limit: 
 
 
 def _cut_at(pieces: Columns, edges: np.ndarray) -> Columns:
-    """The pieces, cut at the rows that lie nearest to the bytes `edges` of all of them one after the other."""
+    """The pieces, cut at the rows that are nearest to the bytes `edges` of all of them one after the other."""
     end = np.cumsum(pieces["nbytes"])
     which = np.minimum(np.searchsorted(end, edges, side="left"), len(end) - 1)
     begin, width = (

@@ -90,8 +90,8 @@ class StoreServer:
 
 
 def _numeric(host: str) -> str:
-    """The address of a host.  OSError if it has none; UsageError if it stands for every interface."""
+    """The address of a host.  OSError if it has none; UsageError if it means every interface."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     if ipaddress.ip_address(str(found)).is_unspecified:
-        raise UsageError(f"{host} stands for every interface", "name one host or address in the hostfile")
+        raise UsageError(f"{host} means every interface", "name one host or address in the hostfile")
     return str(found)

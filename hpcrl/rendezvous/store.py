@@ -3,10 +3,10 @@
     store = KeyedStore(host, port, keys, timeout)
     torch.distributed.init_process_group("gloo", store=store, rank=..., world_size=...)
 
-torch's own TCPStore takes keys and values from whoever finds its port, and where the members of a group find one
-another, an address planted there is as good as the right one.  Invariants: what this store returns was put there by a
-member of the run; every call ends within the store's timeout, or as soon as `check` says that there is nothing left to
-wait for.
+torch's own TCPStore takes keys and values from any process that finds its port, and where the members of a group find
+one another, an address planted there is as good as the right one.  Invariants: what this store returns was put there by
+a member of the run; every call ends within the store's timeout, or as soon as `check` says that there is nothing left
+to wait for.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class KeyedStore(Store):
     """A member's view.  check: called now and then during a wait, may raise.  Threads share it, each with a connection
     of its own.
 
-    Whoever hands it to torch keeps it too, for as long as torch uses it: torch keeps the part of it alone that is
-    torch's. DistStoreError if the server does not answer, or a key does not appear, in time.
+    The caller that hands it to torch keeps it too, for as long as torch uses it: torch keeps the part of it alone that
+    is torch's. DistStoreError if the server does not answer, or a key does not appear, in time.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class KeyedStore(Store):
     hasExtendedApi = has_extended_api
 
     def clone(self) -> KeyedStore:
-        return self  # threads have connections of their own anyway
+        return self  # threads have their own connections anyway
 
     # ---- how
 
@@ -137,7 +137,7 @@ class KeyedStore(Store):
                     self._knock(verb)
 
     def _knock(self, verb: Verb) -> None:
-        """DistStoreError if nobody listens at the server's port any more: it ended, and no answer will ever come.
+        """DistStoreError if there is no listener at the server's port any more: it ended, and no answer will ever come.
 
         ZeroMQ alone would connect again and again, and torchrun on all hosts but the server's wait for minutes as they
         end.

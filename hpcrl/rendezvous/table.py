@@ -22,7 +22,8 @@ MAX_ASK = 8 * 2**20
 
 
 class StoreRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A wish.  number: of this connection's wishes, which its answer bears; keys, values: of a `set` as many of each.
+    """A request.  number: of this connection's requests, which its answer carries; keys, values: of a `set` as many of
+    each.
 
     add: amount is added to the decimal number under keys[0].  swap: values are (expected, desired).  get and wait are
     answered when all keys are there.
@@ -50,7 +51,7 @@ to_bytes = msgspec.msgpack.Encoder().encode
 
 
 class Table:
-    """Keys and values, and the wishes that wait for keys.  Members are named by whatever bytes the caller likes."""
+    """Keys and values, and the requests that wait for keys.  Members are named by whatever bytes the caller likes."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -76,7 +77,7 @@ class Table:
         return due
 
     def _later(self, member: bytes, ask: StoreRequest) -> list[tuple[bytes, StoreReply]]:
-        """The answer if all keys are there; else none, and the wish waits for the first that is not."""
+        """The answer if all keys are there; else none, and the request waits for the first that is not."""
         for key in ask.keys:
             if key not in self.values:
                 self._waiting[key].append((member, ask))

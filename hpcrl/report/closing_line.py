@@ -1,4 +1,4 @@
-"""What a run says at its end: what there is to look at and to go on with, and held-out accuracy before and after.
+"""What a run says at its end: what there is to look at and to continue with, and held-out accuracy before and after.
 
 Invariant: the numbers come from metrics.jsonl and from nowhere else; a command is named only where it has something to
 work on.
@@ -30,9 +30,9 @@ def held_out(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def closing_line(directory: Path, root: Path) -> str:
-    """`held-out accuracy: 0.41 -> 0.83  runs/...`, or where the run lies if nothing was evaluated.
+    """`held-out accuracy: 0.41 -> 0.83  runs/...`, or where the run is if nothing was evaluated.
 
-    Several sets stand each with its name; after one evaluation alone there is one number; means outside of 0 to 1 are
+    Each of several sets has its name; after one evaluation alone there is one number; means outside of 0 to 1 are
     no accuracy, but a mean reward.  directory: the stage whose evaluations count; root: the run.
     """
     where, sets = _shown(root), held_out(directory)
@@ -53,12 +53,12 @@ def closing_line(directory: Path, root: Path) -> str:
 
 
 def remarks(directory: Path) -> list[str]:
-    """What somebody who reads the numbers of a stage has to know."""
+    """What a reader of the numbers of a stage has to know."""
     return failed_gradings(directory, list(read_metrics(directory / "metrics.jsonl")))
 
 
 def what_next(options: Options, directory: Path, root: Path) -> Iterator[str]:
-    """The commands that go on from a finished run, a line each.  options, directory: of its last stage."""
+    """The commands that continue from a finished run, a line each.  options, directory: of its last stage."""
     run = _shown(root)
     yield f"curves and costs:  hpcrl report {run}"
     if steps_of(directory):

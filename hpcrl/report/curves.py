@@ -1,4 +1,4 @@
-"""The picture of a run: curves.png beside metrics.jsonl, small multiples over the rollouts.
+"""The picture of a run: curves.png next to metrics.jsonl, small multiples over the rollouts.
 
 Invariant: it is made of metrics.jsonl alone, so it can be made again at any time; a run without steps has none.
 """
@@ -107,7 +107,7 @@ def draw(rundir: RunDir, title: str = "") -> bool:
 
 
 def _save(canvas: Any, path: Path) -> bool:
-    """Beside, then renamed: whoever looks at the picture while a run goes on sees a whole one."""
+    """Written next to it, then renamed: during a run, a viewer sees a whole picture."""
     beside = path.with_name(f".{path.name}")
     try:
         canvas.print_png(str(beside))
@@ -150,7 +150,7 @@ def _scale(axes: Any, axis: str, low: float, high: float) -> None:
 
 
 def _name_ends(axes: Any, curves: Curves) -> None:
-    """Write the first and the last value beside their points: they are what a run is judged by."""
+    """Write the first and the last value next to their points: they are what a run is judged by."""
     for x, y in curves.values():
         place = {"xytext": (6, -4), "ha": "left"}
         for i in sorted({0, len(x) - 1}):

@@ -18,7 +18,7 @@ FARTHEST = 1 << 23  #: bytes that are looked at for the last lines, and that are
 
 
 def last_lines(path: Path, count: int | None = None, within: int = FARTHEST) -> list[bytes]:
-    """The last `count` lines (None: all) that lie whole within the last `within` bytes of a file, without their
+    """The last `count` lines (None: all) that are whole within the last `within` bytes of a file, without their
     newlines."""
     try:
         with open_regular(path) as file:

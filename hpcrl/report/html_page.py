@@ -217,9 +217,9 @@ def recipe_text(root: Path) -> str | None:
 # ---- panels
 
 MOST = 40  #: panels of the user's own metrics
-#: what the page shows beside the panels of curves.png
+#: what the page shows in addition to the panels of curves.png
 MORE = (
-    Panel("groups whose rewards are all alike", {"": "rollout/zero_std"}, "share"),
+    Panel("groups whose rewards are all equal", {"": "rollout/zero_std"}, "share"),
     Panel("idle share", {"trainer": "perf/wait_time_ratio", "engines": "perf/engine_idle_ratio"}, "share"),
     Panel("staleness, policy versions", {"mean": "staleness/mean", "max": "staleness/max"}, "zero"),
     Panel("share of tokens by age, policy versions", {"*": "staleness/share/*"}, "share"),

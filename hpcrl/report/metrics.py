@@ -1,7 +1,7 @@
 """Metrics of a run: one JSON line a record in metrics.jsonl, the same numbers as TensorBoard events, and how long a
 stage still takes, from the steps that it has logged.
 
-Invariants: only trainer rank 0 writes; a step stands in metrics.jsonl once, whatever was killed and resumed, and a
+Invariants: only trainer rank 0 writes; a step is in metrics.jsonl once, whatever was killed and resumed, and a
 reader sees whole lines only.  An estimate uses the last WINDOW steps only, and medians, so that neither a slow start, a
 restart nor one long checkpoint moves it much.
 """
@@ -26,7 +26,7 @@ from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
 from hpcrl.untrusted_files import Damaged, open_append, open_regular, parse_json
 
-GONE = "what stood there is gone; samples/, tensorboard/ and checkpoints/ have their own record"
+GONE = "its content is gone; samples/, tensorboard/ and checkpoints/ have their own record"
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -42,7 +42,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_records(path: Path, count: int, within: int = FARTHEST) -> list[dict[str, Any]]:
-    """The records in the last `count` lines that lie whole within the last `within` bytes of a metrics.jsonl."""
+    """The records in the last `count` lines that are whole within the last `within` bytes of a metrics.jsonl."""
     return [row for line in last_lines(path, count, within) if (row := parse_record(line)) is not None]
 
 
@@ -57,7 +57,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def _note(text: str) -> None:
-    """For the log of whoever writes."""
+    """For the log of the writer."""
     with contextlib.suppress(OSError):
         print(f"note: {text}", file=sys.stderr, flush=True)
 
@@ -209,7 +209,7 @@ def evaluated(row: dict[str, Any]) -> bool:
 
 
 def waited_for(row: dict[str, Any]) -> bool:
-    """Whether the record is of an evaluation that the trainer has waited for: one beside the training names its policy
+    """Whether the record is of an evaluation that the trainer has waited for: one during the training names its policy
     version."""
     return evaluated(row) and not any(name.startswith("eval/") and name.endswith("/policy_version") for name in row)
 

@@ -90,11 +90,11 @@ class StageFiles:
         return path if path.is_file() else self.logs
 
     def rows(self, size: int, most: int = 1 << 20) -> list[dict[str, Any]]:
-        """The last records, `most` at most, that lie whole within the last `size` bytes of metrics.jsonl."""
+        """The last records, `most` at most, that are whole within the last `size` bytes of metrics.jsonl."""
         return last_records(self.root / "metrics.jsonl", most, size)
 
     def note_gap(self) -> None:
-        """Add to `notes` if metrics.jsonl does not begin with the first step: somebody has removed or cut it."""
+        """Add to `notes` if metrics.jsonl does not begin with the first step: it was removed or cut."""
         with contextlib.suppress(OSError), open_regular(self.root / "metrics.jsonl") as file:
             row = parse_record(file.readline(1 << 20))
             if row is not None and row["rollout_id"] > 0:

@@ -42,7 +42,7 @@ class Status(msgspec.Struct):
     message: str = ""  #: the error with its hint, why it waits, or what else there is to know
     scheduler: str = "local"
     title: str = ""  #: what the scheduler is called; "" if none has the run
-    by_hand: bool = False  #: whether its script was submitted by hand, so that nothing else can submit it again
+    by_hand: bool = False  #: whether the user submitted its script with sbatch, so that hpcrl cannot submit it again
     job_id: str | None = None
     job_state: str | None = None  #: in the scheduler's own word
     host: str = ""  #: where the launcher runs
@@ -200,7 +200,7 @@ def _error(stage: StageFiles | None, state: JobState | None) -> str:
 def _silence(age: float, queued: QueuedJob | None, host: str, here: bool | None, title: str) -> str:
     """Why a run counts as lost."""
     if here is False and host:
-        return f"its launcher on {host} is gone, {span(age)} after its last word"
+        return f"its launcher on {host} is gone, {span(age)} after its last heartbeat"
     what = f"no sign of life for {span(age)}" + (f" (its launcher was on {host})" if host else "")
     if queued:
         return what + (

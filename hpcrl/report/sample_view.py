@@ -1,7 +1,7 @@
 """Samples as lines of styled words: one in full, two side by side, one token by token.
 
 Invariants: pure; whatever a prompt or a response holds, nothing of it reaches a terminal as a command: control
-characters, and those that change the direction of text or hide it, stand there as visible signs.
+characters, and those that change the direction of text or hide it, are shown as visible signs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def on_terminal(stream: TextIO) -> bool:
 
 
 def shorten_path(path: str) -> str:
-    """A path relative to the current directory if it lies below, with ~ for the home directory elsewhere."""
+    """A path relative to the current directory if it is below, with ~ for the home directory elsewhere."""
     for base, mark in ((os.getcwd(), ""), (os.path.expanduser("~"), "~/")):
         if path.startswith(base.rstrip("/") + "/"):
             return mark + path[len(base.rstrip("/")) + 1 :]
@@ -101,10 +101,10 @@ def facts(s: Status) -> list[tuple[str, str]]:
     if s.left is not None or s.needs is not None:
         rows.append(("time", _time(s)))
     if s.stop_asked:
-        rows.append(("", "asked to save and end"))
+        rows.append(("", "told to save and end"))
     rows += [("note", note) for note in s.notes]
     if s.phase in ("stopped", "failed", "cancelled", "lost"):
-        rows.append(("go on", _hint_for(s)))
+        rows.append(("next", _hint_for(s)))
     return [(strip_control(name), strip_control(text)) for name, text in [(shorten_path(s.run), s.phase), *rows]]
 
 

@@ -151,7 +151,7 @@ def _legend(curves: Mapping[str, object]) -> list[Markup]:
 
 
 def timeline(tracks: Sequence[tuple[str, Sequence[Bar]]], begin: int, end: int) -> Markup:
-    """Tracks (name, what it did) from begin to end, in microseconds; a later bar lies over an earlier one."""
+    """Tracks (name, what it did) from begin to end, in microseconds; a later bar covers an earlier one."""
     width, height = NAMES + COLUMNS + 10, ROW * len(tracks) + 24
     scale = COLUMNS / max(end - begin, 1)
     parts = []

@@ -37,7 +37,7 @@ STYLES = {
 }  # fmt: skip
 #: columns of the table that a narrow terminal does without, those first that matter least
 LEFT_OUT = ("STALE", "TOK/S", "LAST STEP", "JOB", "STAGE", "NEEDS", "REWARD")
-#: columns that may be narrower than what they hold, down to this: paths go on in the next line, messages are cut
+#: columns that may be narrower than what they hold, down to this: paths continue in the next line, messages are cut
 NARROWED = {"RUN": 36, "": 24}
 
 
@@ -128,13 +128,13 @@ class ProgressBar:
             console=console(stream),
             auto_refresh=False,
             speed_estimate_period=3600.0,  # a step may take minutes
-            redirect_stdout=sys.stdout.isatty(),  # what is printed meanwhile stands above the bar
+            redirect_stdout=sys.stdout.isatty(),  # what is printed meanwhile is above the bar
         )
         self._task = self._progress.add_task(title, total=total)
         self._progress.start()
 
     def show(self, title: str, done: int, total: int | None, numbers: str = "") -> None:
-        """Draw it with these values; numbers stand below."""
+        """Draw it with these values; numbers are below."""
         self._progress.numbers = numbers
         self._progress.update(self._task, description=title, completed=done, total=total)
         self._progress.refresh()

@@ -36,8 +36,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, T], late: Callable[[]
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, done in a thread.  Nobody can stop a thread: whoever is cancelled here ends when the work
-    has."""
+    """The result of `work`, done in a thread.  A thread cannot be stopped: a task that is cancelled here ends when the
+    work has."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)

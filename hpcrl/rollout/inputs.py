@@ -1,4 +1,4 @@
-"""What the rollout role reads before a run begins: prompts, held-out sets, tokenizer, rewards, own functions.
+"""What the rollout role reads before a run begins: prompts, held-out sets, tokenizer, rewards, custom functions.
 
 Invariant: whatever is wrong with one of them shows here, before any engine is waited for.
 """

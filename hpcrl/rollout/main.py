@@ -215,7 +215,7 @@ class RolloutRole:
 
     async def finish(self, rollout_id: int) -> dict[str, Any]:
         """End this process, once the answer is out.  rollout_id: the first that the trainer has not learned from; what
-        a resumed run will have to make anew is not waited for."""
+        a resumed run will have to make again is not waited for."""
         if self._making is not None:
             if self.generated_ahead is None or self._made_id > rollout_id:
                 await cancel(self._making)
@@ -239,7 +239,7 @@ class RolloutRole:
         samples = made.rollout.samples()
         source = self.work.source.own if isinstance(self.work.source, CustomSource) else self.work.source
         await self.work.hooks.filter(samples, made.dropped, source=source)
-        # with what an own source has learned of the samples, unless more has been issued since
+        # with what a custom source has learned of the samples, unless more has been issued since
         self._states[rollout_id] = made.state or self.store.state(rollout_id)
         check_staleness(samples, consumed, self.options.staleness_bound)
         if self.options.save_debug_rollout_data is not None:

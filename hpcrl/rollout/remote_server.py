@@ -1,7 +1,7 @@
 """A server of the user's that answers JSON over HTTP: a reward's (--rm-url), a teacher's (--opd-teacher-url).
 
-Invariants: a question that found nobody, or was answered 408, 429 or 5xx, is asked again with growing pauses within its
-limit of time; whatever comes is one PeerError, which names the server and says what came.
+Invariants: a request that found no server, or was answered 408, 429 or 5xx, is asked again with growing pauses within
+its limit of time; whatever comes is one PeerError, which names the server and says what came.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ATTEMPTS = 10
 PAUSES = Pauses(1.0, 30.0)
 CONNECTIONS = 64
 AGAIN = {408, 429}  #: HTTP statuses, besides 5xx, after which it is asked again
-SHARE = 0.95  #: of a limit of time, so that the error comes before whoever waits for it has given up
+SHARE = 0.95  #: of a limit of time, so that the error comes before its caller has given up
 
 
 class StatusError(PeerError):

@@ -197,7 +197,7 @@ class SavedRollouts:
         return {"next_group": self._next}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on with the file after the rollout that `state` was taken after, in a run that sampled too."""
+        """Continue with the file after the rollout that `state` was taken after, in a run that sampled too."""
         self._next = (int(state["rollout_id"]) + 1) * self._groups
 
     # ---- as a sampler

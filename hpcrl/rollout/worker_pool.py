@@ -38,7 +38,7 @@ STARTS = 3  #: processes in a row that may fail to start
 
 @dataclass(kw_only=True, eq=False)
 class PooledJob:
-    """What somebody waits for.
+    """What a caller waits for.
 
     alone: it must share its process with none, as the one that it shared was lost
     waited: seconds since it began
@@ -256,7 +256,7 @@ class ProcessPool(ABC, Generic[P, J]):
         """Give waiting jobs, in order, to processes that have room."""
         while self._waiting:
             job = self._waiting[0]
-            if job.future.done():  # nobody waits for it any more
+            if job.future.done():  # it is not waited for any more
                 self._waiting.popleft()
                 continue
             free = [p for p in self._processes if p.ready and not p.gone and p.takes(job)]
@@ -318,7 +318,7 @@ class ProcessPool(ABC, Generic[P, J]):
         while True:
             await asyncio.sleep(POLL)
             now = time.monotonic()
-            # while this process itself stood still, nobody's time went by
+            # while this process itself was suspended, no time limit ran
             passed = min(now - last, 1.0)
             last = now
             self._ended = [process for process in self._ended if not process.reaped()]

@@ -51,7 +51,7 @@ class EngineEnd(Peer, tag="engine_end"):
 
 
 class EngineLeave(Peer, tag="engine_leave"):
-    """The engine has nothing more to do: whoever keeps it ends it and does not start it again."""
+    """The engine has nothing more to do: its supervisor ends it and does not start it again."""
 
     role: ClassVar[str] = "engine"
 
@@ -73,7 +73,7 @@ class EngineAdded(Peer, tag="engine_added"):
 
 
 def claim(rundir: RunDir, plan: Plan, engine: EngineAdded) -> int:
-    """Make `engine` one of the attempt's; its number, the first that nobody has.  HpcrlError if nothing can be written
+    """Make `engine` one of the attempt's; its number, the first that is free.  HpcrlError if nothing can be written
     there."""
     data = msgspec.json.encode(msgspec.structs.replace(engine, pid=os.getpid()))
     try:
@@ -89,7 +89,7 @@ def is_added(rundir: RunDir, index: int) -> bool:
 
 
 def with_added(rundir: RunDir, plan: Plan) -> Plan:
-    """The plan with the engines that were added since: an engine of its own for each number."""
+    """The plan with the engines that were added since: a separate engine for each number."""
     from hpcrl.plan import Location
 
     engines = [*plan.engines, *(Location(address, (), address) for address in plan.external)]
@@ -104,7 +104,7 @@ def with_added(rundir: RunDir, plan: Plan) -> Plan:
 def restart_limit(options: Options, plan: Plan) -> int:
     """How often an engine of this run is started again.
 
-    0 where it cannot be: engines that take turns with the trainer on the same GPUs, or lie on several hosts, end the
+    0 where it cannot be: engines that take turns with the trainer on the same GPUs, or are on several hosts, end the
     run as they end.
     """
     return 0 if options.takes_turns or any(engine.also for engine in plan.engines) else options.engine_restarts
@@ -120,7 +120,7 @@ def starts_again(limit: int, incarnation: int, was_up: bool) -> bool:
 
 
 def tell_end(rundir: RunDir, index: int, end: EngineEnd) -> None:
-    """Say that an incarnation is over, unless somebody has said so before."""
+    """Say that an incarnation is over, unless it was said before."""
     path = _ended_file(rundir, index, end.incarnation)
     if path.name not in listed(path.parent):
         write_atomic(path, msgspec.json.encode(msgspec.structs.replace(end, pid=os.getpid())))
@@ -136,9 +136,9 @@ def end_of(rundir: RunDir, index: int, incarnation: int) -> EngineEnd | None:
 
 
 def record_end(rundir: RunDir, index: int, host: str, incarnation: int, limit: int, was_up: bool, why: str) -> bool:
-    """Say that an incarnation is over: to the run, which goes on, or, where none follows, as the attempt's error, which
-    the first incarnation's leads, unless the engine was added to the run, which then continues without it.  Returns
-    whether another incarnation follows."""
+    """Say that an incarnation is over: to the run, which continues, or, where none follows, as the attempt's error,
+    which the first incarnation's leads, unless the engine was added to the run, which then continues without it.
+    Returns whether another incarnation follows."""
     again = starts_again(limit, incarnation, was_up)
     if again or is_added(rundir, index):
         tell_end(rundir, index, EngineEnd(host=host, incarnation=incarnation, why=why, again=again, time=time.time()))
@@ -165,7 +165,7 @@ def was_up(rundir: RunDir, index: int, incarnation: int) -> bool:
 
 
 def let_leave(rundir: RunDir, index: int) -> None:
-    """Tell whoever keeps the engine that it is to end for good."""
+    """Tell the engine's supervisor that it is to end for good."""
     write_atomic(_leave_file(rundir, index), msgspec.json.encode(EngineLeave(pid=os.getpid())))
 
 
@@ -290,5 +290,5 @@ def removal_requests(signs: Iterable[str]) -> set[int]:
 
 
 def hand_back_requests(signs: Iterable[str]) -> set[int]:
-    """The engines whose responses are to go on elsewhere, by the same names."""
+    """The engines whose responses are to continue elsewhere, by the same names."""
     return {int(match[1]) for name in signs if (match := _HAND_BACK.fullmatch(name))}

@@ -22,9 +22,9 @@ from hpcrl.untrusted_files import read_system
 
 #: what a shell, srun or mpirun adds to the number of the signal that killed the process below it
 SHELL = 128
-#: who sends SIGKILL when nobody was asked: the kernel to a process, or Slurm to all of a step
+#: who sends SIGKILL unrequested: the kernel to a process, or Slurm to all of a step
 MEMORY = "memory may have run out"
-NOT_MEMORY = "not for want of memory, says the kernel: somebody or something else did it"
+NOT_MEMORY = "not for want of memory, says the kernel: another process sent it"
 
 
 def signal_name(number: int) -> str:
@@ -36,9 +36,9 @@ def signal_name(number: int) -> str:
 
 
 def how_it_ended(status: int, memory: MemoryWatch | None = None) -> str:
-    """ "was killed by SIGSEGV" or "ended with exit code 3", to stand behind the name of the process.
+    """ "was killed by SIGSEGV" or "ended with exit code 3", to follow the name of the process.
 
-    status: as `subprocess` has it, negative for a signal.  With SIGKILL stands what it often means, or, with a `memory`
+    status: as `subprocess` has it, negative for a signal.  With SIGKILL comes what it often means, or, with a `memory`
     that was there before the process, whether the kernel did it.
     """
     if status < 0:

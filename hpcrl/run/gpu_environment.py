@@ -5,7 +5,7 @@
     for line in overruled(wishes, os.environ): ...   # and is said, with what hpcrl would have set and why
 
 Invariants: every variable has its reason next to it; what the user has set stays; a compile cache holds code that will
-be run, so it lies in a directory that nobody else can write to, or make first under its name.
+be run, so it is in a directory that no other user can write to, or make first under its name.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ TABLE: tuple[Variable, ...] = (
         "collectives of "
         "tensor and context parallelism before the GEMMs that hide them. Not without these: expert parallelism and the "
         "reduction "
-        "of gradients run beside GEMMs only with several queues",
+        "of gradients overlap GEMMs only with several queues",
     ),
     Variable(
         "PYTORCH_ALLOC_CONF",
         ("trainer",),
         lambda w: None if w.options.megatron.get("nccl_ub") else "expandable_segments:True",
-        "every micro-batch has other lengths, and blocks of fixed segments that fitted the last one lie idle beside "
+        "every micro-batch has other lengths, and blocks of fixed segments that fitted the last one stay unused in "
         "the next; a "
         "trainer that shares its GPU gives whole segments back. Not with --nccl-ub, which registers memory where it "
-        "lies. "
-        "Not for engines: vLLM has pools of its own",
+        "is. "
+        "Not for engines: vLLM has its own pools",
         also=("PYTORCH_CUDA_ALLOC_CONF",),
     ),
     Variable(
@@ -190,7 +190,7 @@ def compile_caches(base: Mapping[str, str], spare: Path | None = None) -> dict[s
     """CACHES that the environment `base` does not set, on this node, kept from run to run; with HF_HOME its own
     modules' as well.
 
-    spare: where they lie instead if the directory for them is not ours alone; None: a new directory.
+    spare: where they are instead if the directory for them is not ours alone; None: a new directory.
     """
     said = {*base} | ({"HF_MODULES_CACHE"} if "HF_HOME" in base else set())
     wanted = {name: folder for name, folder in CACHES.items() if name not in said}

@@ -1,8 +1,8 @@
 """What a run directory says of the run's job, and what a user asks of it.
 
-    RUN/job.json      which job of which scheduler the run belongs to, for whoever looks at it or resumes it
-    RUN/state.json    what the job is doing, for whoever looks from outside
-    RUN/stop, cancel  a user asks the run to save and end, or has ended its job by hand
+    RUN/job.json      which job of which scheduler the run belongs to, for commands that look at it or resume it
+    RUN/state.json    what the job is doing, for those who look from outside
+    RUN/stop, cancel  a user asks the run to save and end, or has cancelled its job
 
 Invariants: each file is written whole.  state.json is written at each change and at least every BEAT seconds while the
 launcher lives, so an old file of a job that should be running means that its launcher is gone; the last one says how
@@ -31,7 +31,7 @@ from hpcrl.untrusted_files import Damaged, read_json
 STATE = "state.json"  #: its name in a run directory
 BEAT = 10.0
 STOP = "stop"  #: RUN/stop is there once the run was asked to save and end
-#: RUN/cancel is there while a job is being ended by hand: whatever the launcher sees then is not a failure
+#: RUN/cancel is there while a job is being cancelled: whatever the launcher sees then is not a failure
 CANCEL = "cancel"
 CANCELLED = "cancelled; what was saved is good"
 
@@ -192,7 +192,7 @@ def forget_old_requests(root: Path, restarts: int, age: float) -> None:
 
 
 def _answered(root: Path, asked: float) -> bool:
-    """Whether the launcher before has come to an end of its own after it was asked."""
+    """Whether the launcher before has ended by itself after it was asked."""
     try:
         return read_json(root / STATE, JobState).phase in OVER and asked <= _changed(root / STATE)
     except (OSError, Damaged):

@@ -25,7 +25,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role"):
-    """Base of all records.  pid: of the process, for whoever looks on its host; set by `publish`."""
+    """Base of all records.  pid: of the process, for those who look on its host; set by `publish`."""
 
     role: ClassVar[str]
     pid: Count = 0
@@ -68,7 +68,7 @@ class EnginePeer(Peer, tag="engine"):
     """Where an engine answers.
 
     model_len: tokens of prompt and response together that it can hold, None if it did not say.  lean: whether it has
-    the route of `hpcrl.token_frames` beside vLLM's own.  incarnation: how often it was started before
+    the route of `hpcrl.token_frames` next to vLLM's own.  incarnation: how often it was started before
     (`run/engine_files.py`).
     """
 
@@ -157,7 +157,7 @@ def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:
 
 
 class Published(Generic[T]):
-    """The records that others put into a directory, each in a file of its own, whole.
+    """The records that others put into a directory, each in its own file, whole.
 
     found: what has come so far, by the file's name without its ending; each file is read once
     damaged: why others could not be read, by the same name

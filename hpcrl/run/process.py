@@ -1,10 +1,10 @@
 """Processes that end when they should: with their parent, and with everything they started; and short commands that
 answer within a deadline.
 
-Invariants: we end only what we started, found by process id, never by name.  A role dies with whoever started it, and a
-launcher that ends takes along all its descendants, also those that left its process group.  Whatever a short command
-does is an answer, never an exception: a program that is missing, fails or is too slow included; nothing that it started
-outlives a question that was given up.
+Invariants: we end only what we started, found by process id, never by name.  A role dies with the process that started
+it, and a launcher that ends takes along all its descendants, also those that left its process group.  Whatever a short
+command does is an answer, never an exception: a program that is missing, fails or is too slow included; nothing that it
+started outlives a question that was given up.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _prctl(option: int, value: int) -> None:
 def die_with_parent(forks: bool = False) -> None:
     """Be killed (SIGKILL) when the process that started us ends, however it ends (prctl(2), PR_SET_PDEATHSIG).
 
-    Whoever starts us may put its process id into HPCRL_PARENT: then its death before this call, while we were still
+    The parent process may put its process id into HPCRL_PARENT: then its death before this call, while we were still
     importing, is noticed too.  What we start ourselves finds our own id there.  forks: so are processes that are forked
     from this one's main thread, and theirs: Megatron writes each file of a checkpoint in one, which may wait for us for
     ever.

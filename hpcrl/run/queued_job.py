@@ -1,6 +1,6 @@
 """A job in a scheduler's queue, in hpcrl's own words: what schedulers answer and what status, stop and cancel judge by.
 
-Invariant: pure data; whoever knows a scheduler's words has put them into plain ones here.
+Invariant: pure data; the module of a scheduler has put its words into plain ones.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@
       bank/N.group                groups that are finished, or begun, and not yet trained
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
       added/                      scripts of jobs whose engines joined
-      position.json               where a run without a trainer stands
+      position.json               how far a run without a trainer is
       timeline/                   what every process did when (report/timeline/)
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
 
@@ -54,7 +54,7 @@ ERROR = "error.json"  #: the first error of an attempt: its name in attempts/N
 HOSTS = "hosts.json"  #: its name in attempts/N
 BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
 HALF = re.compile(r"\.(.+)\.\d+")  #: the name of a file that `write_atomic` has not renamed yet
-#: what an attempt alone writes into RUN; other files there may be somebody's who lives, such as `hpcrl resume`
+#: what an attempt alone writes into RUN; other files there may be of a process that is alive, such as `hpcrl resume`
 OWN = ("state.json", "ledger.json", "summary.json", "position.json", "metrics.jsonl")
 WRITTEN = ("ahead", "bank", "ledger")  #: directories of RUN that the rollout process makes, if it needs them
 #: what a run has from the start
@@ -116,7 +116,7 @@ def write_first(path: Path, data: bytes) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Have a file that was written, or the names in a directory, on disk before going on."""
+    """Have a file that was written, or the names in a directory, on disk before continuing."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -141,7 +141,7 @@ class AttemptFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunDir:
-    """Paths of one attempt of one run, and the marks by which its processes tell one another how it stands."""
+    """Paths of one attempt of one run, and the marks by which its processes tell one another its state."""
 
     def __init__(self, root: str | Path, attempt: int = 0) -> None:
         self.root = as_given(root)
@@ -192,8 +192,9 @@ class RunDir:
     def create(cls, root: str | Path, folders: tuple[str, ...] = FOLDERS, *, another: bool = False) -> RunDir:
         """A new run directory with its `folders`, mode 0700.
 
-        another: where `root` is taken, the first of root-2, root-3, ... that is not; nobody else can have got the same.
-        UsageError if it is not empty, cannot be made, or would lie where others may put something else in its place.
+        another: where `root` is taken, the first of root-2, root-3, ... that is not; no other process can have got the
+        same. UsageError if it is not empty, cannot be made, or would be where others may put something else in its
+        place.
         """
         path = as_given(root)
         if path.is_symlink() and not path.is_dir():
@@ -208,7 +209,7 @@ class RunDir:
             make_parents(path)
             if parent := swappable(path) or swappable(path.resolve()):
                 raise UsageError(
-                    f"--run-dir {root}: everybody may put something else in its place: {parent} is writable by all",
+                    f"--run-dir {root}: any user may replace it: {parent} is writable by all",
                     f"choose another directory, or chmod o-w {parent}",
                 )
             path = _claim(path) if another else path
@@ -272,7 +273,7 @@ class RunDir:
             write_first(self.here / ERROR, msgspec.json.encode(record))
 
     def correct(self, message: str) -> None:
-        """Have the launcher's word stand as the attempt's error, who has found the cause of what somebody else saw
+        """Record the launcher's error as the attempt's, as it has found the cause of what another process saw
         first."""
         record = AttemptFailure("launcher", 0, message, time.time())
         with contextlib.suppress(OSError, HpcrlError):
@@ -321,15 +322,15 @@ class RunDir:
         touch(self.here / "end")
 
     def superseded(self) -> bool:
-        """Whether the run has been started again: whoever is left of this attempt, on a host cut off, must end."""
+        """Whether the run has been started again: what is left of this attempt, on a host cut off, must end."""
         return str(self.attempt + 1) in listed(self.root / "attempts")
 
 
 def listed(directory: Path) -> frozenset[str]:
     """The names in a directory; none if it is not there.
 
-    For whoever waits for a file: a network file system may remember for a minute that a file was absent, but looks at a
-    directory again that is read.
+    For a process that waits for a file: a network file system may remember for a minute that a file was absent, but
+    looks at a directory again that is read.
     """
     try:
         return frozenset(os.listdir(directory))

@@ -28,13 +28,13 @@ from hpcrl.untrusted_files import Damaged, open_regular, read_json
 PREFIX = "hpcrl-"
 LOCK = ".lives"
 ELSEWHERE = ".elsewhere"
-#: the lock until it is held: so a file named LOCK that nobody holds says at once that its maker is gone
+#: the lock until it is held: so a file named LOCK that is not held says at once that its maker is gone
 NEW = ".lives.new"
 HELD_AFTER = 1.0  #: seconds from the making of NEW to its being held, at most
 SHARED, SHORT = (
     Path("/dev/shm"),
     Path("/tmp"),
-)  #: SHORT: where sockets lie if the temporary directory's name is too long for them
+)  #: SHORT: where sockets are if the temporary directory's name is too long for them
 
 
 class Scratch:
@@ -45,7 +45,7 @@ class Scratch:
         self._lock = os.open(self.path / NEW, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # a file system without locks: nobody could tell that we live
+        except OSError:  # a file system without locks: no other process could tell that this one is alive
             (self.path / NEW).unlink()
         else:
             (self.path / NEW).rename(self.path / LOCK)
@@ -116,7 +116,7 @@ def _abandoned(path: Path) -> bool:
 
 
 def _unheld(lock: Path, after: float) -> bool:
-    """Whether nobody holds a lock that is there for so many seconds at least."""
+    """Whether a lock that is at least so many seconds old is not held."""
     try:
         with open_regular(lock) as file:
             if (

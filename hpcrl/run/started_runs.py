@@ -61,7 +61,7 @@ def read_recipe_file(root: Path) -> RecipeFile:
     try:
         return read_json(root / RECIPE, RecipeFile)
     except (OSError, Damaged) as error:
-        raise UsageError(f"{root / RECIPE} is damaged: {error}", "start the recipe anew") from error
+        raise UsageError(f"{root / RECIPE} is damaged: {error}", "start the recipe again") from error
 
 
 # ---- the runs of this user

@@ -80,8 +80,8 @@ def free(path: Path) -> int | None:
 def lacks_space(said: str, directory: Path, needed: int) -> bool:
     """Whether a write into `directory` failed for lack of space.
 
-    said: the error's text, of whatever library: if it gives no reason, a further write may, or what is free beside the
-    `needed` bytes.
+    said: the error's text, of whatever library: if it gives no reason, a further write may, or what is free in addition
+    to the `needed` bytes.
     """
     full = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)]
     if any(text in said for text in full):

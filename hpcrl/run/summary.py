@@ -1,4 +1,4 @@
-"""STAGE/summary.json, the trainer's last word on a stage: whether it is finished, and where it stood.
+"""STAGE/summary.json, the trainer's last word on a stage: whether it is finished, and how far it was.
 
 Invariant: written once, whole, by trainer rank 0 at the end of an attempt; an older attempt's word does not count for a
 later one.
@@ -60,8 +60,8 @@ def read_summary(directory: Path) -> Summary | None:
 def summary_of(rundir: RunDir) -> Summary | None:
     """What this attempt has left, or None: an older attempt's summary does not count.
 
-    For whoever waits for it: the directory is read first, since a network file system remembers for a minute that a
-    file was absent.
+    For a process that waits for it: the directory is read first, since a network file system remembers for a minute
+    that a file was absent.
     """
     if SUMMARY not in listed(rundir.root):
         return None

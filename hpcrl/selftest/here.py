@@ -34,7 +34,7 @@ def run_here(chosen: Mapping[str, Check], results: Results, ranks: int, told: Ca
     """Every check that has no result yet.  ranks: processes in the group; told: called with each name that gets a
     result.
 
-    Without a GPU, for which they would have to take turns, the whole runs go on beside the other checks.
+    Without a GPU, for which they would have to take turns, the whole runs are in parallel with the other checks.
     """
     rest = {name: check for name, check in chosen.items() if name not in results.read()}
     results.clear(list(rest))
@@ -54,7 +54,7 @@ def run_here(chosen: Mapping[str, Check], results: Results, ranks: int, told: Ca
 
 
 def _runs(chosen: Mapping[str, Check], results: Results, told: Callable[[str], None], gone: threading.Event) -> None:
-    """The checks that start whole runs.  gone: nobody waits any more, and what comes of a run that was ended is no
+    """The checks that start whole runs.  gone: no one waits any more, and what comes of a run that was ended is no
     result."""
     for name in [name for name, check in chosen.items() if check.runs == "launcher"]:
         outcome = try_check(chosen[name], _folder(results))
@@ -65,8 +65,8 @@ def _runs(chosen: Mapping[str, Check], results: Results, told: Callable[[str], N
 
 
 def _processes(rest: Sequence[str], results: Results, ranks: int, told: Callable[[str], None], apart: bool) -> None:
-    """The checks `rest` in processes, that of one starting anew with the next.  ranks: processes in the group, 0: one
-    alone; apart: a new process for each."""
+    """The checks `rest` in processes, starting again with the next where one ended.  ranks: processes in the group, 0:
+    one alone; apart: a new process for each."""
     while rest:
         why = _one_set(rest[:1] if apart else rest, results, ranks, told)
         broken = results.interrupted(rest) or (rest[0] if why else None)

@@ -76,7 +76,7 @@ def _step(command: list[str]) -> int:
 
 
 def _note_missing(results: Results, names: list[str], status: int) -> None:
-    """A check in which the ranks ended has failed; those after it as well, since nobody was left to make them."""
+    """A check in which the ranks ended has failed; those after it as well, since no rank was left to run them."""
     broken = results.interrupted(names)
     for name in [name for name in names if name not in results.read()]:
         why = "a rank ended in it" if name == broken else "the ranks ended before it"
@@ -93,7 +93,7 @@ def host(directory: Path, name: str) -> int:
     found = all_records(hosts, job.hosts, MEET)
     if len(found) < job.hosts:
         raise DeadlineError(
-            f"{len(found)} of {job.hosts} hosts have left a card in {hosts} within {MEET:.0f} s: {sorted(found)}"
+            f"{len(found)} of {job.hosts} hosts have reported to {hosts} within {MEET:.0f} s: {sorted(found)}"
         )
     network = choose({each: found[each].base for each in sorted(found)}, job.interface)
     speeds = [each.speed for each in network.values()]

@@ -44,7 +44,7 @@ def gather(mine: Outcome, place: CheckContext) -> Outcome:
 
 
 def run_checks(chosen: dict[str, Check], place: CheckContext, results: Results, together: bool) -> None:
-    """One after another; each has a directory of its own."""
+    """One after another; each has its own directory."""
     for name, check in chosen.items():
         if place.rank == 0:
             results.begin(name)
@@ -74,7 +74,7 @@ def device_alone() -> torch.device:
 
 
 def each_alone(chosen: dict[str, Check], results: Results, directory: Path) -> int:
-    """Each check in a process of its own, since a deterministic mode, say, is never taken back; the exit status of the
+    """Each check in a separate process, since a deterministic mode, say, is never taken back; the exit status of the
     first that ended badly.
 
     Of several each is a fork of this process, which then has imported what they need: that takes longer than the
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     place = CheckContext(dist.get_rank(), dist.get_world_size(), device, args.directory, args.hosts, args.link)
     try:
         run_checks(chosen, place, results, together=True)
-        dist.barrier()  # rank 0 holds the store: nobody leaves before everybody is done
+        dist.barrier()  # rank 0 holds the store: no rank leaves before all are done
     finally:
         dist.destroy_process_group()
     return 0

@@ -52,7 +52,7 @@ def load(options: Options, ranks: Any = None) -> Any:
 
     policy = model.build(
         options, ranks or parallel_state.initialize(options, HashStore())
-    )  # a rank alone: nobody else to meet
+    )  # a rank alone: no peers to meet
     hf_weights.load_hf(policy, str(options.hf_checkpoint))
     return policy
 

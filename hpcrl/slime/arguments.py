@@ -34,7 +34,7 @@ SAYS_NOTHING = "it only says what holds anyway"
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one flag.  flag: "" where slime's default was set; given: as it stood; options: the names that it
+    """What became of one flag.  flag: "" where slime's default was set; given: as written; options: the names that it
     set."""
 
     flag: str

@@ -55,7 +55,7 @@ def _check(found: Mapping[Any, Any], path: str) -> None:
     if unknown := [str(name) for name in found if name not in (*WEIGHTS, *REJECTION, *SWITCHES)]:
         raise UsageError(
             f"{where}: {', '.join(unknown)}: not settings of MIS that hpcrl has",
-            "take it out; settings of other own functions belong into [custom] of the recipe",
+            "take it out; settings of other custom functions belong in [custom] of the recipe",
         )
     for name in SWITCHES:
         if not isinstance(found.get(name, False), bool | None):

@@ -1,5 +1,5 @@
 # Read by every bash of a script that `hpcrl import` runs (BASH_ENV): what is not a tool of text is noted down, not run.
-# Whether such a command would have succeeded nobody knows, so that `set -e` and its like do not end the script.
+# It is unknown whether such a command would have succeeded, so `set -e` and its like do not end the script.
 
 hpcrl_note() {
     local hpcrl_word

@@ -77,9 +77,7 @@ def rollout_function(flag: str, given: Given) -> FlagReading:
                 "translated", ("--apply-chat-template",), "it learns the assistant's turns of chat messages"
             )
         return FlagReading("refused", (), "it belongs to --loss-type sft_loss")
-    if path.endswith(
-        "fully_async_rollout.generate_rollout_fully_async"
-    ):  # slime's example lies in a directory of its own
+    if path.endswith("fully_async_rollout.generate_rollout_fully_async"):  # slime's example is in its own directory
         return FlagReading("translated", ("--loop", "fully-async"), "that function is a loop here")
     return own_function(flag, given)
 
@@ -101,7 +99,7 @@ def correction(flag: str, given: Given) -> FlagReading:
 
 
 def own_settings(flag: str, given: Given) -> FlagReading:
-    """Settings of own functions are read here as in slime; those of its MIS example are options of hpcrl's."""
+    """Settings of custom functions are read here as in slime; those of its MIS example are options of hpcrl's."""
     path = one(given, flag)
     if correction("custom-tis-function-path", given).words[-1:] != ("mis",) or not path:
         return FlagReading("kept", (f"--{flag}", *given[flag]))
@@ -156,7 +154,7 @@ def _only_taught(given: Given) -> bool:
 
 
 def reward(flag: str, given: Given) -> FlagReading:
-    """A reward that compares with labels which nobody names is 0: beside a teacher the run goes without it."""
+    """A reward that compares with labels is 0 where none are named: with a teacher the run does without it."""
     if _only_taught(given):
         return FlagReading(
             "needless", (), "without --label-key every reward is 0, and the teacher alone says what is learned"
@@ -211,7 +209,7 @@ def update_transport(flag: str, given: Given) -> FlagReading:
     """NCCL is what is taken where it can be."""
     name = one(given, flag)
     if one(given, "update-weight-mode") == "delta" and name in ("nccl", "disk"):
-        return FlagReading("needless", (), "what has changed goes from host memory to host memory")
+        return FlagReading("needless", (), "changes go from host memory to host memory")
     if name == "nccl":
         return FlagReading("needless", (), "--weight-transfer auto takes NCCL where there are GPUs")
     return FlagReading("translated", ("--weight-transfer", *given[flag]))
@@ -229,7 +227,7 @@ def of_deltas(flag: str, given: Given) -> FlagReading:
 def update_directory(flag: str, given: Given) -> FlagReading:
     """Where whole tensors are written; of what has changed no file is."""
     if one(given, "update-weight-mode") == "delta":
-        return FlagReading("needless", (), "what has changed goes from memory to memory, and no file is written")
+        return FlagReading("needless", (), "changes go from memory to memory, and no file is written")
     return FlagReading("kept", ("--update-weight-disk-dir", *given[flag]))
 
 
@@ -303,7 +301,7 @@ def deepep_mode(flag: str, given: Given) -> FlagReading:
 
 
 def speculation(flag: str, given: Given) -> FlagReading:
-    """sglang's EAGLE without a draft model of its own drafts with the layers behind the model's last one, which vLLM
+    """sglang's EAGLE without a draft model drafts with the layers after the model's last one, which vLLM
     calls mtp."""
     name = one(given, flag)
     steps = one(given, "sglang-speculative-num-steps")

@@ -24,7 +24,7 @@ NAMESPACES = "namespaces"
 LANDLOCK = "landlock"
 LANDLOCK_WITH_NETWORK = "landlock, network open"
 PROCESSES = 128  #: that it may have at once
-UNCONFINED = 97  #: exit status where the kernel confines nobody
+UNCONFINED = 97  #: exit status where the kernel cannot confine
 
 # linux/sched.h, linux/mount.h, linux/prctl.h, linux/landlock.h; system calls have these numbers on every architecture
 # since 2021
@@ -127,7 +127,7 @@ def _check(result: int) -> int:
 
 
 def _map_ids(uid: int, gid: int) -> None:
-    """Inside, we are who we were, and nobody else is anybody."""
+    """Inside, the user keeps its id, and no other id exists."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)

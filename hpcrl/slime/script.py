@@ -34,7 +34,7 @@ TOOLS = (
     "[ awk basename bash cat cut date dirname echo env expr false grep egrep head hostname id ls mkdir mktemp "
     "nproc paste printf pwd readlink realpath rm sed seq sort tail tee test tr true uname uniq wc whoami xargs"
 )
-#: commands that other tools start (env, xargs), or bash's exec: they lie in PATH as scripts that note themselves down
+#: commands that other tools start (env, xargs), or bash's exec: they are in PATH as scripts that note themselves down
 NOTED = "python python3 ray torchrun accelerate ssh nvidia-smi pkill killall nohup timeout"
 #: commands noted down, bytes of one, bytes of a script
 MOST_CALLS = 20_000
@@ -70,7 +70,7 @@ NEEDLESS = {
 }
 #: environment variables of `ray job submit` -> why they are needless
 _ENVIRONMENT = {
-    "PYTHONPATH": "Megatron-core is installed as a package; modules of your own are found from the directory where "
+    "PYTHONPATH": "Megatron-core is installed as a package; your own modules are found from the directory where "
     "hpcrl is called",
     "CUDA_DEVICE_MAX_CONNECTIONS": "set where tensor or context parallelism needs it",
     "NCCL_NVLS_ENABLE": "NCCL finds out itself whether there is NVLink SHARP",
@@ -144,7 +144,7 @@ def _read(path: Path) -> str:
         raise UsageError(f"cannot read the script {path}: {why}", "is it a run script?") from error
     if "\r\n" in text:
         raise UsageError(
-            f"{path} has the line ends of Windows, which bash reads as a part of each word", "fix it with dos2unix"
+            f"{path} has Windows line endings, which bash reads as part of each word", "fix it with dos2unix"
         )
     return text
 

@@ -61,7 +61,7 @@ def recipe_and_refusals(words: Sequence[str], overrides: Mapping[str, Any]) -> t
     program, arguments = split_program(words)
     if not arguments:
         raise UsageError(
-            "nothing stands behind --", "give the arguments of train.py there: -- ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ..."
+            "nothing follows --", "give the arguments of train.py there: -- ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ..."
         )
     translation = translate(arguments, program)
     wrong = [*translation.wrong, *broken_rules(translation, overrides)] if translation.wrong else []
@@ -69,7 +69,7 @@ def recipe_and_refusals(words: Sequence[str], overrides: Mapping[str, Any]) -> t
         if not line.startswith("refused"):
             print(f"hpcrl: note: {line}", file=sys.stderr)
     name = str(overrides.get("name") or name_of(arguments))
-    return recipe_from(translation, name, "The arguments behind -- of the command line."), wrong
+    return recipe_from(translation, name, "The arguments after -- of the command line."), wrong
 
 
 def recipe_from(translation: Translation, name: str, about: str) -> Recipe:
@@ -93,7 +93,7 @@ def name_of(words: Sequence[str]) -> str:
 def broken_rules(translation: Translation, overrides: Mapping[str, Any]) -> list[UsageError]:
     """Which rules the rest breaks, where some flags cannot be honoured.
 
-    Left out are those that name such a flag: they may hold once it is mended.
+    Left out are those that name such a flag: they may hold once it is fixed.
     """
     recipe = Recipe("arguments", Path.cwd() / "arguments.toml", translation.values, (), (Stage("", {}),))
     try:
@@ -109,7 +109,7 @@ def broken_rules(translation: Translation, overrides: Mapping[str, Any]) -> list
 WIDTH = 128
 TITLES = {
     "refused": "cannot be honoured, and is left out",
-    "translated": "goes by another name or value here",
+    "translated": "has another name or value here",
     "needless": "is needless here",
 }
 

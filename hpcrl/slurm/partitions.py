@@ -35,8 +35,8 @@ class Partition(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Nodes of a partition that look alike.  gpus: by type, "" for an untyped one; usable: not down, drained or
-    failed."""
+    """Nodes of a partition with the same properties.  gpus: by type, "" for an untyped one; usable: not down, drained
+    or failed."""
 
     nodes: int
     state: str

@@ -83,7 +83,7 @@ class SlurmSite(SiteProfile):
         description="numbers of jobs that must have ended well first, with colons (--after)",
     )
     gpu_flag: Literal["gpus-per-node", "gres", "none"] = Field(
-        "gpus-per-node", description="how the site wants GPUs asked for; none: whole nodes come with theirs"
+        "gpus-per-node", description="how GPUs are requested at the site; none: whole nodes come with theirs"
     )
     mark: bool = Field(True, description="put the run's identity into the job's comment; false where the site reads it")
     srun: list[str] = Field([], description="arguments of every srun, such as --mpi=none")
@@ -105,7 +105,7 @@ class SlurmSite(SiteProfile):
         return self.model_copy(update={"after": None})
 
     def describes(self, component: str) -> bool:
-        """Whether the component has a partition of its own."""
+        """Whether the component has a separate partition."""
         return bool(getattr(self, component).partition)
 
     def gpus(self, component: str, count: int) -> str | None:

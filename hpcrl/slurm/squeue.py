@@ -29,7 +29,7 @@ SACCT = ("JobID", "JobIDRaw", "State", "Submit", "Start", "End", "NNodes", "User
 #: how lines begin in which Slurm's programs only repeat that a task has failed
 ECHOES = ("srun:", "slurmstepd:")
 CUT = "\x1f"  #: between fields: nothing that a job's name may hold
-#: a job, a component of one (its leader's number + 1), or a task of an array, which has a number of its own besides
+#: a job, a component of one (its leader's number + 1), or a task of an array, which has its own number besides
 _ID = re.compile(r"(\d+)(?:\+(\d+)|(_\d+))?\Z")
 
 #: states in which a job is not at work, and may be again
@@ -75,7 +75,7 @@ NEVER = {
     "PartitionTimeLimit": "a longer time limit than its partition allows",
     "PartitionConfig": "its partition does not allow such a job",
     "BadConstraints": "no node has what --constraint asks for",
-    "DependencyNeverSatisfied": "the job that it waits for has ended otherwise than asked",
+    "DependencyNeverSatisfied": "the job that it depends on did not end as required",
     "InvalidAccount": "its account is not valid",
     "InvalidQOS": "its QOS is not valid",
     "AccountNotAllowed": "its account may not use this partition",
@@ -102,7 +102,7 @@ class JobRow(msgspec.Struct, frozen=True):
     def belongs(self, identity: str, submitted: float) -> bool:
         """Whether it is the job of the run `identity`, whose number was noted at unix time `submitted`.
 
-        A site may put its own text into the comment, and a script that was given to sbatch by hand has none: then name,
+        A site may put its own text into the comment, and a script that the user gave to sbatch has none: then name,
         user and time must do.  A job that waits again after a requeue counts as submitted then.
         """
         if self.comment.startswith(MARK):

@@ -68,7 +68,7 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
             slots = int(environment[f"HPCRL_SLOTS_{index}"])
         except (KeyError, ValueError) as error:
             raise UsageError(
-                f"the job's environment has no good {error}",
+                f"the job's environment has no valid {error}",
                 "start from a script of sbatch/ or of hpcrl submit --dry-run",
             ) from error
         found.append(HetGroup(tuple(nodes), slots, tuple(shlex.split(step))))
@@ -196,7 +196,7 @@ class SrunHosts:
         return [node for node in missing if node not in listed(folder)]
 
     def _cannot_start(self, nodes: list[str], seconds: float) -> list[str]:
-        """Those of `nodes` that do not start a task of their own within `seconds`."""
+        """Those of `nodes` that do not start their own task within `seconds`."""
         steps = {node: group.step for group in self.groups for node in group.nodes}
         command = [sys.executable, "-m", "hpcrl.run.process"]
         waiting = {node: spawn([*command, *_alone(steps[node], node), "once", "true"], None) for node in nodes}

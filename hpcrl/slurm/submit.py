@@ -1,8 +1,8 @@
 """Runs as Slurm jobs: the batch script, what sbatch says of it, and its submission through submitit.
 
 One template renders what `hpcrl submit` sends and what a person edits.  Invariants: every value from options or a site
-reaches the shell quoted; a name that the template uses and nobody gave is an error; the same request renders the same
-text.  sbatch decides whether a job is taken; what it would accept and let wait for ever is judged by
+reaches the shell quoted; a name that the template uses and that was not given is an error; the same request renders the
+same text.  sbatch decides whether a job is taken; what it would accept and let wait for ever is judged by
 hpcrl/slurm/partitions.py.  `sbatch --test-only` decides nothing: it also refuses what only has to wait, such as for a
 node that is drained now.
 """

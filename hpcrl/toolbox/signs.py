@@ -1,4 +1,4 @@
-"""Signs of life: when somebody was last heard of, and when it is time for a sign of our own.
+"""Signs of life: when a peer was last heard of, and when it is time for a sign of our own.
 
     last = LastSign()
     last.heard()                   # whenever there is one

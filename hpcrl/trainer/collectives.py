@@ -21,7 +21,7 @@ from hpcrl.errors import HpcrlError
 
 
 def device() -> torch.device:
-    """Where tensors of a collective must lie: CUDA with NCCL, else the CPU."""
+    """Where tensors of a collective must be: CUDA with NCCL, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -70,7 +70,7 @@ def may_be_echo(error: BaseException) -> bool:
     """Whether an error may come from a collective whose other ranks are gone or late: by its class, whatever it says.
 
     NCCL, the stores and torch's own checks raise kinds of DistError; gloo raises RuntimeError itself (torch 2.13),
-    where torch's other errors mostly have classes of their own.  torch.save's do not, but name the source file of its
+    where torch's other errors mostly have their own classes.  torch.save's do not, but name the source file of its
     archives.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1

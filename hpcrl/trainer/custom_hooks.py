@@ -84,7 +84,7 @@ class TrainerHooks:
         lengths = share.batch.rows["response_length"].tolist()
         masks = data.get("loss_masks")
         if not isinstance(masks, list) or len(masks) != len(lengths):
-            raise HpcrlError(f"{flag} left loss_masks {short(masks)}, a list of {len(lengths)} masks is wanted")
+            raise HpcrlError(f"{flag} left loss_masks {short(masks)}, a list of {len(lengths)} masks is expected")
         found = []
         for number, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
             array = np.asarray(torch.as_tensor(mask).cpu())

@@ -80,13 +80,13 @@ class EvaluationSchedule:
     def look(self) -> None:
         """Log the evaluation that runs during training, if it is done."""
         if self._open is not None:
-            self._take(self._open, self._ask("evaluate", **self._open, beside=True, patience=0.0))
+            self._take(self._open, self._ask("evaluate", **self._open, while_training=True, patience=0.0))
 
     def settle(self) -> None:
         """Wait for the evaluation that runs during training."""
         if self._open is not None:
             with self._timeline.span(EVALUATE, rollout_id=self._open["rollout_id"]):
-                self._take(self._open, self._wait("evaluate", **self._open, beside=True))
+                self._take(self._open, self._wait("evaluate", **self._open, while_training=True))
 
     def _take(self, asked: dict[str, int], results: dict[str, Any]) -> None:
         if UNFINISHED not in results:

@@ -7,8 +7,8 @@
                                     # offloads the weights, wakes the engines
 
 Invariants: every step of the hand-over is allowed by `hpcrl.handover` on this rank, in every engine and in the rollout
-process, or the run ends; no rank continues before all have done their part; whoever frees memory is told before whoever
-allocates it.
+process, or the run ends; no rank continues before all have done their part; the side that frees memory is told before
+the side that allocates it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from hpcrl.processors import SYSTEM, bind_beside
 class Ranks:
     """This process's place: global rank, and rank and size in each kind of parallelism.
 
-    Experts are laid over the same ranks in a way of their own: etp ranks share one expert, ep ranks share out the
+    Experts are laid over the same ranks in their own way: etp ranks share one expert, ep ranks share out the
     experts of a layer.
     """
 

@@ -68,7 +68,7 @@ class RolloutDriver:
         except FileNotFoundError:
             return {"rollout_id": 0, "state": None}
         except (OSError, Damaged, KeyError, TypeError, ValueError) as error:
-            raise HpcrlError(f"{self.path} is damaged: {error}", "remove it, and the run begins anew") from error
+            raise HpcrlError(f"{self.path} is damaged: {error}", "remove it, and the run starts over") from error
 
     def _name_weights(self) -> None:
         """Once all engines are up, have each call the weights that it has loaded version 0, as it reports with each

@@ -22,7 +22,7 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies in its bucket: name, dtype (torch's name), shape, offset in bytes."""
+    """Where one tensor is in its bucket: name, dtype (torch's name), shape, offset in bytes."""
 
     name: str
     dtype: str
@@ -92,7 +92,7 @@ def _whole(number: object) -> bool:
 class Packer:
     """Lays tensors out, bucket by bucket, in the order in which they come.
 
-    limit: bytes of a bucket; a tensor larger than that has a bucket of its own.
+    limit: bytes of a bucket; a tensor larger than that has its own bucket.
     """
 
     limit: int

@@ -3,7 +3,7 @@
 Trainer and engine use the same functions.  The group is separate from torch's default groups on either side.
 
 A broadcast that is given up keeps its group, and the end of the process, waiting until gloo's own limit or until the
-peers are gone (gloo has no abort); whoever gives one up must let the run end.
+peers are gone (gloo has no abort); a caller that gives one up must let the run end.
 
 Invariants: the members find one another in a store that admits only holders of a key of the run; every wait has a
 deadline. Gloo itself neither encrypts nor authenticates: see docs/security.md.

@@ -61,10 +61,7 @@ def whole_tensors(backend: str, data_parallel: int, delta: bool) -> str | None:
     if backend not in TAKES_PIECES:
         return f"the engines receive with {backend}, which takes whole tensors"
     if backend in (NCCL, IPC) and delta:
-        return (
-            "what has changed is found and kept in the host's memory, "
-            "and over NCCL and CUDA IPC bytes come from the GPU's"
-        )
+        return "changes are found and kept in host memory, and over NCCL and CUDA IPC bytes come from the GPU's"
     if data_parallel > 1:
         return "of an engine's data-parallel parts, vLLM lets only the first tell what it holds"
     return None

@@ -2,7 +2,7 @@
 
 One update goes through vLLM's own phases, on all engines at the same time:
     pause (requests are kept) -> reset the prefix cache -> start -> update, by bucket -> finish, with the version ->
-    (compare, on request) -> resume (the KV cache of kept requests is computed anew, with the new weights)
+    (compare, on request) -> resume (the KV cache of kept requests is recomputed with the new weights)
 Engines that take turns with the trainer sleep meanwhile: they are neither paused nor resumed here (`hpcrl.handover`).
 
 Invariants: what the engines hold is checked by name, shape and dtype before and, with --check-weight-update-equal, bit
@@ -273,7 +273,7 @@ class WeightSender:
             return []  # it says what it is
         return (
             self._unwell()
-        )  # gloo's and NCCL's own words, ours or in an engine's refusal, name whoever waited for the dead one
+        )  # gloo's and NCCL's own words, ours or in an engine's refusal, name the one that waited for the dead one
 
     def _unwell(self) -> list[Engine]:
         """The engines whose health check fails, once there are any: a server takes a moment to know that its

@@ -1,4 +1,4 @@
-"""Memory that trainer and engines of one host share: a bucket lies in an anonymous file that the engine maps.
+"""Memory that trainer and engines of one host share: a bucket is in an anonymous file that the engine maps.
 
 The trainer makes the file with memfd_create(2) and tells the engine its own process id and the descriptor; the engine
 opens /proc/PID/fd/N.  Only processes of the same user may do that, the file has no name in /dev/shm that could outlive
@@ -66,7 +66,7 @@ def open_region(wire: Mapping[str, Any]) -> torch.Tensor:
         found = os.fstat(fd)
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not sealed:
-            raise ValueError(f"{path} is not a sealed region of ours")
+            raise ValueError(f"{path} is not a sealed region of hpcrl's")
         if (found.st_ino, found.st_size) != (wire["inode"], wire["size"]):
             raise ValueError(f"{path} is another region than the one described")
         mapped = mmap.mmap(fd, found.st_size, access=mmap.ACCESS_READ)

@@ -120,7 +120,7 @@ def test_an_added_engine_is_on_the_runs_network() -> None:
     with pytest.raises(UsageError, match="host c is not"):
         where("c", PLAN, None, report(ETH))
     alone = Plan("run", 0, (), (), Location("127.0.0.1", (), "127.0.0.1", "lo"))
-    with pytest.raises(UsageError, match="listens nowhere but there"):
+    with pytest.raises(UsageError, match="listens only there"):
         where("c", alone, None, report(IB))
 
 

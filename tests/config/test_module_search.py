@@ -40,7 +40,7 @@ BESIDE = (
         ("math.hypot", ""),
         ("msgspec.json.encode", ""),
         ("two", ""),
-        ("./beside.py", "it is a file, and module.function is wanted"),
+        ("./beside.py", "it is a file; write module.function"),
     ],
 )
 def test_found_without_being_run(path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

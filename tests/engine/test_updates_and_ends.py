@@ -217,7 +217,7 @@ def with_wrong_dtype(pairs: Pairs) -> Pairs:
 
 
 FAULTS = [
-    (without_last, "1 tensors are missing, the first is model.norm.weight"),
+    (without_last, "1 tensors are missing,.*model.norm.weight"),
     (without_v, "the first is model.layers.1.self_attn.v_proj.weight"),
     (with_unknown, "the model has no model.layers.0.mlp.bogus.weight"),
     (with_bias, "the model has no model.layers.0.self_attn.o_proj.bias"),

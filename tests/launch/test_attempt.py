@@ -155,7 +155,7 @@ def test_slurm_says_that_it_preempts(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert allocation.preempted() is preempted
     fake.command("scontrol", "", 1, "slurm_load_jobs error")
     assert not allocation.preempted()
-    with pytest.raises(HpcrlError, match="no good"):
+    with pytest.raises(HpcrlError, match="no valid"):
         SlurmAllocation({"SLURM_JOB_ID": "7"})
 
 
@@ -187,7 +187,7 @@ def test_lost_host_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("disk", "said"),
-    [("", "the process of host node1 gives no sign of life for 30 s"), ("RUN is full", "^RUN is full; no host can")],
+    [("", "the process of host node1.*sign of life for 30 s"), ("RUN is full", "^RUN is full; no host")],
 )
 def test_failed_heartbeat_write_is_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str, said: str

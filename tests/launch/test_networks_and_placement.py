@@ -113,18 +113,18 @@ def test_a_rank_for_each_slot() -> None:
             "ab",
             [8, 8],
             [Host("a", 1), Host("c", 1)],
-            "host c of the hostfile runs no MPI rank; mpirun started ranks on a, b",
+            "hostfile runs no MPI",
         ),
-        ("ab", [8, 8], [Host("a", 1)], "b is not in the hostfile"),
+        ("ab", [8, 8], [Host("a", 1)], "not in the hostfile"),
         (
             "ab",
             [8, 8],
             [Host("a", 1), Host("10.0.0.1", 1), Host("b", 1)],
-            "a and 10.0.0.1 of the hostfile are the same machine",
+            "a and 10.0.0.1.*hostfile are the same",
         ),
-        ("aab", [8, 8, 8], None, "host b runs one MPI rank, others more"),
+        ("aab", [8, 8, 8], None, "b runs one MPI"),
         ("aabb", [0] * 4, [Host("a", 8), Host("b", 8)], "host a has 8 slots and 2 MPI ranks"),
-        ("ab", [8, 0], None, "host b shows no GPU"),
+        ("ab", [8, 0], None, "b shows no GPU"),
     ],
 )
 def test_ranks_that_do_not_fit_the_hostfile(
@@ -177,9 +177,11 @@ esac
     ssh.chmod(0o755)
     monkeypatch.setattr("hpcrl.mpi.ssh_check.REACH", 2.0)
     found = unreachable(["far", "slow", "full", "good"], [str(ssh)])
-    assert found.pop("slow").startswith("lets us in, but its shell was not ready within 2 s: ")
+    assert found.pop("slow").startswith("accepts the connection, but its shell was not ready within 2 s: ")
     assert found == {"far": "does not answer within 2 s", "full": "cannot be reached: full: no space left"}
-    with pytest.raises(UsageError, match=r"^host slow lets us in,.*; let its start-up file.*try: \S*ssh slow true"):
+    with pytest.raises(
+        UsageError, match=r"^host slow accepts the connection,.*; let its start-up file.*try: \S*ssh slow true"
+    ):
         check_hosts(["slow"], [str(ssh)])
 
 

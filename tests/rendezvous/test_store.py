@@ -163,7 +163,7 @@ def test_what_a_member_says_does_not_end_the_server(meeting: Meeting) -> None:
 
 def test_it_listens_on_one_address_or_says_why_not() -> None:
     own = [key.decode() for key in zmq.curve_keypair()]
-    with pytest.raises(UsageError, match="stands for every interface"):
+    with pytest.raises(UsageError, match="means every interface"):
         StoreServer("0.0.0.0", ServerKeys(*own, ()))
     with pytest.raises(UsageError, match="cannot listen on 192.0.2.1: "):
         StoreServer("192.0.2.1", ServerKeys(*own, ()))

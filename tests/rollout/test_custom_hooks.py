@@ -239,19 +239,19 @@ def test_train_data_is_samples_or_slimes() -> None:
 @pytest.mark.parametrize(
     ("paths", "words"),
     [
-        ({"custom_reward_post_process_path": "nothing"}, "returned None; two lists of 4 finite numbers are wanted"),
+        ({"custom_reward_post_process_path": "nothing"}, "returned None; two lists"),
         (
             {"custom_convert_samples_to_train_data_path": "nothing"},
-            "returned NoneType, train data of 4 samples is wanted",
+            "returned NoneType, train data",
         ),
         (
             {"custom_convert_samples_to_train_data_path": "too_few"},
             "returned SampleBatch of 1, train data of 4 samples",
         ),
-        ({"custom_convert_samples_to_train_data_path": "strange"}, "returned teacher, which the trainer does not read"),
+        ({"custom_convert_samples_to_train_data_path": "strange"}, "trainer does not read"),
         (
             {"custom_convert_samples_to_train_data_path": "ragged"},
-            "2 response tokens of sample 0, and columns of other lengths",
+            "columns of other lengths",
         ),
         (
             {"custom_convert_samples_to_train_data_path": "raises"},
@@ -295,7 +295,7 @@ def test_a_name_without_a_module_is_no_function() -> None:
     [
         (
             GRPO | {"custom_reward_post_process_path": "m.f"},
-            "grpo does to a group's rewards; give --disable-rewards-normalization too",
+            "group's rewards; give --disable-rewards-normalization too",
         ),
         (GRPO | {"custom_eval_rollout_log_function_path": "m.f"}, "has no effect here: --eval-interval is not given"),
         (SFT | {"rollout_sample_hook_path": ["m.f"]}, "has no effect here: --loss-type sft_loss grades nothing"),

@@ -317,7 +317,7 @@ def test_rollout_during_an_evaluation(tmp_path: Path, model: Path) -> None:
         return late(len(held) - 1, body)
 
     held: list[int] = []
-    asked = {"rollout_id": -1, "version": 0, "beside": True}
+    asked = {"rollout_id": -1, "version": 0, "while_training": True}
     with Attempt(
         tmp_path / "run", model, script, loop="fully-async", deterministic_mode=False, max_staleness=2
     ) as attempt:

@@ -174,7 +174,7 @@ def test_damaged_files_of_a_run_are_named(rundir: RunDir, damage: bytes) -> None
         (rundir.root / name).write_bytes(damage)
     with pytest.raises(HpcrlError, match=r"summary\.json is damaged"):
         summary_of(rundir)
-    with pytest.raises(UsageError, match=r"recipe\.json is damaged.*start the recipe anew"):
+    with pytest.raises(UsageError, match=r"recipe\.json is damaged.*start the recipe again"):
         read_recipe_file(rundir.root)
     if not damage.startswith(b'{"'):  # every field of job.json may be missing
         with pytest.raises(HpcrlError, match=r"job\.json is damaged"):
@@ -207,7 +207,7 @@ def test_nobody_can_put_another_directory_in_its_place(tmp_path: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o755, 0o755]
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(UsageError, match="everybody may put something.*/open is writable by all;.*chmod o-w"):
+    with pytest.raises(UsageError, match="any user may replace.*/open is writable by all;.*chmod o-w"):
         RunDir.create(tmp_path / "open" / "run")
     (tmp_path / "open").chmod(0o1777)
     RunDir.create(tmp_path / "open" / "run")
@@ -242,7 +242,7 @@ def test_a_file_that_a_user_names_ends(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b"x" * 200)
     assert read_given(tmp_path / "link") == "node1\n"
     for name, said in (
-        ("fifo", "is not a regular file"),
+        ("fifo", "not a regular file"),
         ("large", "has more than 100 bytes"),
         (".", "not a regular file|directory"),
     ):
@@ -279,7 +279,7 @@ def test_a_path_stays_as_it_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (said / "open").mkdir()
     (said / "open").chmod(0o777)
     (tmp_path / "way").symlink_to(said / "open")
-    with pytest.raises(UsageError, match="everybody may put something"):
+    with pytest.raises(UsageError, match="any user may replace"):
         RunDir.create(tmp_path / "way" / "run")
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     if said.lstat().st_uid not in (0, 4711):

@@ -187,7 +187,7 @@ def test_words_are_split_as_argparse_does() -> None:
     assert name_of(["--hf-checkpoint", "/x/GLM Z1-9B/"]) == "glm-z1-9b" and name_of(["--lr", "1"]) == "arguments"
     with pytest.raises(UsageError, match="belongs to no flag"):
         recipe_of(["stray", "--lr", "1"], {})
-    with pytest.raises(UsageError, match="nothing stands behind --"):
+    with pytest.raises(UsageError, match="nothing follows --"):
         recipe_of([], {})
 
 

@@ -58,7 +58,7 @@ def test_forms_of_a_start(text: str, tmp_path: Path) -> None:
         ("[ -d /root/Qwen3-4B ] || { echo 'no model'; exit 1; }", "it ended with status 1: no model"),
         (": ${BASE_DIR:?is needed}", "BASE_DIR: is needed; write BASE_DIR=VALUE after the script"),
         ("while ! ray status | grep -q '8 GPU'; do sleep 5; done", "line 1 waits without end"),
-        ("ARGS=(\r\n --lr 1\r\n)\r\npython3 train.py", "line ends of Windows"),
+        ("ARGS=(\r\n --lr 1\r\n)\r\npython3 train.py", "Windows line endings"),
         ("MODEL_ARGS += (--lr 1)", "line 1: `MODEL_ARGS += ("),
         ("while :; do :; done", "had not ended after 1 s"),
         ("python3 -c 'print(1)'\nexit 0", "starts neither train.py nor train_async.py"),

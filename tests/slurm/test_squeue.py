@@ -259,10 +259,10 @@ def test_cancel_of_a_job_that_waits_is_remembered(
 @pytest.mark.parametrize(
     ("rows", "error"),
     [
-        (row("100", comment="hpcrl:another"), "job 100 in the queue is not of this run"),
-        (row("100", name="other", comment="a word of the site"), "job 100 in the queue is not of this run"),
-        (row("100", submit=int(NOW + 5000), user=getpass.getuser()), "job 100 in the queue is not of this run"),
-        (row("100", user="somebody-else"), "job 100 in the queue is not of this run"),
+        (row("100", comment="hpcrl:another"), "not of this run"),
+        (row("100", name="other", comment="a word of the site"), "not of this run"),
+        (row("100", submit=int(NOW + 5000), user=getpass.getuser()), "not of this run"),
+        (row("100", user="somebody-else"), "not of this run"),
         (row("100", "COMPLETED", comment="hpcrl:id-a"), "nothing to cancel: failed"),
         ("", "nothing to cancel: lost"),
     ],

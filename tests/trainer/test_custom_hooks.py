@@ -169,4 +169,4 @@ def test_custom_model_is_trained(model: Path) -> None:
     assert name == "Mine" and moved and not any("norm" in one for one in moved)
     assert len(calls) == 1 and calls[0].startswith("True True None")
     assert "has no rule for extra.bias, extra.weight" in extra
-    assert f"--custom-model-provider-path {HERE}.makes_none returned" in none and "a GPTModel is wanted" in none
+    assert f"--custom-model-provider-path {HERE}.makes_none returned" in none and "a GPTModel is expected" in none

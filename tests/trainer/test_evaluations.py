@@ -53,7 +53,9 @@ def test_training_overlaps_an_evaluation(log: MetricsLog) -> None:
     """Training overlaps an evaluation and waits for the one before."""
     mine, rollout = evaluations(rollout := Rollout(), log), rollout
     mine.begin(-1, 0)
-    assert not rollout.waited and rollout.asked == [{"rollout_id": -1, "version": 0, "beside": True, "patience": 0.0}]
+    assert not rollout.waited and rollout.asked == [
+        {"rollout_id": -1, "version": 0, "while_training": True, "patience": 0.0}
+    ]
     mine.look()
     assert not logged(log)
     rollout.done = True
@@ -74,7 +76,7 @@ def test_the_loops_that_take_turns_or_repeat_wait(log: MetricsLog) -> None:
     for values in ({"loop": "sync"}, {"loop": "async", "deterministic_mode": True}):
         rollout = Rollout()
         evaluations(rollout, log, **values).begin(1, 2)
-        assert rollout.waited == [1] and "beside" not in rollout.asked[0]
+        assert rollout.waited == [1] and "while_training" not in rollout.asked[0]
 
 
 def test_resume_makes_up_for_missing(log: MetricsLog) -> None:

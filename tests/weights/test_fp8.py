@@ -394,10 +394,10 @@ def only_norms(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (undefined, "model.layers.1.mlp.experts.3.up_proj.weight cannot be quantised: it has infinite or undefined"),
+        (undefined, "model.layers.1.mlp.experts.3.up_proj.weight cannot be quantised:"),
         (stacked, "model.layers.1.mlp.experts.gate_up_proj holds all experts"),
         (already, "model.layers.0.mlp.up_proj.weight is float8_e4m3fn already"),
-        (only_norms, "no matrix of a linear layer"),
+        (only_norms, "matrix of a linear"),
     ],
 )
 def test_tensors_that_cannot_be_quantised_are_named(

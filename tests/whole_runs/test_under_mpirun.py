@@ -200,7 +200,12 @@ def test_what_is_wrong_with_the_hosts_is_one_line(cluster: Cluster, tmp_path: Pa
     usual = start_up.read_text()
     try:
         start_up.write_text("sleep 24\n")
-        refused(attempt("node1 slots=1\nnode3 slots=1\n"), "host node1 lets us in", "~/.bashrc", "ssh node1 true")
+        refused(
+            attempt("node1 slots=1\nnode3 slots=1\n"),
+            "host node1 accepts the connection",
+            "~/.bashrc",
+            "ssh node1 true",
+        )
     finally:
         start_up.write_text(usual)
 

@@ -23,7 +23,7 @@ KL = "token"
 def estimate(batch: RolloutBatch, options: Options) -> Advantages:
     """GAE's advantages, and returns for the critic.  UsageError without values."""
     if batch.values is None:
-        raise UsageError("--advantage-estimator ppo needs the values of a critic, here are none")
+        raise UsageError("--advantage-estimator ppo needs the values of a critic, which are missing")
     values = batch.values.double()
     change = token_rewards(batch) + options.gamma * following(batch, values) - values
     advantages = discounted_sums(batch, change, options.gamma * options.lambd)

@@ -3,7 +3,7 @@
     d_t = log p_t - log p_old,t        c_t = min(d_t, eps_clip_high) where A > 0, else max(d_t, -eps_clip)
     L_t = -A_t exp(mean_t c_t)
 
-Source: Zhao et al. 2025, arXiv:2507.20673, eq. 4; the bounds are of log-ratios, so ratios lie within exp(-eps_clip) and
+Source: Zhao et al. 2025, arXiv:2507.20673, eq. 4; the bounds are of log-ratios, so ratios are within exp(-eps_clip) and
 exp(eps_clip_high).
 Use: steadier than ppo where single ratios are extreme; wide bounds, --eps-clip 0.4.
 """

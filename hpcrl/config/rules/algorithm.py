@@ -72,10 +72,10 @@ def _known(o: Options) -> None:
     for kind, option, name in chosen(o):
         if name is not None and not is_path(name) and name not in algorithm_files(kind):
             if instead := FORMER.get((option, name)):
-                raise UsageError(f"--{dashed(option)} {name} is no longer a name of its own", f"give {instead}")
+                raise UsageError(f"--{dashed(option)} {name} is no longer a separate name", f"give {instead}")
             known = ", ".join(algorithm_files(kind))
             raise UsageError(
-                f"--{dashed(option)} {name} is unknown", f"known: {known}; or module.function of an own one"
+                f"--{dashed(option)} {name} is unknown", f"known: {known}; or module.function of a custom one"
             )
 
 
@@ -263,7 +263,7 @@ def check_distillation(o: Options) -> None:
             raise UsageError("--opd-type megatron needs the teacher's weights", "give --opd-teacher-load")
         return
     if o.opd_teacher_url is None:
-        raise UsageError("--opd-type vllm has nowhere to ask", "give --opd-teacher-url")
+        raise UsageError("--opd-type vllm needs the teacher's address", "give --opd-teacher-url")
     if not o.opd_teacher_url.startswith(("http://", "https://")):
         raise UsageError(
             f"--opd-teacher-url {o.opd_teacher_url} is not an address", "it begins with http:// or https://"

@@ -42,7 +42,7 @@ def check_rewards(o: Options) -> None:
             "--group-rm grades the responses to a prompt together, remax's greedy one alone", "leave one of them out"
         )
     if any(item.file == "remote_rm" for item in words) and o.rm_url is None:
-        raise UsageError("--rm-type remote_rm has nowhere to ask", "give --rm-url")
+        raise UsageError("--rm-type remote_rm needs the server's address", "give --rm-url")
     if o.rm_url is not None and not o.rm_url.startswith(("http://", "https://")):
         raise UsageError(f"--rm-url {o.rm_url} is not an address", "it begins with http:// or https://")
     for name in ("reward_key", "eval_reward_key"):

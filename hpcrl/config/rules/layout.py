@@ -3,7 +3,7 @@ are, and what goes together where both share GPUs: pure functions of the options
 
 Invariants: what passes makes whole numbers of everything (whether the model can be divided so is
 `hpcrl/models/divisions.py`); the GPUs of engines divide into whole engines; an address that passes is HOST:PORT, and
-stands once; what would be lost while a side is not on the GPUs, and what has no effect, is refused before anything
+is said once; what would be lost while a side is not on the GPUs, and what has no effect, is refused before anything
 starts.
 """
 
@@ -173,7 +173,7 @@ def check_packing(o: Options) -> None:
 def inert_in_sharing(o: Options) -> Iterator[tuple[str, str]]:
     """Options of sharing that do nothing in this combination, and why."""
     if not o.takes_turns:
-        why = "there is no engine beside a trainer" if o.colocate else "--colocate is not given"
+        why = "there is no engine on a trainer's GPUs" if o.colocate else "--colocate is not given"
         yield "offload_train offload_rollout rollout_sleep_level", why
     elif not o.sleep_level:
         yield "rollout_sleep_level", "--no-offload-rollout keeps the engines in memory"

@@ -54,7 +54,7 @@ def check_passed_through(o: Options) -> None:
 
 
 def check_megatron(given: Mapping[str, Any]) -> None:
-    """UsageError for the first of these settings, by field, that contradicts another or has no effect beside it."""
+    """UsageError for the first of these settings, by field, that contradicts another or has no effect with it."""
     for name, (master, wanted) in WITHOUT.items():
         if given.get(name) not in (None, False) and given.get(master) != wanted:
             raise UsageError(

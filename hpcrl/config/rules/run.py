@@ -49,7 +49,7 @@ def check_run_dir(template: str) -> None:
     try:
         template.format(name="", time="")
     except (LookupError, ValueError):
-        raise UsageError(f"--run-dir {template}: only {{name}} and {{time}} may stand in braces") from None
+        raise UsageError(f"--run-dir {template}: only {{name}} and {{time}} may be in braces") from None
 
 
 def check_loop(o: Options) -> None:
@@ -60,7 +60,7 @@ def check_loop(o: Options) -> None:
     if o.colocate:
         raise UsageError(
             f"{shown} and --colocate exclude each other: trainer and engines cannot work at once on the same GPUs",
-            "give the engines GPUs of their own with --rollout-num-gpus, or take --loop sync",
+            "give the engines separate GPUs with --rollout-num-gpus, or take --loop sync",
         )
     if o.max_staleness is not None and o.max_staleness < o.loop_lag:
         raise UsageError(
@@ -205,12 +205,10 @@ def _template(flag: str, template: str | None, rollouts: int | None) -> None:
         several = template.format(rollout_id=0) != template.format(rollout_id=1)
     except (LookupError, ValueError, AttributeError):
         raise UsageError(
-            f"{flag} {template}: only {{rollout_id}} may stand in braces", "such as data/{rollout_id:05d}"
+            f"{flag} {template}: only {{rollout_id}} may be in braces", "such as data/{rollout_id:05d}"
         ) from None
     if not several and rollouts != 1:
-        raise UsageError(
-            f"{flag} {template} is one file for all rollouts", "write {rollout_id} where their number is to stand"
-        )
+        raise UsageError(f"{flag} {template} is one file for all rollouts", "write {rollout_id} for their number")
 
 
 def inert_in_run(o: Options) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ FILTER_FUNCTIONS = {"dynamic_sampling_filter_path": "keep", "buffer_filter_path"
 SPECULATION = "--vllm-speculative-config"
 OWN_LAYERS = "mtp"  #: the method that drafts with the layers which a checkpoint has behind the model's last one
 _LAYERS_BEHIND = ("num_nextn_predict_layers", "num_mtp_layers")  #: of config.json: how many those are
-_NO_ENGINE = "what the prompt file holds is learned, and without --eval-interval no engine is asked"
+_NO_ENGINE = "the prompt file is learned, and without --eval-interval no engine is used"
 #: what is said to engines, and to what grades their answers
 _OF_ENGINES = (
     "rollout_external_engine_addrs rollout_external_engine_keys rollout_num_gpus_per_engine engine_start_timeout "
@@ -135,7 +135,7 @@ def inert_in_sampling(o: Options) -> Iterator[tuple[str, str]]:
             "--custom-generate-function-path is not given",
         )
     if not any(paths_of(o, name) for name in POINTS):
-        yield "custom custom_config_path", "there is no own function that could read them"
+        yield "custom custom_config_path", "there is no custom function that could read them"
     yield from _inert_in_filling(o)
 
 

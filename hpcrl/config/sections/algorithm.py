@@ -21,11 +21,11 @@ class AlgorithmOptions(Base):
         "slime",
     )
     custom_loss_function_path: str | None = opt(
-        None, "module.function of an own loss: (TokenBatch, options) -> Loss of hpcrl.algorithms.interface", "slime"
+        None, "module.function of a custom loss: (TokenBatch, options) -> Loss of hpcrl.algorithms.interface", "slime"
     )
     advantage_estimator: str = opt(
         "grpo",
-        "how advantages come from rewards: a name of docs/algorithms.md, or module.function of an own one",
+        "how advantages come from rewards: a name of docs/algorithms.md, or module.function of a custom one",
         "slime",
     )
     disable_grpo_std_normalization: bool = opt(False, "subtract the group's mean only (Dr. GRPO)", "slime")
@@ -55,7 +55,7 @@ class AlgorithmOptions(Base):
         False, "KL to the reference as a term of the loss; with --kl-loss-coef 0 it is measured only", "slime"
     )
     kl_loss_coef: float = opt(0.0, "weight of that term", "slime", ge=0)
-    kl_loss_type: str = opt("k1", "KL estimator: k1, k2, k3, low_var_kl, or module.function of an own one", "slime")
+    kl_loss_type: str = opt("k1", "KL estimator: k1, k2, k3, low_var_kl, or module.function of a custom one", "slime")
     use_unbiased_kl: bool = opt(
         False, "weight the KL term by the importance ratio: value and gradient are then right off policy too", "slime"
     )
@@ -64,7 +64,7 @@ class AlgorithmOptions(Base):
         None, "divide the policy-gradient sum of each sample by this, not by its length (Dr. GRPO)", ge=1
     )
     custom_pg_loss_reducer_function_path: str | None = opt(
-        None, "module.function of an own weight of each sample's tokens: (counts, options) -> weights", "slime"
+        None, "module.function of a custom weight of each sample's tokens: (counts, options) -> weights", "slime"
     )
 
 
@@ -85,7 +85,7 @@ class OffPolicyOptions(Base):
     tis_clip: float = opt(2.0, "upper bound of that weight", "slime", gt=0)
     tis_clip_low: float = opt(0.0, "lower bound of that weight", "slime", ge=0)
     custom_tis_function_path: str | None = opt(
-        None, "another correction than tis: icepop, mis, or module.function of an own one", "slime"
+        None, "another correction than tis: icepop, mis, or module.function of a custom one", "slime"
     )
     tis_level: Literal["token", "sequence", "geometric"] = opt("token", "mis: whose ratio the weight is", "slime")
     tis_mode: Literal["truncate", "clip", "mask"] = opt("truncate", "mis: what happens out of bounds", "slime")

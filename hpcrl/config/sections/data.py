@@ -58,7 +58,7 @@ class RewardOptions(Base):
     )
     custom_rm_path: str | None = opt(
         None,
-        "module.function of an own reward: (options, sample, **kwargs) -> number or object, plain or async",
+        "module.function of a custom reward: (options, sample, **kwargs) -> number or object, plain or async",
         "slime",
     )
     group_rm: bool = opt(False, "--custom-rm-path takes the list of a group's samples and returns a list", "slime")
@@ -69,8 +69,8 @@ class RewardOptions(Base):
     reward_cpu_limit: float = opt(
         5.0, "CPU seconds that one grading may use; reading and comparing takes a thousandth", gt=0
     )
-    reward_timeout: float = opt(120.0, "seconds that one grading may take by the clock, whatever it waits for", gt=0)
-    reward_memory_gb: float = opt(2.0, "GiB that one grading may take beyond what its process holds at its start", gt=0)
+    reward_timeout: float = opt(120.0, "seconds of wall-clock time that one grading may take", gt=0)
+    reward_memory_gb: float = opt(2.0, "GiB that one grading may take beyond its process's size at the start", gt=0)
     reward_max_failed: float = opt(
         0.1, "stop the run when more than this share of a rollout's gradings fails; below it they count 0", ge=0, le=1
     )
@@ -93,7 +93,7 @@ class EvalOptions(Base):
     )
     eval_config: str | None = opt(
         None,
-        "YAML file of held-out sets, each with a reward and sampling of its own; in place of --eval-prompt-data",
+        "YAML file of held-out sets, each with its own reward and sampling; in place of --eval-prompt-data",
         "slime",
     )
     eval_input_key: str | None = opt(None, "key of the prompt there; default --input-key", "slime")

@@ -72,7 +72,7 @@ class ClusterOptions(Base):
     rollout_num_gpus_per_engine: int = opt(1, "GPUs of one engine: its tensor-parallel size", "slime", ge=1)
     rollout_external_engine_addrs: list[str] = opt(
         [],
-        "HOST:PORT of engines that hpcrl engines serve has started, beside the run's own or in their place "
+        "HOST:PORT of engines that hpcrl engines serve has started, in addition to the run's own or instead of them "
         "(docs/engines.md)",
         "slime",
     )
@@ -82,7 +82,7 @@ class ClusterOptions(Base):
     colocate: bool = opt(False, "engines share the trainer's GPUs and take turns with it (docs/colocation.md)", "slime")
     offload_train: bool | None = opt(
         None,
-        "the trainer's state lies in host memory while the engines sample; default: with --colocate",
+        "the trainer's state is in host memory while the engines sample; default: with --colocate",
         "slime",
     )
     offload_rollout: bool | None = opt(

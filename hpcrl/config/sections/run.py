@@ -14,7 +14,7 @@ class RunOptions(Base):
 
     run_dir: str = opt(
         "runs/{name}-{time}",
-        "run directory; {name} is the recipe's, {time} the start in UTC, with -2, -3, ... behind it if it is taken",
+        "run directory; {name} is the recipe's, {time} the start in UTC, with -2, -3, ... appended if it exists",
     )
     seed: int = opt(1234, "seed of Megatron's random numbers", "megatron")
     num_rollout: int | None = opt(
@@ -68,7 +68,9 @@ class LookOptions(Base):
         None, "every N rollouts keep log-probs and advantage of each token, for hpcrl samples --tokens", ge=1
     )
     save_debug_rollout_data: str | None = opt(
-        None, "file for the samples of each rollout, to train from again; {rollout_id} stands for its number", "slime"
+        None,
+        "file for the samples of each rollout, to train from again; {rollout_id} is replaced by its number",
+        "slime",
     )
     load_debug_rollout_data: str | None = opt(
         None, "train from such files instead of sampling; implies --debug-train-only", "slime"

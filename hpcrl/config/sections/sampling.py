@@ -57,7 +57,8 @@ class RolloutOptions(Base):
     )
     partial_rollout: bool = opt(
         False,
-        "keep what a full batch leaves over: unfinished responses go on later from their tokens, finished groups wait",
+        "keep what a full batch leaves over: unfinished responses continue later from their tokens, "
+        "finished groups wait",
         "slime",
     )
     mask_offpolicy_in_partial_rollout: bool = opt(
@@ -80,7 +81,7 @@ class RolloutOptions(Base):
         "wait",
         "fully-async: an unfinished group that the step after the next could no longer train on is waited for; or "
         "ended and dropped; or "
-        "trained on whenever it comes, with a correction",
+        "trained on whenever it finishes, with a correction",
     )
     rollout_server_concurrency: int = opt(
         512, "samples in flight per engine at most (slime: --sglang-server-concurrency)", ge=1
@@ -102,7 +103,7 @@ class AgentOptions(Base):
     custom_generate_num_workers: int = opt(1, "processes that run it, many calls at once in each", ge=1)
     custom_generate_timeout: float = opt(
         300.0,
-        "seconds that one call may take by the clock while it waits for no engine: tools, environments, own servers",
+        "seconds of wall-clock time that one call may take outside of the engines: tools, environments, other servers",
         gt=0,
     )
     custom_generate_max_failed: float = opt(
@@ -117,17 +118,16 @@ class AgentOptions(Base):
 
 
 class PluginOptions(Base):
-    """own functions, each a module.function (docs/customise.md)"""
+    """custom functions, each a module.function (docs/customise.md)"""
 
     rollout_function_path: str | None = opt(
         None,
-        "(options, rollout_id, data_source, *, evaluation) -> groups: makes a rollout in place of hpcrl's own way",
+        "(options, rollout_id, data_source, *, evaluation) -> groups: makes a rollout in place of hpcrl",
         "slime",
     )
     eval_function_path: str | None = opt(
         None,
-        "(options, rollout_id, data_source, *, evaluation) -> samples, or numbers, by set: evaluates in place of "
-        "hpcrl's own way",
+        "(options, rollout_id, data_source, *, evaluation) -> samples, or numbers, by set: evaluates in place of hpcrl",
         "slime",
     )
     data_source_path: str | None = opt(
@@ -186,9 +186,9 @@ class PluginOptions(Base):
     )
     custom_config_path: str | None = opt(
         None,
-        "a YAML file of settings of your own: own functions read them as options.NAME, as those of [custom]",
+        "a YAML file of your own settings: custom functions read them as options.NAME, as those of [custom]",
         "slime",
     )
     custom: dict[str, Any] = opt(
-        {}, "settings of your own, in a recipe the table [custom]: own functions read them as options.NAME"
+        {}, "your own settings, in a recipe the table [custom]: custom functions read them as options.NAME"
     )

@@ -31,7 +31,7 @@ Held = tuple[Sequence[Sequence[int]], Sequence[int] | None]  #: rows (start, len
 
 
 class PartMemory:
-    """Memory for parts; the host's is used again once nobody holds a tensor in it: a new page costs more than to fill
+    """Memory for parts; the host's is used again once no one holds a tensor in it: a new page costs more than to fill
     it."""
 
     def __init__(self, device: torch.device) -> None:

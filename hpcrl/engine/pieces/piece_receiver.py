@@ -64,7 +64,7 @@ class PieceReceiver:
         from the last.
 
         PeerError or DeadlineError name the member that did not take part, ValueError what is wrong with what came;
-        whatever fails, this member leaves, so that nobody waits for it.
+        whatever fails, this member leaves, so that no other waits for it.
         """
         try:
             self._receive(load, changes)

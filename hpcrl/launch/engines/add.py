@@ -1,6 +1,6 @@
-"""More engines for a run that is under way: processes of this machine, or a job of their own.
+"""More engines for a run that is under way: processes of this machine, or a separate job.
 
-Invariant: nothing of the run's own job is touched; what is submitted lies, as text, in RUN/added.
+Invariant: nothing of the run's own job is touched; what is submitted is, as text, in RUN/added.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MARGIN = 60  #: seconds before its time limit at which an added job is told to l
 
 @dataclass(frozen=True)
 class Added:
-    """What was started.  what: for the user; log: of whoever keeps the engines."""
+    """What was started.  what: for the user; log: of the process that supervises the engines."""
 
     what: str
     log: Path
@@ -72,7 +72,7 @@ def local_name(rundir: RunDir) -> str:
     if found := next((host for host in plan.hosts if host in ours), None):
         return found
     raise UsageError(
-        f"the run is on {', '.join(plan.hosts[:4])}, not on this machine", "add engines as a job: --site NAME"
+        f"the run is on {', '.join(plan.hosts[:4])}, not on this machine", "add engines in a job: --site NAME"
     )
 
 

@@ -1,4 +1,4 @@
-"""Engines for a run that is under way, from a job of their own or from this machine.
+"""Engines for a run that is under way, from a separate job or from this machine.
 
     python -m hpcrl.launch.engines.join RUN --attempt N --engines K [--host NAME] [--first-slot S]
 
@@ -52,9 +52,7 @@ def where(host: str, plan: Plan, interface: str | None, found: HostReport) -> tu
         return place.address, place.interface
     theirs = plan.rollout.at
     if theirs in ("127.0.0.1", "localhost", "::1"):
-        raise UsageError(
-            f"the run is on {plan.rollout.host} alone, and listens nowhere but there", "add engines on that host"
-        )
+        raise UsageError(f"the run is on {plan.rollout.host} alone, and listens only there", "add engines on that host")
     if interface:
         network = choose({host: found, "": found}, interface)[host]
         return network.address, network.interface
@@ -84,7 +82,7 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: SignalFlags) ->
     plan = read_plan(rundir)
     looks = RunDirPoller(rundir)
     if looks.end() or looks.over(at_once=True):
-        say(f"attempt {rundir.attempt} of {rundir.root} is over: there is nothing to join")
+        say(f"attempt {rundir.attempt} of {rundir.root} is over: no run to join")
         return
     address, interface = where(host, plan, options.interface, host_report(host))
     added = [EngineAdded(host=host, slots=tuple(mine), address=address, interface=interface) for mine in slots]
@@ -155,7 +153,7 @@ def _keep(
             return
         if told.requests and leave is None:
             leave = Deadline(LEAVE)
-            say(f"told to end: the engines {'finish what they have' if finish else 'hand back what they have'}")
+            say(f"ending on request: the engines {'finish what they have' if finish else 'hand back what they have'}")
             for role in roles:
                 request_removal(rundir, role.index)
                 if not finish:
@@ -188,12 +186,12 @@ class LifeSign:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Engines for a run that is under way; started by hpcrl engines add.")
+    parser = argparse.ArgumentParser(description="Engines that join a run; started by hpcrl engines add.")
     parser.add_argument("run")
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--engines", type=int, required=True, help="how many of them this host gets")
     parser.add_argument("--host", default=socket.gethostname(), help="this host's name")
-    parser.add_argument("--first-slot", type=int, default=0, help="the first GPU that is theirs")
+    parser.add_argument("--first-slot", type=int, default=0, help="the first GPU that they use")
     args = parser.parse_args(argv)
     adopt_orphans()
     rundir = RunDir(args.run, args.attempt)

@@ -1,6 +1,6 @@
 """The engines of one host: what has ended is started again, as often as it may be.
 
-Invariants: an engine has one process at a time, and an incarnation of its own for each; what is not started again stays
+Invariants: an engine has one process at a time, and its own incarnation for each; what is not started again stays
 among the host's roles, where it is taken for the failure that it is, unless the run has let it go.
 """
 

@@ -3,9 +3,10 @@ chrome://tracing.
 
 Invariants: it only reads; a line that is torn or damaged is left out; within a track nothing is reordered by the clock.
 
-The clocks of hosts are aligned through the file system that holds the run directory: whoever makes a file learns from
-its time of change how far the file system's clock is from its own, within the time that the call took.  Where the
-difference may be 0 (the clocks agree, or the file system takes the time from its clients, as Lustre does) nothing is
+The clocks of hosts are aligned through the file system that holds the run directory: the process that makes a file
+learns from its time of change how far the file system's clock is from its own, within the time that the call took.
+Where the difference may be 0 (the clocks agree, or the file system takes the time from its clients, as Lustre does)
+nothing is
 moved: then it is as good as the hosts' own synchronisation, usually some milliseconds.
 
 Of the trace ("Trace Event Format", Chromium: events X complete, i instant, C counter, M metadata): what an engine was
@@ -86,12 +87,12 @@ def read_launchers(root: Path) -> list[Track]:
 
 
 def read_tracks(path: Path, attempt: int | None) -> list[Track]:
-    """The tracks of a file: one, or one for each process that went on with it; what was put aside comes first."""
+    """The tracks of a file: one, or one for each process that continued it; what was put aside comes first."""
     tracks: list[Track] = []
     for part in (old_of(path), path):
         for row in _rows(part):
             if isinstance(row, Header):
-                if tracks and row.part and tracks[-1].header.pid == row.pid:  # the same process goes on
+                if tracks and row.part and tracks[-1].header.pid == row.pid:  # the same process continues
                     opened = tracks[-1].header.opened
                     row = msgspec.structs.replace(row, opened=opened)
                     tracks[-1].header = row
@@ -200,7 +201,7 @@ def _events(spans: Iterable[Span], process: int, first: int) -> Iterator[dict[st
 
 
 def lanes(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
-    """(thread, span), threads from 1: each span on the first where it lies within what is open there, or after it; by
+    """(thread, span), threads from 1: each span on the first where it fits within what is open there, or after it; by
     begin."""
     open_: list[list[int]] = []  # of each thread, the ends of what is open, the outermost first
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):

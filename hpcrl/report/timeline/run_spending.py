@@ -84,7 +84,7 @@ def spending(run: Run, recorded: Recorded) -> list[Spent]:
             live = (
                 over is None and last and run.state is not None and run.state.phase in ("running", "saving", "starting")
             )
-            status = "going on" if live else str(over.more.get("status", "")) if over else "killed"
+            status = "running" if live else str(over.more.get("status", "")) if over else "killed"
             spent = spent_by(mark.begin, until, status, plan, own, _next_start(tracks, attempt))
             here, elsewhere = joined(own, spent, set(nodes))
             attempts.append(replace(spent, owners=[*spent.owners, *here]))
@@ -137,14 +137,14 @@ def hosts_of(stage: StageFiles, attempt: int, plan: Plan | None) -> Iterator[tup
 def spent_by(
     begin: int, end: int, status: str, plan: Plan | None, tracks: Sequence[Track], next_start: int | None
 ) -> AttemptSpent:
-    """An attempt that ended with `status` ("finished", "stopped", "going on", or another where work may be lost).
+    """An attempt that ended with `status` ("finished", "stopped", "running", or another where work may be lost).
 
-    next_start: the rollout with which a later attempt went on; None if none did.
+    next_start: the rollout from which a later attempt resumed; None if none did.
     """
     crank = next((track for track in tracks if track.role == "trainer" and track.header.index == 0), None)
     ready = crank.named(READY)[:1] if crank else []
     lost = None
-    if status not in ("finished", "stopped", "going on"):
+    if status not in ("finished", "stopped", "running"):
         lost = lost_from(crank, next_start)
         lost = begin if lost is None else lost
     owners = list(_owners(plan, tracks, crank)) if plan else []
@@ -166,7 +166,7 @@ def lost_from(crank: Track | None, next_start: int | None) -> int | None:
 
 
 def _next_start(tracks: Sequence[Track], attempt: int) -> int | None:
-    """The rollout with which the first attempt after this one went on, that came so far."""
+    """The rollout from which the first later attempt resumed that came so far."""
     later = [
         track
         for track in tracks

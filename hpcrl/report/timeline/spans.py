@@ -1,4 +1,4 @@
-"""What a process did and when, as spans in a file of its own: the names that spans have, and the writer.
+"""What a process did and when, as spans in a file of the process: the names that spans have, and the writer.
 
     STAGE/timeline/attempt-N/ROLE-I.jsonl   of a role, or of the process of a host
     RUN/timeline/launcher-K.jsonl           of the launcher, at its K-th start
@@ -6,7 +6,7 @@
 The first line is a `Header`, every other one `[name, begin, end, {more}]`: integer microseconds of unix time by this
 host's clock. A moment has no length; a name that begins with # is a counter, whose values are in `more`.
 
-Invariants: whoever records a span and whoever reads it take its name from here; a line goes out with one call, so that
+Invariants: the writer and the reader of a span take its name from here; a line goes out with one call, so that
 a crash loses the line that was being written and no more; within a process time never goes back; a file holds MOST
 bytes at most: then it is put aside as .old, in place of what was there, and the next header says how long each name has
 taken before; what cannot be written is left out, since no run shall end for want of a picture of it.
@@ -37,9 +37,9 @@ BEGINS = "attempt begins"
 START = "start up"
 #: the process of a host: its roles, from the first start to the last end
 ROLES = "roles"
-#: whoever brings engines to a run that is under way: which, as {number: slots} in `engines`; and when it is gone
+#: a process that adds engines to a running run: which, as {number: slots} in `engines`; and when it is gone
 JOINS, ENDS = "joins", "ends"
-#: trainer.  READY and SAVED are moments, with rollout_id: where the run goes on, and up to where it is on disk
+#: trainer.  READY and SAVED are moments, with rollout_id: where the run resumes, and up to where it is on disk
 READY = "ready"
 SAVED = "saved"
 STEP = "step"
@@ -70,7 +70,7 @@ ROLES_IN_ORDER = ("launcher", "host", "joined", "trainer", "rollout", "engine")
 
 
 def order(track: str) -> tuple[int, str, int]:
-    """Where a track stands among others: by role, then number."""
+    """The place of a track among others: by role, then number."""
     role = re.split(r"[- ]", track)[0]
     number = re.search(r"-(\d+)$", track)
     place = ROLES_IN_ORDER.index(role) if role in ROLES_IN_ORDER else len(ROLES_IN_ORDER)

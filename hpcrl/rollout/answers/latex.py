@@ -58,7 +58,7 @@ _TEXT = _words(
     "operatorname bm boldsymbol emph "
     "underline mathnormal"
 )
-#: words that stand for commands where somebody typed no backslash
+#: words that mean commands where the backslash is missing
 _WORDS = _words(
     "sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp infty theta alpha beta lambda pm "
     "cdot times frac"
@@ -99,7 +99,7 @@ def normalise(text: str) -> str:
         text.replace("\\$", "\\dollar ").replace("\\(", " ").replace("\\)", " ").replace("\\[", " ").replace("\\]", " ")
     )
     if "\\begin" not in text:
-        text = text.replace("\\\\", "\\")  # written twice where somebody escaped it; only the rows of a matrix end so
+        text = text.replace("\\\\", "\\")  # written twice where it was escaped; only the rows of a matrix end so
     text = text.replace("$", " ").replace("\\%", "%")
     text = _INFIX.sub(lambda m: f"\\{'binom' if m[2] == 'choose' else 'frac'}{{{m[1]}}}{{{m[3]}}}", text)
     text = _GROUPED.sub(lambda m: re.sub(r"\D", "", m[0]), text).replace("{,}", ",")

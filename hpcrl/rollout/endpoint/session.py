@@ -1,4 +1,4 @@
-"""One response in the making: who holds its key may ask the engines, and nobody else.
+"""One response in the making: only the holder of its key may use the engines.
 
 Invariants: every token is sampled as the run samples (temperature, top-p and their like are the run's, whatever is
 asked for), so that it can be trained on; the noise of a request depends on the response and on the tokens asked with,

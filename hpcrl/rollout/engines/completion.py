@@ -191,10 +191,10 @@ _NUMBERS = itertools.count()
 
 @dataclass(eq=False)
 class SampleCall:
-    """One sample that somebody waits for.
+    """One sample that is waited for.
 
     ident: its name at engines; engine, request: that it was sent to, and with, last; in_flight: whether it is in flight
-    there; ended: somebody asked to abort it; migrated: it was aborted to continue at another
+    there; ended: an abort was requested; migrated: it was aborted to continue at another
     engine.
     """
 

@@ -5,7 +5,7 @@
 Invariants: a response depends on prompt, sampling, seed and weights, not on what else is asked for; a response that was
 aborted resumes from its exact tokens, each with the log-prob and the version that it was sampled under.  What is asked
 for in one turn of the event loop about one prompt goes out together; who asked first is served first; a request whose
-engine dies is sent again elsewhere, a bounded number of times; a sample that nobody waits for any more is aborted at
+engine dies is sent again elsewhere, a bounded number of times; a sample that is not waited for any more is aborted at
 its engine; every sample gets one answer.
 """
 
@@ -42,7 +42,7 @@ class Dispatcher:
         self._vocab_size = vocab_size
         self._gathering: dict[Hashable, PromptRequest] = {}
         self._waiting: deque[PromptRequest] = deque()
-        self._queued = 0  # calls in `_waiting`, those that nobody waits for any more included
+        self._queued = 0  # calls in `_waiting`, those that are not waited for any more included
         self._sent: dict[asyncio.Task[None], PromptRequest] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._woken = False
@@ -62,7 +62,7 @@ class Dispatcher:
         return call
 
     def give_up(self, call: SampleCall) -> None:
-        """Whoever asked for `call` waits no more: end it at its engine; a request that nobody waits for, as a whole."""
+        """The caller of `call` waits no more: end it at its engine; a request that is not waited for, as a whole."""
         call.answer.cancel()
         if not call.in_flight or call.request is None or call.engine is None:
             return
@@ -101,7 +101,7 @@ class Dispatcher:
                     part = request.part(request.calls[:count])
                     request.calls = request.calls[count:]
                     self._send(engine, part)
-            except PeerError as error:  # no engine will ever serve: nobody else need wait for one
+            except PeerError as error:  # no engine will ever serve: no other need wait for one
                 _fail(request, error)
 
     def _put_back(self, request: PromptRequest) -> None:
@@ -127,8 +127,8 @@ class Dispatcher:
             if trouble:
                 await self._pool.examine(
                     engine, trouble
-                )  # before it is given back: nobody else should run into it meanwhile
-        except Exception as error:  # noqa: BLE001  (whoever asked is to hear of it)
+                )  # before it is given back: no other should run into it meanwhile
+        except Exception as error:  # noqa: BLE001  (the caller is to hear of it)
             _fail(request, error)
         finally:
             for call in request.calls:

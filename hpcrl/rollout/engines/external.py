@@ -1,11 +1,11 @@
 """Engines that the run has not started (--rollout-external-engine-addrs): found at their addresses, and watched.
 
 For such an engine this is what a supervisor is for one of ours, and speaks as one does (`run/engine_files.py`): it is
-up, it has ended. Nobody here can start it again; but once it answers again, within --engine-restarts, that is another
+up, it has ended. The run cannot start it again; but once it answers again, within --engine-restarts, that is another
 incarnation of it, and it gets the weights before it is asked.
 
 Invariants: nothing is started and nothing ended; every wait has a deadline, but for the return of an engine that has
-ended, for which nobody waits.
+ended, which are not waited for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = "policy"  #: what the engines of hpcrl call their model
 
 
 async def keep_engines(membership: EngineMembership, context: RoleContext) -> None:
-    """Keep the registry true, and watch the engines that nobody else does; as `EngineMembership.keep`."""
+    """Keep the registry true, and watch the engines that no other process does; as `EngineMembership.keep`."""
     first = len(context.plan.engines)
     found = [ExternalEngine(context, first + number, text) for number, text in enumerate(context.plan.external)]
     tasks = [asyncio.create_task(work) for work in (membership.keep(), *(engine.keep() for engine in found))]
@@ -117,7 +117,7 @@ class ExternalEngine:
     @staticmethod
     def _said(status: int) -> str:
         return (
-            "nobody listens there"
+            "there is no listener"
             if status == REFUSED
             else "no answer"
             if status == SILENT

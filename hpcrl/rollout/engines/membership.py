@@ -110,7 +110,7 @@ class EngineMembership:
         self._pool.refresh()
 
     def _drain(self) -> None:
-        """Engines that the user wishes gone get no new requests."""
+        """Engines that the user has removed get no new requests."""
         signs = self._rundir.signs()
         wished = removal_requests(signs) & self._registry.members.keys()
         for index in sorted(wished - self._wished):

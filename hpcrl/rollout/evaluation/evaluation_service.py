@@ -58,24 +58,26 @@ class EvaluationService:
             if (own := work.hooks.eval_function) is not None:
                 self._own = CustomEvaluator(options, self._evaluator, work.held_out, own)
         self._task: asyncio.Task[dict[str, Any]] | None = None
-        self._to_the_end = False  # a stop does not end it: nothing comes after it, or nobody makes up for it
+        self._to_the_end = False  # a stop does not end it: nothing comes after it, or no resumed run makes up for it
         self._stopping = False
 
     async def evaluate(
-        self, rollout_id: int, version: int, patience: float | None = None, beside: bool = False
+        self, rollout_id: int, version: int, patience: float | None = None, while_training: bool = False
     ) -> dict[str, Any]:
         """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile.
 
-        patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.  beside: the
-        trainer trains meanwhile, and publishes weights.
+        patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.
+        while_training: the trainer trains meanwhile, and publishes weights.
         """
         if self._task is None:
             last = rollout_id + 1 >= self._work.total
-            self._to_the_end = last or (self._options.runs_ahead and not beside)
+            self._to_the_end = last or (self._options.runs_ahead and not while_training)
             if self._evaluator is None or (self._stopping and not self._to_the_end):
                 return {}
             late = f"the held-out samples after rollout {rollout_id}"
-            self._task = asyncio.create_task(self._in_time(self.make(rollout_id, version, beside), lambda: late))
+            self._task = asyncio.create_task(
+                self._in_time(self.make(rollout_id, version, while_training), lambda: late)
+            )
             self._task.add_done_callback(self._failed)
         done, _ = await asyncio.wait([self._task], timeout=patience)
         if not done:
@@ -94,7 +96,7 @@ class EvaluationService:
         """Cancel whatever is at work."""
         await cancel(self._task)
 
-    async def make(self, rollout_id: int, version: int, beside: bool = False) -> dict[str, Any]:
+    async def make(self, rollout_id: int, version: int, while_training: bool = False) -> dict[str, Any]:
         """What is logged of an evaluation, by set; its responses are written down."""
         assert self._evaluator is not None
         await self._pool.connect()
@@ -105,11 +107,11 @@ class EvaluationService:
             if held.name in made.numbers and held.name not in made.samples:
                 continue
             samples = every[held.name] = made.samples.get(held.name) or await self._evaluator.samples(held, version)
-            newest = max(int(sample.versions.max()) for sample in samples) if beside else version
+            newest = max(int(sample.versions.max()) for sample in samples) if while_training else version
             check_staleness(samples, newest, newest - version)
             await asyncio.to_thread(write_samples, self._samples / f"eval-{held.name}-{rollout_id}.jsonl", samples)
             found[held.name] = held.results(samples, self._options.log_passrate)
-            if beside:
+            if while_training:
                 found[held.name] |= answered_by(samples, version)
             say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
         for name, row in made.numbers.items():

@@ -5,7 +5,7 @@ again gives the same numbers; nothing of an evaluation reaches the trainer's dat
 independent of one another, and no number takes them to be: an interval counts prompts, and pass@k and the majority are
 means over prompts.
 
-Whoever calls `Evaluator.samples` decides what else happens meanwhile: the synchronous loop waits for it.  A loop that
+The caller of `Evaluator.samples` decides what else happens meanwhile: the synchronous loop waits for it.  A loop that
 continues sampling may await it as a task next to its own, as long as no weights are published before it is done
 (`version` is checked).
 """

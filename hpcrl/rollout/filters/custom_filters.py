@@ -39,7 +39,7 @@ class DynamicFilter:
     """--dynamic-sampling-filter-path."""
 
     def __init__(self, options: Options) -> None:
-        """UsageError for an own one that cannot be used."""
+        """UsageError for a custom one that cannot be used."""
         self._options = options
         self._shown = f"{spelled('dynamic_sampling_filter_path')} {options.dynamic_sampling_filter_path}"
         self._keep = _load(options, "dynamic_sampling_filter_path", "keep")
@@ -77,7 +77,7 @@ class BufferFilter:
     """--buffer-filter-path."""
 
     def __init__(self, options: Options) -> None:
-        """UsageError for an own one that cannot be used."""
+        """UsageError for a custom one that cannot be used."""
         self._options = options
         self._shown = f"{spelled('buffer_filter_path')} {options.buffer_filter_path}"
         self._choose = _load(options, "buffer_filter_path", "choose")

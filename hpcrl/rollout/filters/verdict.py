@@ -1,6 +1,6 @@
 """What a dynamic filter says of a group.
 
-Invariant: whatever an own filter returns becomes a `Verdict` or a TypeError; a bare bool, a tensor that holds
+Invariant: whatever a custom filter returns becomes a `Verdict` or a TypeError; a bare bool, a tensor that holds
 one, and any object with such a `keep` (and `reason`, `keep_when_insufficient`) will do.
 """
 

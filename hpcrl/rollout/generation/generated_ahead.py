@@ -91,7 +91,7 @@ class GeneratedAhead:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
-            say(f"{path} is left out, and its rollout is made anew with other weights: {error}")
+            say(f"{path} is left out, and its rollout is made again with other weights: {error}")
             return None
         if (found.following, found.consumed) != (self._store.ledger.following, consumed):
             say(f"{path} is left out: it is of another history than the checkpoint")

@@ -262,8 +262,8 @@ class RolloutGenerator:
     async def _end_running(self, keep: bool) -> list[int]:
         """End what is in flight; the groups that are not finished.
 
-        keep: have the engines return what they have, and place what is finished meanwhile; else whoever is cancelled
-        ends its own request.
+        keep: have the engines return what they have, and place what is finished meanwhile; else a task that is
+        cancelled ends its own request.
         """
         left = []
         for progress, verdict in await self._running.stop(self._abort if keep else None):

@@ -308,7 +308,7 @@ class GroupStore:
         self._write(RolloutTrained(rollout_id))
         if self._journal is not None:
             self._journal.summarize(self.ledger)
-        # of use to whoever goes back to that checkpoint is only what it had not learned from, and what its policy
+        # of use to a run that goes back to that checkpoint is only what it had not learned from, and what its policy
         # sampled
         spent = [number for number, (version, oldest) in self._trained.items() if version < saved or oldest > saved]
         spent = [number for number in spent if number not in self.ledger.bank]

@@ -96,7 +96,7 @@ class InFlightGroups:
         return None
 
     def end(self, number: int) -> None:
-        """Give a group up: whoever is cancelled ends its own request."""
+        """Give a group up: a task that is cancelled ends its own request."""
         task = next(task for task, progress in self._running.items() if progress.number == number)
         del self._running[task]
         self._asked.pop(number, None)
@@ -195,7 +195,7 @@ class InFlightGroups:
             self._take(progress, asked.index, samples)
             return
         raise HpcrlError(
-            f"response {asked.index} of group {progress.number} ended early {ENDS} times, and nobody had asked for it"
+            f"response {asked.index} of group {progress.number} ended early {ENDS} times, and no abort was requested"
         )
 
     def _take(self, progress: GroupProgress, index: int, samples: list[Sample]) -> None:

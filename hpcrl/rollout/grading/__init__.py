@@ -5,5 +5,5 @@
     tally.py      how many gradings failed, and when those are too many
 
 Invariant: no response and no reward can block, crash or exhaust the rollout process; a grading that fails is a 0 that
-is counted, logged and written with its sample, and never one that nobody notices.
+is counted, logged and written with its sample, and never goes unnoticed.
 """

@@ -299,7 +299,9 @@ def _types_in(files: Iterable[PromptFile], options: Options) -> Iterable[tuple[s
         except UsageError as error:
             raise DataError(f"{shown}: {error.what.removeprefix('--rm-type ')}", error.hint) from None
         if not word.file:
-            raise DataError(f"{shown}: {name} is not a reward of hpcrl's", "own functions are named by options alone")
+            raise DataError(
+                f"{shown}: {name} is not a reward of hpcrl's", "custom functions are named by options alone"
+            )
         if word.file == "remote_rm" and options.rm_url is None:
             raise DataError(f"{shown} is remote_rm, but --rm-url is not given")
         yield name, word

@@ -106,8 +106,8 @@ class Bank:
         self._folder = folder
         self._places: dict[int, _Place] = {}
         self._alive: dict[int, set[int]] = {}  # file -> the groups that stand in no newer one
-        self._spent: list[int] = []  # files that are of no use; whoever only looks removes none
-        self._next = -1  # number of the next file; -1: nobody has looked yet
+        self._spent: list[int] = []  # files that are of no use; a reader removes none
+        self._next = -1  # number of the next file; -1: not looked up yet
         self._maps = threading.Lock()
         self._coming = _Together()
         self._writing = asyncio.Lock()
@@ -148,7 +148,7 @@ class Bank:
         together.done = True
 
     def write(self, groups: Iterable[GroupProgress]) -> list[int]:
-        """Have groups on disk, in one file; the numbers of those that could be written (an own sampler's metadata may
+        """Have groups on disk, in one file; the numbers of those that could be written (a custom sampler's metadata may
         be anything). HpcrlError if the disk does not take it."""
         packed = {progress.number: data for progress in groups if (data := self._encode(progress)) is not None}
         if not packed:

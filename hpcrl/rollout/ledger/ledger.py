@@ -4,7 +4,7 @@ The law.  The source numbers groups from 0 in the order in which it hands them o
 `following` is in exactly one place, and every other is in the source:
 
     in flight   engines work on it
-    buffer      it is not finished, and nobody works on it
+    buffer      it is not finished, and it is not worked on
     bank        it is finished and not trained; `claimed` says which rollout it was handed over with, if with any
     trained
     dropped     for a named reason

@@ -62,7 +62,7 @@ class CustomSource:
         return tuple(name.strip() for name in found)
 
     def file(self) -> PromptFile:
-        """As a file of unknown length is for whoever counts prompts, or loads the rewards that they name.
+        """As a file of unknown length is for code that counts prompts, or loads the rewards that they name.
 
         UsageError if its length, which it need not have, is not a number.
         """
@@ -184,7 +184,7 @@ class CustomSource:
         return counts | {"source": self._path, "own": own, "rows": rows}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.  DataError if it is of another source."""
+        """Continue where `state` was taken.  DataError if it is of another source."""
         if state.get("source") != self._path:
             raise DataError(
                 f"the checkpoint's data position is that of {state.get('source') or 'prompt files'}, not of "

@@ -34,7 +34,7 @@ MOST_TEXT = 1 << 23  #: characters of a prompt, or of what is learned after it: 
 class Prompt:
     """One row of a prompt file.
 
-    where: its file and line; raw: the prompt as it stands there; tokens: int32 [prompt], rendered; target: int32
+    where: its file and line; raw: the prompt as it is there; tokens: int32 [prompt], rendered; target: int32
     [response], the tokens to learn after it, mask: uint8 [response], which of them (None: all); rejected: those of the
     worse response, whose text is worse (only where what the file holds is learned).
     """

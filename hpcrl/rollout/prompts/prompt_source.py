@@ -149,7 +149,7 @@ class PromptSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.  DataError if the file has changed since, or the state is not one."""
+        """Continue where `state` was taken.  DataError if the file has changed since, or the state is not one."""
         if "source" in state:
             raise DataError(
                 f"the checkpoint's data position is that of --data-source-path {state['source']}, not of --prompt-data",

@@ -55,9 +55,9 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) 
         before = template.render(clean[:number], True, tools)
         if not whole.startswith(before) or len(before) < at:
             raise ValueError(
-                f"message {number + 1} cannot be told apart: the chat template does not begin a conversation that goes "
-                "on with the "
-                "prompt of this turn; make the conversation end here, or learn from --label-key"
+                f"message {number + 1} cannot be told apart: the chat template renders a longer conversation "
+                "without the prompt of this turn as its beginning; make the conversation end here, or learn from "
+                "--label-key"
             )
         last = number == turns[-1]
         end = _end(whole, len(before), ends, clean[number], number, last)

@@ -9,7 +9,7 @@ A file `NAME.py` here is `--rm-type NAME`.  It has
                                                    missing package
     def boxed(content: str) -> str                 what it is given for boxed_NAME, if not the box's content alone
 
-and is run in the processes of `hpcrl/rollout/grading/`.  An own function (--custom-rm-path) is the same without the
+and is run in the processes of `hpcrl/rollout/grading/`.  A custom function (--custom-rm-path) is the same without the
 file.
 
 Invariant: NEEDS_LABEL and KEYS are literals at the top of the file, because options are checked without importing it; a

@@ -298,7 +298,7 @@ async def started(*parts: CustomSampler | Grading | None) -> None:
 class FunctionJob(PooledJob):
     """A call on its way.
 
-    call: makes it anew, with a session of its own
+    call: makes it again, with its own session
     in_engines: whether engines work for it
     seconds: that it may take besides
     told: seconds since it was cancelled
@@ -316,7 +316,7 @@ class _Process(WorkerProcess[FunctionJob]):
         return not self.jobs if alone else len(self.jobs) < SIDE_BY_SIDE
 
     def cancel(self, job: FunctionJob) -> None:
-        """Tell it that the job's time is up, or that nobody waits for it."""
+        """Tell it that the job's time is up, or that it is not waited for."""
         job.told = job.told or 0.0
         self.write(CancelRequest(next(number for number, other in self.jobs.items() if other is job)))
 
@@ -339,7 +339,7 @@ class FunctionPool(ProcessPool[_Process, FunctionJob]):
     ) -> CustomResult:
         """What comes of a call.
 
-        call: makes it for a number, each time anew
+        call: makes it for a number, a new one each time
         in_engines: whether engines work for it
         patience: times the limit of time
         alone: it must share its process with none

@@ -4,7 +4,7 @@ It is any vLLM server: POST /v1/completions with the token ids of prompt and res
 the log-prob of each of them at temperature 1.
 
 Invariants: ids go out and are compared with what comes back, text never; a teacher with another tokenizer is refused
-before anything is sampled; the teacher changes no token and no reward, and is not shown what nobody trains on (greedy
+before anything is sampled; the teacher changes no token and no reward, and is not shown what is not trained on (greedy
 and unfinished responses); every wait has a deadline that names the address.
 """
 

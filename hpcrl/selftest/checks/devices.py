@@ -12,7 +12,7 @@ CPU_BYTES = 1 << 26
 
 
 def work(place: CheckContext) -> Outcome:
-    """A product in each type beside float64, and a pattern over much of the memory."""
+    """A product in each type against float64, and a pattern over much of the memory."""
     import torch
 
     generator = torch.Generator().manual_seed(place.rank)

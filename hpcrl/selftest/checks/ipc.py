@@ -2,7 +2,7 @@
 does.
 
 The other process is this module, started with `python -m`: it opens the buffer once, and each time that it is told to,
-compares all of it with what must be there by then; at the end it measures how fast it copies out of it, beside a copy
+compares all of it with what must be there by then; at the end it measures how fast it copies out of it, against a copy
 of its own memory.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpcrl.weights.pieces.device_memory import DeviceMemory
 
 BYTES = 256 << 20
-TURNS = 5  #: times that the buffer is written anew
+TURNS = 5  #: times that the buffer is rewritten
 COPIES = 20
 LIMIT = 60.0  #: seconds of any wait
 

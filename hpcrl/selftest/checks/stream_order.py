@@ -1,4 +1,4 @@
-"""Weights that are sent are finished: vLLM's producer copies on streams of its own, and knows nothing of ours.
+"""Weights that are sent are finished: vLLM's producer copies on its own streams, and knows nothing of ours.
 
 Its own code is used where vLLM is installed, and a copy on another stream where it is not.  The wait that hpcrl makes
 before it must bring the finished tensor every time; that without it a stale one can be sent is reported, as a measure
@@ -39,7 +39,7 @@ class NothingPending:
 
 
 def sender() -> tuple[str, Callable[[torch.Tensor, Recorder], Any]]:
-    """(what it is, what sends a tensor to a group on streams of its own)."""
+    """(what it is, what sends a tensor to a group on its own streams)."""
     if importlib.util.find_spec("vllm") is not None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 

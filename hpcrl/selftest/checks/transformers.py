@@ -1,4 +1,4 @@
-"""The trainer's logits and gradients beside those of transformers in float32, on the same tokens and weights.
+"""The trainer's logits and gradients against those of transformers in float32, on the same tokens and weights.
 
 In bf16 the bound is what bf16 costs transformers itself, times MARGIN.
 """

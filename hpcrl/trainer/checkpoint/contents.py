@@ -83,7 +83,7 @@ def megatron_args(policy: Any, padded_vocab_size: int) -> Namespace:
         params_dtype=str(config.params_dtype).removeprefix("torch."),
         use_distributed_optimizer=True,
         ckpt_format="torch_dist",
-        consumed_train_samples=0,  # of Megatron-LM's own data, with which it would begin anew
+        consumed_train_samples=0,  # of Megatron-LM's own data, with which it would start over
         skipped_train_samples=0,
         consumed_valid_samples=0,
         no_save_optim=False,

@@ -183,7 +183,7 @@ def plan(state: dict[str, Any], staging: Path) -> Any:
     """Megatron's request to write `state` into an empty directory; collective."""
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )  # what data-parallel ranks hold alike is divided among them
+    )  # what data-parallel ranks hold equally is divided among them
     how: dict[str, Any] = {"content_metadata": dict(SHARDING), "async_sharded_save": True}
     if (
         "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
@@ -207,7 +207,7 @@ def settle(staging: Path, final: Path, name: str) -> None:
     """Flush, rename, and write `name` into the tracker; one rank does it."""
     for path in [*staging.rglob("*"), staging]:
         flush(path)
-    if final.exists():  # left by a crash before the tracker named it: nobody reads it
+    if final.exists():  # left by a crash before the tracker named it: it is never read
         shutil.rmtree(final)
     os.rename(staging, final)
     flush(final.parent)
@@ -322,7 +322,7 @@ def _record(path: Path, run_id: str | None) -> dict[str, Any]:
         ) from error
     if run_id not in (None, known["run_id"]):
         raise HpcrlError(
-            f"{path} was saved by another run", "give --save a directory of its own; --load starts from its weights"
+            f"{path} was saved by another run", "give --save another directory; --load starts from its weights"
         )
     return known
 

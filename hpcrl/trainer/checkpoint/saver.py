@@ -172,7 +172,7 @@ class CheckpointWriter:
         """Give Megatron what was written, as if this process had.  HpcrlError if the writer was killed."""
         heard = self._heard()
         self.process.join(ENDING)
-        if self.process.is_alive():  # it has said what it wrote: what it still does, nobody needs
+        if self.process.is_alive():  # it has said what it wrote: what it still does is not needed
             self.process.kill()
             self.process.join(ENDING)
         self.mine.close()
@@ -190,7 +190,7 @@ def _write(write: Callable[..., None], rank: int, buckets: Any, answer: Connecti
         with killed_writers_told():
             write(rank, buckets, results)
     except HpcrlError as error:
-        answer.send(RuntimeError(error.what))  # as Megatron hands on what a process of its own has raised
+        answer.send(RuntimeError(error.what))  # as Megatron hands on what its process has raised
         return
     answer.send(results.get())
     answer.close()

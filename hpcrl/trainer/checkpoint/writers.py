@@ -1,8 +1,8 @@
 """Watching the processes that write a checkpoint: Megatron forks one for each file (a later release uses threads), and
 would wait for ever for one that is killed.
 
-Invariant: whoever waits for such a process learns within a second that it was killed, and by what; one that fails
-reports its own error.
+Invariant: a process that waits for such a process learns within a second that it was killed, and by what; one that
+fails reports its own error.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _child_has_ended() -> bool:
 
 
 def _killed_by(pid: int) -> int:
-    """The signal that killed a child, which whoever started it can still wait for; 0 if none did, or it lives."""
+    """The signal that killed a child, which its parent can still wait for; 0 if none did, or it lives."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -122,7 +122,7 @@ class _Nothing:
 def _torch_cuda_is_the_cpu() -> None:
     """What Megatron asks of torch.cuda, answered for the CPU.
 
-    Each name gets a function object of its own: torch._dynamo refuses one object under two torch.cuda names.
+    Each name gets a separate function object: torch._dynamo refuses one object under two torch.cuda names.
     """
     import torch
 
@@ -303,7 +303,7 @@ def before_load(optimizer: Any) -> None:
 
 
 def after_load(optimizer: Any) -> None:
-    """Give each parameter a step tensor of its own; call it after `load_state_dict`.
+    """Give each parameter its own step tensor; call it after `load_state_dict`.
 
     The stock loader gives one tensor to all parameters, AdamW counts it up once for each, and its bias correction is
     silently wrong.

@@ -113,7 +113,7 @@ def export(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, full tensor) of every tensor, once; collective: all ranks iterate to the end.
 
     Tensors are valid on global rank 0 and only until the next is asked for; other ranks get tensors on "meta".  A tied
-    output layer is not a tensor of its own.  The parts of one parameter at a time (of an expert: of one linear layer)
+    output layer is not a separate tensor.  The parts of one parameter at a time (of an expert: of one linear layer)
     go from the ranks that hold them to rank 0; no other rank has more than its own.
     """
     mine = _own(policy)

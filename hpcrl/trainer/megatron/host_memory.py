@@ -95,7 +95,7 @@ class HostWeights:
             self._host[name].copy_(self._average[name])
 
     def counterpart(self, weight: torch.Tensor) -> torch.Tensor:
-        """What stands in this set for one of the policy's weights, in new memory where that one is."""
+        """This set's tensor for one of the policy's weights, in new memory where that one is."""
         name = next(name for name, value in weights(self._policy).items() if value.data_ptr() == weight.data_ptr())
         return self._host[name].to(weight.device, copy=True)
 

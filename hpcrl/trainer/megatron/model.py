@@ -174,7 +174,9 @@ def _module(
     shown = f"{spelled(PROVIDER)} {path}"
     made = guarded(load_own(PROVIDER, path), shown)(options, config, build, **ends, vp_stage=stage)
     if not isinstance(made, GPTModel):
-        raise HpcrlError(f"{shown} returned {short(made)}, a GPTModel is wanted", "return build(), changed as you like")
+        raise HpcrlError(
+            f"{shown} returned {short(made)}, a GPTModel is expected", "return build(), changed as you like"
+        )
     return made.to(ranks.device)
 
 

@@ -48,7 +48,7 @@ def boundaries(bounds: torch.Tensor, ends: tuple[int, ...], longest: int) -> Bou
 
     Without `cu_seqlens_*_padded`, by which Transformer Engine would tell padding from tokens: it then has no
     FlashAttention 2 and no attention of its own left, and in deterministic mode on an H100 none at all for long
-    sequences.  Padding may be taken for tokens: it lies behind them, where causal attention never looks, and nothing is
+    sequences.  Padding may be taken for tokens: it is after them, where causal attention never looks, and nothing is
     trained on it.
     """
     return Boundaries("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest, ends=ends)

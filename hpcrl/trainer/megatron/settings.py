@@ -7,7 +7,7 @@ With v virtual stages each pipeline rank holds v chunks of layers, and at one ti
 neighbours.  Megatron's batched exchange tells messages apart by the peer alone: between two ranks, and over gloo, it
 delivers the activation of one chunk as that of another, without an error.
 
-Invariants: a field that no dataclass has, that contradicts the model's config.json, that has an option of its own, that
+Invariants: a field that no dataclass has, that contradicts the model's config.json, that has its own option, that
 hpcrl must fix, or that this machine cannot honour, is a UsageError before anything is built, and so is a cut that does
 not divide; no field is dropped; virtual stages always exchange by single, overlapped messages over gloo and between two
 ranks, and over gloo no buffer is freed that may not have been sent.
@@ -272,7 +272,7 @@ def _stages(options: Options, fields: Mapping[str, Any]) -> int | None:
     uneven = [name for name in (FIRST, LAST) if fields.get(name)]
     if layout := fields.get("pipeline_model_parallel_layout"):
         if per_stage or stages or uneven:
-            raise UsageError("--pipeline-model-parallel-layout says which layer lies where", "leave the other cuts out")
+            raise UsageError("--pipeline-model-parallel-layout says which layer is where", "leave the other cuts out")
         return _of_layout(layout, size)
     if per_stage:
         if uneven:

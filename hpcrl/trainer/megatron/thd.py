@@ -188,7 +188,7 @@ class PlanCache:
 
 
 def _key_rows(cu: tuple[int, ...], cp_size: int) -> torch.Tensor:
-    """Where natural row i lies in the CP ranks' parts laid end to end."""
+    """Where natural row i is in the CP ranks' parts laid end to end."""
     order = torch.cat([cp_indices(cu, cp_size, rank) for rank in range(cp_size)])
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel())

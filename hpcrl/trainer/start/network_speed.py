@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         found = measure(args.bytes or DEFAULT_BYTES[dist.get_backend()], args.rounds, device)
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
-        dist.barrier()  # rank 0 holds the store: nobody leaves before everybody is done
+        dist.barrier()  # rank 0 holds the store: no rank leaves before all are done
     finally:
         dist.destroy_process_group()
     return 0

@@ -26,7 +26,7 @@ LISTEN = 3.0  #: seconds that a process that is told to end waits for another on
 
 
 def command(context: RoleContext, logs: Path) -> list[str]:
-    """torchrun's arguments for the ranks of this host.  logs: where it may keep files of its own."""
+    """torchrun's arguments for the ranks of this host.  logs: where it may keep its own files."""
     hosts = context.plan.trainer_hosts
     return [
         *("--nnodes", str(len(hosts))),

@@ -40,7 +40,7 @@ class OtherWeights:
     """The models other than the policy.
 
     In host memory: reference; old, the weights that sampled this share, where the trained ones are newer; teacher.
-    critic: a model of its own, trained too.
+    critic: a separate model, trained too.
     """
 
     reference: HostWeights | None = None

@@ -2,7 +2,7 @@
 ranks that train on it too.
 
 Invariants: a share is encoded once in its life, by the rollout process: what is handed on are the frames as they came
-from the queue; where nobody else needs it (TP = CP = PP = 1) nothing is handed on and no collective runs; no peer
+from the queue; where no other rank needs it (TP = CP = PP = 1) nothing is handed on and no collective runs; no peer
 trusts the bytes, each decodes and checks them as the first rank did.
 """
 

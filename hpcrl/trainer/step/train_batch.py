@@ -187,7 +187,7 @@ def _loss(
 
     The scale, exactly: Megatron leaves the sum as it is, adds the gradients of all micro-batches and (DDP then sums, it
     does not average) of all DP and CP ranks, and divides them once by the sum of all counts over micro-batches, DP and
-    CP.  So the counts need only add up to the divisor: for a mean over tokens each counts where its row lies; for a
+    CP.  So the counts need only add up to the divisor: for a mean over tokens each counts where its row is; for a
     mean over samples a token's weight depends on the sample's whole mask sum and a sample counts once, on CP rank 0. TP
     ranks compute the same loss, each the gradient of its own columns; only the last pipeline stage has counts at all.
     """
@@ -275,7 +275,7 @@ def _metrics(totals: Totals, options: Options, step: StepTotals) -> dict[str, fl
 
 
 def _bound(options: Options) -> float:
-    """How far the log-probs of trainer and engine may lie apart; in a replay no bound but a given one.
+    """How far the log-probs of trainer and engine may differ; in a replay no bound but a given one.
 
     The samples of a replay may have been made by other weights than these: then the difference says nothing of the
     numbers.

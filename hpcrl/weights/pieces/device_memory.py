@@ -71,7 +71,7 @@ class DeviceMemory(Protocol):
         """Of one that was allocated here: NAME_BYTES bytes."""
 
     def open(self, name: bytes, size: int, place: str) -> Block:
-        """Another process's, which lies at `place`; a second time only after `close`."""
+        """Another process's, which is at `place`; a second time only after `close`."""
 
     def close(self, block: Block) -> None:
         """Give up one that was opened; no tensor over it is used after that."""

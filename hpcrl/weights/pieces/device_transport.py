@@ -1,4 +1,4 @@
-"""Messages whose bytes lie on GPUs: those of a round go together as one NCCL group; control messages go over gloo.
+"""Messages whose bytes are on GPUs: those of a round go together as one NCCL group; control messages go over gloo.
 
     transport = DeviceTransport(group, me, ranks, seconds, wire)
     transport.send(buffer, to, DATA); ...; transport.flush()
@@ -30,7 +30,7 @@ from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer, named
 from hpcrl.weights.pieces.wire import DATA
 
-LEFT = "somebody left"  #: the key under which a member says so
+LEFT = "a member left"  #: the key under which a member says so
 GLANCE = 0.5  #: seconds between two looks at it
 PAUSE = 5e-4  #: seconds between two looks at the device
 

@@ -10,7 +10,7 @@ each in its block (uint16), and the new values.  One element of two bytes thus t
 changed is sent whole.
 
 Invariants: what is sent is bit for bit what `hpcrl.weights.fp8` makes of the whole tensor: the largest value of a block
-that lies on several ranks is agreed among them before anything is encoded; changed elements are compared and put back
+that is on several ranks is agreed among them before anything is encoded; changed elements are compared and put back
 bit by bit, so the result is exactly what was sent; a piece takes at most as many bytes as it does whole.
 """
 
@@ -233,7 +233,7 @@ class PieceValues:
 def prepare_values(
     own: Mapping[str, OwnTensor], dtypes: Mapping[str, str], scheme: Scheme | None, agree: Agree
 ) -> PieceValues:
-    """Find all scales; collective, because blocks may lie on several ranks.
+    """Find all scales; collective, because blocks may be on several ranks.
 
     DataError names a matrix that cannot be quantised.
     """

@@ -17,7 +17,7 @@ from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.weights.gloo_group import GlooGroup
 from hpcrl.weights.shared_memory import Region, open_region
 
-LEAVING = 99  #: a kind of message that nobody sends
+LEAVING = 99  #: a kind of message that is never sent
 LATE = ("timed out", "timeout")  #: gloo's words
 
 
@@ -100,7 +100,7 @@ class PeerTransport:
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes of messages lie."""
+        """Where the bytes of messages are."""
         return torch.device("cpu")
 
     def allocate(self, size: int) -> MessageMemory:

@@ -114,7 +114,7 @@ def make(
     limit: bytes of --update-weight-buffer-size.
     sharing: which workers receive bytes once together: all of a host, where processes may open each other's memory;
         those of an engine on a host; or none.
-    in_place: workers load what lies in memory of their host from there.
+    in_place: workers load what is in memory of their host from there.
     """
     workers = []
     for number, engine in enumerate(manifests):

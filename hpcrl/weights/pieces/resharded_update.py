@@ -193,7 +193,7 @@ def _send_targets(plan: Redistribution, plans: list[ReceivePlan], rank: int) -> 
 
 
 def _check_near(plans: list[ReceivePlan], ranks: int) -> None:
-    """UsageError unless every message lies where its workers can open it."""
+    """UsageError unless every message is where its workers can open it."""
     for box in plans:
         for message in box.messages():
             if not message.near:

@@ -1,7 +1,7 @@
 """What the members of a resharded update tell one another once: plain values, as JSON.
 
 Members have numbers: trainer ranks first, then workers.  A *destination host* is a host with workers; a message is what
-one sender has for one of them in one round.  It is *near* if it lies in memory of the sender, on the same host;
+one sender has for one of them in one round.  It is *near* if it is in memory of the sender, on the same host;
 otherwise it comes over a socket to one of the host's workers, the *host leader*, into memory that the others there map.
 A *manifest* is what a worker says of itself before the first update (`WorkerExtension.hpcrl_manifest`).
 
@@ -74,7 +74,7 @@ class UpdateGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The store at which the members of an update meet: `world` members, trainer ranks below `ranks`.
 
     nccl: NCCL's unique id of the group over which bytes go (base64), or "" if they go over gloo.
-    ipc: bytes lie in memory of the ranks' devices, which the workers open.
+    ipc: bytes are in memory of the ranks' devices, which the workers open.
     """
 
     host: str

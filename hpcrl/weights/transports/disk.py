@@ -92,7 +92,7 @@ class DiskTransport:
         (directory / INDEX).write_text(json.dumps(index))
 
     def _write_file(self, path: Path, bucket: Bucket, buffer: Any) -> str:
-        """The digest of the file.  Wider dtypes come first, so that every tensor lies at a multiple of its item's
+        """The digest of the file.  Wider dtypes come first, so that every tensor is at a multiple of its item's
         size."""
         import torch
 

@@ -112,7 +112,7 @@ def unique_id() -> bytes:
 def wait_for_gpu(pending: PendingCalls) -> None:
     """Wait until all that this thread's stream was given is done.  Raises what `pending.check` raises meanwhile.
 
-    vLLM copies the tensors on streams of its own, which know nothing of the one that gathers and casts them.
+    vLLM copies the tensors on its own streams, which know nothing of the one that gathers and casts them.
     """
     import torch
 

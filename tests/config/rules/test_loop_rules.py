@@ -25,7 +25,7 @@ STEPS = {"num_steps_per_rollout": 4}
         (FULLY | {"colocate": True}, "--loop fully-async and --colocate exclude each other"),
         (
             FULLY | {"deterministic_mode": True},
-            "--deterministic-mode exclude each other: when new weights reach a response",
+            "when new weights reach",
         ),
         (FULLY | {"keep_old_actor": True}, "--loop fully-async and --keep-old-actor exclude each other"),
         (
@@ -44,7 +44,7 @@ STEPS = {"num_steps_per_rollout": 4}
         ),
         (
             ASYNC | {"deterministic_mode": True, "update_weights_interval": 2},
-            "a run that is stopped between two updates",
+            "stopped between two updates",
         ),
         (ASYNC | {"stale_samples": "drop"}, "--stale-samples has no effect here: --loop is async"),
         (GRPO | {"update_weights_interval": 2}, "--update-weights-interval has no effect here: --loop is sync"),

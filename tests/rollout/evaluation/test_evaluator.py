@@ -101,23 +101,23 @@ def test_a_mapping_of_sets_and_a_reward_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("eval: {dataset: []}", "eval.dataset is an unknown key; did you mean datasets?"),
+        ("eval: {dataset: []}", "did you mean datasets?"),
         ("evals: {}", "has no table `eval`"),
         ("- a", "has no table `eval`"),
         ("eval: {datasets: [}", "is not YAML"),
-        ("eval: {datasets: []}\nseed: 1", "seed is an unknown key"),
-        ("eval: {datasets: []}", "eval.datasets is not a list of sets"),
+        ("eval: {datasets: []}\nseed: 1", "seed is an unknown"),
+        ("eval: {datasets: []}", "eval.datasets is not a list"),
         ("eval: {datasets: [{name: a}]}", "set 1 has no path"),
         ("eval: {datasets: [{path: a.jsonl}]}", "set 1 has no name"),
-        ("eval: {datasets: [{name: a, path: a.jsonl}, {name: a, path: b.jsonl}]}", "gives a name twice: a"),
+        ("eval: {datasets: [{name: a, path: a.jsonl}, {name: a, path: b.jsonl}]}", "gives a name twice"),
         ("eval: {datasets: [{name: a/b, path: a.jsonl}]}", "'a/b' cannot be a name"),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, temprature: 1}]}",
-            "temprature is an unknown key; did you mean temperature?",
+            "did you mean temperature?",
         ),
         (
             "eval: {defaults: {tempera: 1}, datasets: [{name: a, path: a.jsonl}]}",
-            "eval.defaults: tempera is an unknown key",
+            "eval.defaults: tempera is an unknown",
         ),
         ("eval: {datasets: [{name: a, path: a.jsonl, top_p: 2}]}", "top_p: 2: expected a number >= 0 and <= 1"),
         ("eval: {datasets: [{name: a, path: a.jsonl, top_p: 0}]}", "top_p 0 leaves nothing to sample"),
@@ -127,21 +127,21 @@ def test_a_mapping_of_sets_and_a_reward_of_ones_own(tmp_path: Path) -> None:
         ),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, app_service: x}]}",
-            "app_service is not a setting here; there is no such service",
+            "is no such service",
         ),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, eval_early_stop_n: 1}]}",
-            "eval_early_stop_n is not a setting here",
+            "eval_early_stop_n is not a setting",
         ),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, rm_type: maths}]}",
-            "rm-type maths is not a reward; did you mean math?",
+            "did you mean math?",
         ),
         ("eval: {datasets: [{name: a, path: a.jsonl, rm_type: f1, custom_rm_path: a.b}]}", "exclude each other"),
-        ("eval: {datasets: [{name: a, path: 'a.jsonl=2'}]}", "has a weight, which means nothing"),
+        ("eval: {datasets: [{name: a, path: 'a.jsonl=2'}]}", "weight, which means nothing"),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, metadata_overrides: {rm_type: f1}}]}",
-            "write it beside the set's name",
+            "next to the set's",
         ),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, max_context_len: 99}]}",
@@ -149,7 +149,7 @@ def test_a_mapping_of_sets_and_a_reward_of_ones_own(tmp_path: Path) -> None:
         ),
         (
             "eval: {datasets: [{name: a, path: a.jsonl, max_context_len: 9, max_prompt_len: 9}]}",
-            "leave no room for a response",
+            "room for a response",
         ),
     ],
 )

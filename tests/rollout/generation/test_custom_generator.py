@@ -97,14 +97,14 @@ def test_without_choice_it_is_the_usual_rollout(tmp_path: Path) -> None:
     ("how", "words"),
     [
         ("few", "returned list of 3, a list of 4 groups is wanted"),
-        ("nothing", "returned NoneType, a list of 4 groups is wanted"),
+        ("nothing", "returned NoneType, a list"),
         ("twice", "returned a group twice"),
         ("pending", "returned sample 0 of group 0 pending, with reward 1: it must be finished"),
-        ("nan", "with reward nan: it must be finished"),
+        ("nan", "reward nan: it must"),
         ("missing", "returned of group 0 the responses 1, 2, not all 3"),
-        ("strange", "returned a group that is none of those it was given"),
+        ("strange", "those it was given"),
         ("metrics", "returned metrics {'a': 'text'}, names with finite numbers"),
-        ("raises", "raised AttributeError: 'Sample' object has no attribute 'nothing' (test_custom_generator.py:"),
+        ("raises", "raised AttributeError: 'Sample' object"),
     ],
 )
 def test_what_it_returns_is_checked(tmp_path: Path, how: str, words: str) -> None:

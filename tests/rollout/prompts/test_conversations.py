@@ -115,14 +115,14 @@ def test_a_template_whose_turns_end_with_the_next_role(tmp_path: Path) -> None:
             "{% for m in messages %}{{ loop.revindex }}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}",
             TALK,
-            "message 2 cannot be told apart: the chat template does not begin a conversation",
+            "message 2 cannot be told apart",
         ),
         (
             PLAIN,
             [TALK[0], {"role": "assistant", "content": "2<|end|>3"}],
-            "message 2 holds <|end|>, the token that ends a turn",
+            "message 2 holds <|end|>, the token that ends",
         ),
-        (PLAIN, TALK[:3], "the conversation ends with a message of 'user'"),
+        (PLAIN, TALK[:3], "ends with a message"),
     ],
 )
 def test_what_cannot_be_masked_exactly_is_refused(

@@ -329,7 +329,7 @@ def test_fused_rotary_columns(elsewhere: dict[Any, Any]) -> None:
         ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1", "both cut the pipeline"),
         (
             "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 12",
-            "the 6 samples of a data-parallel rank in one optimizer step must be a multiple of 4",
+            "the 6.*one optimizer step must.*4",
         ),
         ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "exclude each other"),
         ("--lr-warmup-iters 2 --lr-warmup-init 1", "is higher than --lr"),
@@ -342,7 +342,7 @@ def test_fused_rotary_columns(elsewhere: dict[Any, Any]) -> None:
         ),
         (
             "--pipeline-model-parallel-size 4 --context-parallel-size 2 --no-balance-data",
-            "there is one data-parallel rank",
+            "one data-parallel rank",
         ),
     ],
 )

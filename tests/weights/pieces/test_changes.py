@@ -46,7 +46,7 @@ def test_size_of_sparse_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("byte", "message"), [(0, "changed elements were to come, 1 were announced"), (5, "element .* of a piece of 100")]
+    ("byte", "message"), [(0, "elements were to come, 1 were announced"), (5, "element .* of a piece of 100")]
 )
 def test_what_cannot_be_is_refused(byte: int, message: str) -> None:
     """The count of the block; a place beyond the end."""

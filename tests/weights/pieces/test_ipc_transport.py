@@ -189,13 +189,13 @@ def wire(**change: Any) -> dict[str, Any]:
     ("change", "message"),
     [
         ({"name": "AAAA"}, "a name of 3 bytes"),
-        ({"name": "no base64!"}, "malformed memory of a device"),
-        ({"name": 7}, "malformed memory of a device: .*name"),
-        ({"size": "64"}, "malformed memory of a device: .*size"),
+        ({"name": "no base64!"}, "memory of a device"),
+        ({"name": 7}, "memory of a device:.*name"),
+        ({"size": "64"}, "memory of a device:.*size"),
         ({"size": 0}, "for 0 bytes"),
         ({"size": -1}, "for -1 bytes"),
-        ({"offset": 3}, "malformed memory of a device: .*offset"),
-        ({"place": None}, "malformed memory of a device: .*place"),
+        ({"offset": 3}, "memory of a device:.*offset"),
+        ({"place": None}, "memory of a device:.*place"),
     ],
 )
 def test_a_name_is_checked_field_by_field(change: dict[str, Any], message: str) -> None:
@@ -258,14 +258,14 @@ def test_waits_end_and_stay_on_the_host() -> None:
     [
         ({}, [Host("a", 2)], False, "hpcrl_ipc"),
         ({"weight_update": "resharded"}, [Host("a", 2)], False, "hpcrl_ipc"),
-        ({}, [Host("a", 2)], True, "--weight-transfer ipc needs CUDA.*use auto or disk or gloo or shm"),
+        ({}, [Host("a", 2)], True, "--weight-transfer ipc needs CUDA.*use auto or disk"),
         (
             {"colocate": False},
             [Host("a", 4)],
             False,
-            "--weight-transfer ipc is for engines on the trainer's GPUs: .* --colocate",
+            "--weight-transfer ipc is for engines.*--colocate",
         ),
-        ({"actor_num_nodes": 2}, [Host("a", 2), Host("b", 2)], False, "ipc needs trainer and engines on one host"),
+        ({"actor_num_nodes": 2}, [Host("a", 2), Host("b", 2)], False, "needs trainer and engines"),
     ],
 )
 def test_where_it_can_be(change: dict[str, Any], hosts: list[Host], cpu: bool, found: str) -> None:
@@ -315,9 +315,9 @@ def test_cuda_functions_as_declared(tmp_path: Path) -> None:
     assert there.data_ptr() == address and bool((there == 9).all())
     runtime.close(there.data_ptr())
     for what, message in (
-        (lambda: runtime.close(address), r"cudaIpcCloseMemHandle failed: invalid resource handle \(error 1\)"),
-        (lambda: runtime.allocate(2_000_000), r"cudaMalloc failed: out of memory \(error 2\)"),
-        (lambda: runtime.open(bytes(NAME_BYTES)), r"cudaIpcOpenMemHandle failed: invalid resource handle"),
+        (lambda: runtime.close(address), r"cudaIpcCloseMemHandle failed: invalid resource.*\(error 1\)"),
+        (lambda: runtime.allocate(2_000_000), r"cudaMalloc failed: out.*\(error 2\)"),
+        (lambda: runtime.open(bytes(NAME_BYTES)), "cudaIpcOpenMemHandle failed: invalid resource"),
     ):
         with pytest.raises(PeerError, match=f"{message}.*--weight-transfer shm"):
             what()
