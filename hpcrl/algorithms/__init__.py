@@ -5,7 +5,7 @@ What the trainer calls, in this order:
 1. `hpcrl.config.rules.algorithm_needs.needs(options)` says which models and passes a run needs; no torch.
 2. `advantages.compute_advantages(batch, options)` once a rollout, over a `RolloutBatch`: the table of all samples of
    the rollout, equal on every rank, and the token columns of the rank's own samples, whole responses.
-3. `reducers.token_weights(counts, options)` once an optimizer step or micro-batch: what each token counts in the loss.
+3. `loss.token_weights(counts, options)` once an optimizer step or micro-batch: what each token counts in the loss.
 4. `loss.compute_loss(tokens, options)` for each micro-batch, over a `TokenBatch`: a sum with its gradient, and a
    `Report` by name; `loss.compute_value_loss(...)` for a critic.
 

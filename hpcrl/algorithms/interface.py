@@ -139,7 +139,7 @@ class TokenBatch:
         logprobs*, entropy*: [r], of the model that is trained (nats).  greedy: bool [r], whether the token is the
             likeliest.
         sample: int64 [r], which of the m samples each belongs to.
-        weights: [r], what each token counts (see `reducers`): the loss is the sum of weight x term, over a
+        weights: [r], what each token counts (see `loss.token_weights`): the loss is the sum of weight x term, over a
             divisor.
         old: [r], log-probs of the policy that the ratio is taken to (--use-rollout-logprobs: the engine's); where no
             pass computed them: `logprobs.detach()`.

@@ -13,8 +13,13 @@ import pytest
 import torch
 
 from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch
-from hpcrl.algorithms.loss import compute_loss, compute_value_loss
-from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, token_weights
+from hpcrl.algorithms.loss import (
+    compute_loss,
+    compute_value_loss,
+    divides_by_tokens,
+    policy_token_weights,
+    token_weights,
+)
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import algorithm_files
 from hpcrl.errors import DataError, HpcrlError, UsageError

@@ -20,8 +20,14 @@ import torch
 from megatron.core import parallel_state
 
 from hpcrl.algorithms.interface import Loss, Report, TokenBatch
-from hpcrl.algorithms.loss import DIFFERENCE, compute_loss, compute_value_loss
-from hpcrl.algorithms.reducers import divides_by_tokens, policy_token_weights, token_weights
+from hpcrl.algorithms.loss import (
+    DIFFERENCE,
+    compute_loss,
+    compute_value_loss,
+    divides_by_tokens,
+    policy_token_weights,
+    token_weights,
+)
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import routing
 from hpcrl.errors import HpcrlError, UsageError

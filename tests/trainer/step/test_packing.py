@@ -154,7 +154,7 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
 def test_several_samples_weigh_as_one() -> None:
     """Each response's tokens share one weight, whatever its samples and whatever fills the step up; of the loss's own
     numbers."""
-    from hpcrl.algorithms.reducers import token_weights
+    from hpcrl.algorithms.loss import token_weights
     from hpcrl.config.options import Options
     from hpcrl.rollout.batch_assembly import shares_of
     from hpcrl.trainer.step.train_batch import StepTotals, counting, samples_a_response
