@@ -27,5 +27,6 @@ Stand-ins where the real part cannot be had, or must misbehave
     own_generates, own_rewards          functions as users write them, good and bad
 
 Looking
+    prompt_walk        which files a process enters between two calls
     rundirs, screens, live_bytes        run directories as launchers leave them; what a terminal shows; bytes of tensors alive
 """
