@@ -223,8 +223,7 @@ def main() -> None:
     text = "\n".join(
         [
             f"One training step: Qwen3 of {parameters}, fp32, {SAMPLES} samples of {tokens} tokens, micro-batches of "
-            "up to "
-            f"{LIMIT}, {rounds} rounds, {os.cpu_count()} cores.",
+            f"up to {LIMIT}, {rounds} rounds, {os.cpu_count()} cores.",
             "",
             "Tokens/s of the fastest step of each, and their ratio, ours over bare; the median over the rounds of the "
             "ratio within",

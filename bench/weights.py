@@ -43,9 +43,8 @@ HERE = "127.0.0.1"
 BUCKET = 64 * 2**20
 LOAD = (
     "Load: how many processes wanted one of the {} cores when a row ended. memcpy is one process, the best of tries "
-    "before each row; the "
-    "ways are six. Resharded over shared memory each byte is copied twice: by the rank, and into the parameter; delta "
-    "keeps a copy too."
+    "before each row; the ways are six. Resharded over shared memory each byte is copied twice: by the rank, and into "
+    "the parameter; delta keeps a copy too."
 )
 ONE_HOST = (
     ("gathered", True),

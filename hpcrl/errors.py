@@ -33,7 +33,11 @@ class UsageError(HpcrlError):
 
 
 class UsageErrors(UsageError):
-    """Several of them, one a line.  parts: each of them."""
+    """Several of them, one a line.
+
+    Attributes:
+        parts: each of them.
+    """
 
     def __init__(self, parts: Sequence[UsageError]) -> None:
         self.parts = tuple(parts)

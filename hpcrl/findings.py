@@ -15,8 +15,12 @@ Level = Literal["ok", "warn", "fail"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report.  host: where it was seen, "" for the run as a whole; hint: what to do, "" where all is
-    well."""
+    """One line of the report.
+
+    Attributes:
+        host: where it was seen, "" for the run as a whole.
+        hint: what to do, "" where all is well.
+    """
 
     level: Level
     host: str

@@ -24,7 +24,10 @@ def layout(world: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: 
     """kind -> groups of ranks, for the kinds tp, cp, dp, dp-cp (one gradient reduction), pp, and ep, etp, edp with
     experts.
 
-    etp None: the same as tp.  UsageError if the sizes do not divide the world.
+    etp None: the same as tp.
+
+    Raises:
+        UsageError: if the sizes do not divide the world.
     """
     etp = tp if etp is None else etp
     dense = {"tp": tp, "cp": cp, "dp": _rest(world, {"TP": tp, "CP": cp, "PP": pp}), "pp": pp}
@@ -46,7 +49,11 @@ def _rest(world: int, sizes: Mapping[str, int]) -> int:
 
 
 def groups(sizes: Mapping[str, int], kinds: Sequence[str]) -> Groups:
-    """Ranks that differ in `kinds` only, in rank order; sizes: from the fastest to the slowest changing coordinate."""
+    """Ranks that differ in `kinds` only, in rank order.
+
+    Args:
+        sizes: from the fastest to the slowest changing coordinate.
+    """
     steps = dict(zip(sizes, itertools.accumulate(sizes.values(), operator.mul, initial=1), strict=False))
     offsets = lambda names: sorted(  # noqa: E731
         sum(at * steps[name] for name, at in zip(names, place, strict=True))

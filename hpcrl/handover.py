@@ -55,7 +55,12 @@ class Event(StrEnum):
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """Who has what on the GPUs.  current: the engines have the trainer's weights; requests: how many are under way."""
+    """Who has what on the GPUs.
+
+    Attributes:
+        current: the engines have the trainer's weights.
+        requests: how many are under way.
+    """
 
     engines: EnginesHold = EnginesHold.STARTING
     trainer: TrainerHolds = TrainerHolds.AWAY
@@ -71,7 +76,11 @@ class OutOfTurn(PeerError):
 
 
 def follow(at: Holding, event: Event, count: int = 1) -> Holding:
-    """What `event` makes of a state; count: requests, of SEND and ANSWER.  OutOfTurn if it may not happen now."""
+    """What `event` makes of a state.
+
+    Args:
+        count: requests, of SEND and ANSWER. OutOfTurn if it may not happen now.
+    """
     engines, trainer = at.engines, at.trainer
     match event:
         case Event.UP if engines == EnginesHold.STARTING:
@@ -118,7 +127,11 @@ TRAINERS_TURN = after(Event.UP, Event.SLEEP, Event.TAKE)
 
 
 class HandOver:
-    """A role's own copy of the state.  who: the role, as an error names it."""
+    """A role's own copy of the state.
+
+    Attributes:
+        who: the role, as an error names it.
+    """
 
     def __init__(self, who: str, at: Holding = Holding()) -> None:  # noqa: B008  (frozen)
         self.who = who

@@ -74,8 +74,11 @@ def beating(name: str) -> contextlib.AbstractContextManager[object]:
 
 @dataclass
 class Silent:
-    """A process that has not been heard of.  state: the system's word for it, such as `stopped`, if it is on this
-    host."""
+    """A process that has not been heard of.
+
+    Attributes:
+        state: the system's word for it, such as `stopped`, if it is on this host.
+    """
 
     name: str
     pid: int
@@ -97,9 +100,10 @@ class _Heard:
 class Pulse:
     """What was heard of the processes that write into a folder.
 
-    here: whether they are on this host, so that what they do can be looked up.
-    look: seconds between two looks.
-    clock: seconds that never go back.
+    Attributes:
+        here: whether they are on this host, so that what they do can be looked up.
+        look: seconds between two looks.
+        clock: seconds that never go back.
     """
 
     def __init__(

@@ -40,12 +40,16 @@ def make_schedule(
 ) -> Schedule:
     """Schedule samples of `lengths` tokens: step i takes the i-th part of them, in order.
 
-    step_samples: how many each step takes, where that is not the same for all.
-    max_tokens_per_gpu: tokens of a micro-batch and CP rank; None: micro-batches have at most micro_batch_size samples.
-    multiple: what divides the micro-batches of a rank in a step (virtual pipeline stages need it).
-    balance: give all ranks about as many tokens; if False, samples go to the ranks in turn, whatever their length.
+    Args:
+        step_samples: how many each step takes, where that is not the same for all.
+        max_tokens_per_gpu: tokens of a micro-batch and CP rank; None: micro-batches have at most micro_batch_size
+            samples.
+        multiple: what divides the micro-batches of a rank in a step (virtual pipeline stages need it).
+        balance: give all ranks about as many tokens; if False, samples go to the ranks in turn, whatever their length.
 
-    UsageError if the samples do not divide into steps, a step's samples into ranks, or a rank's samples by `multiple`.
+    Raises:
+        UsageError: if the samples do not divide into steps, a step's samples into ranks, or a rank's samples by
+            `multiple`.
     """
     size = len(lengths) // num_steps
     counts = [size] * num_steps if step_samples is None else list(step_samples)

@@ -20,8 +20,9 @@ NO_GPUS = ("", "NoDevFiles")
 class Host(msgspec.Struct, frozen=True):
     """A machine and the number of GPUs (or process slots) that the run may use there.
 
-    address: where its processes listen, on the network that the run uses; empty: what the name resolves to.
-    interface: the network interface that has this address; empty: not known, and left to gloo and NCCL.
+    Attributes:
+        address: where its processes listen, on the network that the run uses; empty: what the name resolves to.
+        interface: the network interface that has this address; empty: not known, and left to gloo and NCCL.
     """
 
     name: str
@@ -34,7 +35,8 @@ class Location(msgspec.Struct, frozen=True):
     """Where one process runs: the host and the slots (GPU numbers) that it owns there; address and interface as in
     Host.
 
-    also: an engine larger than a host owns these as well; its server sits on `host`.
+    Attributes:
+        also: an engine larger than a host owns these as well; its server sits on `host`.
     """
 
     host: str
@@ -57,10 +59,11 @@ class Location(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """Who runs where in one attempt.
 
-    trainers: one Location a rank, in rank order.
-    engines: one Location an engine.
-    rollout: the host of the rollout process.
-    external: addresses of engines that the run does not start, numbered after its own.
+    Attributes:
+        trainers: one Location a rank, in rank order.
+        engines: one Location an engine.
+        rollout: the host of the rollout process.
+        external: addresses of engines that the run does not start, numbered after its own.
     """
 
     run_id: str
@@ -123,13 +126,16 @@ def visible_devices(
 ) -> str:
     """CUDA_VISIBLE_DEVICES of a process that owns `slots` of its host.
 
-    inherited: the list that we were started with; None or empty: there is none.
-    on_host: how many slots the run has there, counted from 0 to the last that anything uses.
-    own: in a task of one slot alone, the slots of what it starts; None in a task of the whole host.
+    A list of at least `on_host` names holds all GPUs of the run, and is counted by slot. A shorter one can only be a
+    task's own, to which the scheduler has bound its GPUs (--gpus-per-task).
 
-    A list of at least `on_host` names holds all GPUs of the run, and is counted by slot.  A shorter one can only be a
-    task's own, to which the scheduler has bound its GPUs (--gpus-per-task).  UsageError for any other: counting in it,
-    or taking it as it is, would put two processes on one GPU.
+    Args:
+        inherited: the list that we were started with; None or empty: there is none.
+        on_host: how many slots the run has there, counted from 0 to the last that anything uses.
+        own: in a task of one slot alone, the slots of what it starts; None in a task of the whole host.
+
+    Raises:
+        UsageError: for any other: counting in it, or taking it as it is, would put two processes on one GPU.
     """
     if not inherited:
         return ",".join(map(str, slots))
@@ -179,11 +185,12 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     """Trainers first, engines in the remaining slots, the rollout process on a host without slots or with engine 0.
 
     Trainers take --actor-num-gpus-per-node slots on each of the first --actor-num-nodes hosts that have them (one host
-    may stand for several nodes if it is the only one).  An engine is inside one host, or on whole hosts next to each
-    other.  With --colocate, engines take the same slots as trainers.  With --debug-rollout-only there is no trainer but
-    a process without slots that drives the rollouts, on the rollout process's host.
+    may stand for several nodes if it is the only one). An engine is inside one host, or on whole hosts next to each
+    other. With --colocate, engines take the same slots as trainers. With --debug-rollout-only there is no trainer but a
+    process without slots that drives the rollouts, on the rollout process's host.
 
-    UsageError names the host and the number that do not fit.
+    Raises:
+        UsageError: names the host and the number that do not fit.
     """
     names = [host.name for host in hosts]
     if twice := next((name for name in names if names.count(name) > 1), None):

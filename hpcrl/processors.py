@@ -22,8 +22,9 @@ def cores(allowed: Collection[int], environment: Mapping[str, str], system: Path
     """How many cores `allowed` (numbers of processors, as os.sched_getaffinity has them) are; hardware threads of one
     count once.
 
-    environment: a job that has a part of its host and is not bound to it may run anywhere; its share is what GIVEN
-    says.
+    Args:
+        environment: a job that has a part of its host and is not bound to it may run anywhere; its share is what GIVEN
+            says.
     """
     found = len({_siblings(number, system) for number in allowed}) or 1
     given = environment.get(GIVEN, "")
@@ -51,8 +52,9 @@ def bind_beside(device: str, system: Path = SYSTEM) -> frozenset[int]:
     """Keep all threads of this process, and what they start, on the processors of the NUMA node of a PCI device
     (`0000:3b:00.0`).
 
-    Returns these, or none if nothing was changed: the system does not say, they are all that it has, or it may use none
-    of them.
+    Returns:
+        These, or none if nothing was changed: the system does not say, they are all that it has, or it may use none of
+        them.
     """
     allowed = os.sched_getaffinity(0)
     local = read_list(system / "bus/pci/devices" / device / "local_cpulist") & allowed

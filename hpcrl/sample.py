@@ -29,10 +29,11 @@ STATUSES = (PENDING, COMPLETED, TRUNCATED, ABORTED)
 class TokenColumn(NamedTuple):
     """A column with one entry for each token.
 
-    dtype: of its numbers, as they are stored and sent
-    of: the field of ROW that counts the tokens, "length" (prompt and response) or "response_length"
-    dims: further dimensions of an entry, of the same size for all tokens
-    optional: only some runs have it, for all of their samples; it is in `Sample.extra` and `SampleBatch.extra`
+    Attributes:
+        dtype: of its numbers, as they are stored and sent.
+        of: the field of ROW that counts the tokens, "length" (prompt and response) or "response_length".
+        dims: further dimensions of an entry, of the same size for all tokens.
+        optional: only some runs have it, for all of their samples; it is in `Sample.extra` and `SampleBatch.extra`.
     """
 
     dtype: np.dtype
@@ -62,16 +63,21 @@ OPTIONAL = {name: column for name, column in COLUMNS.items() if column.optional}
 class Sample:
     """One prompt with one response.
 
-    tokens: int32 [prompt + response]; loss_mask: uint8 [response]; logprobs: float32 [response], log-probabilities of
-    the sampled tokens under the policy that sampled them, at the sampling temperature; versions: int32 [response], the
-    policy version that each token was sampled under.  `group` numbers the prompt over the whole run, `index` the
-    response within its group.  baseline: the reward of the greedy response to the same prompt, NaN where none was asked
-    for. prompt, label and metadata are the prompt file's.  rewards: the parts of the reward by name, where it has
-    several.
-    grading: "" or how it failed, "timeout" or "error" (then the reward is 0); grading_error: the reason.
-    extra: columns of OPTIONAL, by name.  teacher_error: "" or why a teacher gave no log-probs (then they are the
-    sample's own).
-    remove_sample: it is out of the loss; its reward counts in its group.
+    Attributes:
+        tokens: int32 [prompt + response].
+        loss_mask: uint8 [response].
+        logprobs: float32 [response], log-probabilities of the sampled tokens under the policy that sampled them, at the
+            sampling temperature.
+        versions: int32 [response], the policy version that each token was sampled under. `group` numbers the prompt
+            over the whole run, `index` the response within its group.
+        baseline: the reward of the greedy response to the same prompt, NaN where none was asked for. prompt, label and
+            metadata are the prompt file's.
+        rewards: the parts of the reward by name, where it has several.
+        grading: "" or how it failed, "timeout" or "error" (then the reward is 0).
+        grading_error: the reason.
+        extra: columns of OPTIONAL, by name.
+        teacher_error: "" or why a teacher gave no log-probs (then they are the sample's own).
+        remove_sample: it is out of the loss; its reward counts in its group.
     """
 
     group: int
@@ -130,8 +136,11 @@ ROW = np.dtype(
 class SampleBatch:
     """Samples as columns.
 
-    rows: ROW [n]; tokens: int32 [sum of length]; loss_mask: uint8, logprobs: float32, versions: int32, each
-    [sum of response_length]; all in row order.  extra: columns of OPTIONAL, by name.
+    Attributes:
+        rows: ROW [n].
+        tokens: int32 [sum of length].
+        loss_mask: uint8, logprobs: float32, versions: int32, each [sum of response_length]; all in row order.
+        extra: columns of OPTIONAL, by name.
     """
 
     rows: np.ndarray
@@ -146,7 +155,11 @@ class SampleBatch:
 
     @classmethod
     def of(cls, samples: list[Sample]) -> SampleBatch:
-        """Columns of `samples`, in their order.  DataError if some have an optional column and others have not."""
+        """Columns of `samples`, in their order.
+
+        Raises:
+            DataError: if some have an optional column and others have not.
+        """
         rows = [
             (
                 s.group,
@@ -240,7 +253,8 @@ FIELDS = {
 def struct_of(name: str, without: Collection[str], **options: Any) -> type[msgspec.Struct]:
     """A message with the FIELDS of a sample except for those `without`; all have a default.
 
-    options: of msgspec.defstruct
+    Args:
+        options: of msgspec.defstruct.
     """
     defaults = {
         f.name: msgspec.field(default_factory=f.default_factory) if callable(f.default_factory) else f.default
@@ -267,8 +281,9 @@ class _PackedColumn(msgspec.Struct):
 class PackedSample(msgspec.Struct):
     """A sample as msgspec writes it: in files, and to other processes.
 
-    columns: bytes of those of REQUIRED, or none of them
-    fields: the other FIELDS of `Sample`
+    Attributes:
+        columns: bytes of those of REQUIRED, or none of them.
+        fields: the other FIELDS of `Sample`.
     """
 
     group: int
@@ -283,7 +298,8 @@ class PackedSample(msgspec.Struct):
 def pack(sample: Sample, columns: bool = True) -> PackedSample:
     """A sample as it is written.
 
-    columns: whether those are too that have an entry for each token
+    Args:
+        columns: whether those are too that have an entry for each token.
     """
     fields = _PackedFields(*_packed_fields(sample))
     own, extra = {}, {}
@@ -301,9 +317,11 @@ def pack(sample: Sample, columns: bool = True) -> PackedSample:
 def unpack(packed: PackedSample, columns: bool = True) -> Sample:
     """The sample again.
 
-    columns: False where `pack` was asked for none; those of REQUIRED are empty then
+    Args:
+        columns: False where `pack` was asked for none; those of REQUIRED are empty then.
 
-    Raises ValueError, KeyError or TypeError if it is none.
+    Raises:
+        ValueError, KeyError, TypeError: if it is none.
     """
     own = {name: _array(packed.columns[name] if columns else b"", kind.dtype) for name, kind in REQUIRED.items()}
     sample = Sample(

@@ -15,7 +15,11 @@ SHIPPED = Path(__file__).resolve().parent / "shipped"
 
 
 def shipped(name: str) -> Path:
-    """The path of such a file, such as launch/task.sh.  HpcrlError if the installation lacks it."""
+    """The path of such a file, such as launch/task.sh.
+
+    Raises:
+        HpcrlError: if the installation lacks it.
+    """
     path = SHIPPED / name
     if not path.exists():
         raise HpcrlError(f"this installation of hpcrl lacks {name}", "reinstall it from its repository")

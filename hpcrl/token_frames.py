@@ -30,8 +30,11 @@ _LENGTH = struct.Struct("<I")
 class GroupRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Some samples of one prompt.
 
-    names: of each sample, unlike all others in flight; seeds: of each, None: the engine's own noise; prompt: int32
-    token ids, little- endian; params: vLLM's SamplingParams but for the seed, by their names.
+    Attributes:
+        names: of each sample, unlike all others in flight.
+        seeds: of each, None: the engine's own noise.
+        prompt: int32 token ids, little- endian.
+        params: vLLM's SamplingParams but for the seed, by their names.
     """
 
     names: list[str]
@@ -43,10 +46,12 @@ class GroupRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class SampleAnswer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """How sample number `index` of a request ended.
 
-    reason: vLLM's finish reason, or "error" with the error's text; tokens: int32 [n], logprobs: float32 [n] or empty
-    where none were asked for, both little-endian; spans: (weight version, start, end) over the tokens.  experts: uint8
-    [prompt + n - 1, *routing], the experts of each token that was read, by layers and bytes of a layer, where they were
-    asked for.
+    Attributes:
+        reason: vLLM's finish reason, or "error" with the error's text.
+        tokens: int32 [n], logprobs: float32 [n] or empty where none were asked for, both little-endian.
+        spans: (weight version, start, end) over the tokens.
+        experts: uint8 [prompt + n - 1, *routing], the experts of each token that was read, by layers and bytes of a
+            layer, where they were asked for.
     """
 
     index: int
@@ -59,7 +64,11 @@ class SampleAnswer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     routing: tuple[int, int] = (0, 0)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 tokens and float32 log-probs, writable.  ValueError if their bytes are not whole numbers."""
+        """int32 tokens and float32 log-probs, writable.
+
+        Raises:
+            ValueError: if their bytes are not whole numbers.
+        """
         return np.frombuffer(self.tokens, "<i4").astype(np.int32), np.frombuffer(self.logprobs, "<f4").astype(
             np.float32
         )
@@ -73,7 +82,11 @@ encode = _ENCODER.encode
 
 
 def read_request(data: bytes) -> tuple[GroupRequest, list[int]]:
-    """A request and its prompt's token ids.  ValueError if it is none."""
+    """A request and its prompt's token ids.
+
+    Raises:
+        ValueError: if it is none.
+    """
     request = _REQUEST.decode(data)  # msgspec's errors are ValueErrors
     if not request.names or len(request.names) != len(request.seeds):
         raise ValueError(f"{len(request.names)} names and {len(request.seeds)} seeds")
@@ -81,7 +94,11 @@ def read_request(data: bytes) -> tuple[GroupRequest, list[int]]:
 
 
 def read_names(data: bytes) -> list[str]:
-    """The samples to end.  ValueError if it is not a list of names."""
+    """The samples to end.
+
+    Raises:
+        ValueError: if it is not a list of names.
+    """
     return _NAMES.decode(data)
 
 
@@ -98,7 +115,11 @@ class FrameReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[SampleAnswer]:
-        """The answers that are whole with `data`.  ValueError for what is none."""
+        """The answers that are whole with `data`.
+
+        Raises:
+            ValueError: for what is none.
+        """
         data, at = self._rest + data if self._rest else data, 0
         while len(data) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(data, at)

@@ -32,7 +32,11 @@ class Damaged(ValueError):
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, to be read.  OSError if it is none, is a link, or cannot be opened; never waits for a writer."""
+    """A regular file, to be read.
+
+    Raises:
+        OSError: if it is none, is a link, or cannot be opened; never waits for a writer.
+    """
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -41,7 +45,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int = MOST) -> bytes:
-    """All of a regular file.  OSError as `open_regular`, and for one of more than `most` bytes."""
+    """All of a regular file.
+
+    Raises:
+        OSError: as `open_regular`, and for one of more than `most` bytes.
+    """
     with open_regular(path) as file:
         return _whole(file, path, most)
 
@@ -57,19 +65,28 @@ def _whole(file: BinaryIO, path: Path, most: int) -> bytes:
 
 
 def read_system(path: str | Path) -> str:
-    """The text of a file of the kernel's, below /proc or /sys.  OSError as `read_regular`."""
+    """The text of a file of the kernel's, below /proc or /sys.
+
+    Raises:
+        OSError: as `read_regular`.
+    """
     return read_regular(Path(path)).decode(errors="replace")
 
 
 def read_given(path: str | Path, most: int = GIVEN) -> str:
-    """The text of a file that the user has named.  OSError as `read_given_bytes`; UnicodeDecodeError."""
+    """The text of a file that the user has named.
+
+    Raises:
+        OSError: as `read_given_bytes`; UnicodeDecodeError.
+    """
     return read_given_bytes(path, most).decode()
 
 
 def read_given_bytes(path: str | Path, most: int = GIVEN) -> bytes:
     """A file that the user has named, links followed, or a pipe that his shell has opened for us (`<(command)`).
 
-    OSError for anything else, which might never end, and for more than `most` bytes.
+    Raises:
+        OSError: for anything else, which might never end, and for more than `most` bytes.
     """
     place = Path(path)
     if any(place.is_relative_to(piped) for piped in PIPED):
@@ -83,7 +100,11 @@ def read_given_bytes(path: str | Path, most: int = GIVEN) -> bytes:
 
 
 def read_json(path: Path, kind: type[T], *, strict: bool = True, most: int = MOST) -> T:
-    """A JSON file as `kind`.  OSError as `read_regular`; Damaged if it holds anything else, nested however deep."""
+    """A JSON file as `kind`.
+
+    Raises:
+        OSError: as `read_regular`; Damaged if it holds anything else, nested however deep.
+    """
     data = read_regular(path, most)
     try:
         return msgspec.json.decode(data, type=kind, strict=strict)
@@ -102,7 +123,8 @@ def parse_json(line: bytes) -> Any:
 def open_append(path: Path) -> BinaryIO:
     """A regular file of the owner's, made if it is not there, to be written to at its end; what is in it can be read.
 
-    OSError if a link or anything else is in its place.
+    Raises:
+        OSError: if a link or anything else is in its place.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     number = os.open(path, flags, 0o600)
@@ -113,7 +135,11 @@ def open_append(path: Path) -> BinaryIO:
 
 
 def touch(path: Path) -> None:
-    """Make an empty file of the owner's, or leave one as it is.  OSError if a link or anything else is in its place."""
+    """Make an empty file of the owner's, or leave one as it is.
+
+    Raises:
+        OSError: if a link or anything else is in its place.
+    """
     open_append(path).close()
 
 

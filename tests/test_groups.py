@@ -63,9 +63,8 @@ def test_plan_marks_groups_across_hosts(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\nc slots=2\n")
     (tmp_path / "r.toml").write_text(
         'hf_checkpoint = "m"\nprompt_data = "p"\nlabel_key = "l"\nrm_type = "exact"\nn_samples_per_prompt = '
-        "4\nnum_rollout = 1\n"
-        "actor_num_nodes = 2\nactor_num_gpus_per_node = 4\nrollout_num_gpus = 2\nrollout_num_gpus_per_engine = 2\n"
-        "tensor_model_parallel_size = 2\npipeline_model_parallel_size = 2\n"
+        "4\nnum_rollout = 1\nactor_num_nodes = 2\nactor_num_gpus_per_node = 4\nrollout_num_gpus = "
+        "2\nrollout_num_gpus_per_engine = 2\ntensor_model_parallel_size = 2\npipeline_model_parallel_size = 2\n"
     )
     assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 0
     out = capsys.readouterr().out

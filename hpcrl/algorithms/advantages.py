@@ -23,9 +23,12 @@ def compute_advantages(batch: RolloutBatch, options: Options) -> Advantages:
     """Advantages (and a critic's returns), float64 [t], of the own tokens; 0 where the mask is.
 
     In order: shaping by length, KL in the reward (off the response's reward, or left to an estimator of tokens), the
-    estimator of --advantage-estimator, the KL to a teacher, --normalize-advantages.  Collective over data-parallel
-    ranks through `batch.total`. UsageError if the batch lacks what the options need; HpcrlError if an estimator returns
-    something else than [t].
+    estimator of --advantage-estimator, the KL to a teacher, --normalize-advantages. Collective over data-parallel ranks
+    through `batch.total`.
+
+    Raises:
+        UsageError: if the batch lacks what the options need.
+        HpcrlError: if an estimator returns something else than [t].
     """
     name = options.advantage_estimator
     estimate = find("estimators", name, "--advantage-estimator")

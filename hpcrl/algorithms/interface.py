@@ -31,23 +31,25 @@ def _alone(sums: Tensor) -> Tensor:
 class RolloutBatch:
     """All samples of one rollout (every optimizer step of it) as an estimator sees them.
 
-    The table, equal on every rank and in the order of group and index:
-        reward: float64 [n].  group: int64 [n], the number of the prompt.
-        length: int64 [n], tokens of the response (0: empty).  truncated: bool [n].
+    The table, equal on every rank and in the order of group and index: reward: float64 [n].
+
+    Attributes:
+        group: int64 [n], the number of the prompt.
+        length: int64 [n], tokens of the response (0: empty).
+        truncated: bool [n].
         baseline: float64 [n], the reward of the greedy response to the same prompt (NaN: there is none), or None.
         response: int64 [n], which response each sample is of, -1 for one that counts nowhere; None where each is its
-            own.
-    A response of several samples counts once in its group, as the mean of them.
-    The columns, of the whole responses of the samples that this rank has, one after another; all TP, CP and PP
-    ranks of a data-parallel rank hold the same:
-        own: int64 [m], which rows of the table they are.  mask: bool [t], trained tokens, t = sum of length[own].
-        old: float [t], log-probs under the old policy, before the update.  reference: float [t], the reference's, or
-        None.
+            own. A response of several samples counts once in its group, as the mean of them. The columns, of the whole
+            responses of the samples that this rank has, one after another; all TP, CP and PP ranks of a data-parallel
+            rank hold the same: own: int64 [m], which rows of the table they are.
+        mask: bool [t], trained tokens, t = sum of length[own].
+        old: float [t], log-probs under the old policy, before the update.
+        reference: float [t], the reference's, or None.
         teacher: float [t], the teacher's log-probs, or None.
         values: float [t], the critic's value of the state before each token, or None.
         kl_penalty: float64 [t], --kl-coef x the KL estimate between old and reference, 0 without; `compute_advantages`
             fills it.
-    total: sums a float64 tensor over data-parallel ranks (not over TP, CP, PP); identity on one rank.
+        total: sums a float64 tensor over data-parallel ranks (not over TP, CP, PP); identity on one rank.
     """
 
     reward: Tensor
@@ -135,26 +137,32 @@ class Advantages(NamedTuple):
 class TokenBatch:
     """The r tokens of a micro-batch that are trained on and are on this rank; they belong to m samples.
 
-    All float tensors have one dtype; those marked * carry a gradient.
-        logprobs*, entropy*: [r], of the model that is trained (nats).  greedy: bool [r], whether the token is the
-            likeliest.
+    All float tensors have one dtype; logprobs, entropy and divergence carry a gradient.
+
+    Attributes:
+        logprobs: [r], of the model that is trained (nats).
+        entropy: [r], of the model that is trained (nats).
         sample: int64 [r], which of the m samples each belongs to.
         weights: [r], what each token counts (see `loss.token_weights`): the loss is the sum of weight x term, over a
             divisor.
+        greedy: bool [r], whether the token is the likeliest.
         old: [r], log-probs of the policy that the ratio is taken to (--use-rollout-logprobs: the engine's); where no
             pass computed them: `logprobs.detach()`.
         trainer: [r], the trainer's log-probs under the weights that sampled: `old`, but for --use-rollout-logprobs
             `logprobs.detach()`.
-        rollout: [r], the engine's log-probs.  advantages: [r].  reference: [r] or None.
-        divergence*: [r], the KL to the teacher over the whole vocabulary, or None.
+        rollout: [r], the engine's log-probs.
+        advantages: [r].
+        reference: [r], the reference's log-probs, or None.
+        divergence: [r], the KL to the teacher over the whole vocabulary, or None.
         pg_weights: [r], as weights, for the policy-gradient term alone (a custom reducer), or None: `weights`.
-        group: int64 [m] and reward: float [m] of the samples; only a loss that compares samples (dpo) reads them.
+        group: int64 [m] of the samples; only a loss that compares samples (dpo) reads it.
+        reward: float [m] of the samples, for the same.
         comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of
             mismatch.
         fresh: bool [r], whether they must agree on a token: False where an older policy sampled it; None: on all.
-    sum_over_sample: [k, r] -> [k, m], sums over each sample's trained tokens on all CP ranks; differentiable (backward
-        also sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever r is.  None:
-        this         rank has the samples whole.
+        sum_over_sample: [k, r] -> [k, m], sums over each sample's trained tokens on all CP ranks; differentiable
+            (backward also sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever
+            r is.  None: this rank has the samples whole.
     """
 
     logprobs: Tensor
@@ -200,8 +208,10 @@ class Terms(NamedTuple):
 class Correction(NamedTuple):
     """What a correction returns of each token.
 
-    weights: [r], detached, factors of the policy-gradient term.  kept: [r] of 1.0 and 0.0; a token of 0 counts in no
-    term, but stays in the divisor.  report: name -> [r], logged as means that count as the loss does.
+    Attributes:
+        weights: [r], detached, factors of the policy-gradient term.
+        kept: [r] of 1.0 and 0.0; a token of 0 counts in no term, but stays in the divisor.
+        report: name -> [r], logged as means that count as the loss does.
     """
 
     weights: Tensor
@@ -213,9 +223,11 @@ class Correction(NamedTuple):
 class Report:
     """What to log of a micro-batch, by name (without train/): float64 scalars, detached.
 
-    means: sums of weight x value, to be added over micro-batches and ranks and divided by what the loss is divided by.
-    token_means: plain sums over tokens, to be divided by the number of trained tokens.  maxima: the maximum counts.
-    The names and their order depend on the options alone, so every rank has the same.
+    Attributes:
+        means: sums of weight x value, to be added over micro-batches and ranks and divided by what the loss is divided
+            by.
+        token_means: plain sums over tokens, to be divided by the number of trained tokens.
+        maxima: the maximum counts. The names and their order depend on the options alone, so every rank has the same.
     """
 
     means: dict[str, Tensor] = field(default_factory=dict)
@@ -235,8 +247,11 @@ FUNCTION = {"estimators": "estimate", "losses": "policy_loss", "corrections": "c
 
 
 def find(kind: Kind, name: str, option: str) -> Callable[..., Any]:
-    """The function that `name` stands for.  UsageError names the option if there is none; so does the HpcrlError of
-    what a custom one raises."""
+    """The function that `name` stands for.
+
+    Raises:
+        UsageError: names the option if there is none; so does the HpcrlError of what a custom one raises.
+    """
     if is_path(name):
         return guarded(load_own(option.removeprefix("--").replace("-", "_"), name), f"{option} {name}")
     if name not in algorithm_files(kind):

@@ -78,8 +78,10 @@ Found = TypeVar("Found", Terms, Correction)
 def compute_loss(tokens: TokenBatch, options: Options) -> Loss:
     """The loss of --loss-type; see `policy_loss`, `sft_loss`, `dpo_loss`.
 
-    custom_loss: function(tokens, options) -> Loss of --custom-loss-function-path; HpcrlError if it returns something
-    else.
+    custom_loss: function(tokens, options) -> Loss of --custom-loss-function-path.
+
+    Raises:
+        HpcrlError: if it returns something else.
     """
     if options.loss_type == "custom_loss":
         path = str(options.custom_loss_function_path)
@@ -105,8 +107,10 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
     Report, in slime's names: loss, pg_loss, pg_clipfrac, ppo_kl, entropy_loss; kl_loss with --use-kl-loss;
     opd_reverse_kl or opd_forward_kl where that is a term of the loss; opsm_clipfrac with --use-opsm; where trainer and
     engine are comparable ois, tis, tis_clipfrac, tis_abs, what the correction reports, mis_*
-    (`mismatch.mismatch_report`), and train_rollout_logprob_abs_diff as a token mean and a maximum. UsageError if
-    --use-kl-loss finds no reference.
+    (`mismatch.mismatch_report`), and train_rollout_logprob_abs_diff as a token mean and a maximum.
+
+    Raises:
+        UsageError: if --use-kl-loss finds no reference.
     """
     name = policy_loss_name(options)
     terms = _of_tokens(Terms, find("losses", name, "--pg-loss-type")(tokens, options), tokens, f"--pg-loss-type {name}")
@@ -147,8 +151,11 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
 
 
 def _of_tokens(kind: type[Found], found: Any, tokens: TokenBatch, where: str) -> Found:
-    """What an estimator of terms returned, if it is a `kind` whose tensors are [r]; HpcrlError names the option
-    otherwise."""
+    """What an estimator of terms returned, if it is a `kind` whose tensors are [r].
+
+    Raises:
+        HpcrlError: names the option otherwise.
+    """
     parts = [value for value in found if isinstance(value, Tensor)] if isinstance(found, kind) else []
     if not isinstance(found, kind) or any(part.shape != tokens.weights.shape for part in parts):
         raise HpcrlError(
@@ -180,9 +187,11 @@ def sft_loss(tokens: TokenBatch, options: Options) -> Loss:
 def compute_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, options: Options) -> Loss:
     """A critic's loss, max((v - R)^2, (v_old + clip(v - v_old, -value_clip, value_clip) - R)^2); all [r].
 
-    values: the critic's, with a gradient; old_values: before the update; returns: of the estimator.  Report:
-    value_loss, value_clipfrac.  Source: Schulman et al. 2017's implementation; Engstrom et al. 2020, arXiv:2005.12729,
-    2; without the factor 1/2, as slime.
+    Args:
+        values: the critic's, with a gradient.
+        old_values: before the update.
+        returns: of the estimator. Report: value_loss, value_clipfrac. Source: Schulman et al. 2017's implementation;
+            Engstrom et al. 2020, arXiv:2005.12729, 2; without the factor 1/2, as slime.
     """
     change = values - old_values
     clipped = old_values + change.clamp(-options.value_clip, options.value_clip)
@@ -211,12 +220,14 @@ def dpo_loss(tokens: TokenBatch, options: Options) -> Loss:
 
         L = -log sigmoid(dpo_beta ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected))))
 
-    Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7.  The loss of a pair is at each token of both responses,
-    so the mean over samples is the mean over pairs; a response without trained tokens has log-ratio 0 and does not
-    count itself.  A pair of equal rewards is not a preference: its loss is 0.
-    Report: loss, dpo_accuracy (share of pairs with a positive margin), dpo_margin (dpo_beta x the difference),
-    dpo_chosen, dpo_rejected (dpo_beta x each response's log-ratio), dpo_ties (share of pairs of equal rewards, 0 in all
-    the others). UsageError without a reference; DataError if a group is not a pair.
+    Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7. The loss of a pair is at each token of both responses, so the
+    mean over samples is the mean over pairs; a response without trained tokens has log-ratio 0 and does not count
+    itself. A pair of equal rewards is not a preference: its loss is 0. Report: loss, dpo_accuracy (share of pairs with
+    a positive margin), dpo_margin (dpo_beta x the difference), dpo_chosen, dpo_rejected (dpo_beta x each response's
+    log-ratio), dpo_ties (share of pairs of equal rewards, 0 in all the others). UsageError without a reference.
+
+    Raises:
+        DataError: if a group is not a pair.
     """
     if tokens.reference is None:
         raise UsageError(
@@ -285,8 +296,10 @@ def policy_token_weights(counts: Tensor, options: Options) -> Tensor | None:
     """The same [m] for the policy-gradient term alone; None where that counts as the others do.
 
     Per constant (--pg-loss-divisor N; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, 3.2): 1 / N.
-    --custom-pg-loss-reducer-function-path: function(counts, options) -> float [m].  HpcrlError if it returns another
-    shape.
+    --custom-pg-loss-reducer-function-path: function(counts, options) -> float [m].
+
+    Raises:
+        HpcrlError: if it returns another shape.
     """
     if path := options.custom_pg_loss_reducer_function_path:
         own = load_own("custom_pg_loss_reducer_function_path", path)

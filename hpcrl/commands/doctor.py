@@ -78,8 +78,12 @@ LIMIT = "15:00"  #: the short job's time limit
 
 @dataclass(frozen=True)
 class Case:
-    """What is looked at.  stages: resolved options of each stage, none without a recipe; directory: of the run to
-    be."""
+    """What is looked at.
+
+    Attributes:
+        stages: resolved options of each stage, none without a recipe.
+        directory: of the run to be.
+    """
 
     site: SiteProfile
     stages: tuple[Options, ...]

@@ -64,7 +64,11 @@ def strip_lines(text: str) -> str:
 
 
 def _of(run: Run) -> tuple[StageFiles, EngineViews]:
-    """The stage at work, and its engines.  HpcrlError if it has said nothing of any."""
+    """The stage at work, and its engines.
+
+    Raises:
+        HpcrlError: if it has said nothing of any.
+    """
     stage = run.stage
     views = read_views(stage.here) if stage is not None and stage.attempt is not None else None
     if stage is None or views is None:

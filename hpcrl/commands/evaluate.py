@@ -125,7 +125,11 @@ def _order(name: str) -> tuple[str, int]:
 
 
 def recipe_for(what: Path, overrides: Mapping[str, Any]) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe of an evaluation of `what`, and the flags for it.  UsageError says why there is none."""
+    """The recipe of an evaluation of `what`, and the flags for it.
+
+    Raises:
+        UsageError: says why there is none.
+    """
     if what.suffix == ".toml":
         recipe = load_recipe(what)
         stage = _stage_of(recipe)
@@ -149,8 +153,11 @@ def _stage_of(recipe: Recipe) -> Stage:
 
 
 def _flags_for(recipe: Recipe, stage: Stage, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags as those of a recipe of this stage alone: plain ones count in it.  UsageError for those of another
-    stage."""
+    """The flags as those of a recipe of this stage alone: plain ones count in it.
+
+    Raises:
+        UsageError: for those of another stage.
+    """
     of_stages = {name: value for name, value in overrides.items() if split_name(name)[0]}
     for name in recipe.placed(of_stages):
         if split_name(name)[0] != stage.name:
@@ -199,7 +206,11 @@ def _of_checkpoint(what: Path, overrides: Mapping[str, Any]) -> Recipe:
 
 
 def _changed(path: Path) -> dict[str, Any]:
-    """What an options.json says otherwise than the defaults.  UsageError if it cannot be read."""
+    """What an options.json says otherwise than the defaults.
+
+    Raises:
+        UsageError: if it cannot be read.
+    """
     try:
         said = Options.model_validate_json(read_regular(path))
     except (OSError, ValueError) as error:

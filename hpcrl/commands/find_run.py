@@ -38,7 +38,8 @@ MISSING = "name a run directory, its name, or its job ID; hpcrl status lists the
 def find_run(word: str) -> Run:
     """The run that `word` names: a path, the last part of one that is known, or a job's number.
 
-    UsageError if there is none, or more than one.
+    Raises:
+        UsageError: if there is none, or more than one.
     """
     with contextlib.suppress(PermissionError):
         path = as_given(word)

@@ -81,7 +81,11 @@ def name_of_script(file: Path) -> str:
 
 
 def _write(translation: Translation, name: str, about: str, notes: Sequence[str]) -> int:
-    """Print the recipe, and say on standard error what is not simply kept; UsageError for what cannot be honoured."""
+    """Print the recipe, and say on standard error what is not simply kept.
+
+    Raises:
+        UsageError: for what cannot be honoured.
+    """
     print(recipe_text(translation, name, about, notes), end="")
     for line in [*(line for line in summary(translation) if not line.startswith("refused")), *notes]:
         print(f"hpcrl: note: {line}", file=sys.stderr)

@@ -36,7 +36,12 @@ _NAME = re.compile(r"(trainer|engine|rollout)-(\d+)(?:-node-(\d+))?\.log\Z")
 
 @dataclass(frozen=True)
 class RoleLog:
-    """One log file.  label: what its lines begin with; attempt: (stage, attempt), None for the job's own."""
+    """One log file.
+
+    Attributes:
+        label: what its lines begin with.
+        attempt: (stage, attempt), None for the job's own.
+    """
 
     path: Path
     role: str
@@ -178,7 +183,9 @@ def clean(text: bytes) -> str:
 def follow(root: Path, role: str | None, host: str | None, tails: dict[Path, FileTail], old: set[Path]) -> None:
     """Print what is written from now on, also to files that appear later, until the run has ended and is silent.
 
-    tails: the files whose last lines are shown already; old: all that were there then.
+    Args:
+        tails: the files whose last lines are shown already.
+        old: all that were there then.
     """
     jobs = Jobs([Run(root)])
     asked = looked = quiet = time.monotonic()

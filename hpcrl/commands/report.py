@@ -63,7 +63,11 @@ def bill(argv: list[str]) -> int:
 
 
 def _recorded(run: Run) -> Recorded:
-    """The run's timelines.  UsageError if it has none."""
+    """The run's timelines.
+
+    Raises:
+        UsageError: if it has none.
+    """
     found = read_run(run)
     if not found.launchers:
         raise UsageError(f"{run.root} has no timeline", "it was run by an older hpcrl, or has not begun")
@@ -71,7 +75,11 @@ def _recorded(run: Run) -> Recorded:
 
 
 def _write(given: str | None, usual: Path, text: str, run: Run) -> None:
-    """Write a file, and say where it is; UsageError if that cannot be."""
+    """Write a file, and say where it is.
+
+    Raises:
+        UsageError: if that cannot be.
+    """
     if given == "-":
         sys.stdout.write(text)
     else:

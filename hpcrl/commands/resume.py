@@ -41,8 +41,11 @@ def _bent(options: Options) -> str:
 
 
 def extend_run(job: RunJob, num_rollout: int) -> None:
-    """Let the last stage continue to `num_rollout` rollouts.  UsageError if it has not begun, has done more, or must
-    not."""
+    """Let the last stage continue to `num_rollout` rollouts.
+
+    Raises:
+        UsageError: if it has not begun, has done more, or must not.
+    """
     *before, last = job.recipe.stages
     directory = job.directory(last)
     if not all(finished(job.directory(stage)) for stage in before) or not (directory / "options.json").is_file():
@@ -65,7 +68,11 @@ def extend_run(job: RunJob, num_rollout: int) -> None:
 
 
 def rewind_run(job: RunJob, number: int) -> None:
-    """Have the current stage resume from checkpoint `number`.  UsageError if it has none of that number."""
+    """Have the current stage resume from checkpoint `number`.
+
+    Raises:
+        UsageError: if it has none of that number.
+    """
     stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
     if stage is None or not (job.directory(stage) / "options.json").is_file():
         raise UsageError(f"{job.root} has no stage that could resume from a checkpoint", "leave --ckpt-step out")

@@ -30,7 +30,11 @@ COUNT = 3
 
 
 class StepSamples(NamedTuple):
-    """Samples of one step of one stage.  name: as the user wrote it."""
+    """Samples of one step of one stage.
+
+    Attributes:
+        name: as the user wrote it.
+    """
 
     stage: StageFiles
     step: int
@@ -110,9 +114,13 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: Path | None = None) -> StepSamples:
-    """The step `step`, by default the last, of the run.  UsageError says what there is.
+    """The step `step`, by default the last, of the run.
 
-    inside: a stage's directory that was named; else the last stage that has such samples.
+    Args:
+        inside: a stage's directory that was named; else the last stage that has such samples.
+
+    Raises:
+        UsageError: says what there is.
     """
     from hpcrl.report.sample_records import held_out_sets, steps_of
 

@@ -100,7 +100,7 @@ def selftest(argv: Sequence[str]) -> int:
 
 
 def _directory(own: dict[str, Any]) -> Path:
-    """UsageError for a --resume that is none, and a --dir that is full."""
+    """Raise UsageError for a --resume that is none, and a --dir that is full."""
     if "resume" in own:
         found = Path(own["resume"]).absolute()
         if not (found / "results").is_dir():
@@ -180,7 +180,11 @@ def _in_a_job(site: SiteProfile, own: dict[str, Any], results: Results) -> None:
 
 
 def _await(scheduler: Any, job: JobKey, results: Results, deadline: Deadline) -> None:
-    """Until the job has ended.  HpcrlError if it ends without a word, or is too late."""
+    """Until the job has ended.
+
+    Raises:
+        HpcrlError: if it ends without a word, or is too late.
+    """
     seen: set[str] = set()
     gone, every = 0, find_checks()
     while not (results.directory / "ended").exists():

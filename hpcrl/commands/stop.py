@@ -40,7 +40,11 @@ def _one(name: str, description: str, argv: list[str]) -> Run:
 
 
 def stop(argv: list[str]) -> int:
-    """`hpcrl stop`: ask the launcher to save a checkpoint and end.  HpcrlError if none is alive to do so."""
+    """`hpcrl stop`: ask the launcher to save a checkpoint and end.
+
+    Raises:
+        HpcrlError: if none is alive to do so.
+    """
     run = _one("stop", "Let a run finish its step, save a checkpoint and end; continue it with hpcrl resume.", argv)
     jobs = Jobs([run])
     found = look_at_run(run, jobs)
@@ -83,7 +87,11 @@ def _instead(found: Status, name: str, jobs: Jobs, run: Run) -> str:
 
 
 def cancel(argv: list[str]) -> int:
-    """`hpcrl cancel`: end the run at once.  HpcrlError if there is nothing to end, or it is out of reach."""
+    """`hpcrl cancel`: end the run at once.
+
+    Raises:
+        HpcrlError: if there is nothing to end, or it is out of reach.
+    """
     run = _one("cancel", "End a run at once, or take it out of the queue; its last saved checkpoint stays good.", argv)
     if run.job and run.job.queued:
         return _cancel_job(run)

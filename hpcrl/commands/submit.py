@@ -77,7 +77,11 @@ def submit(argv: list[str]) -> int:
 
 
 def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, Any], word: str) -> int:
-    """Submit a recipe, or show what would be, as this command's own flags say; word: how the recipe was named."""
+    """Submit a recipe, or show what would be, as this command's own flags say.
+
+    Args:
+        word: how the recipe was named.
+    """
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)
     overrides = site.options(recipe, overrides)

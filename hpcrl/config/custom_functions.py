@@ -61,7 +61,8 @@ def is_foreign(path: str) -> bool:
 def ours(path: str, flag: str) -> str:
     """What a path of slime's or vime's is here, "" for what is done anyway; other paths as they are.
 
-    UsageError for one of theirs that there is not: hpcrl does not have their code.
+    Raises:
+        UsageError: for one of theirs that there is not: hpcrl does not have their code.
     """
     found = _FOREIGN.fullmatch(path)
     if found is None:
@@ -82,8 +83,12 @@ def load_function(
     """The function `path` of the option `flag`; an object that can be called will do, of a class that takes nothing one
     is made.
 
-    parameters: what it is called with, in order; keywords: what it is given by name besides.  UsageError if there is no
-    such function, or if it cannot be called with these.
+    Args:
+        parameters: what it is called with, in order.
+        keywords: what it is given by name besides.
+
+    Raises:
+        UsageError: if there is no such function, or if it cannot be called with these.
     """
     found = load_object(path, flag)
     if not callable(found):
@@ -98,7 +103,12 @@ def load_class(
 ) -> Callable[..., Any]:
     """The class `path` of the option `flag`, or a function that makes its objects.
 
-    parameters: what it is made with; methods: name -> what that is called with.  UsageError as `load_function`.
+    Args:
+        parameters: what it is made with.
+        methods: name -> what that is called with.
+
+    Raises:
+        UsageError: as `load_function`.
     """
     found = load_object(path, flag)
     if not callable(found):
@@ -117,7 +127,11 @@ def load_class(
 
 
 def load_object(path: str, flag: str) -> Any:
-    """Whatever `path` names.  UsageError as `load_function`."""
+    """Whatever `path` names.
+
+    Raises:
+        UsageError: as `load_function`.
+    """
     shown = f"{flag} {path}"
     module, _, name = path.rpartition(".")
     if not module:
@@ -187,7 +201,8 @@ def named(shown: str) -> Iterator[None]:
     """Within, whatever the user's code raises becomes an HpcrlError that begins with `shown`; its traceback goes to
     stderr.
 
-    shown: the option and its value, such as "--custom-rm-path my.f"; what is an HpcrlError already passes.
+    Args:
+        shown: the option and its value, such as "--custom-rm-path my.f"; what is an HpcrlError already passes.
     """
     try:
         yield
@@ -284,8 +299,9 @@ def search_path() -> list[str]:
 def find_module(name: str, entries: Sequence[str], top: bool) -> ModuleSpec | None:
     """The module with this full name in the directories `entries`, or None.
 
-    top: whether it is a top-level module, for which the other finders of this interpreter (editable installs) are asked
-    as well.
+    Args:
+        top: whether it is a top-level module, for which the other finders of this interpreter (editable installs) are
+            asked as well.
     """
     portions: list[str] = []
     for entry in entries:

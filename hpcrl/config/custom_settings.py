@@ -18,7 +18,11 @@ from hpcrl.untrusted_files import read_given
 def with_own_settings(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """`values` of options, with what the file at values["custom_config_path"] holds in values["custom"].
 
-    known: names of options, which can be no own settings.  UsageError if the file cannot be used.
+    Args:
+        known: names of options, which can be no own settings.
+
+    Raises:
+        UsageError: if the file cannot be used.
     """
     path = values.get("custom_config_path")
     custom = values.get("custom", {})
@@ -51,7 +55,11 @@ def _read(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, flag: str) -> Any:
-    """What it holds.  UsageError if it cannot be read, or is no YAML."""
+    """What it holds.
+
+    Raises:
+        UsageError: if it cannot be read, or is no YAML.
+    """
     import yaml
 
     try:

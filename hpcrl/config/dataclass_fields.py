@@ -34,7 +34,8 @@ _OPEN, _UNWRITABLE = Kind("any"), Kind("none")
 class Setting:
     """One field: its name and kind, its default as the source writes it, its own help, and the class it belongs to.
 
-    spellings: flag names, without dashes in front, that the field itself declares instead of its own name.
+    Attributes:
+        spellings: flag names, without dashes in front, that the field itself declares instead of its own name.
     """
 
     name: str

@@ -37,9 +37,10 @@ NAME = re.compile(r"[\w.+-]*[\w.+]")  #: a step follows it in file names, after 
 class EvalSet:
     """One held-out set.
 
-    rewards: what grades it, in place of nothing else; own_types: its prompts' metadata may name another;
-    max_response_len and the other lengths: tokens; top_k -1, min_p 0, top_p 1, repetition_penalty 1, min_new_tokens 0:
-    off.
+    Attributes:
+        rewards: what grades it, in place of nothing else.
+        own_types: its prompts' metadata may name another; max_response_len and the other lengths: tokens; top_k -1,
+            min_p 0, top_p 1, repetition_penalty 1, min_new_tokens 0: off.
     """
 
     name: str
@@ -138,8 +139,11 @@ _OFF = {"min_new_tokens": 0}
 
 
 def eval_sets(options: Options) -> tuple[EvalSet, ...]:
-    """The sets, in order.  UsageError names the flag or the file's key at fault; DataError is left to the code that
-    opens a set's file."""
+    """The sets, in order.
+
+    Raises:
+        UsageError: names the flag or the file's key at fault; DataError is left to the code that opens a set's file.
+    """
     if options.eval_config is not None:
         return tuple(_set(options, own, shown) for shown, own in _of_file(Path(options.eval_config)))
     return tuple(_set(options, own, FLAG) for own in _of_words(options.eval_prompt_data))

@@ -23,8 +23,10 @@ def parse_flags(
     """A command line -> (options that flags set, the command's own flags named in `extra`, the other words).
 
     Options come by name, Megatron's and vLLM's in the tables "megatron" and "vllm"; those of one stage (--grpo.lr) as
-    "grpo.lr" and "grpo.megatron"; of a flag given twice the later counts.  UsageError: unknown flags, missing,
-    superfluous or mistyped values, all that there are.
+    "grpo.lr" and "grpo.megatron"; of a flag given twice the later counts.
+
+    Raises:
+        UsageError: unknown flags, missing, superfluous or mistyped values, all that there are.
     """
     by_stage: dict[str, dict[str, Any]] = {"": {}}
     command: dict[str, Any] = {}

@@ -57,13 +57,11 @@ _PLAN = "hpcrl's forward step gives no schedule plan"
 _ROWS = "hpcrl runs the output layer itself, for the rows that are trained on and some of them at a time"
 _TOGETHER = {
     INFERENCE: "flash_decode inference_rng_tracker use_inference_optimized_layers inference_fuse_tp_communication "
-    "symmetric_ar_type "
-    "cache_mla_latents mlp_chunks_for_prefill",
+    "symmetric_ar_type cache_mla_latents mlp_chunks_for_prefill",
     _GRAPH: "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope",
     _PARAMETERS: "overlap_param_gather align_param_gather overlap_param_gather_with_optimizer_step",
     _WRAPPER: "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy "
-    "fsdp_double_buffer "
-    "init_model_with_meta_device fsdp_manual_registration",
+    "fsdp_double_buffer init_model_with_meta_device fsdp_manual_registration",
     _SCALE: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     _BUFFERS: "tp_comm_overlap",
     _ROWS: "defer_embedding_wgrad_compute wgrad_deferral_limit",

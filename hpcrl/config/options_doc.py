@@ -103,7 +103,8 @@ FIRST = frozenset(_FIRST.split())
 def run_help(every: bool = True, width: int = 110) -> str:
     """The options of `hpcrl run`, by section, with default and source.
 
-    every: all of them; otherwise those of FIRST, and how the others are shown.
+    Args:
+        every: all of them; otherwise those of FIRST, and how the others are shown.
     """
     lines, left = [], 0
     for title, declared in sections():
@@ -136,7 +137,8 @@ def _entry(head: str, text: str, width: int) -> list[str]:
 def foreign_help(table: Table, width: int = 110) -> str:
     """Every setting of the installed package that passes through, with its flags and its own help.
 
-    UsageError if the package is not installed here.
+    Raises:
+        UsageError: if the package is not installed here.
     """
     found = settings(table)
     if found is None:

@@ -83,8 +83,7 @@ IRREGULAR: dict[str, tuple[str, Any]] = {
 _MODEL = "it is read from the model's config.json (--hf-checkpoint)"
 _ONE_ENGINE = (
     "an engine's GPUs are divided by tensor and data parallelism: use --rollout-num-gpus-per-engine, "
-    "--vllm-data-parallel-size, and "
-    "--rollout-num-gpus for more engines"
+    "--vllm-data-parallel-size, and --rollout-num-gpus for more engines"
 )
 
 #: Megatron's flags that describe the model and have no counterpart to compare with
@@ -151,7 +150,8 @@ OWNED: dict[Table, dict[str, str]] = {
 class Target:
     """Where a flag or key leads: a table ("" is hpcrl's own options), a field there, and the kind of its value.
 
-    fixed: the value that the flag itself stands for, as `--no-x` does; None where the value follows the flag.
+    Attributes:
+        fixed: the value that the flag itself stands for, as `--no-x` does; None where the value follows the flag.
     """
 
     table: Literal["", "megatron", "vllm"]
@@ -222,7 +222,8 @@ def _preferred() -> dict[tuple[str, bool | None], str]:
 def as_flag(field: str, value: Any) -> str:
     """A setting of Megatron's as a command line has it: --swiglu, --no-rope-fusion, --norm-epsilon 1e-06.
 
-    value: also a member of an enumeration, shown by its name.
+    Args:
+        value: also a member of an enumeration, shown by its name.
     """
     if isinstance(value, bool):
         return f"--{_preferred().get((field, value)) or ('' if value else 'no-') + dashed(field)}"
@@ -261,8 +262,9 @@ def _vllm_flags(setting: Setting) -> dict[str, Target]:
 
 
 def refuse_owned(table: Table, flag: str, shown: str) -> None:
-    """UsageError if `flag` (with vLLM's prefix, if it has one) is hpcrl's to decide; `shown` is how the user wrote
-    it."""
+    """Raise UsageError if `flag` (with vLLM's prefix, if it has one) is hpcrl's to decide; `shown` is how the user
+    wrote it.
+    """
     target = spellings(table).get(flag)
     plain = flag.removeprefix("vllm-") if table == "vllm" else flag
     for name in (target.field if target else "", plain.replace("-", "_"), plain.removeprefix("no-").replace("-", "_")):
@@ -273,7 +275,8 @@ def refuse_owned(table: Table, flag: str, shown: str) -> None:
 def find_setting(table: Table, flag: str, shown: str) -> Target | None:
     """Where a flag (without leading dashes) leads in a table; None if the installed package knows no such setting.
 
-    UsageError if it is hpcrl's to decide, or holds something that cannot be written.
+    Raises:
+        UsageError: if it is hpcrl's to decide, or holds something that cannot be written.
     """
     refuse_owned(table, flag, shown)
     if settings(table) is None:

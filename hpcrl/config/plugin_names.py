@@ -45,7 +45,11 @@ DEFAULTS = {"NEEDS": (), "OPTIONS": (), "LOSS": "ppo", "KL": "reward"}
 
 @dataclass(frozen=True)
 class AlgorithmFile:
-    """What a file declares; title: the first line of its docstring."""
+    """What a file declares.
+
+    Attributes:
+        title: the first line of its docstring.
+    """
 
     title: str
     needs: tuple[str, ...]
@@ -88,8 +92,11 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 class RewardWord:
     """One reward of --rm-type.
 
-    word: without the weight; name: what its metric is called; file: the reward's file, "" for a custom function; boxed:
-    whether it sees the boxed part of a response alone.
+    Attributes:
+        word: without the weight.
+        name: what its metric is called.
+        file: the reward's file, "" for a custom function.
+        boxed: whether it sees the boxed part of a response alone.
     """
 
     word: str
@@ -110,8 +117,11 @@ def declared(name: str) -> dict[str, Any]:
 
 
 def read_words(rm_type: str | Sequence[str] | None) -> tuple[RewardWord, ...]:
-    """The rewards of --rm-type.  UsageError for an unknown name (with the nearest), a bad weight, a name given
-    twice."""
+    """The rewards of --rm-type.
+
+    Raises:
+        UsageError: for an unknown name (with the nearest), a bad weight, a name given twice.
+    """
     words = [rm_type] if isinstance(rm_type, str) else list(rm_type or ())
     found = tuple(_read(word) for word in words)
     for number, item in enumerate(found):
@@ -164,7 +174,7 @@ def needing_labels(words: Sequence[RewardWord]) -> list[str]:
 
 
 def check_key(words: Sequence[RewardWord], key: str, flag: str) -> None:
-    """UsageError if none of the rewards returns an object with this key, as far as that is known."""
+    """Raise UsageError if none of the rewards returns an object with this key, as far as that is known."""
     if any(not item.file or item.file == "remote_rm" for item in words):
         return
     keys = sorted({str(k) for item in words for k in declared(item.file)["KEYS"]})

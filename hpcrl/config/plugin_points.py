@@ -21,9 +21,15 @@ Role = Literal["rollout", "grading", "generating", "trainer"]
 
 @dataclass(frozen=True)
 class Point:
-    """role: whose process calls it; parameters: with what, in order; keywords: by name besides; methods: of a class,
-    with theirs.
-    own: the option takes nothing but dotted paths, no names of hpcrl's."""
+    """A plug-in point: an option that takes the dotted path of a function or class of the user's.
+
+    Attributes:
+        role: whose process calls it.
+        parameters: with what, in order.
+        keywords: by name besides.
+        methods: of a class, with theirs.
+        own: the option takes nothing but dotted paths, no names of hpcrl's.
+    """
 
     role: Role
     parameters: tuple[str, ...]
@@ -32,7 +38,11 @@ class Point:
     own: bool = False
 
     def load(self, path: str, flag: str) -> Callable[..., Any]:
-        """The function or class at `path`.  UsageError if it cannot be used so."""
+        """The function or class at `path`.
+
+        Raises:
+            UsageError: if it cannot be used so.
+        """
         if self.methods is not None:
             return load_class(path, flag, self.parameters, self.methods)
         return load_function(path, flag, self.parameters, self.keywords)
@@ -100,13 +110,20 @@ def missing_functions(options: Options) -> list[UsageError]:
 
 
 def load_own(name: str, path: str) -> Callable[..., Any]:
-    """The function at `path`, given to the option `name`.  UsageError if it cannot be used there."""
+    """The function at `path`, given to the option `name`.
+
+    Raises:
+        UsageError: if it cannot be used there.
+    """
     return POINTS[name].load(path, spelled(name))
 
 
 def load_points(options: Options, role: Role) -> dict[str, list[Callable[..., Any]]]:
-    """Option -> its functions, of every point of a role that is in use.  UsageError for the first that cannot be
-    used."""
+    """Option -> its functions, of every point of a role that is in use.
+
+    Raises:
+        UsageError: for the first that cannot be used.
+    """
     return {
         name: [load_own(name, path) for path in paths_of(options, name)]
         for name, point in POINTS.items()

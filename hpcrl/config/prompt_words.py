@@ -23,7 +23,13 @@ _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
 
 @dataclass(frozen=True)
 class PromptWord:
-    """One prompt file.  word: as it was given; start, stop: of the slice of its rows; weight: None without one."""
+    """One prompt file.
+
+    Attributes:
+        word: as it was given.
+        start, stop: of the slice of its rows.
+        weight: None without one.
+    """
 
     word: str
     path: str
@@ -42,7 +48,11 @@ class PromptWord:
 
 
 def read_word(word: str, flag: str) -> PromptWord:
-    """What `word` names.  UsageError, naming `flag`, for a slice or a weight that is none."""
+    """What `word` names.
+
+    Raises:
+        UsageError: naming `flag`, for a slice or a weight that is none.
+    """
     match = _WORD.fullmatch(word)
     if match is None:
         if "@[" in word:
@@ -63,8 +73,11 @@ def read_word(word: str, flag: str) -> PromptWord:
 
 
 def read_words(words: str | Sequence[str] | None, flag: str) -> tuple[PromptWord, ...]:
-    """The prompt files of a mixture.  UsageError for a file given twice, or where some have a weight and others
-    none."""
+    """The prompt files of a mixture.
+
+    Raises:
+        UsageError: for a file given twice, or where some have a weight and others none.
+    """
     found = tuple(read_word(word, flag) for word in ([words] if isinstance(words, str) else words or ()))
     given = [word.word.rpartition("=")[0] if word.weight is not None else word.word for word in found]
     if twice := sorted({name for name in given if given.count(name) > 1}):

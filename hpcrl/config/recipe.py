@@ -63,7 +63,8 @@ class Stage:
 class Recipe:
     """A recipe: where it came from (absolute), the options for all stages, the commands to run first, the stages.
 
-    text: of a recipe that was given without a file, what its file would hold; None: it is the file at `path`.
+    Attributes:
+        text: of a recipe that was given without a file, what its file would hold; None: it is the file at `path`.
     """
 
     name: str
@@ -82,8 +83,11 @@ class Recipe:
         return [[_fill(word, places) for word in command] for command in self.prepare]
 
     def placed(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """The flags under the stages that they count in; UsageError for those that no stage, or more than one, can be
-        meant by."""
+        """The flags under the stages that they count in.
+
+        Raises:
+            UsageError: for those that no stage, or more than one, can be meant by.
+        """
         return place_flags(flags, self._tables(), self.path.name)
 
     def spread(self, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +116,11 @@ class Recipe:
 def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
     """Read a recipe; every name and type in it is checked.
 
-    origin: where the recipe was, if `path` is a copy of it: {recipe} is its directory.  UsageError names file and key.
+    Args:
+        origin: where the recipe was, if `path` is a copy of it: {recipe} is its directory.
+
+    Raises:
+        UsageError: names file and key.
     """
     file = Path(path)
     try:
@@ -182,9 +190,13 @@ def _stages(value: Any, where: str) -> Iterator[Stage]:
 def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping[str, str]) -> tuple[Options, ...]:
     """The options of every stage, checked, with placeholders filled in.
 
-    overrides: what the flags set; places: values of {run} and {prepared}.  An option that has no effect is an error if
-    a stage itself sets it, or a flag for this stage does, or if it is set for all stages and has an effect in none of
-    them. UsageError names the stage.
+    Args:
+        overrides: what the flags set.
+        places: values of {run} and {prepared}. An option that has no effect is an error if a stage itself sets it, or a
+            flag for this stage does, or if it is set for all stages and has an effect in none of them.
+
+    Raises:
+        UsageError: names the stage.
     """
     everywhere, placed = recipe.places(places), recipe.placed(overrides)
     built = tuple(_build(recipe, stage, placed, everywhere) for stage in recipe.stages)
@@ -202,8 +214,11 @@ def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping
 
 
 def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapping[str, str]) -> Options:
-    """Merge and validate, without looking at what options say together; placed: flags, under the stages that they count
-    in."""
+    """Merge and validate, without looking at what options say together.
+
+    Args:
+        placed: flags, under the stages that they count in.
+    """
     merged: dict[str, Any] = {"name": recipe.name}
     for values in (recipe.values, stage.values, flags_of(placed, stage.name)):
         tables = {key: {**merged.get(key, {}), **values[key]} for key in ("megatron", "vllm") if key in values}
@@ -218,7 +233,11 @@ def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapp
 def build_options(values: Mapping[str, Any], shown: Callable[[str], str] | None = None) -> Options:
     """Options of these values, without looking at what they say together.
 
-    shown: how an error names an option's value.  UsageError: every value that is out of range or of another type.
+    Args:
+        shown: how an error names an option's value.
+
+    Raises:
+        UsageError: every value that is out of range or of another type.
     """
     try:
         return Options.model_validate(dict(values), strict=True)

@@ -78,7 +78,8 @@ def _foreign(*tables: passthrough.Table) -> list[str]:
 def find_flag(flag: str, extra: Iterable[str] = (), stage: str = "") -> Target:
     """Where `--flag` leads, or `--STAGE.flag`.
 
-    UsageError says what may have been meant: one of all known flags (and of `extra`, the command's own).
+    Raises:
+        UsageError: says what may have been meant: one of all known flags (and of `extra`, the command's own).
     """
     dashes = f"--{stage}." if stage else "--"
     if target := own().get(flag):
@@ -98,7 +99,8 @@ def find_flag(flag: str, extra: Iterable[str] = (), stage: str = "") -> Target:
 def find_key(key: str, where: str, extra: Iterable[str] = ()) -> Target:
     """Where a key at the top of a recipe, or of a stage, leads; keys are spelled with underscores.
 
-    UsageError names the place `where` and what may have been meant.
+    Raises:
+        UsageError: names the place `where` and what may have been meant.
     """
     flag = dashed(key)
     keys = {f: t for f, t in own().items() if t.fixed is not False}  # off is `x = false`, not another name
@@ -143,7 +145,11 @@ def _taken_for_ours(flag: str, table: passthrough.Table, mine: Collection[str]) 
 
 
 def settle_value(target: Target, value: Any, shown: str) -> Any:
-    """The value to store for `target` when a file says `value`; UsageError if it is of another type."""
+    """The value to store for `target` when a file says `value`.
+
+    Raises:
+        UsageError: if it is of another type.
+    """
     if not target.kind.fits(value):
         raise UsageError(f"{shown} = {spell(value)}: expected {target.kind}")
     if not target.table or target.fixed is None:
@@ -161,8 +167,10 @@ def spell(value: Any) -> str:
 def gather(values: Mapping[str, Any], where: str, extra: Iterable[str] = ()) -> dict[str, Any]:
     """Keys and values of a file -> own options by name, and the tables "megatron" and "vllm" by field; all checked.
 
-    Bounds, and what options say together, are left to `recipe.resolve_stages`.  UsageError: all that is wrong with
-    them.
+    Bounds, and what options say together, are left to `recipe.resolve_stages`.
+
+    Raises:
+        UsageError: all that is wrong with them.
     """
     found: dict[str, Any] = {}
     wrong: list[UsageError] = []
@@ -214,8 +222,7 @@ _HERE: dict[str, str] = {
     "{use-dynamic-batch-size}": "use-dynamic-bsz packing",
     "{max-tokens-per-gpu}": "ppo-max-token-len-per-gpu max-token-len-per-gpu",
     "{hf-checkpoint}": "model model-name model-name-or-path model-path pretrain pretrained actor-model-path tokenizer "
-    "tokenizer-path "
-    "tokenizer-model tokenizer-name-or-path",
+    "tokenizer-path tokenizer-model tokenizer-name-or-path",
     "{ref-load}": "ref-model ref-model-path reference-model",
     "{prompt-data}": "dataset dataset-name dataset-path data train-data train-file train-files data-path data-files",
     "{eval-prompt-data}": "eval-dataset eval-data eval-file val-data val-file val-files test-data test-files",
@@ -295,10 +302,9 @@ _HERE: dict[str, str] = {
 #: why there is nothing to write -> the names
 _NOWHERE: dict[str, str] = {
     "metrics are in the run directory: metrics.jsonl, and tensorboard/ for "
-    "TensorBoard": "wandb use-wandb wandb-project wandb-group "
-    "wandb-key wandb-team wandb-mode wandb-host wandb-dir wandb-run-name wandb-run-id wandb-random-suffix report-to "
-    "logger logging-dir "
-    "logging-steps log-interval use-tensorboard tensorboard-dir tb-dir swanlab use-swanlab mlflow trackio",
+    "TensorBoard": "wandb use-wandb wandb-project wandb-group wandb-key wandb-team wandb-mode wandb-host wandb-dir "
+    "wandb-run-name wandb-run-id wandb-random-suffix report-to logger logging-dir logging-steps "
+    "log-interval use-tensorboard tensorboard-dir tb-dir swanlab use-swanlab mlflow trackio",
     "a penalty changes the distribution that is sampled from, and the trainer computes it "
     "without": "repetition-penalty presence-penalty frequency-penalty rollout-repetition-penalty",
     "engine and trainer are always compared, there is nothing to switch on": "get-mismatch-metrics",
@@ -334,8 +340,9 @@ WORD = 0.65  #: and those words themselves
 def advice(flag: str, known: Collection[str], spell: Callable[[str], str]) -> str:
     """What to do about the unknown name `flag`.
 
-    flag, known: names as flags have them, without dashes in front; spell: how a name is written where the user wrote
-    it.
+    Args:
+        flag, known: names as flags have them, without dashes in front.
+        spell: how a name is written where the user wrote it.
     """
     if hint := elsewhere(flag, known, spell):
         return hint

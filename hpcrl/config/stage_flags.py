@@ -36,8 +36,12 @@ def stage_flag(stage: str, option: str) -> str:
 def place_flags(flags: Values, stages: Mapping[str, Values], recipe: str) -> dict[str, Any]:
     """The flags, each plain one under the stages that it counts in, or plain if it counts in all.
 
-    stages: what each stage's own table sets; {"": ...} for a recipe without stages.  recipe: its file, for an error.
-    UsageError: a stage that the recipe does not have; a plain flag that several stages name with different values.
+    Args:
+        stages: what each stage's own table sets; {"": ...} for a recipe without stages.
+        recipe: its file, for an error.
+
+    Raises:
+        UsageError: a stage that the recipe does not have; a plain flag that several stages name with different values.
     """
     staged = {name: value for name, value in flags.items() if split_name(name)[0]}
     wrong = [problem for name in staged if (problem := _misplaced(name, list(stages), recipe))]

@@ -40,11 +40,15 @@ _PLAIN: dict[Any, Base] = {bool: "bool", int: "int", float: "float", str: "str",
 class Kind:
     """The type of an option's value.
 
-    base: "object" is a JSON object, "any" is left open, "none" cannot be written at all (functions, tensors' dtypes
-    ...);
-    many: a list of it; lone: one that may also be written without the list; choices: the only values allowed; optional:
-    null is allowed; bounds: as text, such as ">= 1";
-    bare: the flag may be without a value and then means true (only where nothing is known of the type).
+    Attributes:
+        base: "object" is a JSON object, "any" is left open, "none" cannot be written at all (functions, tensors' dtypes
+            ...).
+        many: a list of it.
+        lone: one that may also be written without the list.
+        choices: the only values allowed.
+        optional: null is allowed.
+        bounds: as text, such as ">= 1".
+        bare: the flag may be without a value and then means true (only where nothing is known of the type).
     """
 
     base: Base
@@ -65,7 +69,11 @@ class Kind:
         return 1, None if self.many else 1
 
     def parse(self, words: Sequence[str]) -> Any:
-        """The value that words of a command line stand for.  ValueError if they do not fit."""
+        """The value that words of a command line stand for.
+
+        Raises:
+            ValueError: if they do not fit.
+        """
         low, high = self.takes_words
         if len(words) < low or (high is not None and len(words) > high):
             raise ValueError(words)

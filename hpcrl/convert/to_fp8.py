@@ -49,8 +49,11 @@ def convert(
 ) -> None:
     """Write `output` from the safetensors of `source`.
 
-    progress(done, total): wraps the files as they are finished.  UsageError if `output` is there already and `force` is
-    not given; DataError names a tensor that cannot be quantised, or a damaged file; then nothing is left behind.
+    progress(done, total): wraps the files as they are finished.
+
+    Raises:
+        UsageError: if `output` is there already and `force` is not given.
+        DataError: names a tensor that cannot be quantised, or a damaged file; then nothing is left behind.
     """
     config = _config(source)
     held = listing(source)
@@ -201,7 +204,11 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`hpcrl convert to-fp8`: the exit status.  UsageError and DataError as `convert`."""
+    """`hpcrl convert to-fp8`: the exit status.
+
+    Raises:
+        UsageError, DataError: as `convert`.
+    """
     args = parser().parse_args(argv)
     if min(args.block_size) < 1:
         raise UsageError(f"--block-size {args.block_size[0]} {args.block_size[1]}", "give two positive numbers")

@@ -49,7 +49,8 @@ _EXPERT = re.compile(
 class Conversion:
     """One stored tensor, or a part of it with leading indices, and the Hugging Face tensors that it becomes.
 
-    rule: how; None for a tensor that is copied from the origin's files instead.
+    Attributes:
+        rule: how; None for a tensor that is copied from the origin's files instead.
     """
 
     key: str
@@ -71,11 +72,13 @@ def convert(
 ) -> None:
     """Write checkpoint `source` (an iter_* or release directory, or the one above) as `output`, with `origin`'s config.
 
-    add_missing: tensors of the origin that the checkpoint has none for are copied.
-    save_workers: files that are written at once, each by a thread that holds one tensor.
-    load_workers: those of them that read at once.
+    Args:
+        add_missing: tensors of the origin that the checkpoint has none for are copied.
+        save_workers: files that are written at once, each by a thread that holds one tensor.
+        load_workers: those of them that read at once.
 
-    DataError, UsageError: see above.
+    Raises:
+        DataError, UsageError: see above.
     """
     config = read_config(origin, "--origin-hf-dir")
     family = find_family(config, origin)
@@ -108,7 +111,11 @@ class StoredTensors:
         return own
 
     def read(self, job: Conversion) -> list[torch.Tensor]:
-        """The tensors of a job.  DataError: see `TorchDist.read`."""
+        """The tensors of a job.
+
+        Raises:
+            DataError: see `TorchDist.read`.
+        """
         if job.rule is None:
             assert self.files is not None
             with self.turn, self.opening:
@@ -147,7 +154,11 @@ def _write(source: StoredTensors, jobs: list[Conversion], writer: SafetensorsWri
 
 
 def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
-    """What to read and what it becomes, in the order of the model.  DataError names tensors that do not fit."""
+    """What to read and what it becomes, in the order of the model.
+
+    Raises:
+        DataError: names tensors that do not fit.
+    """
     shapes = _shapes(config, family)
     jobs = []
     used = set()
@@ -210,7 +221,7 @@ def _check_rows(stored: TorchDist, key: str, rule: Rule, shape: tuple[int, ...],
 
 
 def _check_counts(stored: TorchDist, config: Config) -> None:
-    """DataError unless every layer has its place, and none more."""
+    """Raise DataError unless every layer has its place, and none more."""
     layers = config["num_hidden_layers"]
     for key, tensor in stored.tensors.items():
         if key.startswith("decoder.layers.") and not _LAYER.fullmatch(key) and tensor.shape[0] != layers:
@@ -311,7 +322,8 @@ def main(argv: Sequence[str]) -> int:
 def run_places(root: Path) -> tuple[Path, Path | None, Path]:
     """(checkpoints, --hf-checkpoint, where the result goes) of a run: those of its last stage that has saved.
 
-    UsageError if it is not a run, or has not saved yet.
+    Raises:
+        UsageError: if it is not a run, or has not saved yet.
     """
     if not is_run(root):
         raise UsageError(f"{root} is not a run directory", "give --input-dir, --origin-hf-dir and --output-dir instead")

@@ -73,7 +73,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_options(argv: Sequence[str], world: int) -> Options:
-    """Options for `world` ranks; UsageError for what does not belong here."""
+    """Options for `world` ranks.
+
+    Raises:
+        UsageError: for what does not belong here.
+    """
     from hpcrl.config.flags import parse_flags
     from hpcrl.config.value_types import Kind
     from hpcrl.model_files.config_json import read_config
@@ -111,7 +115,10 @@ def read_options(argv: Sequence[str], world: int) -> Options:
 def stages_for(layers: int, world: int) -> tuple[int, int | None]:
     """(pipeline stages, layers of the last where it has fewer): every rank a stage, or half of them, a quarter ...
 
-    slime's rule.  UsageError if no number of stages does.
+    slime's rule.
+
+    Raises:
+        UsageError: if no number of stages does.
     """
     stages = world
     while stages > 1:
@@ -126,7 +133,11 @@ def stages_for(layers: int, world: int) -> tuple[int, int | None]:
 
 
 def _commonest(directory: Path) -> str:
-    """The dtype, by safetensors' name, that most tensors have.  DataError for one that cannot be trained."""
+    """The dtype, by safetensors' name, that most tensors have.
+
+    Raises:
+        DataError: for one that cannot be trained.
+    """
     from hpcrl.model_files.safetensors_files import SafetensorsDirectory
 
     with ExitStack() as stack:
@@ -151,9 +162,14 @@ def alone() -> Any:
 
 
 def convert(options: Options, ranks: Any) -> Path:
-    """Convert on all ranks of groups that exist; collective.  Returns DIR/release.
+    """Convert on all ranks of groups that exist; collective.
 
-    UsageError if DIR holds a checkpoint; DataError for a model directory that does not fit its config.json.
+    Returns:
+        DIR/release.
+
+    Raises:
+        UsageError: if DIR holds a checkpoint.
+        DataError: for a model directory that does not fit its config.json.
     """
     from hpcrl.trainer.checkpoint import save_load
     from hpcrl.trainer.collectives import agree

@@ -40,10 +40,11 @@ SECONDS = 900.0  #: for all of it: imports of torch and vLLM from a slow file sy
 
 
 class NodeStep(msgspec.Struct, frozen=True):
-    """One component: its role ("trainer", "engine", "rollout"), how many nodes, and slots on each; gpus: that a node
-    must have for them, None for as many.
+    """One component: its role ("trainer", "engine", "rollout"), how many nodes, and slots on each.
 
-    command: what starts one task on each of its nodes; the arguments of hpcrl.doctor.one_node are put behind it.
+    Attributes:
+        gpus: that a node must have for them, None for as many.
+        command: what starts one task on each of its nodes; the arguments of hpcrl.doctor.one_node are put behind it.
     """
 
     role: str
@@ -54,9 +55,12 @@ class NodeStep(msgspec.Struct, frozen=True):
 
 
 class NodesJob(msgspec.Struct, frozen=True):
-    """What there is to look at.  gpus: whether a slot is a GPU; allreduce, imports: the parts that take long.
+    """What there is to look at.
 
-    echoes: how the lines begin in which whatever starts the tasks only repeats that one has failed.
+    Attributes:
+        gpus: whether a slot is a GPU.
+        allreduce, imports: the parts that take long.
+        echoes: how the lines begin in which whatever starts the tasks only repeats that one has failed.
     """
 
     steps: list[NodeStep]
@@ -71,7 +75,8 @@ class NodesJob(msgspec.Struct, frozen=True):
 def examine(job: NodesJob, directory: Path, seconds: float = SECONDS) -> list[Finding]:
     """Run doctor_node on every node of every step at once, and judge what they say.
 
-    directory: new, on the run's file system; it gets the token and the nodes' files.
+    Args:
+        directory: new, on the run's file system; it gets the token and the nodes' files.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     touch(directory / "token")

@@ -44,7 +44,11 @@ def check_model_directory(directory: str, python: str = sys.executable, seconds:
 
 
 def weights(path: Path) -> list[Path]:
-    """The weight files that the directory should have.  DataError if its index cannot be read."""
+    """The weight files that the directory should have.
+
+    Raises:
+        DataError: if its index cannot be read.
+    """
     where = read_index(path)
     return [path / name for name in ([SINGLE] if where is None else sorted(set(where.values())))]
 
@@ -86,7 +90,11 @@ SKEW = 1.0  #: seconds between our clock and the file server's that do not matte
 
 
 def check_storage(directory: Path, several: bool, model_bytes: int = 0) -> Iterator[Finding]:
-    """Findings about the run directory that is to be made; `several`: whether more than one node will use it."""
+    """Findings about the run directory that is to be made.
+
+    Args:
+        several: whether more than one node will use it.
+    """
     parent = next(path for path in (directory, *directory.parents) if path.exists())
     if not parent.is_dir():
         yield Finding("fail", "", f"run directory {directory}: {parent} is not a directory", "choose another --run-dir")

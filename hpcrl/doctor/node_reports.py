@@ -33,7 +33,11 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Total(msgspec.Struct, frozen=True):
-    """A timed all-reduce over the trainer ranks; bus_bandwidth: bytes a second that a link carries."""
+    """A timed all-reduce over the trainer ranks.
+
+    Attributes:
+        bus_bandwidth: bytes a second that a link carries.
+    """
 
     ranks: int
     backend: str
@@ -45,14 +49,21 @@ class Total(msgspec.Struct, frozen=True):
 class NodeReport(msgspec.Struct, frozen=True):
     """What one node found.
 
-    base: host, networks, memory; wrote: why its file could not be written, "" if it could; seen: hosts whose files it
-    saw; tried: host -> "" or why it could not be reached; offsets: host -> (its clock minus ours, give or take),
-    seconds;
-    gpus: None where no driver answers, with `devices` then counted from /dev; visible: CUDA_VISIBLE_DEVICES; shm: bytes
-    free in /dev/shm; port: why no port could be bound, "" if it could; imports: module -> "" or why it does not import;
-    locked: bytes that a process may lock, None for no limit where that matters;
-    ranks: of the all-reduce that it was to take part in; total: of the host of trainer rank 0, what
-    hpcrl.trainer.start.network_speed said; broken: why the all-reduce failed here.
+    Attributes:
+        base: host, networks, memory.
+        wrote: why its file could not be written, "" if it could.
+        seen: hosts whose files it saw.
+        tried: host -> "" or why it could not be reached.
+        offsets: host -> (its clock minus ours, give or take), seconds.
+        gpus: None where no driver answers, with `devices` then counted from /dev.
+        visible: CUDA_VISIBLE_DEVICES.
+        shm: bytes free in /dev/shm.
+        port: why no port could be bound, "" if it could.
+        imports: module -> "" or why it does not import.
+        locked: bytes that a process may lock, None for no limit where that matters.
+        ranks: of the all-reduce that it was to take part in.
+        total: of the host of trainer rank 0, what hpcrl.trainer.start.network_speed said.
+        broken: why the all-reduce failed here.
     """
 
     base: HostReport
@@ -108,8 +119,11 @@ def judge_reports(
 ) -> list[Finding]:
     """What the reports say.
 
-    wanted: GPUs a node, by role; interface: as the site names it; window: our clock (Unix seconds) when the first node
-    was asked and when the last had answered; expected: how many nodes were asked.
+    Args:
+        wanted: GPUs a node, by role.
+        interface: as the site names it.
+        window: our clock (Unix seconds) when the first node was asked and when the last had answered.
+        expected: how many nodes were asked.
     """
     if not reports:
         return [Finding("fail", "", f"none of {expected or 'the'} nodes reported", "see the step's log")]

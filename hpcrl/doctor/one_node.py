@@ -175,7 +175,11 @@ def greet(address: str, port: int, host: str) -> tuple[str, tuple[float, float] 
 def meet(
     mine: NodeReport, directory: Path, expect: int, interface: str | None, seconds: float, ranks: int = 0
 ) -> NodeReport:
-    """`mine` with what came of meeting the others, within twice `seconds`; `ranks`: to take part in an all-reduce."""
+    """`mine` with what came of meeting the others, within twice `seconds`.
+
+    Args:
+        ranks: to take part in an all-reduce.
+    """
     addresses = [network.address for network in mine.base.networks] or ["127.0.0.1"]
     if (expect == 1 or interface == "lo") and "127.0.0.1" not in addresses:
         addresses.append("127.0.0.1")

@@ -46,8 +46,9 @@ def check_packages(
 ) -> Iterator[Finding]:
     """Every package that does not fit, or one line that all do.
 
-    roles: also what trainer and engines need; for them a misfit is a warning, since a login node may have less than the
-    nodes have.
+    Args:
+        roles: also what trainer and engines need; for them a misfit is a warning, since a login node may have less than
+            the nodes have.
     """
     try:
         from packaging.requirements import Requirement

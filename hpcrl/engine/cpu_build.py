@@ -60,7 +60,8 @@ PACKED = "cpu_linear"  #: vLLM's name of a layer's multiplication with its packe
 def give_back(model: nn.Module, caches: list[Any], level: int) -> int:
     """Give back the KV caches, at level 2 the weights too; by how many bytes the process's own memory has shrunk.
 
-    caches: tensors, or lists of them.
+    Args:
+        caches: tensors, or lists of them.
     """
     before = anonymous_bytes()
     tensors = list(_flat(caches))

@@ -29,7 +29,11 @@ class Follower(EngineSupervisor):
         self.name = f"engine {context.index}, part {node} on {self.place.host}"
 
     def start(self) -> None:
-        """Start the workers, once the first part has published its address.  DeadlineError names it if it does not."""
+        """Start the workers, once the first part has published its address.
+
+        Raises:
+            DeadlineError: names it if it does not.
+        """
         peer = wait_for(self.context.rundir, MeetingPeer, self.context.index, self.context.options.engine_start_timeout)
         self.launch(variables(peer, self.node), self.node)
         say(f"{self.name} has begun; it meets {peer.host}:{peer.port}")
@@ -41,7 +45,11 @@ class Follower(EngineSupervisor):
         """Nothing to do: the first part publishes the engine."""
 
     def watch(self) -> None:
-        """Return when told to stop; PeerError as soon as the workers have ended."""
+        """Return when told to stop.
+
+        Raises:
+            PeerError: as soon as the workers have ended.
+        """
         while not self.stopped.wait(POLL):
             self._check_child()
 

@@ -38,7 +38,11 @@ ASLEEP = 30.0  #: seconds between two looks after which who looks was stopped it
 
 
 class CoreWatchdog:
-    """A thread that asks until the process ends.  patience: seconds that one answer may take."""
+    """A thread that asks until the process ends.
+
+    Attributes:
+        patience: seconds that one answer may take.
+    """
 
     def __init__(self, address: Address, patience: float) -> None:
         self._address = address
@@ -139,8 +143,9 @@ def _patience(scope: Scope) -> float:
 class StoppedProcess:
     """How long a process below this one has been stopped, by a signal or a debugger; looks at most every EVERY seconds.
 
-    among: the processes that count.
-    clock: seconds that never go back.
+    Attributes:
+        among: the processes that count.
+        clock: seconds that never go back.
     """
 
     def __init__(

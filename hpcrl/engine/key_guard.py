@@ -35,7 +35,8 @@ _REFUSED = b'{"error":"this route asks for the key of this engine: Authorization
 def read_key() -> bytes:
     """This engine's key: of the run's, in the file that HPCRL_HTTP_KEY_FILE names, and HPCRL_HTTP_KEY_ENGINE.
 
-    UsageError if there is none: an open server is not an option.
+    Raises:
+        UsageError: if there is none: an open server is not an option.
     """
     path = os.environ.get(KEY_FILE)
     if not path:

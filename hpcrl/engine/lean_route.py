@@ -93,7 +93,11 @@ async def generate(source: ExpertSource, client: AsyncLLM, receive: Receive, sen
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """vLLM's, for one answer at the end of each sample.  ValueError or TypeError if it refuses them."""
+    """vLLM's, for one answer at the end of each sample.
+
+    Raises:
+        ValueError, TypeError: if it refuses them.
+    """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     # flat: one list of log-probs a sample instead of two objects a token; not cloned deeply: there is no other holder

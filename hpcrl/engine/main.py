@@ -71,7 +71,7 @@ class EngineSupervisor:
         self.child: subprocess.Popen[bytes] | None = None
 
     def _check_added(self) -> None:
-        """UsageError if weights come to the run's other engines in a way that does not reach this host."""
+        """Raise UsageError if weights come to the run's other engines in a way that does not reach this host."""
         theirs = backend(self.context.options, read_plan(self.context.rundir), self.found.cpu)
         if theirs != self.backend:
             raise UsageError(
@@ -93,8 +93,9 @@ class EngineSupervisor:
     def launch(self, also: Mapping[str, str], node: int, fds: Sequence[int] = ()) -> None:
         """Start the server of part `node` of the engine.
 
-        also: of its environment.
-        fds: that it gets from us.
+        Args:
+            also: of its environment.
+            fds: that it gets from us.
         """
         base = dict(os.environ) | {"TMPDIR": str(self.scratch), "VLLM_RPC_BASE_PATH": str(self.scratch), **also}
         base |= compile_caches(base, spare=self.scratch)
@@ -136,7 +137,11 @@ class EngineSupervisor:
             ) from error
 
     def wait_until_up(self) -> None:
-        """Return when /health answers 200.  DeadlineError after --engine-start-timeout."""
+        """Return when /health answers 200.
+
+        Raises:
+            DeadlineError: after --engine-start-timeout.
+        """
         limit = self.context.options.engine_start_timeout
         end = Deadline(limit)
         while not self.stopped.is_set():
@@ -175,8 +180,11 @@ class EngineSupervisor:
                 ask(self.address, "POST", TURN, self.context.options.update_timeout, {"event": event})
 
     def watch(self) -> None:
-        """Return when told to stop; PeerError as soon as the server has died, answers no more, or its engine core does
-        not."""
+        """Return when told to stop.
+
+        Raises:
+            PeerError: as soon as the server has died, answers no more, or its engine core does not.
+        """
         silent_since = None
         patience = self.context.options.engine_hang_timeout
         pulse = CoreWatchdog(self.address, patience)
@@ -195,8 +203,7 @@ class EngineSupervisor:
                 if pulse.silent(now) > patience:
                     raise PeerError(
                         f"{self.name} hangs: its engine core has not answered for {patience:.0f} s "
-                        "(--engine-hang-timeout);"
-                        f" {self.log.explain()}"
+                        f"(--engine-hang-timeout); {self.log.explain()}"
                     )
                 continue
             silent_since = silent_since or now
@@ -221,8 +228,9 @@ class EngineSupervisor:
         raise PeerError(f"{self.name}: its vLLM server {how_it_ended(code, self.memory)}; {self.log.explain()}")
 
     def _check_standing(self) -> None:
-        """PeerError if something of the server has been stopped for too long, which matters above all while it starts:
-        no route answers then, for as long as a large model takes."""
+        """Raise PeerError if something of the server has been stopped for too long, which matters above all while it
+        starts: no route answers then, for as long as a large model takes.
+        """
         pid, seconds = self.standing.longest() or (0, 0.0)
         if seconds > (patience := self.context.options.engine_hang_timeout):
             raise PeerError(

@@ -74,7 +74,11 @@ def node_flags(options: Options, plan: Plan, index: int, environment: Mapping[st
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Bound, not listening yet; port 0: any free one.  OSError where that cannot be."""
+    """Bound, not listening yet; port 0: any free one.
+
+    Raises:
+        OSError: where that cannot be.
+    """
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

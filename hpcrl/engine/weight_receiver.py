@@ -66,8 +66,11 @@ class WorkerExtension:
         self._hpcrl_pieces = join(read_join_command(command), str(self.rank), self._hpcrl_held())
 
     def hpcrl_take_pieces(self, what: str = "all") -> dict[str, int]:
-        """Receive and load an update that was started; what: all, or changes; bytes: of tensors that had come in part,
-        at most."""
+        """Receive and load an update that was started.
+
+        Args:
+            what: all, or changes; bytes: of tensors that had come in part, at most.
+        """
         engine = self.weight_transfer_engine
         if self._hpcrl_pieces is None or not isinstance(engine, Receiver):
             raise UpdateRejected("the plan of pieces was not made known")
@@ -87,7 +90,8 @@ class WorkerExtension:
     def hpcrl_check(self, expected: str) -> dict[str, Any]:
         """Compare what the model multiplies with to {rank of the worker: {name: digest of its part}}, given as JSON.
 
-        Returns how many were compared, which differ, and which were expected and cannot be shown.
+        Returns:
+            How many were compared, which differ, and which were expected and cannot be shown.
         """
         wanted: dict[str, str] = json.loads(expected)[str(self.rank)]
         different = []

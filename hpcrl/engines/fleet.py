@@ -67,7 +67,8 @@ class Fleet:
 def fleet_of(rundir: RunDir, plan: Plan, seconds: float, patience: float) -> Fleet:
     """All engines of the plan; waits for them at most `patience` seconds, seconds: limit of a call.
 
-    DeadlineError or PeerError name the engine that does not come up.
+    Raises:
+        DeadlineError, PeerError: name the engine that does not come up.
     """
     peers = [wait_for(rundir, EnginePeer, index, patience) for index in range(len(plan.engines))]
     keys = [http_key(rundir, index, peer.incarnation) for index, peer in enumerate(peers)]
@@ -87,7 +88,11 @@ class PendingCalls:
         self.futures = [_start(e.address, path, body, seconds) for e, body in zip(fleet.engines, bodies, strict=True)]
 
     def results(self) -> list[Any]:
-        """All answers.  PeerError or DeadlineError names the first engine that failed or is late."""
+        """All answers.
+
+        Raises:
+            PeerError, DeadlineError: names the first engine that failed or is late.
+        """
         while wait(self.futures, timeout=GLANCE / 2).not_done:
             self.check()
         self.check()

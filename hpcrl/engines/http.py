@@ -50,7 +50,11 @@ class HttpError(PeerError):
 def ask(address: Address, method: str, path: str, seconds: float, body: Any = None) -> Any:
     """The JSON of a 200 answer; None if it is empty.
 
-    seconds: limit of each wait on the socket.  HttpError says what came instead.
+    Args:
+        seconds: limit of each wait on the socket.
+
+    Raises:
+        HttpError: says what came instead.
     """
     where = f"{method} {path.partition('?')[0]} at {address.host}:{address.port}"
     connection = http.client.HTTPConnection(address.host, address.port, timeout=seconds)

@@ -11,7 +11,11 @@ from collections.abc import Callable
 
 
 class Loads:
-    """Requests in flight of every living engine, by its number.  occupancy: is told of every change."""
+    """Requests in flight of every living engine, by its number.
+
+    Attributes:
+        occupancy: is told of every change.
+    """
 
     def __init__(self, occupancy: Occupancy | None = None) -> None:
         self._occupancy = occupancy
@@ -78,8 +82,9 @@ SAME = (
 class Occupancy:
     """Of engines that may have `limit` requests each.
 
-    clock: microseconds that never go back; busy: is told (engine, begin, end) of each time in which an engine had
-    requests.
+    Attributes:
+        clock: microseconds that never go back.
+        busy: is told (engine, begin, end) of each time in which an engine had requests.
     """
 
     def __init__(

@@ -34,13 +34,14 @@ FAILED_UPDATES = 3
 class Engine:
     """One engine, as the registry keeps it, and as the sender of weights sees it.
 
-    incarnation: how often it was started before (`run/engine_files.py`).
-    address: where it answers in this incarnation, None before it has come up.
-    model_len: tokens of prompt and response together that it can hold, None if it did not say.
-    lean: whether it has the route of `hpcrl.token_frames`.
-    version: of its weights, None: not one of ours.
-    why: it is not well.
-    planned: whether the run waits for it before it begins.
+    Attributes:
+        incarnation: how often it was started before (`run/engine_files.py`).
+        address: where it answers in this incarnation, None before it has come up.
+        model_len: tokens of prompt and response together that it can hold, None if it did not say.
+        lean: whether it has the route of `hpcrl.token_frames`.
+        version: of its weights, None: not one of ours.
+        why: it is not well.
+        planned: whether the run waits for it before it begins.
     """
 
     index: int
@@ -71,7 +72,11 @@ class Engine:
 
 @dataclass
 class Registry:
-    """All engines that ever were.  limit: --engine-restarts; with 0 an engine that is in doubt is gone."""
+    """All engines that ever were.
+
+    Attributes:
+        limit: --engine-restarts; with 0 an engine that is in doubt is gone.
+    """
 
     limit: int = 0
     trusting: bool = False
@@ -81,8 +86,11 @@ class Registry:
     # ---- events
 
     def expect(self, index: int, host: str) -> None:
-        """An engine of the plan, or, once weights were published, one that joins; ValueError if there was one of this
-        number."""
+        """An engine of the plan, or, once weights were published, one that joins.
+
+        Raises:
+            ValueError: if there was one of this number.
+        """
         if index in self.members:
             raise ValueError(f"there is an engine {index} already")
         self.members[index] = Engine(index, host, planned=self.published is None)
@@ -109,8 +117,11 @@ class Registry:
         member.state = "serving" if self.trusting else "joining"
 
     def ended(self, index: int, incarnation: int, why: str, again: bool) -> None:
-        """Its supervisor, or the process that keeps that, says that this incarnation is over; again: another
-        follows."""
+        """Its supervisor, or the process that keeps that, says that this incarnation is over.
+
+        Args:
+            again: another follows.
+        """
         if (member := self._of(index, incarnation)) is not None:
             member.incarnation = incarnation
             member.version = None
@@ -182,7 +193,11 @@ class Registry:
         member.state = "gone" if member.state == "draining" or self.limit == 0 or beyond_help else "suspect"
 
     def drain(self, index: int) -> None:
-        """It gets no new requests, and is let go once it has none; KeyError if there is none of this number."""
+        """It gets no new requests, and is let go once it has none.
+
+        Raises:
+            KeyError: if there is none of this number.
+        """
         member = self.members[index]
         if member.state != "gone":
             member.state = "draining" if member.answers else "gone"

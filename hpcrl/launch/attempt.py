@@ -45,7 +45,8 @@ PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after
 class HostProcess:
     """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step.
 
-    memory: what the kernel had killed before, where the process and what it stands for are on this host.
+    Attributes:
+        memory: what the kernel had killed before, where the process and what it stands for are on this host.
     """
 
     name: str
@@ -101,7 +102,11 @@ class Backend(Protocol):
 
 
 class BatchBackend(Backend, Protocol):
-    """The hosts of a scheduler's job, some of which may be lost.  count: how many there are."""
+    """The hosts of a scheduler's job, some of which may be lost.
+
+    Attributes:
+        count: how many there are.
+    """
 
     count: int
 
@@ -114,8 +119,11 @@ def run_attempt(
 ) -> Summary:
     """Run one attempt to its end and return its summary.
 
-    poll is called about five times a second.  PeerError names the role that failed; DeadlineError says that a stop was
-    asked for and did not come in time.
+    poll is called about five times a second.
+
+    Raises:
+        PeerError: names the role that failed.
+        DeadlineError: says that a stop was asked for and did not come in time.
     """
     rundir.begin()
     with watched(rundir, max(options.hang_timeout, LEAST)):
@@ -205,7 +213,7 @@ def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
 
 
 def _check(members: list[HostHandle], rundir: RunDir) -> None:
-    """PeerError if a member has failed or lost a host, or has ended, however well, before the run did."""
+    """Raise PeerError if a member has failed or lost a host, or has ended, however well, before the run did."""
     over = summary_of(rundir) is not None
     if not over and (lost := next(filter(None, (m.lost() for m in members)), "")):
         rundir.fail("launcher", 0, lost)  # the others, whom that ends too, wait for this word

@@ -66,13 +66,16 @@ class Clock:
     """Asks the run to save and end before the job's time limit, by what its own steps have taken.
 
     The scheduler's SIGUSR1 may come a minute early, or because the limit was changed: it makes us look again, and
-    decides only where the limit has never been known.  A limit may be raised without a signal: before the run is asked
-    to end, the scheduler is asked once more.  Where it does not answer, what it said last holds.
+    decides only where the limit has never been known. A limit may be raised without a signal: before the run is asked
+    to end, the scheduler is asked once more. Where it does not answer, what it said last holds.
 
     A preemption with a grace time is such a limit, too.
 
-    limit: asks the scheduler; floor: seconds that are always kept for saving; preempted: asks the scheduler whether it
-    wants the nodes for another job; due: whether it has asked.
+    Attributes:
+        limit: asks the scheduler.
+        floor: seconds that are always kept for saving.
+        preempted: asks the scheduler whether it wants the nodes for another job.
+        due: whether it has asked.
     """
 
     limit: Callable[[], float | None]
@@ -225,7 +228,8 @@ def _requeue(job: RunJob, allocation: Allocation, why: str, ends: float | None =
     """Queue the job again and wait to be ended; returns if it was cancelled, the limit is reached, or the scheduler
     refuses.
 
-    ends: its time limit in Unix seconds, as far as that is known.
+    Args:
+        ends: its time limit in Unix seconds, as far as that is known.
     """
     if (job.root / CANCEL).exists():
         return
@@ -260,8 +264,9 @@ def _ask_until_answered(job: RunJob, allocation: Allocation, why: str, ends: flo
     """Queue the job again, asking for PATIENCE seconds, and not beyond its time limit, while the scheduler does not
     answer.
 
-    HpcrlError if it refuses, or gave no answer in that time; AlreadyRequeued if it was faster than the first request;
-    Stopped if the job was cancelled meanwhile.
+    Raises:
+        HpcrlError: if it refuses, or gave no answer in that time; AlreadyRequeued if it was faster than the first
+            request; Stopped if the job was cancelled meanwhile.
     """
     state = JobStateFile(job.root, allocation.restarts)
     now = time.time()
@@ -297,7 +302,11 @@ def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
     """Start the RECIPE of the words in their --run-dir, or resume it if this job has been there before; the exit
     status.
 
-    here: opens the allocation of this process; UsageError if there is none.
+    Args:
+        here: opens the allocation of this process.
+
+    Raises:
+        UsageError: if there is none.
     """
     try:
         overrides, _, words = parse_flags(argv)

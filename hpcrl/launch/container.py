@@ -69,7 +69,7 @@ class Container(BaseModel):
         return self
 
     def _only_where_they_count(self) -> None:
-        """ValueError for a key that this kind of container knows nothing of."""
+        """Raise ValueError for a key that this kind of container knows nothing of."""
         without = {
             "modules": ("shifter",),
             "gpus": APPTAINER,
@@ -88,8 +88,10 @@ class Container(BaseModel):
     ) -> tuple[list[str], list[str]]:
         """(extra srun arguments, command) to run `command` in this container.
 
-        mounts: mounted besides the site's; names: variables whose values of the host beat the image's (Pyxis; with
-        Apptainer the site sets APPTAINERENV_NAME).
+        Args:
+            mounts: mounted besides the site's.
+            names: variables whose values of the host beat the image's (Pyxis; with Apptainer the site sets
+                APPTAINERENV_NAME).
         """
         everything = [*dict.fromkeys((*self.mounts, *mounts))]
         for mount in everything:
@@ -143,7 +145,9 @@ class Container(BaseModel):
 
 
 def check_mount(mount: str) -> None:
-    """ValueError unless it is SRC, SRC:DST or SRC:DST:FLAGS with absolute paths; a comma would begin another mount."""
+    """Raise ValueError unless it is SRC, SRC:DST or SRC:DST:FLAGS with absolute paths; a comma would begin another
+    mount.
+    """
     parts = mount.split(":")
     if (
         len(parts) > 3

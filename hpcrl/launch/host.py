@@ -58,7 +58,11 @@ CLOSING_SAVED = 10.0  #: the same in a run that was asked to stop
 
 @dataclass
 class Role:
-    """One started role.  memory: what the kernel had killed before it was."""
+    """One started role.
+
+    Attributes:
+        memory: what the kernel had killed before it was.
+    """
 
     name: str
     index: int
@@ -138,8 +142,9 @@ def _lowest(plan: Plan, host: str) -> int:
 def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inherited: str | None) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES of a role, as `visible_devices`; nothing where there are no GPUs, or the role needs none.
 
-    inherited: the variable as this process has it.  One of NO_GPUS, it says that there are none: the run is on CPUs.
-    Trainer ranks of a host see all of its trainer's GPUs, as torchrun has it, unless each is bound to its own.
+    Args:
+        inherited: the variable as this process has it. One of NO_GPUS, it says that there are none: the run is on CPUs.
+            Trainer ranks of a host see all of its trainer's GPUs, as torchrun has it, unless each is bound to its own.
     """
     if (
         role == "rollout"
@@ -161,8 +166,11 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
 
 
 def start(role: str, index: int, command: list[str], rundir: RunDir, variables: Mapping[str, str]) -> Role:
-    """Start one role in a separate session, its output going to its log; variables: in addition to those of every
-    role."""
+    """Start one role in a separate session, its output going to its log.
+
+    Args:
+        variables: in addition to those of every role.
+    """
     log, memory = rundir.logs / f"{role}-{index}.log", MemoryWatch()
     with open_append(log) as out:
         process = subprocess.Popen(
@@ -202,8 +210,11 @@ def run_host(
 ) -> None:
     """Run what this host has to run; returns when the run is over, or was asked to end.
 
-    turn is called about five times a second.  PeerError names the role that failed, here or elsewhere.  Whatever
-    happens, no process that was started here outlives the call.
+    turn is called about five times a second.
+
+    Raises:
+        PeerError: names the role that failed, here or elsewhere. Whatever happens, no process that was started here
+            outlives the call.
     """
     roles: list[Role] = []
     sweep()  # after processes of an earlier attempt that were killed
@@ -322,19 +333,26 @@ class RunDirPoller:
         self.ended = "end" in signs or (self.count % SELDOM == 0 and self.rundir.superseded())
 
     def end(self) -> bool:
-        """Whether this host is to end now.  PeerError if the attempt has failed somewhere."""
+        """Whether this host is to end now.
+
+        Raises:
+            PeerError: if the attempt has failed somewhere.
+        """
         self._look()
         return self.ended
 
     def over(self, at_once: bool) -> bool:
-        """Whether the trainer has summed up.  at_once: a host whose own roles have ended does not wait for the next
-        look."""
+        """Whether the trainer has summed up.
+
+        Args:
+            at_once: a host whose own roles have ended does not wait for the next look.
+        """
         self._look(at_once)
         return self.is_over
 
 
 def _check(roles: list[Role], rundir: RunDir, told: SignalFlags, host: str) -> None:
-    """PeerError if a role has failed, or an engine has ended while it was needed."""
+    """Raise PeerError if a role has failed, or an engine has ended while it was needed."""
     gone = [r for r in roles if r.status is not None and (r.status != 0 or r.serves)]
     if not gone:
         return

@@ -84,12 +84,16 @@ def run_job(
     ends: float | None = None,
     age: float = 0.0,
 ) -> int:
-    """Bring a job to its end, from where it is; returns the exit status.  HpcrlError says what went wrong.
+    """Bring a job to its end, from where it is; returns the exit status.
 
-    restarts: how often the scheduler has started it again.  watch: called about five times a second; it may ask to
-    stop.
-    ends: when the allocation's time is over, in Unix seconds.  age: seconds since this start was asked for, if that was
-    before this process began.
+    Args:
+        restarts: how often the scheduler has started it again.
+        watch: called about five times a second; it may ask to stop.
+        ends: when the allocation's time is over, in Unix seconds.
+        age: seconds since this start was asked for, if that was before this process began.
+
+    Raises:
+        HpcrlError: says what went wrong.
     """
     say(f"run directory: {job.root}")
     adopt_orphans()
@@ -141,7 +145,11 @@ def tell_end(job: RunJob) -> None:
 
 @contextmanager
 def held(root: Path) -> Iterator[None]:
-    """Hold the run directory; UsageError if another process runs in it.  The kernel lets go when we end, however."""
+    """Hold the run directory.
+
+    Raises:
+        UsageError: if another process runs in it. The kernel lets go when we end, however.
+    """
     with open_append(root / "lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,8 +177,9 @@ def begin_job(
 ) -> RunJob:
     """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made.
 
-    here: whether this machine is one of the run's, with the files that it begins with and the packages that it runs
-    with.
+    Args:
+        here: whether this machine is one of the run's, with the files that it begins with and the packages that it runs
+            with.
     """
     root = directory_of(recipe, overrides)
     job = RunJob(recipe, recipe.placed(overrides), root, uuid.uuid4().hex)
@@ -210,7 +219,11 @@ def reopen_job(root: Path) -> RunJob:
 def run_prepare_commands(
     job: RunJob, backend: Backend, stop: StopRequest, state: JobStateFile, turn: Callable[[], None]
 ) -> None:
-    """Run the recipe's prepare commands once; HpcrlError names the command and its log."""
+    """Run the recipe's prepare commands once.
+
+    Raises:
+        HpcrlError: names the command and its log.
+    """
     done = job.root / "prepared" / ".done"
     if not job.recipe.prepare or done.exists() or stop.requests:
         return

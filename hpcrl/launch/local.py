@@ -57,7 +57,11 @@ def spawn(command: list[str], log: Path | None) -> subprocess.Popen[bytes]:
 
 
 def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> int:
-    """Start a recipe, or resume a run; returns the exit status.  HpcrlError says what went wrong."""
+    """Start a recipe, or resume a run; returns the exit status.
+
+    Raises:
+        HpcrlError: says what went wrong.
+    """
     if resume:
         return run_job(reopen_job(resume), Local())
     assert recipe is not None

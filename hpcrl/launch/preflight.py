@@ -45,8 +45,10 @@ from hpcrl.run.rundir import TRACKER
 class Sight:
     """What this machine can see of the machines of a run.
 
-    elsewhere: whether a path need not be here, since the run makes it or since the nodes alone have it; code: whether
-    modules are found there as they are here; files: whether any file of the run can be here.
+    Attributes:
+        elsewhere: whether a path need not be here, since the run makes it or since the nodes alone have it.
+        code: whether modules are found there as they are here.
+        files: whether any file of the run can be here.
     """
 
     elsewhere: Callable[[str], bool] = lambda _: False
@@ -60,9 +62,13 @@ NOTHING = Sight(code=False, files=False)  #: of a machine that is not one of the
 def refuse_what_cannot_run(
     stages: Sequence[Options], hosts: Callable[[Options], list[Host]], sight: Sight, packages: bool
 ) -> None:
-    """All checks; hosts, packages: see `refuse_settings`.
+    """All checks.
 
-    UsageError names all that is wrong and what to do; DataError is about the first rows of a prompt file.
+    Args:
+        hosts, packages: see `refuse_settings`.
+
+    Raises:
+        UsageError: names all that is wrong and what to do; DataError is about the first rows of a prompt file.
     """
     rules = (lambda found: refuse_settings(found, hosts, packages), *((refuse_missing_packages,) if packages else ()))
     raise_together([*failures(rules, stages), *absent(stages, sight)])
@@ -70,9 +76,11 @@ def refuse_what_cannot_run(
 
 
 def refuse_settings(stages: Sequence[Options], hosts: Callable[[Options], list[Host]], packages: bool) -> None:
-    """UsageError for all that cannot be, whatever files there are.
+    """Raise UsageError for all that cannot be, whatever files there are.
 
-    hosts: the hosts of a stage, with their slots; packages: whether the processes run with this interpreter's packages.
+    Args:
+        hosts: the hosts of a stage, with their slots.
+        packages: whether the processes run with this interpreter's packages.
     """
     wrong = [
         error
@@ -84,15 +92,16 @@ def refuse_settings(stages: Sequence[Options], hosts: Callable[[Options], list[H
 
 
 def check_routing(options: Options) -> None:
-    """UsageError if a dense model is to replay a choice of experts; nothing where it is not (yet) to be read from
-    here."""
+    """Raise UsageError if a dense model is to replay a choice of experts; nothing where it is not (yet) to be read
+    from here.
+    """
     if replay_flag(options) and options.hf_checkpoint is not None:
         with contextlib.suppress(DataError):
             find_routing(options, read_config(options.hf_checkpoint))
 
 
 def refuse_missing_packages(stages: Sequence[Options]) -> None:
-    """UsageError if this interpreter lacks what the processes of these stages import first."""
+    """Raise UsageError if this interpreter lacks what the processes of these stages import first."""
     needed = {"torch", "transformers"}
     needed |= {"megatron"} if any(not options.debug_rollout_only for options in stages) else set()
     needed |= {"vllm"} if any(options.num_engines for options in stages) else set()
@@ -170,7 +179,11 @@ def _may_be_empty(options: Options) -> bool:
 
 
 def refuse_wrong_settings(stages: Sequence[Options], same_packages: bool) -> None:
-    """UsageError for all that cannot be.  same_packages: whether this interpreter's are those of the nodes."""
+    """Raise UsageError for all that cannot be.
+
+    Args:
+        same_packages: whether this interpreter's are those of the nodes.
+    """
     wrong = [
         error for options in stages for error in failures((check_model, check_layout, check_quantization), options)
     ]
@@ -185,7 +198,7 @@ def same_packages(site: SiteProfile) -> bool:
 
 
 def check_model(options: Options) -> None:
-    """UsageError if --spec or a flag of Megatron's says otherwise than config.json, where it can be read."""
+    """Raise UsageError if --spec or a flag of Megatron's says otherwise than config.json, where it can be read."""
     if (found := _described(options)) is None:
         return
     config, family, fields = found
@@ -196,8 +209,8 @@ def check_model(options: Options) -> None:
 
 
 def check_layout(options: Options) -> None:
-    """UsageError for all that the layout would cut and config.json does not let it, and for layers to draft with that
-    the checkpoint lacks.
+    """Raise UsageError for all that the layout would cut and config.json does not let it, and for layers to draft with
+    that the checkpoint lacks.
 
     Nothing where config.json cannot be read.
     """
@@ -212,8 +225,9 @@ def check_layout(options: Options) -> None:
 
 
 def check_quantization(options: Options) -> None:
-    """UsageError if the engines' weights are quantised in a way that no update can bring them to, where config.json can
-    be read."""
+    """Raise UsageError if the engines' weights are quantised in a way that no update can bring them to, where
+    config.json can be read.
+    """
     directory = Path(options.hf_checkpoint or "")
     try:
         config = read_object(directory, CONFIG) or {}

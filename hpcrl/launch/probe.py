@@ -30,7 +30,11 @@ MEND = "name the network with --interface, or interface = in the site's profile"
 
 
 class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One address of one interface.  speed: Mbit/s as the driver says it, 0 if it does not."""
+    """One address of one interface.
+
+    Attributes:
+        speed: Mbit/s as the driver says it, 0 if it does not.
+    """
 
     interface: str
     address: str
@@ -43,7 +47,12 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A host's own view.  sees: whether the run directory's token is there; time: of its clock, in Unix seconds."""
+    """A host's own view.
+
+    Attributes:
+        sees: whether the run directory's token is there.
+        time: of its clock, in Unix seconds.
+    """
 
     host: str
     hostname: str
@@ -94,10 +103,12 @@ def _network(name: str, entry: Any, speed: int) -> Network | None:
 
 
 def choose(reports: Mapping[str, HostReport], interface: str | None = None) -> dict[str, Network]:
-    """host -> the address that its processes listen on.  UsageError names hosts and networks where none or several
-    would do.
+    """host -> the address that its processes listen on.
 
-    With one host it is the loopback: nothing leaves the host.  `interface` is a name, or the beginning of one.
+    With one host it is the loopback: nothing leaves the host. `interface` is a name, or the beginning of one.
+
+    Raises:
+        UsageError: names hosts and networks where none or several would do.
     """
     if interface:
         return {host: _named(found, interface) for host, found in reports.items()}
@@ -158,7 +169,11 @@ def write(rundir: RunDir, host: str) -> None:
 def gather(
     rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None
 ) -> dict[str, HostReport]:
-    """Every host's report.  DeadlineError names the hosts that did not answer; `check` may give up before."""
+    """Every host's report.
+
+    Raises:
+        DeadlineError: names the hosts that did not answer; `check` may give up before.
+    """
     reports = Published(rundir.here / "hosts", HostReport)
     reports.wait(hosts, Deadline(seconds), 0.1, check)
     for host, error in reports.damaged.items():

@@ -58,10 +58,12 @@ def position(root: Path) -> list[str]:
 
 
 def check_headway(root: Path, restarts: int) -> None:
-    """Note how far the job is at this start; HpcrlError if the last FRUITLESS restarts were at the same place.
+    """Note how far the job is at this start.
 
-    A user's own start (restarts 0) resets the count.  A count that cannot be read or kept never ends a run: it is
-    reset.
+    A user's own start (restarts 0) resets the count. A count that cannot be read or kept never ends a run: it is reset.
+
+    Raises:
+        HpcrlError: if the last FRUITLESS restarts were at the same place.
     """
     here = position(root)
     seen = [*(_earlier_starts(root / HEADWAY) if restarts else []), here][-FRUITLESS - 1 :]

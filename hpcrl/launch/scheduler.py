@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 class Component(msgspec.Struct, frozen=True):
     """One component of a heterogeneous job, or the whole of a homogeneous one.
 
-    slots: GPUs (or process slots) a node; 0 for the rollout process alone.  name: key of the site's table for it.
+    Attributes:
+        slots: GPUs (or process slots) a node; 0 for the rollout process alone.
+        name: key of the site's table for it.
     """
 
     name: str
@@ -50,7 +52,11 @@ class Component(msgspec.Struct, frozen=True):
 
 
 class AllocationRequest(msgspec.Struct, frozen=True):
-    """The allocation.  margin: seconds before the time limit at which the batch process is to be signalled."""
+    """The allocation.
+
+    Attributes:
+        margin: seconds before the time limit at which the batch process is to be signalled.
+    """
 
     layout: str
     components: tuple[Component, ...]
@@ -67,10 +73,15 @@ class AllocationRequest(msgspec.Struct, frozen=True):
 class BatchScript:
     """What differs from one batch script to the next.
 
-    command: the shell text that becomes the batch process; output: the scheduler's file for what it says; launch:
-    directory of task.sh; identity: of the run, for the job to carry; follows: the number of a job that must have ended,
-    however; mounts: directories that a container must see; tasks: "hosts" or "slots"; python: the interpreter on the
-    nodes where the site names none.
+    Attributes:
+        command: the shell text that becomes the batch process.
+        output: the scheduler's file for what it says.
+        launch: directory of task.sh.
+        identity: of the run, for the job to carry.
+        follows: the number of a job that must have ended, however.
+        mounts: directories that a container must see.
+        tasks: "hosts" or "slots".
+        python: the interpreter on the nodes where the site names none.
     """
 
     name: str
@@ -88,8 +99,12 @@ class BatchScript:
 
 @dataclass(frozen=True)
 class Submission:
-    """A run that is to become a job.  job: not yet on disk, for one that is only shown; follows: the job of its chain
-    before it."""
+    """A run that is to become a job.
+
+    Attributes:
+        job: not yet on disk, for one that is only shown.
+        follows: the job of its chain before it.
+    """
 
     job: RunJob
     stages: list[Options]
@@ -165,7 +180,8 @@ def task_python(site: SiteProfile) -> str:
 class ScriptVerdict(NamedTuple):
     """What a scheduler would do with a script now: its words, and where it would not take it what to do about that.
 
-    never: whether it would refuse it at any other time too, and not only as long as nodes are down or drained.
+    Attributes:
+        never: whether it would refuse it at any other time too, and not only as long as nodes are down or drained.
     """
 
     accepted: bool
@@ -184,9 +200,12 @@ class SubmittedJob(Protocol):
 class Scheduler(Protocol):
     """A scheduler, from a machine that may submit jobs.
 
-    title: its name in messages, such as "Slurm".  submit_command: what takes a script, such as "sbatch"; test_command:
-    what tries one without taking it, "" if nothing does.  script_file: the script's name in a run directory.  echoes:
-    how lines begin in which its own programs only repeat that a task of theirs has failed.
+    Attributes:
+        title: its name in messages, such as "Slurm".
+        submit_command: what takes a script, such as "sbatch".
+        test_command: what tries one without taking it, "" if nothing does.
+        script_file: the script's name in a run directory.
+        echoes: how lines begin in which its own programs only repeat that a task of theirs has failed.
     """
 
     title: str
@@ -208,7 +227,11 @@ class Scheduler(Protocol):
         so."""
 
     def cancel(self, job_id: str) -> None:
-        """End the job, or take it out of the queue.  HpcrlError with its words if it does not."""
+        """End the job, or take it out of the queue.
+
+        Raises:
+            HpcrlError: with its words if it does not.
+        """
 
     # ---- before a job
 
@@ -231,18 +254,34 @@ class Scheduler(Protocol):
         """The text of the script that `submit` would send."""
 
     def script_by_hand(self, submission: Submission, words: Sequence[str]) -> str:
-        """The text for a person to edit and submit, which starts a new run.  words: the recipe and its options."""
+        """The text for a person to edit and submit, which starts a new run.
+
+        Args:
+            words: the recipe and its options.
+        """
 
     def submit(self, submission: Submission) -> SubmittedJob:
-        """Write the run's script into its directory and submit it.  UsageError with a hint if it is refused."""
+        """Write the run's script into its directory and submit it.
+
+        Raises:
+            UsageError: with a hint if it is refused.
+        """
 
     def submit_script(self, file: Path) -> str:
-        """Submit a script as it is; the job's number.  HpcrlError if it is refused."""
+        """Submit a script as it is; the job's number.
+
+        Raises:
+            HpcrlError: if it is refused.
+        """
 
 
 @cache
 def load_scheduler(name: str) -> Scheduler:
-    """The scheduler of that name.  UsageError lists those that there are if it is none of them, or cannot be loaded."""
+    """The scheduler of that name.
+
+    Raises:
+        UsageError: lists those that there are if it is none of them, or cannot be loaded.
+    """
     return find_scheduler(name)()
 
 
@@ -265,8 +304,10 @@ class SchedulerSilent(HpcrlError):
 class Allocation(Protocol):
     """The job that this process is the batch process of.
 
-    scheduler: its name, as job.json has it; restarts: how often the job has been started before; cluster: its name, if
-    the scheduler has one.
+    Attributes:
+        scheduler: its name, as job.json has it.
+        restarts: how often the job has been started before.
+        cluster: its name, if the scheduler has one.
     """
 
     scheduler: str
@@ -297,8 +338,15 @@ class Allocation(Protocol):
         """
 
     def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
-        """Keep a job that waits in the queue off these hosts.  HpcrlError if that is refused."""
+        """Keep a job that waits in the queue off these hosts.
+
+        Raises:
+            HpcrlError: if that is refused.
+        """
 
     def mark(self, identity: str, said: str = "") -> None:
-        """Have the job carry the run's identity, if it does not yet.  said: and why it ends, where no file can say
-        so."""
+        """Have the job carry the run's identity, if it does not yet.
+
+        Args:
+            said: and why it ends, where no file can say so.
+        """

@@ -26,7 +26,8 @@ SCHEDULERS = {"slurm": "hpcrl.slurm.scheduler:Slurm"}
 def find_scheduler(name: str) -> type[Any]:
     """The class of the scheduler of that name (a hpcrl.launch.scheduler.Scheduler).
 
-    UsageError lists those that there are if it is not one of them, or it cannot be loaded.
+    Raises:
+        UsageError: lists those that there are if it is not one of them, or it cannot be loaded.
     """
     place = SCHEDULERS.get(name) or _installed().get(name)
     if place is None:

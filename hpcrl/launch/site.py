@@ -43,7 +43,8 @@ _SPAN = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?"
 def minutes(text: str) -> int:
     """A length of time as whole minutes, rounded up: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
 
-    UsageError for another form, and for zero, which schedulers take for no limit at all.
+    Raises:
+        UsageError: for another form, and for zero, which schedulers take for no limit at all.
     """
     found = _SPAN.fullmatch(text.strip())
     if not found:
@@ -169,7 +170,10 @@ class SiteProfile(BaseModel):
 def load_site(name_or_path: str | None = None, overrides: Mapping[str, Any] | None = None) -> SiteProfile:
     """The profile of that path or name, with `overrides` by dotted key; None: $HPCRL_SITE, or else "default".
 
-    A name is NAME.toml in one of `folders()`.  "default" needs no file.  UsageError names file and key.
+    A name is NAME.toml in one of `folders()`. "default" needs no file.
+
+    Raises:
+        UsageError: names file and key.
     """
     name = name_or_path or os.environ.get("HPCRL_SITE") or "default"
     file = find_profile(name)
@@ -192,7 +196,11 @@ def apply(site: SiteProfile, overrides: Mapping[str, Any]) -> SiteProfile:
 
 
 def saved_site(values: Mapping[str, Any]) -> SiteProfile:
-    """The site of a job.json.  UsageError if it cannot be read, or its scheduler is not here."""
+    """The site of a job.json.
+
+    Raises:
+        UsageError: if it cannot be read, or its scheduler is not here.
+    """
     return _make(dict(values), "site in job.json")
 
 
@@ -233,7 +241,11 @@ def profile_names() -> list[str]:
 
 
 def find_profile(name: str) -> Path | None:
-    """The file of a profile; None for the built-in "default".  UsageError lists what there is."""
+    """The file of a profile; None for the built-in "default".
+
+    Raises:
+        UsageError: lists what there is.
+    """
     if "/" in name or name.endswith(".toml"):
         return Path(name).expanduser()
     for folder in folders():

@@ -41,11 +41,12 @@ class SignalFlags:
 class StopRequest(SignalFlags):
     """What the launcher was asked for so far.
 
-    requests: 0 nothing, 1 save and end, 2 end now
-    why: for the user
-    seconds: that the run may take to save, instead of --stop-timeout
-    nudges: how often SIGUSR1 has come, with which a scheduler says that time is short; the holder of the time limit
-    decides
+    Attributes:
+        requests: 0 nothing, 1 save and end, 2 end now.
+        why: for the user.
+        seconds: that the run may take to save, instead of --stop-timeout.
+        nudges: how often SIGUSR1 has come, with which a scheduler says that time is short; the holder of the time limit
+            decides.
     """
 
     COUNTED: ClassVar[tuple[signal.Signals, ...]] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -67,7 +68,11 @@ class StopRequest(SignalFlags):
             self.requests += 1
 
     def ask(self, why: str, seconds: float = 0.0) -> None:
-        """Ask to save and end, once.  seconds: that the run may take for it, instead of --stop-timeout; 0: no other."""
+        """Ask to save and end, once.
+
+        Args:
+            seconds: that the run may take for it, instead of --stop-timeout; 0: no other.
+        """
         if not self.requests:
             self.requests = 1
             self.why = why

@@ -54,7 +54,11 @@ def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | Non
     """The smallest allocation of the site's layout in which every stage has its plan; no node in it is idle in all of
     them.
 
-    margin: measured in an earlier attempt; None: the site's, or else a floor.  UsageError names what does not fit.
+    Args:
+        margin: measured in an earlier attempt; None: the site's, or else a floor.
+
+    Raises:
+        UsageError: names what does not fit.
     """
     layout = (
         "homogeneous"
@@ -80,7 +84,7 @@ def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | Non
 
 
 def _check_transfer(options: Options, site: SiteProfile) -> None:
-    """UsageError for a way of the weights that needs GPUs where the site's slots are processes."""
+    """Raise UsageError for a way of the weights that needs GPUs where the site's slots are processes."""
     way = options.weight_transfer
     nowhere = TransportConditions(cpu=True, one_host=True, colocate=True)
     if site.trainer.gpus_per_node == 0 and way != "auto" and find_way(way).obstacle(nowhere):
@@ -179,8 +183,11 @@ def _component(site: SiteProfile, name: str, nodes: int, slots: int) -> Componen
 def preview(recipe: Recipe, overrides: dict[str, Any], site: SiteProfile, packages: bool = False) -> Submission:
     """What `submit_new` would submit, without a run directory.
 
-    packages: whether those of this interpreter count where the site runs it.  UsageError or DataError for what cannot
-    run.
+    Args:
+        packages: whether those of this interpreter count where the site runs it.
+
+    Raises:
+        UsageError, DataError: for what cannot run.
     """
     places = {"run": "{run}", "prepared": "{run}/prepared"}
     stages = list(resolve_stages(recipe, overrides, places))
@@ -193,8 +200,11 @@ def preview(recipe: Recipe, overrides: dict[str, Any], site: SiteProfile, packag
 def submit_new(
     recipe: Recipe, overrides: dict[str, Any], site: SiteProfile, chain: int = 1
 ) -> tuple[Submission, list[SubmittedJob]]:
-    """Make a run directory and submit its job, or a chain of them.  UsageError for what cannot run, and then nothing is
-    left behind."""
+    """Make a run directory and submit its job, or a chain of them.
+
+    Raises:
+        UsageError: for what cannot run, and then nothing is left behind.
+    """
     site = chained(site, chain)
     scheduler = load_scheduler(site.scheduler)
     if not can_submit(scheduler):
@@ -215,21 +225,24 @@ def submit_new(
 
 
 def refuse_what_does_not_fit(scheduler: Scheduler, submission: Submission) -> None:
-    """UsageError if the site cannot hold the job, which the scheduler might else accept and let wait for ever."""
+    """Raise UsageError if the site cannot hold the job, which the scheduler might else accept and let wait for ever."""
     if bad := [finding for finding in scheduler.fits(submission.request, submission.site) if finding.level == "fail"]:
         raise UsageError(bad[0].what, bad[0].hint)
 
 
 def refuse_absent_files(shown: Submission) -> None:
-    """UsageError for what the run of a `preview` begins with and the login node does not see."""
+    """Raise UsageError for what the run of a `preview` begins with and the login node does not see."""
     raise_together(absent(shown.stages, sight_of(shown.site, shown.job.recipe)))
 
 
 def sight_of(site: SiteProfile, recipe: Recipe, run: str = "{run}") -> Sight:
-    """What the login node can see of the nodes.  run: the run directory, as paths of the options have it.
+    """What the login node can see of the nodes.
 
     Not what the run makes, or a job that it waits for; nothing where an image has its own paths, or on disks of the
     nodes.
+
+    Args:
+        run: the run directory, as paths of the options have it.
     """
     if site.container.kind != "none" or getattr(site, "after", None):
         return NOTHING
@@ -265,7 +278,8 @@ def submit_again(
 def submit_elsewhere(root: Path, record: JobFile) -> str:
     """From the end of the run's own job: another that continues without the hosts that broke; its number.
 
-    UsageError if there is nothing here to submit with, HpcrlError if it is refused.
+    Raises:
+        UsageError: if there is nothing here to submit with, HpcrlError if it is refused.
     """
     site = saved_site(record.site or {}).again()
     scheduler = load_scheduler(site.scheduler)
@@ -278,7 +292,7 @@ def submit_elsewhere(root: Path, record: JobFile) -> str:
 
 
 def _check_gone(root: Path, record: JobFile) -> None:
-    """UsageError if the run's job, or a later one of its chain, is still queued or running."""
+    """Raise UsageError if the run's job, or a later one of its chain, is still queued or running."""
     keys = [
         JobKey(name, record.identity, record.submitted, history=False)
         for name in (str(record.job_id), *later_jobs(record))

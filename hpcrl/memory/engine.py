@@ -22,8 +22,13 @@ _ITEMS = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 @dataclass(frozen=True)
 class EngineTerms:
-    """gpu: bytes by what takes them; cached_tokens: of all requests together; at_once: samples of full length among
-    them."""
+    """What a GPU of an engine holds.
+
+    Attributes:
+        gpu: bytes by what takes them.
+        cached_tokens: of all requests together.
+        at_once: samples of full length among them.
+    """
 
     gpu: Mapping[str, float]
     cached_tokens: int

@@ -22,8 +22,9 @@ LAST = "num_layers_in_last_pipeline_stage"
 class Layout:
     """The parallel sizes that a rank's share depends on.
 
-    copies: ranks that hold the same dense weights, over which their optimizer state is spread (DP x CP).
-    expert_copies: the same for the weights of experts.
+    Attributes:
+        copies: ranks that hold the same dense weights, over which their optimizer state is spread (DP x CP).
+        expert_copies: the same for the weights of experts.
     """
 
     tp: int
@@ -74,7 +75,8 @@ class Count:
 def stage_layers(layers: int, layout: Layout, stage: int, megatron: Mapping[str, Any]) -> list[int]:
     """Numbers of the layers on a pipeline stage; with virtual stages, of all its chunks.
 
-    megatron: fields that the user set; read are the lengths of uneven first and last stages.
+    Args:
+        megatron: fields that the user set; read are the lengths of uneven first and last stages.
     """
     first = megatron.get(FIRST)
     last = megatron.get(LAST)
@@ -153,7 +155,11 @@ def _rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Iterator
 
 
 def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: int) -> tuple[int, ...]:
-    """Shape of one rank's part of a parameter; vocab: tokens, which are padded to a multiple of TP."""
+    """Shape of one rank's part of a parameter.
+
+    Args:
+        vocab: tokens, which are padded to a multiple of TP.
+    """
     hidden = fields["hidden_size"]
     head = fields["kv_channels"]
     name = rule.megatron

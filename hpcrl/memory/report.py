@@ -59,8 +59,7 @@ def warnings(options: Options, trainer: MemoryTerms, engine: EngineTerms | None,
     elif engine and engine.at_once < 1:
         yield (
             "warn: an engine's KV cache does not hold one sample of full length; raise --rollout-num-gpus-per-engine "
-            "or "
-            "--vllm-gpu-memory-utilization"
+            "or --vllm-gpu-memory-utilization"
         )
     if trainer.total > gpu * GIB:
         term = heaviest(trainer)
@@ -81,8 +80,7 @@ def _warn_of_update(options: Options, engine: EngineTerms, gpu: float) -> Iterat
     room = (gpu * GIB - update) / (gpu * GIB)
     yield (
         f"warn: a weight update takes {update / GIB:.1f} GiB of an engine's GPU outside its share of {mine / GIB:.0f} "
-        f"of {gpu:g}; "
-        f"lower --vllm-gpu-memory-utilization to {int(100 * room) / 100:.2f} or less"
+        f"of {gpu:g}; lower --vllm-gpu-memory-utilization to {int(100 * room) / 100:.2f} or less"
     )
 
 

@@ -49,8 +49,14 @@ class Update:
 
 @dataclass(frozen=True)
 class Gathered:
-    """An update of whole tensors through rank 0.  transfer: the value of --weight-transfer; why: it is not sent in
-    pieces; bytes: of all tensors; link: the rate of a card's link in Gb/s."""
+    """An update of whole tensors through rank 0.
+
+    Attributes:
+        transfer: the value of --weight-transfer.
+        why: it is not sent in pieces.
+        bytes: of all tensors.
+        link: the rate of a card's link in Gb/s.
+    """
 
     transfer: str
     why: str
@@ -67,8 +73,10 @@ def predict(options: Options, family: Family, config: Config, plan: Plan, link: 
     """The weight update that a run of these options on these hosts makes; of FP8 weights the scales, a part in 4,000,
     are left out.
 
-    Engines of weights in fp32 are taken to be on CPUs, all others on GPUs.  UsageError for a --weight-transfer that
-    cannot be there.
+    Engines of weights in fp32 are taken to be on CPUs, all others on GPUs.
+
+    Raises:
+        UsageError: for a --weight-transfer that cannot be there.
     """
     from hpcrl.weights.route import route  # imports ZeroMQ, which a dry run does not need
 
@@ -95,7 +103,11 @@ def _bytes(options: Options, family: Family, config: Config) -> int:
 def in_pieces(
     options: Options, family: Family, config: Config, plan: Plan, in_place: bool = False, link: float = LINK
 ) -> Update:
-    """The plan of a resharded update.  in_place: whether bytes of a rank's own host are read in place."""
+    """The plan of a resharded update.
+
+    Args:
+        in_place: whether bytes of a rank's own host are read in place.
+    """
     fields = family.transformer(config)
     layouts = Layouts()
     rules = list(_once(family.tensors(config)))

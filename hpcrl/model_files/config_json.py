@@ -22,7 +22,11 @@ _HINT = "name a Hugging Face model directory"
 
 
 def read_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
-    """config.json of `directory`, which `flag` names.  DataError if it is not there or no JSON object."""
+    """config.json of `directory`, which `flag` names.
+
+    Raises:
+        DataError: if it is not there or no JSON object.
+    """
     found = read_object(Path(directory), CONFIG, flag)
     if found is None:
         raise DataError(f"{flag} {directory}: no {CONFIG} there", _HINT)
@@ -30,8 +34,11 @@ def read_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[st
 
 
 def read_object(directory: Path, name: str, flag: str = "--hf-checkpoint") -> dict[str, Any] | None:
-    """The JSON object in the file `name` of a model directory; None if there is no such file.  DataError if it cannot
-    be read."""
+    """The JSON object in the file `name` of a model directory; None if there is no such file.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
     path = directory / name
     try:
         found = json.loads(read_given_bytes(path))  # which takes Infinity, as some published files have it
@@ -54,9 +61,11 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_same_vocabulary(directory: Path, flag: str, own: Path) -> None:
-    """DataError, naming `flag` and the first difference, unless the models of both directories have the same tokens.
+    """Raise DataError, naming `flag` and the first difference, unless the models of both directories have the same
+    tokens.
 
-    own: the directory of --hf-checkpoint.
+    Args:
+        own: the directory of --hf-checkpoint.
     """
     theirs = _size(directory, flag)
     ours = _size(own)
@@ -93,8 +102,13 @@ def _tokens(directory: Path, flag: str = "--hf-checkpoint") -> dict[int, str]:
 
 
 class Quantization(NamedTuple):
-    """strategy: block, channel or tensor; block: (rows, columns), for the first; power_of_two: scales of the format
-    ue8m0."""
+    """How the matrices of a checkpoint are quantised.
+
+    Attributes:
+        strategy: block, channel or tensor.
+        block: (rows, columns), for the first.
+        power_of_two: scales of the format ue8m0.
+    """
 
     strategy: Literal["block", "channel", "tensor"]
     block: tuple[int, int] | None
@@ -104,7 +118,11 @@ class Quantization(NamedTuple):
 def read_quantization(config: Mapping[str, Any] | None, where: str) -> Quantization | None:
     """How matrices are quantised; None if they are not.
 
-    where: the file, for messages.  DataError for a way of quantising that we cannot do on the fly.
+    Args:
+        where: the file, for messages.
+
+    Raises:
+        DataError: for a way of quantising that we cannot do on the fly.
     """
     if not config:
         return None

@@ -88,7 +88,11 @@ class SafetensorsWriter:
         self._open: dict[int, BinaryIO] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor of its file.  HpcrlError if the plan has another one next (a defect)."""
+        """Write the next tensor of its file.
+
+        Raises:
+            HpcrlError: if the plan has another one next (a defect).
+        """
         i = self._file[name]
         wanted = self._left[i].popleft()
         if (name, tensor.dtype, tuple(tensor.shape)) != (wanted.name, wanted.dtype, wanted.shape):
@@ -141,7 +145,8 @@ def header(tensors: Sequence[TensorHeader]) -> bytes:
 def directory(output: Path, force: bool) -> Iterator[Path]:
     """A directory next to `output` to write in: it takes that name at the end, and is removed if anything fails.
 
-    UsageError if `output` is there and force is not given, or cannot be made.
+    Raises:
+        UsageError: if `output` is there and force is not given, or cannot be made.
     """
     if output.exists() and not force:
         raise UsageError(f"{output} is there already", "give --force to replace it")
@@ -179,7 +184,8 @@ def settle_directory(staging: Path, output: Path) -> None:
 def copy_assets(origin: Path, output: Path, drop: Sequence[str] = ()) -> None:
     """Config, tokenizer and whatever else is small: every file of `origin` that holds no weights.
 
-    drop: keys that the copy's config.json shall not have.
+    Args:
+        drop: keys that the copy's config.json shall not have.
     """
     weights = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".h5", ".msgpack", ".onnx")
     for path in sorted(origin.iterdir()):

@@ -55,7 +55,8 @@ class _Index(msgspec.Struct):
 def read_index(directory: str | Path) -> dict[str, str] | None:
     """Tensor -> name of its file, as the index has it; None if there is no index, so that all are in one file.
 
-    DataError if the index cannot be read, or names a file outside of the directory.
+    Raises:
+        DataError: if the index cannot be read, or names a file outside of the directory.
     """
     path = Path(directory) / INDEX
     try:
@@ -76,10 +77,12 @@ def open_file(
 ) -> safe_open:
     """safetensors' own reader of one file, whose header is whole and fits the file; use it as a context.
 
-    framework: what its tensors are, "pt" imports torch.
-    backend: mmap leaves what was read in the process's memory, pread does not.
+    Args:
+        framework: what its tensors are, "pt" imports torch.
+        backend: mmap leaves what was read in the process's memory, pread does not.
 
-    DataError if the file is missing or damaged.
+    Raises:
+        DataError: if the file is missing or damaged.
     """
     if not path.is_file():
         raise DataError(f"{path} is not there", "is the directory complete? it needs safetensors weights")
@@ -91,7 +94,11 @@ def open_file(
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file, as they are in it.  DataError as `open_file`."""
+    """The tensors of one file, as they are in it.
+
+    Raises:
+        DataError: as `open_file`.
+    """
     with open_file(path) as file:
         parts = {name: file.get_slice(name) for name in file.offset_keys()}
         return {
@@ -103,7 +110,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 def listing(directory: str | Path) -> dict[str, Entry]:
     """All tensors by name; empty if there are no safetensors (another format, or weights made up at start).
 
-    DataError names a file that is missing or damaged, and a tensor that the index has and no file.
+    Raises:
+        DataError: names a file that is missing or damaged, and a tensor that the index has and no file.
     """
     directory = Path(directory)
     where = read_index(directory)

@@ -43,9 +43,13 @@ class Stored:
 
 
 class TorchDist:
-    """The tensors of one iter_* or release directory.  DataError if it holds no complete torch_dist checkpoint.
+    """The tensors of one iter_* or release directory.
 
-    whole: look at the files too; of many ranks one is enough.
+    Attributes:
+        whole: look at the files too; of many ranks one is enough.
+
+    Raises:
+        DataError: if it holds no complete torch_dist checkpoint.
     """
 
     def __init__(self, path: str | Path, *, whole: bool = True) -> None:
@@ -106,7 +110,8 @@ class TorchDist:
         """Read every `parts`-th of what is stored, from `part` on, and compare it with the checksums that torch wrote
         next to it.
 
-        DataError names the file and what is damaged in it.  Each piece is a zip archive, as torch.save writes them.
+        Raises:
+            DataError: names the file and what is damaged in it. Each piece is a zip archive, as torch.save writes them.
         """
         pieces = sorted(self.where.items(), key=lambda one: (one[1].relative_path, one[1].offset))
         for index, info in pieces[part::parts]:
@@ -120,7 +125,8 @@ class TorchDist:
     def read(self, key: str, at: Shape = ()) -> torch.Tensor:
         """Tensor `key`, or the part of it with the leading indices `at`: shape[len(at):], in its own dtype, on the CPU.
 
-        DataError if the pieces do not make up the whole of it, or cannot be read.
+        Raises:
+            DataError: if the pieces do not make up the whole of it, or cannot be read.
         """
         stored = self.all[key]
         lead = len(at)
@@ -160,7 +166,7 @@ class TorchDist:
 
 
 def _check_archive(stream: BinaryIO, what: str) -> None:
-    """DataError if a zip archive is none, or a record of it fails its checksum."""
+    """Raise DataError if a zip archive is none, or a record of it fails its checksum."""
     try:
         bad = zipfile.ZipFile(stream).testzip()
     except Exception as error:  # zipfile's own, zlib's, and whatever a damaged directory of it leads to
@@ -214,7 +220,8 @@ def _count(shape: Shape) -> int:
 def latest(directory: Path) -> Path | None:
     """The checkpoint that the tracker file names, or None if there is no tracker.
 
-    HpcrlError if the tracker names a checkpoint that is not there.
+    Raises:
+        HpcrlError: if the tracker names a checkpoint that is not there.
     """
     tracker = directory / TRACKER
     if not tracker.is_file():
@@ -236,7 +243,8 @@ def step(directory: Path, number: int) -> Path:
 def find_checkpoint(directory: Path, ckpt_step: int | None, flag: str) -> Path:
     """The torch_dist checkpoint that a user means by `directory`: itself, its step, or the one that its tracker names.
 
-    DataError, naming `flag`, if there is none.
+    Raises:
+        DataError: naming `flag`, if there is none.
     """
     if ckpt_step is not None:
         if not (path := step(directory, ckpt_step)).is_dir():

@@ -15,7 +15,8 @@ import torch
 class NormThenAdd(torch.nn.Module):
     """residual + norm(x), in the place of a layer's self_attn_bda or mlp_bda.
 
-    norm: a class like Megatron's norms, made from (config, hidden_size, eps).
+    Attributes:
+        norm: a class like Megatron's norms, made from (config, hidden_size, eps).
     """
 
     def __init__(self, config: Any, norm: type) -> None:

@@ -20,10 +20,12 @@ H = "model.layers.{layer}."
 def settings(config: Config, *, needed: Sequence[str] = (), rope_types: Sequence[str] = ("default",)) -> dict[str, Any]:
     """config.json -> fields of TransformerConfig of a plain decoder; families change what is different.
 
-    needed: settings that must be there in addition to NEEDED.
-    rope_types: kinds of rotary scaling that the family implements.
+    Args:
+        needed: settings that must be there in addition to NEEDED.
+        rope_types: kinds of rotary scaling that the family implements.
 
-    DataError if something is missing, or not implemented.
+    Raises:
+        DataError: if something is missing, or not implemented.
     """
     require(config, (*NEEDED, *needed))
     wanted = {
@@ -54,7 +56,11 @@ def settings(config: Config, *, needed: Sequence[str] = (), rope_types: Sequence
 
 
 def gpt(config: Config, share: float = 1.0) -> dict[str, Any]:
-    """config.json -> arguments of Megatron's GPTModel.  share: see `family.rope`."""
+    """config.json -> arguments of Megatron's GPTModel.
+
+    Args:
+        share: see `family.rope`.
+    """
     found = rope(config, share)
     return {
         "position_embedding_type": "rope",

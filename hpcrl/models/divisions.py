@@ -22,8 +22,9 @@ _LAST = "num_layers_in_last_pipeline_stage"
 def undivided(o: Options, fields: Mapping[str, Any], positions: int | None) -> Iterator[UsageError]:
     """What cannot be cut.
 
-    fields: `Family.transformer` of config.json.
-    positions: max_position_embeddings.
+    Args:
+        fields: `Family.transformer` of config.json.
+        positions: max_position_embeddings.
     """
     yield from _heads(fields, "--tensor-model-parallel-size", o.tensor_model_parallel_size)
     if o.num_engines:
@@ -76,8 +77,7 @@ def _exchanged_heads(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageErr
         if own % cp:
             yield UsageError(
                 f"--cp-comm-type a2a with --context-parallel-size {cp}: the {own} {what} of a rank "
-                f"(--tensor-model-parallel-size {tp}) "
-                f"cannot be divided by {cp}",
+                f"(--tensor-model-parallel-size {tp}) cannot be divided by {cp}",
                 "change one, or give --cp-comm-type p2p",
             )
             return

@@ -28,16 +28,18 @@ Kind = Literal["same", "row", "column", "qkv", "gate_up", "fused_gate_up", "voca
 class Rule:
     """One Megatron parameter or buffer and the Hugging Face tensors that it is made of.
 
-    megatron: its name, with {layer} for the number of the layer and {expert} for that of the expert in the whole model.
-    kind: how it is cut over tensor-parallel ranks (`slicing.py` does it).
-        same     every rank holds the whole          row     columns are cut (RowParallelLinear)
-        column   rows are cut (ColumnParallelLinear) vocab   rows are cut, after padding to a multiple of TP
-        qkv      three tensors, interleaved by key-value group, rows cut
-        gate_up  two tensors, each cut by rows, stacked; fused_gate_up: one that holds the two, one below the other
-    hf: names of the tensors, with {layer} and {expert}.
-    layers: those that have it: all, only the dense ones, or only those with experts.
-    needs: a field of TransformerConfig without which no layer has it, such as qk_layernorm.
-    expert: the number of the expert that it belongs to, filled in by `Family.tensors`; None: to no expert.
+    Attributes:
+        megatron: its name, with {layer} for the number of the layer and {expert} for that of the expert in the whole
+            model.
+        kind: how it is cut over tensor-parallel ranks (`slicing.py` does it).
+            same     every rank holds the whole          row     columns are cut (RowParallelLinear)
+            column   rows are cut (ColumnParallelLinear) vocab   rows are cut, after padding to a multiple of TP
+            qkv      three tensors, interleaved by key-value group, rows cut
+            gate_up  two tensors, each cut by rows, stacked; fused_gate_up: one that holds the two, one below the other
+        hf: names of the tensors, with {layer} and {expert}.
+        layers: those that have it: all, only the dense ones, or only those with experts.
+        needs: a field of TransformerConfig without which no layer has it, such as qk_layernorm.
+        expert: the number of the expert that it belongs to, filled in by `Family.tensors`; None: to no expert.
     """
 
     megatron: str
@@ -60,16 +62,17 @@ class Rule:
 class Family:
     """One kind of model.
 
-    model_type: of config.json.
-    transformer: fields of Megatron's TransformerConfig (activation_func by name; with num_moe_experts also
-        moe_layer_freq, a list of 0 and 1).
-    gpt: arguments of Megatron's GPTModel beyond them.
-    rules: see Rule; a rule that no stage holds is not used, so names of both the local and Transformer Engine's layers
-        may be here.
-    ignored: patterns of tensors that files may hold in excess.
-    adapt: changes a layer's spec in place, given the spec, the norm class and the TransformerConfig.
-    facts: what Megatron's own flags may say of the model beyond these fields (`model_args.py` compares them).
-    specs: words of slime's --spec that stand for the family.
+    Attributes:
+        model_type: of config.json.
+        transformer: fields of Megatron's TransformerConfig (activation_func by name; with num_moe_experts also
+            moe_layer_freq, a list of 0 and 1).
+        gpt: arguments of Megatron's GPTModel beyond them.
+        rules: see Rule; a rule that no stage holds is not used, so names of both the local and Transformer Engine's
+            layers may be here.
+        ignored: patterns of tensors that files may hold in excess.
+        adapt: changes a layer's spec in place, given the spec, the norm class and the TransformerConfig.
+        facts: what Megatron's own flags may say of the model beyond these fields (`model_args.py` compares them).
+        specs: words of slime's --spec that stand for the family.
     """
 
     model_type: str
@@ -129,7 +132,11 @@ def registry() -> dict[str, Family]:
 
 
 def find_family(config: Config, directory: str | Path) -> Family:
-    """The family of a config.json.  DataError names the model type and the ones there are."""
+    """The family of a config.json.
+
+    Raises:
+        DataError: names the model type and the ones there are.
+    """
     known = registry()
     asked = config.get("model_type")
     if asked not in known:
@@ -146,7 +153,7 @@ def named_by_spec(words: Sequence[str]) -> str | None:
 
 
 def check_spec(words: Sequence[str], config: Config) -> None:
-    """UsageError unless --spec, if it is given, names the family of this config.json."""
+    """Raise UsageError unless --spec, if it is given, names the family of this config.json."""
     if not words:
         return
     named = named_by_spec(words)
@@ -169,7 +176,8 @@ def tied(config: Config) -> bool:
 def rope(config: Config, share: float = 1.0) -> dict[str, Any]:
     """Rotary settings, from `rope_parameters` (transformers 5) or the attributes and `rope_scaling` of older configs.
 
-    share: of a head's columns that are rotated, where the config does not say.
+    Args:
+        share: of a head's columns that are rotated, where the config does not say.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -179,7 +187,7 @@ def rope(config: Config, share: float = 1.0) -> dict[str, Any]:
 
 
 def refuse(config: Config, wanted: Mapping[str, Sequence[Any]]) -> None:
-    """DataError if a setting of the config is none of the values that the family implements (absent: fine)."""
+    """Raise DataError if a setting of the config is none of the values that the family implements (absent: fine)."""
     for name, values in wanted.items():
         if name in config and config[name] not in values:
             shown = " or ".join(repr(value) for value in values)
@@ -190,6 +198,6 @@ def refuse(config: Config, wanted: Mapping[str, Sequence[Any]]) -> None:
 
 
 def require(config: Config, names: Sequence[str]) -> None:
-    """DataError if config.json lacks one of `names`."""
+    """Raise DataError if config.json lacks one of `names`."""
     if missing := [name for name in names if config.get(name) is None]:
         raise DataError(f"config.json of this {config.get('model_type')} model lacks {', '.join(missing)}")

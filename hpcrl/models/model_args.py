@@ -60,11 +60,13 @@ BOUNDS = ("max_position_embeddings", "seq_length")
 def check_model_args(given: Mapping[str, Any], fields: Mapping[str, Any], gpt: Mapping[str, Any]) -> dict[str, Any]:
     """What is left of `given` when all that describes the model has been compared with config.json.
 
-    given: Megatron's settings by field.
-    fields: `Family.transformer` of config.json.
-    gpt: `Family.gpt` and `Family.facts` of it, with vocab_size and max_position_embeddings.
+    Args:
+        given: Megatron's settings by field.
+        fields: `Family.transformer` of config.json.
+        gpt: `Family.gpt` and `Family.facts` of it, with vocab_size and max_position_embeddings.
 
-    UsageError for a setting that says otherwise.
+    Raises:
+        UsageError: for a setting that says otherwise.
     """
     facts = {**WITHOUT, **fields, **gpt}
     if facts["num_moe_experts"]:
@@ -126,7 +128,11 @@ def _layers(value: Any, layers: int) -> Any:
 
 
 def _expression(node: ast.expr) -> int | list[int]:
-    """A whole number, a list of them, lists joined by + or repeated by *; ValueError for anything else."""
+    """A whole number, a list of them, lists joined by + or repeated by *.
+
+    Raises:
+        ValueError: for anything else.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

@@ -19,7 +19,8 @@ FEWEST = 2
 def settings(config: Config, experts: int, sparse: Sequence[bool]) -> dict[str, Any]:
     """Fields of TransformerConfig: number of experts, and which layers have them.
 
-    DataError if no layer has any, or if a token goes to more experts than there are.
+    Raises:
+        DataError: if no layer has any, or if a token goes to more experts than there are.
     """
     chosen = config["num_experts_per_tok"]
     kind = config["model_type"]

@@ -21,8 +21,14 @@ R3 = "--use-rollout-routing-replay"
 
 @dataclass(frozen=True)
 class Routing:
-    """layers: the numbers of those with experts, from 0; of: all layers; experts: of each; chosen: of them for a
-    token."""
+    """The layers of a model in which each token chooses among experts.
+
+    Attributes:
+        layers: the numbers of those with experts, from 0.
+        of: all layers.
+        experts: of each.
+        chosen: of them for a token.
+    """
 
     layers: tuple[int, ...]
     of: int
@@ -49,7 +55,8 @@ class Routing:
     def read(self, column: np.ndarray) -> np.ndarray:
         """Such a column [tokens, layers, bytes] as experts [tokens, layers, experts a token], a view.
 
-        DataError if it is of other layers or of another number of experts, or names one that there is not.
+        Raises:
+            DataError: if it is of other layers or of another number of experts, or names one that there is not.
         """
         wanted = (len(self.layers), self.chosen * self.dtype.itemsize)
         if column.shape[1:] != wanted:
@@ -72,7 +79,9 @@ def replay_flag(options: Options) -> str:
 def find_routing(options: Options, config: Config) -> Routing:
     """Of the model of --hf-checkpoint, whose config.json this is.
 
-    UsageError for a dense one, if a replay of its choices is asked for; DataError for a bad config.json.
+    Raises:
+        UsageError: for a dense one, if a replay of its choices is asked for.
+        DataError: for a bad config.json.
     """
     assert options.hf_checkpoint is not None, "checked by rules/run.py"
     found = Routing.of_fields(find_family(config, options.hf_checkpoint).transformer(config))

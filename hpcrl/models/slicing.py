@@ -29,7 +29,8 @@ class HfTensors(Protocol):
 class Shapes:
     """What cutting needs to know of the model: heads of queries, of keys and values, their size, and real vocabulary.
 
-    tp: ranks that the parameter is cut over.
+    Attributes:
+        tp: ranks that the parameter is cut over.
     """
 
     heads: int
@@ -43,8 +44,10 @@ class Shapes:
 class SourceRectangle:
     """One rectangle of a Hugging Face tensor in a rank's part.
 
-    tensor: which of the rule's; rows, columns: [start, end) in that tensor (columns None: all); at: the row of the part
-    where it begins.  In the part it has all columns.
+    Attributes:
+        tensor: which of the rule's.
+        rows, columns: [start, end) in that tensor (columns None: all).
+        at: the row of the part where it begins. In the part it has all columns.
     """
 
     tensor: int

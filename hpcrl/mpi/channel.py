@@ -34,7 +34,11 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class RankJoined(_Message, tag="joined"):
-    """What a rank finds where it runs; gpus: of its host."""
+    """What a rank finds where it runs.
+
+    Attributes:
+        gpus: of its host.
+    """
 
     report: HostReport
     gpus: Count
@@ -57,8 +61,11 @@ class PathFound(_Message, tag="sees"):
 
 
 class BeginAttempt(_Message, tag="begin"):
-    """Start your host's part of an attempt.  files: what it needs where it does not see the run directory; see
-    Files."""
+    """Start your host's part of an attempt.
+
+    Attributes:
+        files: what it needs where it does not see the run directory; see Files.
+    """
 
     root: str
     attempt: Count
@@ -97,7 +104,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def pack(message: Message) -> bytes:
-    """One message as one buffer.  HpcrlError if it is larger than MAX_MESSAGE."""
+    """One message as one buffer.
+
+    Raises:
+        HpcrlError: if it is larger than MAX_MESSAGE.
+    """
     data = _encode(message)
     if len(data) > MAX_MESSAGE:
         kind = type(message).__name__
@@ -106,8 +117,11 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes | bytearray, kinds: Any, rank: int) -> Any:
-    """The message in `data`, which must be one of `kinds` (a Struct, or a union).  PeerError names the rank that sent
-    it."""
+    """The message in `data`, which must be one of `kinds` (a Struct, or a union).
+
+    Raises:
+        PeerError: names the rank that sent it.
+    """
     try:
         return msgspec.msgpack.decode(data, type=kinds)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -115,7 +129,7 @@ def unpack(data: bytes | bytearray, kinds: Any, rank: int) -> Any:
 
 
 def check_size(size: int, rank: int) -> None:
-    """PeerError if a message of so many bytes has come, before it is taken."""
+    """Raise PeerError if a message of so many bytes has come, before it is taken."""
     if size > MAX_MESSAGE:
         raise PeerError(f"MPI rank {rank} sends a message of {size} bytes, {MAX_MESSAGE} are allowed", MEND)
 
@@ -144,7 +158,11 @@ class Channel(Generic[M]):
         self._pending: list[tuple[Any, bytes]] = []
 
     def send(self, to: int, message: Message) -> None:
-        """Begin to send a message; it is lost if the receiver is gone.  HpcrlError if it is too large."""
+        """Begin to send a message; it is lost if the receiver is gone.
+
+        Raises:
+            HpcrlError: if it is too large.
+        """
         data = pack(message)
         if to not in self.silent():
             self._pending.append((self.world.Isend([data, self.mpi.BYTE], dest=to, tag=TAG), data))
@@ -175,7 +193,9 @@ class Channel(Generic[M]):
     def receive(self) -> list[tuple[int, M]]:
         """(rank, message) of everything that has come since the last call.
 
-        PeerError names a rank that sends what is not a message, or one that is too large; what came before it is lost.
+        Raises:
+            PeerError: names a rank that sends what is not a message, or one that is too large; what came before it is
+                lost.
         """
         found: list[tuple[int, M]] = []
         status = self.mpi.Status()

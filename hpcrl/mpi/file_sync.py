@@ -36,7 +36,11 @@ class FileSync:
         return read_files(self.rundir, fresh)
 
     def put(self, files: dict[str, bytes]) -> None:
-        """Write what another host has sent.  PeerError as `write_files`."""
+        """Write what another host has sent.
+
+        Raises:
+            PeerError: as `write_files`.
+        """
         self.seen.update(files)
         write_files(self.rundir, files)
 
@@ -47,7 +51,11 @@ def read_files(rundir: RunDir, names: list[str]) -> dict[str, bytes]:
 
 
 def write_files(rundir: RunDir, files: dict[str, bytes]) -> None:
-    """Write files from a message.  PeerError for a path that has no business there, before anything is written."""
+    """Write files from a message.
+
+    Raises:
+        PeerError: for a path that has no business there, before anything is written.
+    """
     for name in files:
         path = PurePosixPath(name)
         if (

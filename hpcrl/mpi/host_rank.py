@@ -38,8 +38,11 @@ from hpcrl.run.rundir import RunDir
 
 @dataclass
 class HostPart:
-    """What a rank has started for an attempt.  sync: the files that it carries, None where all see the run
-    directory."""
+    """What a rank has started for an attempt.
+
+    Attributes:
+        sync: the files that it carries, None where all see the run directory.
+    """
 
     rundir: RunDir
     process: subprocess.Popen[bytes]
@@ -50,7 +53,8 @@ class HostPart:
 def start_part(rundir: RunDir, place: RankPlace, per_slot: bool, apart: bool) -> HostPart:
     """Start the process of this rank's host, or, with a rank for each slot, of its slot.
 
-    apart: whether some rank does not see the run directory, so that files are carried.
+    Args:
+        apart: whether some rank does not see the run directory, so that files are carried.
     """
     words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", place.host]
     words += ["--slot", str(place.local)] if per_slot else []

@@ -68,7 +68,11 @@ class _Line:
 
 
 def read_hostfile(path: str | Path) -> Hostfile:
-    """Parse the hostfile at `path`.  UsageError if it cannot be read, HostfileError for a bad line."""
+    """Parse the hostfile at `path`.
+
+    Raises:
+        UsageError: if it cannot be read, HostfileError for a bad line.
+    """
     try:
         text = read_given(path)
     except OSError as error:
@@ -83,7 +87,11 @@ def read_hostfile(path: str | Path) -> Hostfile:
 
 
 def parse_hostfile(text: str, origin: str = "hostfile") -> Hostfile:
-    """Parse a hostfile of any dialect; HostfileError with line and column for what is not understood."""
+    """Parse a hostfile of any dialect.
+
+    Raises:
+        HostfileError: with line and column for what is not understood.
+    """
     found: list[tuple[Host, _Line, bool]] = []
     notes: list[str] = []
     for number, raw in enumerate(text.split("\n"), 1):
@@ -181,7 +189,11 @@ def _address(word: str) -> int | None:
 
 
 def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | None:
-    """Slots from `slots=8 max_slots=8 ...`; HostfileError for anything unknown."""
+    """Slots from `slots=8 max_slots=8 ...`.
+
+    Raises:
+        HostfileError: for anything unknown.
+    """
     slots = maximum = None
     at = 0
     while rest[at:].strip():
@@ -230,7 +242,11 @@ def _number(line: _Line, column: int, text: str, least: int = 1) -> int:
 
 
 def _merge(found: list[tuple[Host, _Line, bool]], notes: list[str]) -> tuple[Host, ...]:
-    """Each host once, with all its slots; HostfileError where two names are one machine."""
+    """Each host once, with all its slots.
+
+    Raises:
+        HostfileError: where two names are one machine.
+    """
     spelled: dict[str, str] = {}
     merged: dict[str, int] = {}
     last = None

@@ -41,7 +41,11 @@ PART = 20.0  #: seconds that the hosts may take to part at the end
 
 @dataclass
 class RemoteHost:
-    """A member of the run behind another rank.  ended: its exit status, once its rank has told it."""
+    """A member of the run behind another rank.
+
+    Attributes:
+        ended: its exit status, once its rank has told it.
+    """
 
     name: str
     log: Path
@@ -68,8 +72,11 @@ class RemoteHost:
 class MpiHosts:
     """The launcher's backend under mpirun.
 
-    reports: of each host; apart: ranks that do not see the run directory; remote: members of the running attempt on
-    other ranks; part: that on this one.
+    Attributes:
+        reports: of each host.
+        apart: ranks that do not see the run directory.
+        remote: members of the running attempt on other ranks.
+        part: that on this one.
     """
 
     channel: Channel[FromHost]
@@ -122,8 +129,11 @@ class MpiHosts:
     # ---- during the run
 
     def carry(self, stop: StopRequest, rundir: RunDir | None) -> None:
-        """Take and pass on messages; called about five times a second.  PeerError names a rank that sends what is
-        none."""
+        """Take and pass on messages; called about five times a second.
+
+        Raises:
+            PeerError: names a rank that sends what is none.
+        """
         if stop.nudges:  # mpirun hands on the SIGUSR1 by which hpcrl launch passes on a request to stop
             stop.nudges = 0
             stop.ask("asked to")
@@ -171,7 +181,7 @@ class MpiHosts:
             time.sleep(0.02)
 
     def _check_shared(self, plan: Plan) -> None:
-        """UsageError if trainer ranks would save to file systems that others of them do not see."""
+        """Raise UsageError if trainer ranks would save to file systems that others of them do not see."""
         unshared = {self.placement.places[rank].host for rank in self.apart} & set(plan.trainer_hosts)
         if unshared:
             raise UsageError(

@@ -169,9 +169,10 @@ def mpi_command(
 def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[str] = ()) -> int:
     """Run mpirun to its end; a first signal asks the run to save, a second ends it.
 
-    word: how the line begins by which rank 0 tells that the run is over; what is left of mpirun after that, or after a
-    second signal, has GRACE seconds.  hosts: those that run a command for us, which are asked if the run ends without a
-    word.
+    Args:
+        word: how the line begins by which rank 0 tells that the run is over; what is left of mpirun after that, or
+            after a second signal, has GRACE seconds.
+        hosts: those that run a command for us, which are asked if the run ends without a word.
     """
     environment = {**without_mpi(os.environ), PARENT: str(os.getpid())}
     extra = shlex.split(agent)[1:]
@@ -256,8 +257,10 @@ def started_by_scheduler(kind: str, agent: str, environment: Mapping[str, str]) 
 def explain_end(place: RunLocation, lost: Sequence[str], how: str, died: str = "") -> tuple[str, str]:
     """(what has happened, what to do); recorded as the error of the run at `place`, where this machine sees it.
 
-    lost: hosts that mpirun or this machine cannot reach; how: mpirun ended; died: the host on which mpirun saw a rank
-    die.
+    Args:
+        lost: hosts that mpirun or this machine cannot reach.
+        how: mpirun ended.
+        died: the host on which mpirun saw a rank die.
     """
     hosts = f"{'hosts' if lost[1:] else 'host'} {', '.join(lost)}"
     what = f"{hosts} cannot be reached any more, and mpirun {how}" if lost else f"mpirun {how} before the run was over"

@@ -24,8 +24,13 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """places: in rank order; hosts: in role order, without addresses; per_slot: a rank for each slot, not one for each
-    host."""
+    """Which rank is where.
+
+    Attributes:
+        places: in rank order.
+        hosts: in role order, without addresses.
+        per_slot: a rank for each slot, not one for each host.
+    """
 
     places: tuple[RankPlace, ...]
     hosts: tuple[Host, ...]
@@ -37,7 +42,14 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def place_ranks(reports: Sequence[HostReport], gpus: Sequence[int], hostfile: Sequence[Host] | None) -> Placement:
-    """reports, gpus: of every rank, in rank order (GPUs of its host).  UsageError names the host that does not fit."""
+    """Place the ranks on the hosts that they reported.
+
+    Args:
+        reports, gpus: of every rank, in rank order (GPUs of its host).
+
+    Raises:
+        UsageError: names the host that does not fit.
+    """
     machines = list(dict.fromkeys(report.hostname for report in reports))
     counts = {machine: sum(r.hostname == machine for r in reports) for machine in machines}
     if len(set(counts.values())) > 1 and 1 in counts.values():

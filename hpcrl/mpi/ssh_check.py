@@ -24,7 +24,9 @@ REST = ("Transferred: ", "Bytes per second: ")  #: and when it has ended well; w
 
 
 def check_hosts(hosts: Sequence[str], agent: list[str]) -> None:
-    """UsageError unless every host runs a command for us within REACH seconds, none of them through the loopback."""
+    """Raise UsageError unless every host runs a command for us within REACH seconds, none of them through the
+    loopback.
+    """
     if len(hosts) > 1:
         for host in hosts:
             if (address := _loopback(host)) is not None:

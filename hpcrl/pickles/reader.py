@@ -93,7 +93,11 @@ class Enum:
     kind: type[enum.Enum]
 
     def make(self, value: Any) -> enum.Enum:
-        """The member with this value; UnpicklingError if there is none."""
+        """The member with this value.
+
+        Raises:
+            UnpicklingError: if there is none.
+        """
         if type(value) not in (int, str) or value not in self.kind._value2member_map_:
             raise wrong(self.kind.__name__)
         return self.kind(value)
@@ -255,7 +259,11 @@ def read_plain(stream: BinaryIO) -> Any:
 
 
 def _fill(made: Any, state: Any) -> None:
-    """Give a record its attributes.  UnpicklingError for a state that none of them is written with."""
+    """Give a record its attributes.
+
+    Raises:
+        UnpicklingError: for a state that none of them is written with.
+    """
     import torch
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -279,7 +287,7 @@ def _check_list(into: Any) -> None:
 
 
 def _check_keys(keys: list[Any], into: Any) -> None:
-    """UnpicklingError unless `into` is a dict or set, and these keys can be hashed at once."""
+    """Raise UnpicklingError unless `into` is a dict or set, and these keys can be hashed at once."""
     if not isinstance(into, dict | set) or not all(type(key) in ATOMS or _is_key(key, DEEP) for key in keys):
         raise wrong("a dict or set")
 

@@ -27,8 +27,7 @@ def refused(what: str) -> Refused:
         f"a message of another rank, or a checkpoint's .metadata, holds {what}, which is not on hpcrl's list of "
         "plain values (not damage)",
         "custom functions may send numbers, texts, lists, dicts and tensors between ranks; a name of torch or "
-        "Megatron-core comes with"
-        " versions that docs/install.md does not list",
+        "Megatron-core comes with versions that docs/install.md does not list",
     )
 
 

@@ -48,8 +48,11 @@ class PlainPickler(pickle.Pickler):
 
 
 def refuse_foreign_pickles() -> None:
-    """Have torch's object collectives in this process written and read by these rules.  HpcrlError if torch has no such
-    place."""
+    """Have torch's object collectives in this process written and read by these rules.
+
+    Raises:
+        HpcrlError: if torch has no such place.
+    """
     from torch.distributed import distributed_c10d
 
     if not hasattr(distributed_c10d, "_unpickler") or not hasattr(distributed_c10d, "_pickler"):

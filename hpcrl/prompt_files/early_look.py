@@ -21,8 +21,9 @@ FIRST = 100  #: rows of each file that are looked at
 
 
 def look_at(stages: Sequence[Options]) -> None:
-    """UsageError or DataError for the first thing that is wrong with the held-out sets or the prompt files of these
-    stages."""
+    """Raise UsageError or DataError for the first thing that is wrong with the held-out sets or the prompt files of
+    these stages.
+    """
     for options in stages:
         for word, keys in _files(options):
             _look(word, keys)

@@ -26,9 +26,13 @@ ASSISTANT = "assistant"
 class Keys:
     """Where a row has what.
 
-    label None: labels are not wanted; label_needed: the reward compares with it (or it is learned); own_types: the
-    metadata's rm_type takes the reward's place; learned: the keys of responses that are learned, or, with
-    `conversation`, none of them: then the prompt is a whole conversation, whose assistant turns are learned.
+    label None: labels are not wanted.
+
+    Attributes:
+        label_needed: the reward compares with it (or it is learned).
+        own_types: the metadata's rm_type takes the reward's place.
+        learned: the keys of responses that are learned, or, with `conversation`, none of them: then the prompt is a
+            whole conversation, whose assistant turns are learned.
     """
 
     input: str = "input"
@@ -43,7 +47,11 @@ class Keys:
 
     @classmethod
     def of(cls, options: Options) -> Keys:
-        """Those of the training prompts.  UsageError if a label is needed and no key is given."""
+        """Those of the training prompts.
+
+        Raises:
+            UsageError: if a label is needed and no key is given.
+        """
         learns, label = options.learns_labels, label_key(options)
         return cls(
             options.input_key,
@@ -78,7 +86,12 @@ def needs_label(options: Options, words: Sequence[RewardWord]) -> bool:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """What a row says.  raw: the prompt as it is there; text or messages: the prompt; tools: their schemas."""
+    """What a row says.
+
+    Attributes:
+        raw: the prompt as it is there; text or messages: the prompt.
+        tools: their schemas.
+    """
 
     raw: Any
     text: str | None
@@ -90,7 +103,11 @@ class PromptRow:
 
 
 def read_row(where: str, row: dict[str, Any], keys: Keys) -> PromptRow:
-    """Check a row.  where: its file and line, for the DataError."""
+    """Check a row.
+
+    Args:
+        where: its file and line, for the DataError.
+    """
     metadata = _metadata(where, row, keys)
     label = _label(where, row, keys, metadata)
     for key in keys.learned[1:]:

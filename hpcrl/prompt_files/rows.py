@@ -25,7 +25,11 @@ BOM = b"\xef\xbb\xbf"
 
 
 class PromptRows(Protocol):
-    """The rows of one prompt file, or of a slice of it.  size: bytes, sha256: of the whole file."""
+    """The rows of one prompt file, or of a slice of it.
+
+    Attributes:
+        size: bytes, sha256: of the whole file.
+    """
 
     path: Path
     size: int
@@ -34,7 +38,11 @@ class PromptRows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row `index`.  DataError if it is not a JSON object, or the file has changed."""
+        """Row `index`.
+
+        Raises:
+            DataError: if it is not a JSON object, or the file has changed.
+        """
         ...
 
     def line(self, index: int) -> int:
@@ -47,7 +55,11 @@ class PromptRows(Protocol):
 
 
 def open_rows(word: PromptWord) -> PromptRows:
-    """The rows that a word names.  DataError if the file cannot be read, is of no known kind, or the slice is empty."""
+    """The rows that a word names.
+
+    Raises:
+        DataError: if the file cannot be read, is of no known kind, or the slice is empty.
+    """
     path = Path(word.path)
     if path.suffix not in KINDS:
         raise DataError(
@@ -73,7 +85,11 @@ class JsonlRows:
     """A .jsonl file: one JSON object a line; blank lines count as lines and are not rows."""
 
     def __init__(self, path: Path, rows: slice = slice(None)) -> None:
-        """Read it once, to the end.  OSError as `open`."""
+        """Read it once, to the end.
+
+        Raises:
+            OSError: as `open`.
+        """
         self.path = path
         self._file = path.open("rb")
         starts, numbers, self.size, self.sha256 = _index(self._file)
@@ -138,7 +154,11 @@ def _blank(text: bytes, number: int) -> bool:
 
 
 def first_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of the first rows of a .jsonl file, without reading the rest.  DataError as `PromptRows`."""
+    """(where, row) of the first rows of a .jsonl file, without reading the rest.
+
+    Raises:
+        DataError: as `PromptRows`.
+    """
     found = 0
     try:
         with path.open("rb") as file:
@@ -177,7 +197,12 @@ class ParquetRows:
     """The rows of a parquet file, or of a slice of it."""
 
     def __init__(self, path: Path, rows: slice = slice(None)) -> None:
-        """Read it.  HpcrlError without pyarrow; DataError if the file is not parquet; OSError if it cannot be read."""
+        """Read it. HpcrlError without pyarrow.
+
+        Raises:
+            DataError: if the file is not parquet.
+            OSError: if it cannot be read.
+        """
         try:
             import pyarrow as arrow
             import pyarrow.parquet as parquet

@@ -54,7 +54,11 @@ class ServerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClientKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the client of one data-parallel rank needs; server: the server's public key."""
+    """What the client of one data-parallel rank needs.
+
+    Attributes:
+        server: the server's public key.
+    """
 
     public: str
     secret: str
@@ -116,8 +120,11 @@ def lend_keys(folder: Path, address: str, to: Path) -> None:
 
 
 def borrow_keys(rundir: RunDir, folder: Path, addresses: Iterable[str], first: int) -> None:
-    """Make the run one that the engines at `addresses` answer; `first` is the number of the first.  HpcrlError names
-    what is missing."""
+    """Make the run one that the engines at `addresses` answer; `first` is the number of the first.
+
+    Raises:
+        HpcrlError: names what is missing.
+    """
     for name in (_server_file(Path(), "weights").name, _client_file(Path(), 0, "weights").name):
         write_atomic(rundir.keys / name, _read(folder / name))
     for index, address in enumerate(addresses, first):

@@ -48,10 +48,11 @@ class Unanswered(Late):
 class QueueClient:
     """One data-parallel rank's end of the queue of one attempt.
 
-    timeout: seconds for the server to come up and answer the first message, and what `fetch` and `call` wait unless
-    told otherwise.
-    patience: seconds without any message after which a call is given up, once the run is asked to stop.
-    credit: parts that may be under way.
+    Attributes:
+        timeout: seconds for the server to come up and answer the first message, and what `fetch` and `call` wait unless
+            told otherwise.
+        patience: seconds without any message after which a call is given up, once the run is asked to stop.
+        credit: parts that may be under way.
     """
 
     def __init__(
@@ -142,8 +143,11 @@ class QueueClient:
     # ---- connecting
 
     def _address(self, peer: RolloutPeer) -> str:
-        """Where the server is.  PeerError unless what it published is of this run and attempt, and under the key we
-        know."""
+        """Where the server is.
+
+        Raises:
+            PeerError: unless what it published is of this run and attempt, and under the key we know.
+        """
         mine = (self._plan.run_id, self._plan.attempt)
         its = (peer.run_id, peer.attempt)
         self._keys = auth.client_keys(self._rundir, self._rank)
@@ -218,7 +222,11 @@ class QueueClient:
                     return found
 
     def _look(self) -> None:
-        """Look whether the run is asked to stop.  PeerError if it has failed."""
+        """Look whether the run is asked to stop.
+
+        Raises:
+            PeerError: if it has failed.
+        """
         if STOP in self._rundir.check() and self.stop_seen is None:
             self.stop_seen = LastSign()
 

@@ -75,7 +75,9 @@ class WhoAreYou(_Message, tag="who-are-you"):
 class Fetch(_Message, tag="fetch"):
     """Send the share of this rollout; also acknowledges `have`, and every share of earlier rollouts.
 
-    credit: parts that may be sent and not acknowledged at any time; have: parts of this rollout that have arrived.
+    Attributes:
+        credit: parts that may be sent and not acknowledged at any time.
+        have: parts of this rollout that have arrived.
     """
 
     rollout_id: Count
@@ -86,8 +88,10 @@ class Fetch(_Message, tag="fetch"):
 class SharePart(_Message, tag="part"):
     """One part of a share; its pieces follow as frames.
 
-    parts: number of parts; sizes: bytes of each frame of the whole share (`share_format.encode`), whose concatenation
-    the pieces of all parts, in order, make up.
+    Attributes:
+        parts: number of parts.
+        sizes: bytes of each frame of the whole share (`share_format.encode`), whose concatenation the pieces of all
+            parts, in order, make up.
     """
 
     rollout_id: Count
@@ -119,7 +123,11 @@ class Reply(_Message, tag="reply"):
 
 
 class Failed(_Message, tag="error"):
-    """A call or a fetch, or with neither named whatever the client waits for, has failed; kind: see `error_of`."""
+    """A call or a fetch, or with neither named whatever the client waits for, has failed.
+
+    Attributes:
+        kind: see `error_of`.
+    """
 
     what: str
     hint: str = ""
@@ -145,7 +153,11 @@ _from_server = msgspec.msgpack.Decoder(FromServer).decode
 
 
 def pack(message: FromClient | FromServer) -> bytes:
-    """One message as one frame.  WireError if it holds what msgpack cannot carry, or is larger than MAX_FRAME."""
+    """One message as one frame.
+
+    Raises:
+        WireError: if it holds what msgpack cannot carry, or is larger than MAX_FRAME.
+    """
     try:
         frame = _pack(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -161,7 +173,11 @@ def pieces(frame: bytes) -> list[bytes]:
 
 
 def whole(frames: Sequence[Buffer]) -> Buffer:
-    """The message that came in these frames.  WireError if it is larger than MAX_FRAME."""
+    """The message that came in these frames.
+
+    Raises:
+        WireError: if it is larger than MAX_FRAME.
+    """
     if len(frames) == 1:
         return frames[0]
     if (size := sum(map(len, frames))) > MAX_FRAME:
@@ -170,12 +186,12 @@ def whole(frames: Sequence[Buffer]) -> Buffer:
 
 
 def read_from_client(frame: Buffer) -> FromClient:
-    """WireError unless `frame` is exactly one message of a client."""
+    """Raise WireError unless `frame` is exactly one message of a client."""
     return _read(_from_client, frame)
 
 
 def read_from_server(frame: Buffer) -> FromServer:
-    """WireError unless `frame` is exactly one message of the server."""
+    """Raise WireError unless `frame` is exactly one message of the server."""
     return _read(_from_server, frame)
 
 
@@ -233,7 +249,8 @@ def _view(buffer: Buffer) -> memoryview:
 def join(sizes: Sequence[int], pieces: Sequence[Buffer]) -> list[Buffer]:
     """The frames of `sizes` bytes whose concatenation is that of `pieces`; a piece that is a whole frame is not copied.
 
-    WireError if the pieces are too short or too long.
+    Raises:
+        WireError: if the pieces are too short or too long.
     """
     views = [_view(piece) for piece in pieces]
     if (found := sum(map(len, views))) != sum(sizes):

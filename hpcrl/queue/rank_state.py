@@ -36,8 +36,9 @@ class _Share:
 class PendingShares:
     """The shares of one rank, from `put` until they are acknowledged.
 
-    lease: seconds that a part may be under way to a client that says that it lacks it, before it is sent again; doubled
-    with every repetition, so that a slow network is not flooded.
+    Attributes:
+        lease: seconds that a part may be under way to a client that says that it lacks it, before it is sent again;
+            doubled with every repetition, so that a slow network is not flooded.
     """
 
     def __init__(self, lease: float, part_bytes: int) -> None:
@@ -54,7 +55,11 @@ class PendingShares:
         return rollout_id in self._shares
 
     def put(self, rollout_id: int, frames: Sequence[Buffer]) -> None:
-        """Keep a share until it is acknowledged.  ValueError if its id does not come after those before."""
+        """Keep a share until it is acknowledged.
+
+        Raises:
+            ValueError: if its id does not come after those before.
+        """
         if rollout_id <= self.last_put:
             raise ValueError(f"the share of rollout {rollout_id} was put after that of rollout {self.last_put}")
         self._shares[rollout_id] = _Share(
@@ -126,7 +131,11 @@ MAX_REPLACED = 1000
 
 @dataclass
 class Seat:
-    """The connection of a rank's present client; waits_for: the rollout that it fetches."""
+    """The connection of a rank's present client.
+
+    Attributes:
+        waits_for: the rollout that it fetches.
+    """
 
     rank: int
     route: bytes

@@ -35,10 +35,12 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 class QueueServer:
     """The server of one attempt; every method runs in one event loop.
 
-    handlers: method -> coroutine function from parameters to result, both dicts of what msgpack can carry; each call is
-    a task of its own.  depth: shares that a rank may leave unacknowledged before `put` waits; lease: see
-    `PendingShares`;
-    part_bytes: greatest part of a share.
+    Attributes:
+        handlers: method -> coroutine function from parameters to result, both dicts of what msgpack can carry; each
+            call is a task of its own.
+        depth: shares that a rank may leave unacknowledged before `put` waits.
+        lease: see `PendingShares`.
+        part_bytes: greatest part of a share.
     """
 
     def __init__(
@@ -67,7 +69,11 @@ class QueueServer:
     # ---- life
 
     async def start(self) -> None:
-        """Bind, let the clients in, and publish address and public key as peer rollout-0.  HpcrlError if that fails."""
+        """Bind, let the clients in, and publish address and public key as peer rollout-0.
+
+        Raises:
+            HpcrlError: if that fails.
+        """
         host = sockets.bind_address(self._plan)
         self._context = zmq.asyncio.Context(io_threads=min(4, len(self._ranks)))
         self._socket = self._context.socket(zmq.ROUTER)
@@ -116,8 +122,11 @@ class QueueServer:
     async def put(self, rollout_id: int, shares: Sequence[Share], timeout: float = 3600.0) -> None:
         """Hand over one share per data-parallel rank.
 
-        Ids must go up.  The arrays must not change until the shares are acknowledged.  Waits while a rank has `depth`
-        unacknowledged shares; DeadlineError names the ranks after `timeout` seconds, PeerError after `fail`.
+        Ids must go up. The arrays must not change until the shares are acknowledged. Waits while a rank has `depth`
+        unacknowledged shares.
+
+        Raises:
+            DeadlineError: names the ranks after `timeout` seconds, PeerError after `fail`.
         """
         if len(shares) != len(self._ranks) or any(share.rollout_id != rollout_id for share in shares):
             raise ValueError(

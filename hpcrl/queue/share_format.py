@@ -38,8 +38,12 @@ _WHAT_DECODING_RAISES = (msgspec.MsgspecError, ValueError, TypeError, OverflowEr
 
 
 class _Shorter(NamedTuple):
-    """A column that goes in fewer bytes.  to_wire: its elements of type `dtype`; from_wire: those, and how many tokens
-    -> the column"""
+    """A column that goes in fewer bytes.
+
+    Attributes:
+        to_wire: its elements of type `dtype`.
+        from_wire: those, and how many tokens -> the column.
+    """
 
     dtype: np.dtype
     to_wire: Callable[[np.ndarray], np.ndarray]
@@ -58,12 +62,16 @@ class WireError(HpcrlError):
 class Share:
     """What one data-parallel rank gets of a batch.
 
-    batch: the rank's samples; micro_batches[optimizer step][micro-batch]: rows of `batch`, each row in exactly one;
-    step_samples: samples of each optimizer step over all ranks; step_tokens: sum of the loss mask of each step over all
-    ranks; version: the policy version that the batch is meant for; metrics: numbers about the rollout, to be logged.
-    table: ROW [n], every sample of the rollout, on all ranks, by group and index; own: int32 [samples of the batch],
-    where in it the batch's rows are; without them the batch is the whole rollout.
-    frames: the bytes that it was decoded from, for handing them on as they are; none where the share was made.
+    Attributes:
+        batch: the rank's samples; micro_batches[optimizer step][micro-batch]: rows of `batch`, each row in exactly one.
+        step_samples: samples of each optimizer step over all ranks.
+        step_tokens: sum of the loss mask of each step over all ranks.
+        version: the policy version that the batch is meant for.
+        metrics: numbers about the rollout, to be logged.
+        table: ROW [n], every sample of the rollout, on all ranks, by group and index.
+        own: int32 [samples of the batch], where in it the batch's rows are; without them the batch is the whole
+            rollout.
+        frames: the bytes that it was decoded from, for handing them on as they are; none where the share was made.
     """
 
     rollout_id: int
@@ -121,7 +129,10 @@ _unpack_header = msgspec.msgpack.Decoder(ShareHeader).decode
 def encode(share: Share) -> list[Buffer]:
     """`share` as frames: the header and one view on each column; no array is copied that is contiguous already.
 
-    The columns must not change until the frames are sent.  WireError if the parts of the share do not fit each other.
+    The columns must not change until the frames are sent.
+
+    Raises:
+        WireError: if the parts of the share do not fit each other.
     """
     try:
         batch = share.batch
@@ -156,7 +167,11 @@ def encode(share: Share) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer]) -> Share:
-    """The share in `frames`, which its large arrays are views on.  WireError if it is not whole and consistent."""
+    """The share in `frames`, which its large arrays are views on.
+
+    Raises:
+        WireError: if it is not whole and consistent.
+    """
     if not LEAST_FRAMES <= len(frames) <= MOST_FRAMES:
         raise WireError(f"a share has {LEAST_FRAMES} to {MOST_FRAMES} frames, this one has {len(frames)}")
     header = _header(frames[0])
@@ -226,7 +241,11 @@ def _column(name: str, column: Column, frame: Buffer) -> np.ndarray:
 
 
 def _unpack_mask(bits: np.ndarray, tokens: int) -> np.ndarray:
-    """uint8 [tokens] of 0 and 1.  WireError unless there are just so many bits, filled up to a byte."""
+    """uint8 [tokens] of 0 and 1.
+
+    Raises:
+        WireError: unless there are just so many bits, filled up to a byte.
+    """
     if len(bits) != -(-tokens // 8):
         raise WireError(f"loss_mask: {len(bits)} bytes do not hold one bit for each of {tokens} tokens")
     return np.unpackbits(bits, count=tokens)
@@ -242,7 +261,11 @@ def _runs(versions: np.ndarray) -> np.ndarray:
 
 
 def _spread(runs: np.ndarray, tokens: int) -> np.ndarray:
-    """RUN [runs] as int32 [tokens].  WireError unless the runs hold exactly so many tokens."""
+    """RUN [runs] as int32 [tokens].
+
+    Raises:
+        WireError: unless the runs hold exactly so many tokens.
+    """
     lengths, versions = runs["length"], runs["version"]
     _refuse((lengths < 1) | (lengths > tokens), "versions: the length of run {} does not fit")
     _refuse(versions != versions.astype(np.int32), "versions: that of run {} is not a 32-bit number")
@@ -269,7 +292,7 @@ LEAST_FRAMES, MOST_FRAMES = 1 + len(USUAL), 1 + len(WIRE)
 
 
 def _check(header: ShareHeader, batch: SampleBatch, table: np.ndarray, own: np.ndarray) -> None:
-    """WireError unless table, rows, columns, micro-batches and numbers fit each other."""
+    """Raise WireError unless table, rows, columns, micro-batches and numbers fit each other."""
     _check_own(table, own)
     if batch.rows.tobytes() != table[own].tobytes():
         raise WireError("the rows of the batch are not those of the table")

@@ -45,8 +45,11 @@ def endpoint(host: str, port: int) -> str:
 
 
 def bind_address(plan: Plan) -> str:
-    """The address of the rollout's host, to listen on and to be reached at.  UsageError if it is not a single
-    interface."""
+    """The address of the rollout's host, to listen on and to be reached at.
+
+    Raises:
+        UsageError: if it is not a single interface.
+    """
     host = plan.rollout.at
     try:
         address = ipaddress.ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -36,7 +36,8 @@ def wanted(held: Pattern, needed: Pattern, workers: Collection[int]) -> list[tup
     """(rectangle, ranks that hold it) of all that some of `workers` need, joined where neighbours have the same
     holders.
 
-    ValueError if no rank holds a part of it.
+    Raises:
+        ValueError: if no rank holds a part of it.
     """
     mine = [part for part in needed if not set(part.who).isdisjoint(workers)]
     if not mine:
@@ -117,8 +118,11 @@ def sources(places: Sequence[SourceRectangle], tensor: int, area: Rectangle) -> 
 def targets(
     rows: Sequence[Sequence[int]], columns: Sequence[int] | None, area: Rectangle
 ) -> Iterator[tuple[Index, Index]]:
-    """(index in what the worker holds, index in the piece); rows: (start, length) one below the other, columns: or None
-    for all."""
+    """(index in what the worker holds, index in the piece).
+
+    Args:
+        rows: (start, length) one below the other, columns: or None for all.
+    """
     top, bottom, left, right = area
     start = columns[0] if columns is not None else 0
     begin = max(left, start)
@@ -185,7 +189,11 @@ class Layouts:
         return self._numbers[key]
 
     def add(self, name: str, shape: tuple[int, ...], item: int, held: int, needed: int) -> None:
-        """One more tensor of one or two dimensions; item: bytes of an element as it is sent."""
+        """One more tensor of one or two dimensions.
+
+        Args:
+            item: bytes of an element as it is sent.
+        """
         self.names.append(name)
         self.shapes.append((shape[0], shape[1] if len(shape) > 1 else 1))
         self.items.append(item)
@@ -206,8 +214,9 @@ def held_parts(
 ) -> list[tuple[Shape, Pattern]]:
     """(shape, who holds which part) of each tensor of a rule of `kind`.
 
-    shape: of one rank's part of the parameter.
-    copies: for each part, in order of TP (of an expert's: ETP) rank, the ranks that hold it.
+    Args:
+        shape: of one rank's part of the parameter.
+        copies: for each part, in order of TP (of an expert's: ETP) rank, the ranks that hold it.
     """
     cut = CUTS[kind]
     full = cut.full(shape, shapes)
@@ -237,8 +246,11 @@ def merged(parts: Iterable[TensorPart]) -> Pattern:
 
 
 def needed_parts(shape: Shape, spans: Iterable[tuple[int, Sequence[Span], Span | None]]) -> Pattern:
-    """What workers need of a tensor; spans: (worker, rows that it holds, its columns or None for all), as a manifest
-    has them."""
+    """What workers need of a tensor.
+
+    Args:
+        spans: (worker, rows that it holds, its columns or None for all), as a manifest has them.
+    """
     width = shape[1] if len(shape) > 1 else 1
     who: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
     for worker, rows, columns in spans:

@@ -18,7 +18,11 @@ CLOSE = 1e-4  #: of the busiest rank's bytes: what a last sweep may still change
 
 
 def shares(sets: Sequence[tuple[int, ...]], amounts: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """For each set of ranks the bytes that each of its members sends; amounts: bytes of each set."""
+    """For each set of ranks the bytes that each of its members sends.
+
+    Args:
+        amounts: bytes of each set.
+    """
     found = [np.full(len(members), amount / len(members)) for members, amount in zip(sets, amounts, strict=True)]
     places = [np.asarray(members) for members in sets]
     load = np.zeros(ranks)
@@ -56,9 +60,12 @@ def padded(nbytes: np.ndarray) -> np.ndarray:
 
 
 def divide(sizes: np.ndarray, sender: np.ndarray, destination: np.ndarray, limit: int) -> np.ndarray:
-    """The round of each piece, int64 [pieces], from 0, never falling; sizes: padded bytes, none above `limit`.
+    """The round of each piece, int64 [pieces], from 0, never falling.
 
     Runs that are too large for any rank or host are halved until none is.
+
+    Args:
+        sizes: padded bytes, none above `limit`.
     """
     count = len(sizes)
     if not count:

@@ -38,11 +38,14 @@ class DestinationHost:
 class Redistribution:
     """The pieces as columns of int64, in the order of rounds, and within one of (sender, destination).
 
-    tensor; top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes; sender: a rank; destination; round.
-    relays[i]: the destination that forwards everything to destination i (which then has no pieces), or -1.
+    tensor.
 
-    hosts: of each rank.
-    in_place: bytes of a destination's own host are read in place.
+    Attributes:
+        top, bottom, left, right: [top, bottom) x [left, right) of it; nbytes.
+        sender: a rank; destination; round. relays[i]: the destination that forwards everything to destination i (which
+            then has no pieces), or -1.
+        hosts: of each rank.
+        in_place: bytes of a destination's own host are read in place.
     """
 
     layouts: Layouts
@@ -136,13 +139,15 @@ def redistribute(
 ) -> Redistribution:
     """The plan, the same wherever it is made.
 
-    hosts: of each rank.
-    limit: bytes that a rank packs, and a destination takes, in one round.  Copies on a destination's own host are
-        preferred.
-    in_place: a destination reads bytes of ranks of its own host in place, so they take none of its memory and do not
-        count there.
+    Args:
+        hosts: of each rank.
+        limit: bytes that a rank packs, and a destination takes, in one round. Copies on a destination's own host are
+            preferred.
+        in_place: a destination reads bytes of ranks of its own host in place, so they take none of its memory and do
+            not count there.
 
-    ValueError if no rank holds a part that is needed, or `limit` is below 64 bytes.
+    Raises:
+        ValueError: if no rank holds a part that is needed, or `limit` is below 64 bytes.
     """
     if limit < ALIGN:
         raise ValueError(f"a round of {limit} bytes holds no piece")

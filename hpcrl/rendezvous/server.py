@@ -23,7 +23,11 @@ ZAP = "inproc://zeromq.zap.01"  #: where libzmq asks who may come in (ZeroMQ RFC
 
 
 class StoreServer:
-    """A store that runs until `close`, or to the end of the process.  UsageError if `address` cannot be bound."""
+    """A store that runs until `close`, or to the end of the process.
+
+    Raises:
+        UsageError: if `address` cannot be bound.
+    """
 
     def __init__(self, address: str, keys: auth.ServerKeys) -> None:
         self.table = Table()
@@ -90,7 +94,12 @@ class StoreServer:
 
 
 def _numeric(host: str) -> str:
-    """The address of a host.  OSError if it has none; UsageError if it means every interface."""
+    """The address of a host.
+
+    Raises:
+        OSError: if it has none.
+        UsageError: if it means every interface.
+    """
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     if ipaddress.ip_address(str(found)).is_unspecified:
         raise UsageError(f"{host} means every interface", "name one host or address in the hostfile")

@@ -36,11 +36,16 @@ def nothing() -> None:
 
 
 class KeyedStore(Store):
-    """A member's view.  check: called now and then during a wait, may raise.  Threads share it, each with a connection
-    of its own.
+    """A member's view.
 
     The caller that hands it to torch keeps it too, for as long as torch uses it: torch keeps the part of it alone that
-    is torch's. DistStoreError if the server does not answer, or a key does not appear, in time.
+    is torch's.
+
+    Attributes:
+        check: called now and then during a wait, may raise. Threads share it, each with a connection of its own.
+
+    Raises:
+        DistStoreError: if the server does not answer, or a key does not appear, in time.
     """
 
     def __init__(
@@ -137,7 +142,8 @@ class KeyedStore(Store):
                     self._knock(verb)
 
     def _knock(self, verb: Verb) -> None:
-        """DistStoreError if there is no listener at the server's port any more: it ended, and no answer will ever come.
+        """Raise DistStoreError if there is no listener at the server's port any more: it ended, and no answer will ever
+        come.
 
         ZeroMQ alone would connect again and again, and torchrun on all hosts but the server's wait for minutes as they
         end.

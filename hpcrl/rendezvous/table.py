@@ -22,11 +22,14 @@ MAX_ASK = 8 * 2**20
 
 
 class StoreRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A request.  number: of this connection's requests, which its answer carries; keys, values: of a `set` as many of
-    each.
+    """A request.
 
-    add: amount is added to the decimal number under keys[0].  swap: values are (expected, desired).  get and wait are
+    add: amount is added to the decimal number under keys[0]. swap: values are (expected, desired). get and wait are
     answered when all keys are there.
+
+    Attributes:
+        number: of this connection's requests, which its answer carries.
+        keys, values: of a `set` as many of each.
     """
 
     number: int
@@ -37,8 +40,12 @@ class StoreRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class StoreReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """values: of the keys, in order (get, swap); amount: the sum (add), how many keys (count), 0 or 1 (check,
-    delete)."""
+    """The store's answer to one request.
+
+    Attributes:
+        values: of the keys, in order (get, swap).
+        amount: the sum (add), how many keys (count), 0 or 1 (check, delete).
+    """
 
     number: int
     values: list[bytes] = []
@@ -60,7 +67,8 @@ class Table:
     def take(self, member: bytes, ask: StoreRequest) -> list[tuple[bytes, StoreReply]]:
         """Do what `member` asks for; the answers that are due now, to it and to whom its keys were awaited by.
 
-        ValueError for an Ask that makes no sense.
+        Raises:
+            ValueError: for an Ask that makes no sense.
         """
         if ask.verb in ("get", "wait"):
             return self._later(member, ask)

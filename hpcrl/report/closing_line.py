@@ -30,10 +30,14 @@ def held_out(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def closing_line(directory: Path, root: Path) -> str:
-    """`held-out accuracy: 0.41 -> 0.83  runs/...`, or where the run is if nothing was evaluated.
+    """`held-out accuracy: 0.41 -> 0.83 runs/...`, or where the run is if nothing was evaluated.
 
-    Each of several sets has its name; after one evaluation alone there is one number; means outside of 0 to 1 are
-    no accuracy, but a mean reward.  directory: the stage whose evaluations count; root: the run.
+    Each of several sets has its name; after one evaluation alone there is one number; means outside of 0 to 1 are no
+    accuracy, but a mean reward.
+
+    Args:
+        directory: the stage whose evaluations count.
+        root: the run.
     """
     where, sets = _shown(root), held_out(directory)
     if not sets:
@@ -58,7 +62,11 @@ def remarks(directory: Path) -> list[str]:
 
 
 def what_next(options: Options, directory: Path, root: Path) -> Iterator[str]:
-    """The commands that continue from a finished run, a line each.  options, directory: of its last stage."""
+    """The commands that continue from a finished run, a line each.
+
+    Args:
+        options, directory: of its last stage.
+    """
     run = _shown(root)
     yield f"curves and costs:  hpcrl report {run}"
     if steps_of(directory):

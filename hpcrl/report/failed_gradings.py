@@ -26,7 +26,8 @@ LONGEST = 100
 def failed_gradings(stage: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     """A line for rollouts and one for evaluations, of those that had failures: how many, and where the last came from.
 
-    rows: records of the stage's metrics.jsonl, in order: all, or the last of them.
+    Args:
+        rows: records of the stage's metrics.jsonl, in order: all, or the last of them.
     """
     counts: dict[str, float] = {}
     last: dict[str, tuple[int, str | None]] = {}

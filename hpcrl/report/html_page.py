@@ -37,7 +37,11 @@ LONGEST = 20_000  #: characters of a prompt or a response that are shown
 
 
 def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None) -> str:
-    """The HTML of a run.  recipe: its text."""
+    """The HTML of a run.
+
+    Args:
+        recipe: its text.
+    """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(read_given(Path(__file__).with_name("page.html.j2")))
     spent = spending(run, recorded)

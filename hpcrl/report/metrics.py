@@ -97,7 +97,11 @@ class MetricsLog:
         )
 
     def append(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        """Add one record; a number that is not finite is written as null.  HpcrlError when it cannot be written."""
+        """Add one record; a number that is not finite is written as null.
+
+        Raises:
+            HpcrlError: when it cannot be written.
+        """
         values = {name: float(value) for name, value in metrics.items()}
         told = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"rollout_id": rollout_id, "time": round(time.time(), 3)} | told) + "\n"
@@ -171,7 +175,11 @@ class EventFile:
             self._write(step=purge, session_log=log)
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
-        """Write scalars of one step.  OSError when the disk is full."""
+        """Write scalars of one step.
+
+        Raises:
+            OSError: when the disk is full.
+        """
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(step=step, summary=self._summary(value=values))
 
@@ -186,7 +194,8 @@ class EventFile:
 def open_events(directory: Path, attempt: int, purge: int | None) -> EventFile | NoEvents:
     """A new event file, if the tensorboard package is there; its x-axis counts rollouts that are done.
 
-    purge: events of earlier attempts from this step on are hidden.
+    Args:
+        purge: events of earlier attempts from this step on are hidden.
     """
     try:
         return EventFile(directory, attempt, purge)
@@ -215,8 +224,11 @@ def waited_for(row: dict[str, Any]) -> bool:
 
 
 def step_time(rows: list[dict[str, Any]]) -> float | None:
-    """Median seconds of the last steps, or None if none is known.  rows: the last records of metrics.jsonl, in
-    order."""
+    """Median seconds of the last steps, or None if none is known.
+
+    Args:
+        rows: the last records of metrics.jsonl, in order.
+    """
     times = [row["perf/step_time"] for row in step_rows(rows) if number(row.get("perf/step_time"))]
     return median(times[-WINDOW:]) if times else None
 
@@ -244,8 +256,9 @@ def seconds_left(
 ) -> float | None:
     """Seconds until step `total` is done, saved and evaluated, or None if no step is known.
 
-    saves, evaluates: every how many steps; None for never but at the end, and never.  now: unix time; what has passed
-    since the last record is taken off the first step.
+    Args:
+        saves, evaluates: every how many steps; None for never but at the end, and never.
+        now: unix time; what has passed since the last record is taken off the first step.
     """
     each = step_time(rows)
     if each is None:

@@ -39,7 +39,11 @@ SHOWN = {
 
 
 class Progress:
-    """One bar for one stage.  total: rollouts; the trainer corrects it if it is not known before."""
+    """One bar for one stage.
+
+    Attributes:
+        total: rollouts; the trainer corrects it if it is not known before.
+    """
 
     def __init__(self, rundir: RunDir, title: str, total: int | None) -> None:
         self.rundir = rundir
@@ -128,7 +132,11 @@ class Progress:
 
 
 class Meter:
-    """How far a conversion is.  A context; total: how many units, bytes if `size` is given."""
+    """How far a conversion is. A context.
+
+    Attributes:
+        total: how many units, bytes if `size` is given.
+    """
 
     def __init__(self, title: str, total: int, unit: str, size: bool = False) -> None:
         self.title = title

@@ -105,7 +105,11 @@ class StageFiles:
 
 @dataclass
 class Run:
-    """One run directory.  notes: files that are damaged."""
+    """One run directory.
+
+    Attributes:
+        notes: files that are damaged.
+    """
 
     root: Path
     notes: list[str] = field(default_factory=list)

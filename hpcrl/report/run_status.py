@@ -82,9 +82,12 @@ def judge_run(
 ) -> Status:
     """The status of a run.
 
-    now: unix time.  queued: the scheduler's word on the job, None if it could not be asked.  here: whether the
-    launcher's process lives on this host (None: it may be on another).  title: what the scheduler is called.  brief:
-    the recipe's stages are left out.
+    Args:
+        now: unix time.
+        queued: the scheduler's word on the job, None if it could not be asked.
+        here: whether the launcher's process lives on this host (None: it may be on another).
+        title: what the scheduler is called.
+        brief: the recipe's stages are left out.
     """
     job = run.job
     state = run.state

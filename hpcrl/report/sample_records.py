@@ -65,8 +65,11 @@ class Record(msgspec.Struct):
 class Trained(msgspec.Struct, omit_defaults=True):
     """What the trainer made of a sample, over its trained tokens; means, and the greatest difference.
 
-    tokens: how many; advantage: None where the loss has none; trainer, engine: log-probs, the engine's None where
-    nothing was sampled; differ, differ_max: absolute difference of the two.
+    Attributes:
+        tokens: how many.
+        advantage: None where the loss has none.
+        trainer, engine: log-probs, the engine's None where nothing was sampled.
+        differ, differ_max: absolute difference of the two.
     """
 
     group: int
@@ -81,7 +84,11 @@ class Trained(msgspec.Struct, omit_defaults=True):
 
 @dataclass
 class Look:
-    """A sample with what the trainer made of it.  at: its place in the rollout."""
+    """A sample with what the trainer made of it.
+
+    Attributes:
+        at: its place in the rollout.
+    """
 
     at: int
     record: Record
@@ -90,7 +97,11 @@ class Look:
 
 @dataclass
 class Reading:
-    """damaged: lines that could not be read."""
+    """The records of a file of samples, read one by one.
+
+    Attributes:
+        damaged: lines that could not be read.
+    """
 
     damaged: int = 0
     names: list[str] = field(default_factory=list)
@@ -100,7 +111,11 @@ class Reading:
 
 
 def samples_file(stage: Path, step: int, held_out: str | None = None) -> Path:
-    """step: of an evaluation how many steps were done."""
+    """The name of the file of samples of a step or an evaluation.
+
+    Args:
+        step: of an evaluation how many steps were done.
+    """
     return stage / "samples" / (f"{step:08d}.jsonl" if held_out is None else f"eval-{held_out}-{step - 1}.jsonl")
 
 
@@ -176,14 +191,25 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T | None]:
 
 
 def write_trained(stage: Path, step: int, found: Sequence[Trained]) -> None:
-    """Write the file of a step, whole.  HpcrlError if the disk does not take it."""
+    """Write the file of a step, whole.
+
+    Raises:
+        HpcrlError: if the disk does not take it.
+    """
     path = trained_file(stage, step)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(path, b"".join(msgspec.json.encode(row) + b"\n" for row in found))
 
 
 def write_tokens(stage: Path, step: int, rank: int, columns: dict[str, np.ndarray]) -> None:
-    """Write a file of tokens, whole.  columns: see COLUMNS.  HpcrlError if the disk does not take it."""
+    """Write a file of tokens, whole.
+
+    Args:
+        columns: see COLUMNS.
+
+    Raises:
+        HpcrlError: if the disk does not take it.
+    """
     from safetensors.numpy import save
 
     path = tokens_file(stage, step, rank)

@@ -26,7 +26,11 @@ LISTED = 10  #: runs of numbers that are listed one by one
 
 
 class Word(NamedTuple):
-    """A piece of a line; style: rich's, "" for none."""
+    """A piece of a line.
+
+    Attributes:
+        style: rich's, "" for none.
+    """
 
     text: str
     style: str = ""
@@ -145,7 +149,9 @@ def as_text(value: Any) -> str:
 def token_lines(columns: Mapping[str, np.ndarray], pieces: Sequence[str]) -> Iterator[Line]:
     """One response token a line: text, trainer's and engine's log-prob, their difference, advantage.
 
-    columns: of `sample_records.read_tokens`; pieces: the text of each token.
+    Args:
+        columns: of `sample_records.read_tokens`.
+        pieces: the text of each token.
     """
     yield (Word(f"    {'token':24} {'trainer':>9} {'engine':>9} {'differ':>9} {'advantage':>9}", "bold"),)
     for number, piece in enumerate(pieces):

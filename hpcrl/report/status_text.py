@@ -196,7 +196,11 @@ ENGINE_HEAD = ("ENGINE", "STATE", "HOST", "VERSION", "REQUESTS", "RESTARTS", "")
 
 
 def engine_table(views: EngineViews, now: float) -> str:
-    """One line an engine; now: unix time."""
+    """One line an engine.
+
+    Args:
+        now: unix time.
+    """
     rows = [ENGINE_HEAD, *(_engine_row(view) for view in views.engines)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(ENGINE_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

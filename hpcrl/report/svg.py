@@ -47,7 +47,11 @@ class Bar(NamedTuple):
 
 
 def chart(title: str, curves: Curves, axis: str = "") -> Markup:
-    """Curves over rollouts.  axis: as `hpcrl.report.curves.Panel` has it."""
+    """Curves over rollouts.
+
+    Args:
+        axis: as `hpcrl.report.curves.Panel` has it.
+    """
     log = axis == "log" and all(value > 0 for _, y in curves.values() for value in y)
     thin = {label: _thinned(x, y) for label, (x, y) in curves.items()}
     every = [value for _, y in thin.values() for value in y]

@@ -113,8 +113,9 @@ class _BarAndNumbers(Progress):
 class ProgressBar:
     """One bar on a terminal: title, how many of how many, the time that has passed and the time that is left.
 
-    total: None if it is not known; size: whether what is counted are bytes.  It draws when it is told to, and has no
-    thread.
+    Attributes:
+        total: None if it is not known.
+        size: whether what is counted are bytes. It draws when it is told to, and has no thread.
     """
 
     def __init__(self, stream: TextIO, title: str, total: int | None, size: bool = False) -> None:

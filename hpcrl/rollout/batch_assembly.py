@@ -38,7 +38,11 @@ AGES = 8  #: policy versions that are told apart in metrics
 
 @dataclass
 class Rollout:
-    """The samples of one rollout as they come in.  version: the policy that they are sampled under."""
+    """The samples of one rollout as they come in.
+
+    Attributes:
+        version: the policy that they are sampled under.
+    """
 
     rollout_id: int
     version: int
@@ -65,7 +69,8 @@ class Rollout:
     def add(self, samples: Sequence[Sample]) -> None:
         """Take in the finished samples of one response, one at least.
 
-        ValueError if it is not wanted (any more): no response counts twice.
+        Raises:
+            ValueError: if it is not wanted (any more): no response counts twice.
         """
         key = group, index = samples[0].group, samples[0].index
         for sample in samples:
@@ -95,8 +100,9 @@ class Rollout:
 
 
 def check_staleness(samples: Sequence[Sample], version: int, bound: int | None = 0) -> None:
-    """HpcrlError if a token is older than `bound` policy versions (None: any age), or newer than the trainer, at
-    consumption."""
+    """Raise HpcrlError if a token is older than `bound` policy versions (None: any age), or newer than the trainer,
+    at consumption.
+    """
     allowed = "by any number" if bound is None else f"by {bound} at most"
     for sample in samples:
         oldest = int(sample.versions.min())
@@ -104,8 +110,7 @@ def check_staleness(samples: Sequence[Sample], version: int, bound: int | None =
         if (bound is not None and version - oldest > bound) or newest > version:
             raise HpcrlError(
                 f"sample {sample.index} of group {sample.group} was sampled under policy versions {oldest} to "
-                f"{newest}, "
-                f"the trainer is at {version} and may lag {allowed}"
+                f"{newest}, the trainer is at {version} and may lag {allowed}"
             )
 
 
@@ -114,7 +119,8 @@ def make_shares(
 ) -> list[Share]:
     """One Share a data-parallel rank: its samples, packed for every optimizer step, and the table of all.
 
-    batch: the samples as the trainer is to see them; None: as they are.
+    Args:
+        batch: the samples as the trainer is to see them; None: as they are.
     """
     return shares_of(
         SampleBatch.of(rollout.samples()) if batch is None else batch,
@@ -212,8 +218,11 @@ def ages(samples: Sequence[Sample], version: int) -> dict[str, float]:
 def in_steps(batch: SampleBatch, steps: int, multiple: int) -> tuple[SampleBatch, list[int]]:
     """(the batch, filled up, samples of each optimizer step).
 
-    Step i takes the i-th part of the responses, in order; multiple: what divides the samples of a step.  Where every
-    response is one sample the batch is as it was, whether its steps divide or not: the schedule says so.
+    Step i takes the i-th part of the responses, in order.
+
+    Args:
+        multiple: what divides the samples of a step. Where every response is one sample the batch is as it was, whether
+            its steps divide or not: the schedule says so.
     """
     numbers = responses_of(batch.rows)
     responses = int(numbers[-1]) + 1 if len(numbers) else 0

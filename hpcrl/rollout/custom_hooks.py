@@ -39,7 +39,11 @@ TRAIN_DATA = {
 
 
 class BadSample(Exception):
-    """What a sample's hook has done to it.  trace: the traceback of the user's code, "" if it raised nothing."""
+    """What a sample's hook has done to it.
+
+    Attributes:
+        trace: the traceback of the user's code, "" if it raised nothing.
+    """
 
     def __init__(self, text: str, trace: str = "") -> None:
         super().__init__(text)
@@ -51,7 +55,11 @@ class RolloutHooks:
     """The hooks of a run; those that are not given do nothing.  rollout_id: the rollout that is being made."""
 
     def __init__(self, options: Options, own: Mapping[str, list[Callable[..., Any]]]) -> None:
-        """own: of `plugin_points.load_points`."""
+        """Create one.
+
+        Args:
+            own: of `plugin_points.load_points`.
+        """
         self._options = options
         self._own = own
         self.rollout_id = 0
@@ -212,7 +220,11 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _numbers(row: dict[str, Any], shown: str) -> None:
-    """Make every value a float.  HpcrlError if one is not a finite number."""
+    """Make every value a float.
+
+    Raises:
+        HpcrlError: if one is not a finite number.
+    """
     for name, value in row.items():
         if value is None:
             continue

@@ -166,8 +166,9 @@ class RolloutRole:
         """Start making the samples of `rollout_id` under policy `version`; returns once what was asked for before is
         made.
 
-        consumed: the policy version of the trainer when it learns from them; None: the same.  patience: as for
-        `EvaluationService.evaluate`.
+        Args:
+            consumed: the policy version of the trainer when it learns from them; None: the same.
+            patience: as for `EvaluationService.evaluate`.
         """
         if self._stopping and not self._last_ahead(rollout_id):
             return {}
@@ -194,8 +195,10 @@ class RolloutRole:
     ) -> dict[str, Any]:
         """The trainer has learned from `rollout_id`: where the data stands after it; its samples are on disk by then.
 
-        saved: the policy version of the newest checkpoint; settle: wait until what is made ahead is made, too;
-        patience: as for `EvaluationService.evaluate`.
+        Args:
+            saved: the policy version of the newest checkpoint.
+            settle: wait until what is made ahead is made, too.
+            patience: as for `EvaluationService.evaluate`.
         """
         if (settle or self._made_id <= rollout_id) and not await self._settled(patience):
             return {UNFINISHED: {}}
@@ -214,8 +217,12 @@ class RolloutRole:
         return {}
 
     async def finish(self, rollout_id: int) -> dict[str, Any]:
-        """End this process, once the answer is out.  rollout_id: the first that the trainer has not learned from; what
-        a resumed run will have to make again is not waited for."""
+        """End this process, once the answer is out.
+
+        Args:
+            rollout_id: the first that the trainer has not learned from; what a resumed run will have to make again is
+                not waited for.
+        """
         if self._making is not None:
             if self.generated_ahead is None or self._made_id > rollout_id:
                 await cancel(self._making)

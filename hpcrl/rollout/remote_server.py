@@ -40,7 +40,12 @@ class RemoteServer:
     """Asks one server; keeps its connections, which belong to the event loop that they were made in."""
 
     def __init__(self, name: str, url: str, key: str | None = None) -> None:
-        """name: what errors call it; key: a bearer token, if it asks for one."""
+        """Create one.
+
+        Args:
+            name: what errors call it.
+            key: a bearer token, if it asks for one.
+        """
         self._name = name
         self._url = url
         authorization = {"Authorization": f"Bearer {key}"} if key else {}
@@ -76,8 +81,11 @@ class RemoteServer:
             raise PeerError(what) from error
 
     async def ask(self, path: str, data: bytes | None = None, seconds: float = 60.0) -> Any:
-        """JSON of a GET, or with `data` of a POST.  PeerError if there is none, StatusError for a status other than
-        200."""
+        """JSON of a GET, or with `data` of a POST.
+
+        Raises:
+            PeerError: if there is none, StatusError for a status other than 200.
+        """
         if self._session is None or self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
             connector = aiohttp.TCPConnector(limit=CONNECTIONS)

@@ -60,7 +60,11 @@ def file_of(template: str, rollout_id: int) -> Path:
 
 
 def write_rollout(path: Path, rollout_id: int, version: int, samples: Sequence[Sample]) -> None:
-    """Write the file, whole.  HpcrlError if the disk does not take it."""
+    """Write the file, whole.
+
+    Raises:
+        HpcrlError: if the disk does not take it.
+    """
     batch = SampleBatch.of(list(samples))
     whole = Share(rollout_id, version, batch, [[list(range(len(batch)))]], [len(batch)], [int(batch.loss_mask.sum())])
     words = [
@@ -73,7 +77,11 @@ def write_rollout(path: Path, rollout_id: int, version: int, samples: Sequence[S
 
 
 def read_rollout(path: Path) -> SavedRollout:
-    """The rollout in a file.  DataError if it is not there, or is not what `write_rollout` writes."""
+    """The rollout in a file.
+
+    Raises:
+        DataError: if it is not there, or is not what `write_rollout` writes.
+    """
     try:
         data = read_given_bytes(path, SAMPLES)
     except OSError as error:
@@ -130,7 +138,7 @@ class SavedRollouts:
     """
 
     def __init__(self, options: Options) -> None:
-        """DataError unless the first file can be read and fits the options."""
+        """Raise DataError unless the first file can be read and fits the options."""
         assert options.load_debug_rollout_data is not None
         self.template = options.load_debug_rollout_data
         self.total = options.num_rollout or 0
@@ -150,8 +158,11 @@ class SavedRollouts:
         return {}
 
     def _responses(self, rollout_id: int) -> tuple[int, list[list[Sample]]]:
-        """(policy version, the samples of each response by group and index) of a file.  DataError if it does not
-        fit."""
+        """(policy version, the samples of each response by group and index) of a file.
+
+        Raises:
+            DataError: if it does not fit.
+        """
         if rollout_id not in self._read:
             path = file_of(self.template, rollout_id)
             found = read_rollout(path)
@@ -181,7 +192,11 @@ class SavedRollouts:
     # ---- as a source
 
     def take(self, count: int) -> list[Group]:
-        """The next `count` groups.  DataError if a file is missing or damaged."""
+        """The next `count` groups.
+
+        Raises:
+            DataError: if a file is missing or damaged.
+        """
         taken = self.again(range(self._next, self._next + count))
         self._next += count
         return taken
@@ -211,7 +226,11 @@ class SavedRollouts:
         return [replace(sample, group=asked.group.number, versions=sample.versions + later) for sample in found]
 
     def _greedy(self, asked: ResponseRequest) -> Sample:
-        """A sample whose reward is the greedy response's.  DataError if none was saved."""
+        """A sample whose reward is the greedy response's.
+
+        Raises:
+            DataError: if none was saved.
+        """
         sample = self._response(asked.group.number, 0)[1][0]
         if math.isnan(sample.baseline):
             raise DataError(
@@ -225,7 +244,11 @@ class SavedRollouts:
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write the file, whole.  HpcrlError if the disk does not take it."""
+    """Write the file, whole.
+
+    Raises:
+        HpcrlError: if the disk does not take it.
+    """
     write_atomic(path, b"".join(msgspec.json.encode(_record(sample)) + b"\n" for sample in samples), patience=PATIENCE)
 
 

@@ -38,7 +38,11 @@ _request = msgspec.msgpack.Decoder(GradingTask | CustomCall | CancelRequest).dec
 
 
 class UserCode(Protocol):
-    """What a worker has loaded.  waits: the rewards that are async."""
+    """What a worker has loaded.
+
+    Attributes:
+        waits: the rewards that are async.
+    """
 
     waits: list[str]
 

@@ -33,9 +33,10 @@ async def receive(reader: asyncio.StreamReader) -> bytes:
 class GradingSetup(msgspec.Struct, tag=True):
     """The first frame, to a process that grades.
 
-    options: as JSON
-    words: the rewards to load
-    memory: bytes that it may take beyond those at its start
+    Attributes:
+        options: as JSON.
+        words: the rewards to load.
+        memory: bytes that it may take beyond those at its start.
     """
 
     options: bytes
@@ -44,13 +45,22 @@ class GradingSetup(msgspec.Struct, tag=True):
 
 
 class SamplerSetup(msgspec.Struct, tag=True):
-    """The first frame, to a process that runs a custom generate function.  options: as JSON."""
+    """The first frame, to a process that runs a custom generate function.
+
+    Attributes:
+        options: as JSON.
+    """
 
     options: bytes
 
 
 class WorkerLoaded(msgspec.Struct):
-    """The answer to it.  error: what is wrong with the user's code; waits: the rewards that are async."""
+    """The answer to it.
+
+    Attributes:
+        error: what is wrong with the user's code.
+        waits: the rewards that are async.
+    """
 
     waits: list[str] = []
     error: str = ""
@@ -78,8 +88,12 @@ class GradingTask(msgspec.Struct, tag=True):
 
 
 class GradingOutcome(msgspec.Struct):
-    """What came of one sample.  parts: {reward, or key of its object: value}; failure: "", TIMEOUT or ERROR, with its
-    text."""
+    """What came of one sample.
+
+    Attributes:
+        parts: {reward, or key of its object: value}.
+        failure: "", TIMEOUT or ERROR, with its text.
+    """
 
     values: dict[str, float] = {}
     parts: dict[str, float] = {}
@@ -133,9 +147,10 @@ class CustomCall(msgspec.Struct, tag=True):
 class CustomResult(msgspec.Struct):
     """What came of a call.
 
-    samples: those that the function returned, with reward NaN where it set none; None where it returned None: those
-    that it had the endpoint make, of which `reward`, `rewards` and `metadata` are;
-    failure: "", TIMEOUT or ERROR, with its text.
+    Attributes:
+        samples: those that the function returned, with reward NaN where it set none; None where it returned None: those
+            that it had the endpoint make, of which `reward`, `rewards` and `metadata` are.
+        failure: "", TIMEOUT or ERROR, with its text.
     """
 
     id: int

@@ -40,8 +40,9 @@ STARTS = 3  #: processes in a row that may fail to start
 class PooledJob:
     """What a caller waits for.
 
-    alone: it must share its process with none, as the one that it shared was lost
-    waited: seconds since it began
+    Attributes:
+        alone: it must share its process with none, as the one that it shared was lost.
+        waited: seconds since it began.
     """
 
     future: asyncio.Future[Any]
@@ -62,7 +63,11 @@ class WorkerProcess(Generic[J]):
     """
 
     def __init__(self, setup: msgspec.Struct) -> None:
-        """setup: the first frame that it is sent."""
+        """Create one.
+
+        Args:
+            setup: the first frame that it is sent.
+        """
         self._setup = setup
         self.jobs: dict[int, J] = {}
         self.ready = False
@@ -86,13 +91,21 @@ class WorkerProcess(Generic[J]):
         return self._process.pid
 
     async def open(self) -> WorkerLoaded:
-        """Send the setup and wait until it has loaded what it runs.  ConnectionError if it ends before."""
+        """Send the setup and wait until it has loaded what it runs.
+
+        Raises:
+            ConnectionError: if it ends before.
+        """
         self._reader, self._writer = await asyncio.open_connection(sock=self._ours, limit=1 << 22)
         self._writer.write(frame(self._setup))
         return msgspec.msgpack.decode(await self.receive(), type=WorkerLoaded)
 
     async def receive(self) -> bytes:
-        """The body of the next frame.  ConnectionError when the process has ended."""
+        """The body of the next frame.
+
+        Raises:
+            ConnectionError: when the process has ended.
+        """
         try:
             return await receive(self._reader)
         except asyncio.IncompleteReadError as error:
@@ -157,8 +170,13 @@ class ProcessPool(ABC, Generic[P, J]):
     """Made, it has started its processes; `start` waits for the first of them."""
 
     def __init__(self, make: Callable[[], P], count: int, reply: type, what: str) -> None:
-        """make: starts a process; reply: what it answers a request with, which has the request's `id`; what: such a
-        process, for errors."""
+        """Create one.
+
+        Args:
+            make: starts a process.
+            reply: what it answers a request with, which has the request's `id`.
+            what: such a process, for errors.
+        """
         self._make = make
         self._reply = reply
         self._what = what
@@ -173,7 +191,11 @@ class ProcessPool(ABC, Generic[P, J]):
         self._broken: HpcrlError | None = None
 
     async def start(self) -> None:
-        """Wait until a process has loaded what it runs.  UsageError says what is wrong with it."""
+        """Wait until a process has loaded what it runs.
+
+        Raises:
+            UsageError: says what is wrong with it.
+        """
         self._first = asyncio.get_running_loop().create_future()
         for process in self._processes:
             self._listen(process)
@@ -192,7 +214,11 @@ class ProcessPool(ABC, Generic[P, J]):
             await asyncio.sleep(0.01)
 
     async def submit(self, job: J) -> Any:
-        """What comes of a job.  HpcrlError if no process comes up."""
+        """What comes of a job.
+
+        Raises:
+            HpcrlError: if no process comes up.
+        """
         if self._broken is not None:
             raise self._broken
         self._waiting.append(job)
@@ -211,11 +237,19 @@ class ProcessPool(ABC, Generic[P, J]):
 
     @abstractmethod
     def _blame(self, job: J, failure: str, text: str) -> None:
-        """A job has cost its process: hand that over, or have it repeated.  failure: TIMEOUT or ERROR"""
+        """A job has cost its process: hand that over, or have it repeated.
+
+        Args:
+            failure: TIMEOUT or ERROR.
+        """
 
     @abstractmethod
     def _over(self, process: P, job: J, passed: float) -> tuple[str, str] | None:
-        """(how it fails, why) of a job that is over a limit; passed: seconds since the last look."""
+        """(how it fails, why) of a job that is over a limit.
+
+        Args:
+            passed: seconds since the last look.
+        """
 
     def _opened(self, process: P, loaded: WorkerLoaded) -> None:
         """A process has loaded what it runs."""

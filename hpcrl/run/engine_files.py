@@ -40,7 +40,13 @@ _NAME = re.compile(r"engine-(\d+)(?:\.(\d+))?(\.ended|\.added)?\.json")
 
 
 class EngineEnd(Peer, tag="engine_end"):
-    """An incarnation of an engine is over.  why: for the user; again: whether it is started again; time: unix time."""
+    """An incarnation of an engine is over.
+
+    Attributes:
+        why: for the user.
+        again: whether it is started again.
+        time: unix time.
+    """
 
     role: ClassVar[str] = "engine"
     host: HostName
@@ -73,8 +79,11 @@ class EngineAdded(Peer, tag="engine_added"):
 
 
 def claim(rundir: RunDir, plan: Plan, engine: EngineAdded) -> int:
-    """Make `engine` one of the attempt's; its number, the first that is free.  HpcrlError if nothing can be written
-    there."""
+    """Make `engine` one of the attempt's; its number, the first that is free.
+
+    Raises:
+        HpcrlError: if nothing can be written there.
+    """
     data = msgspec.json.encode(msgspec.structs.replace(engine, pid=os.getpid()))
     try:
         return next(index for index in count(plan.engine_count) if write_first(_added_file(rundir, index), data))
@@ -113,8 +122,10 @@ def restart_limit(options: Options, plan: Plan) -> int:
 def starts_again(limit: int, incarnation: int, was_up: bool) -> bool:
     """Whether incarnation `incarnation` of an engine is followed by another.
 
-    limit: of `restart_limit`.  was_up: whether it answered once in this incarnation.  What fails before it ever came up
-    is most likely wrong with its settings, and would be so again.
+    Args:
+        limit: of `restart_limit`.
+        was_up: whether it answered once in this incarnation. What fails before it ever came up is most likely wrong
+            with its settings, and would be so again.
     """
     return incarnation < limit and (was_up or incarnation > 0)
 
@@ -138,7 +149,10 @@ def end_of(rundir: RunDir, index: int, incarnation: int) -> EngineEnd | None:
 def record_end(rundir: RunDir, index: int, host: str, incarnation: int, limit: int, was_up: bool, why: str) -> bool:
     """Say that an incarnation is over: to the run, which continues, or, where none follows, as the attempt's error,
     which the first incarnation's leads, unless the engine was added to the run, which then continues without it.
-    Returns whether another incarnation follows."""
+
+    Returns:
+        Whether another incarnation follows.
+    """
     again = starts_again(limit, incarnation, was_up)
     if again or is_added(rundir, index):
         tell_end(rundir, index, EngineEnd(host=host, incarnation=incarnation, why=why, again=again, time=time.time()))
@@ -183,8 +197,11 @@ class EngineReports:
         self._seen = set[str]()
 
     def new(self) -> list[tuple[int, EnginePeer | EngineEnd | EngineAdded]]:
-        """(index of the engine, what was said), additions and the earlier incarnation first.  PeerError names a file
-        that holds something else."""
+        """(index of the engine, what was said), additions and the earlier incarnation first.
+
+        Raises:
+            PeerError: names a file that holds something else.
+        """
         found = []
         for name in listed(self._rundir.here / "peers") - self._seen:
             if (match := _NAME.fullmatch(name)) is None:
@@ -220,8 +237,15 @@ VIEW = "engines.json"  #: its name in attempts/N
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine.  state: as in `engines/registry.py`; version: of its weights; requests: in flight; restarts:
-    of its process; why: what is wrong with it, or was last."""
+    """One engine.
+
+    Attributes:
+        state: as in `engines/registry.py`.
+        version: of its weights.
+        requests: in flight.
+        restarts: of its process.
+        why: what is wrong with it, or was last.
+    """
 
     index: int
     host: str
@@ -233,7 +257,12 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EngineViews(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All engines of an attempt.  time: unix time; published: the version that all are to hold."""
+    """All engines of an attempt.
+
+    Attributes:
+        time: unix time.
+        published: the version that all are to hold.
+    """
 
     time: float
     published: int | None
@@ -249,7 +278,8 @@ def write_views(rundir: RunDir, published: int | None, engines: list[EngineView]
 def read_views(here: Path) -> EngineViews | None:
     """What the attempt in `here` (attempts/N) says of its engines; None if it has not said anything.
 
-    HpcrlError if the file is damaged.
+    Raises:
+        HpcrlError: if the file is damaged.
     """
     path = here / VIEW
     try:
@@ -267,12 +297,20 @@ _HAND_BACK = re.compile(r"hand-back-engine-(\d+)")
 
 
 def request_removal(rundir: RunDir, index: int) -> None:
-    """Say that engine `index` is to end.  HpcrlError if that cannot be written."""
+    """Say that engine `index` is to end.
+
+    Raises:
+        HpcrlError: if that cannot be written.
+    """
     _mark(rundir, f"remove-engine-{index}")
 
 
 def request_hand_back(rundir: RunDir, index: int) -> None:
-    """Say that engine `index` is to hand its unfinished responses back.  HpcrlError if that cannot be written."""
+    """Say that engine `index` is to hand its unfinished responses back.
+
+    Raises:
+        HpcrlError: if that cannot be written.
+    """
     _mark(rundir, f"hand-back-engine-{index}")
 
 

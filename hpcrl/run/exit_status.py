@@ -38,8 +38,9 @@ def signal_name(number: int) -> str:
 def how_it_ended(status: int, memory: MemoryWatch | None = None) -> str:
     """ "was killed by SIGSEGV" or "ended with exit code 3", to follow the name of the process.
 
-    status: as `subprocess` has it, negative for a signal.  With SIGKILL comes what it often means, or, with a `memory`
-    that was there before the process, whether the kernel did it.
+    Args:
+        status: as `subprocess` has it, negative for a signal. With SIGKILL comes what it often means, or, with a
+            `memory` that was there before the process, whether the kernel did it.
     """
     if status < 0:
         name = signal_name(-status)
@@ -66,7 +67,12 @@ UNLIMITED = 1 << 60  #: bytes; version 1 says "no limit" with a number near 2^63
 
 @dataclass(frozen=True)
 class _Group:
-    """A cgroup above this process.  events: the file of its count; limit: that of its limit."""
+    """A cgroup above this process.
+
+    Attributes:
+        events: the file of its count.
+        limit: that of its limit.
+    """
 
     name: str
     events: Path
@@ -74,10 +80,18 @@ class _Group:
 
 
 class MemoryWatch:
-    """The counts as they are now, of this process's cgroups and of its host.  root: where /proc and /sys are."""
+    """The counts as they are now, of this process's cgroups and of its host.
+
+    Attributes:
+        root: where /proc and /sys are.
+    """
 
     def __init__(self, root: Path = Path("/"), ever: bool = False) -> None:
-        """ever: count what the cgroups have seen before as well."""
+        """Create one.
+
+        Args:
+            ever: count what the cgroups have seen before as well.
+        """
         self._groups = _groups(root)
         self._host = root / "proc/vmstat"
         self._before = [0 if ever else _field(group.events, "oom_kill") for group in self._groups]

@@ -30,8 +30,10 @@ Role = Literal["trainer", "engine"]
 class Where(NamedTuple):
     """What decides a process's variables.
 
-    interface: of the plan's network, empty if not known; threads: CPU threads of one process, None: its library
-    decides; cpu: it is an engine on CPUs.
+    Attributes:
+        interface: of the plan's network, empty if not known.
+        threads: CPU threads of one process, None: its library decides.
+        cpu: it is an engine on CPUs.
     """
 
     options: Options
@@ -42,7 +44,12 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable.  value: None where it is left alone; also: other names under which a user may have set the same."""
+    """One variable.
+
+    Attributes:
+        value: None where it is left alone.
+        also: other names under which a user may have set the same.
+    """
 
     name: str
     roles: tuple[Role, ...]
@@ -71,20 +78,16 @@ TABLE: tuple[Variable, ...] = (
         ("trainer",),
         _one_queue,
         "one hardware queue, so that kernels start in the order of their launch: Megatron counts on it to start the "
-        "collectives of "
-        "tensor and context parallelism before the GEMMs that hide them. Not without these: expert parallelism and the "
-        "reduction "
-        "of gradients overlap GEMMs only with several queues",
+        "collectives of tensor and context parallelism before the GEMMs that hide them. Not without these: expert "
+        "parallelism and the reduction of gradients overlap GEMMs only with several queues",
     ),
     Variable(
         "PYTORCH_ALLOC_CONF",
         ("trainer",),
         lambda w: None if w.options.megatron.get("nccl_ub") else "expandable_segments:True",
         "every micro-batch has other lengths, and blocks of fixed segments that fitted the last one stay unused in "
-        "the next; a "
-        "trainer that shares its GPU gives whole segments back. Not with --nccl-ub, which registers memory where it "
-        "is. "
-        "Not for engines: vLLM has its own pools",
+        "the next; a trainer that shares its GPU gives whole segments back. Not with --nccl-ub, which registers "
+        "memory where it is. Not for engines: vLLM has its own pools",
         also=("PYTORCH_CUDA_ALLOC_CONF",),
     ),
     Variable(
@@ -92,17 +95,15 @@ TABLE: tuple[Variable, ...] = (
         ("trainer",),
         lambda w: "1" if w.options.megatron.get("fp8_recipe") == "blockwise" else None,
         "blocks of --fp8-recipe blockwise get scales in fp32, as the 128 x 128 FP8 checkpoints have that engines "
-        "serve, instead of "
-        "Transformer Engine's powers of two",
+        "serve, instead of Transformer Engine's powers of two",
     ),
     Variable(
         "NCCL_ALGO",
         BOTH,
         _deterministic("Ring"),
         "--deterministic-mode: one algorithm, and so one order of summing, whatever the size. For both roles: they "
-        "have a "
-        "communicator in common, for the weights, and NCCL does not reconcile what its ranks were told; they would "
-        "wait for ever",
+        "have a communicator in common, for the weights, and NCCL does not reconcile what its ranks were told; they "
+        "would wait for ever",
     ),
     Variable(
         "CUBLAS_WORKSPACE_CONFIG", ("trainer",), _deterministic(":4096:8"), "--deterministic-mode: cuBLAS asks for it"
@@ -143,9 +144,8 @@ TABLE: tuple[Variable, ...] = (
         "OMP_NUM_THREADS",
         BOTH,
         lambda w: None if w.threads is None else str(w.threads),
-        "each of a host's processes would take all of its cores: --trainer-threads, a share of the cores where the CPU "
-        "does Adam's "
-        "work or the engine computes on it",
+        "each of a host's processes would take all of its cores: --trainer-threads, a share of the cores where the "
+        "CPU does Adam's work or the engine computes on it",
     ),
 )
 
@@ -190,7 +190,8 @@ def compile_caches(base: Mapping[str, str], spare: Path | None = None) -> dict[s
     """CACHES that the environment `base` does not set, on this node, kept from run to run; with HF_HOME its own
     modules' as well.
 
-    spare: where they are instead if the directory for them is not ours alone; None: a new directory.
+    Args:
+        spare: where they are instead if the directory for them is not ours alone; None: a new directory.
     """
     said = {*base} | ({"HF_MODULES_CACHE"} if "HF_HOME" in base else set())
     wanted = {name: folder for name, folder in CACHES.items() if name not in said}

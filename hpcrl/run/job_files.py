@@ -42,8 +42,12 @@ OVER = ("finished", "stopped", "failed", "cancelled")  #: those after which its 
 class JobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What it holds, the launcher's word.
 
-    time: when it was written; ends: the allocation's time limit (unix times); restarts: how often the scheduler has
-    started the job again; host, pid: the launcher's; message: how it ended, or why it waits.
+    Attributes:
+        time: when it was written.
+        ends: the allocation's time limit (unix times).
+        restarts: how often the scheduler has started the job again.
+        host, pid: the launcher's.
+        message: how it ended, or why it waits.
     """
 
     phase: Phase
@@ -116,9 +120,17 @@ UNQUEUED = ("local", "mpirun")
 
 
 class JobFile(msgspec.Struct, frozen=True):
-    """What it holds.  scheduler: "local" where none has the run; job_id: the scheduler's number (of a heterogeneous job
-    the leader's); chain: the numbers of all jobs of a chain, this one among them; submitted: unix time; identity: the
-    run's; script: the batch script; site: the profile it was submitted with."""
+    """What it holds.
+
+    Attributes:
+        scheduler: "local" where none has the run.
+        job_id: the scheduler's number (of a heterogeneous job the leader's).
+        chain: the numbers of all jobs of a chain, this one among them.
+        submitted: unix time.
+        identity: the run's.
+        script: the batch script.
+        site: the profile it was submitted with.
+    """
 
     scheduler: str = "local"
     job_id: str | None = None
@@ -138,8 +150,12 @@ class JobFile(msgspec.Struct, frozen=True):
 
 
 def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **more: Any) -> None:
-    """Write job.json.  scheduler: its name, or one of UNQUEUED; `more`: cluster, script, components, site as far as
-    they are known, and chain; a site that was known is kept."""
+    """Write job.json.
+
+    Args:
+        scheduler: its name, or one of UNQUEUED.
+        more: cluster, script, components, site as far as they are known, and chain; a site that was known is kept.
+    """
     known = {"site": read_job(root).site, **more}
     replace_job(
         root,
@@ -153,8 +169,11 @@ def replace_job(root: Path, job: JobFile) -> None:
 
 
 def read_job(root: Path) -> JobFile:
-    """job.json of a run directory; that of a local run where no scheduler knows it.  HpcrlError names a damaged
-    file."""
+    """job.json of a run directory; that of a local run where no scheduler knows it.
+
+    Raises:
+        HpcrlError: names a damaged file.
+    """
     try:
         return read_json(root / JOB, JobFile)
     except FileNotFoundError:
@@ -178,8 +197,10 @@ def process_age() -> float:
 def forget_old_requests(root: Path, restarts: int, age: float) -> None:
     """Remove what was not asked of this start.
 
-    restarts: how often the scheduler has started the job again by itself; age: seconds since this start was asked for,
-    as far as its process knows: that of a job that `hpcrl submit` or `hpcrl resume` has sent is as old as its job.json.
+    Args:
+        restarts: how often the scheduler has started the job again by itself.
+        age: seconds since this start was asked for, as far as its process knows: that of a job that `hpcrl submit` or
+            `hpcrl resume` has sent is as old as its job.json.
     """
     os.utime(root / "lock")
     now = _changed(root / "lock")

@@ -25,14 +25,23 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role"):
-    """Base of all records.  pid: of the process, for those who look on its host; set by `publish`."""
+    """Base of all records.
+
+    Attributes:
+        pid: of the process, for those who look on its host; set by `publish`.
+    """
 
     role: ClassVar[str]
     pid: Count = 0
 
 
 class TrainerPeer(Peer, tag="trainer"):
-    """Trainer rank 0 is about to train.  start: rollouts that were done before; total: rollouts of the whole run."""
+    """Trainer rank 0 is about to train.
+
+    Attributes:
+        start: rollouts that were done before.
+        total: rollouts of the whole run.
+    """
 
     role: ClassVar[str] = "trainer"
     start: Count
@@ -48,7 +57,12 @@ class StorePeer(Peer, tag="store"):
 
 
 class RolloutPeer(Peer, tag="rollout"):
-    """Where the rollout queue listens.  public_key: of its server, Z85; run_id, attempt: those that it serves."""
+    """Where the rollout queue listens.
+
+    Attributes:
+        public_key: of its server, Z85.
+        run_id, attempt: those that it serves.
+    """
 
     role: ClassVar[str] = "rollout"
     host: HostName
@@ -67,9 +81,10 @@ IDLE = 15
 class EnginePeer(Peer, tag="engine"):
     """Where an engine answers.
 
-    model_len: tokens of prompt and response together that it can hold, None if it did not say.  lean: whether it has
-    the route of `hpcrl.token_frames` next to vLLM's own.  incarnation: how often it was started before
-    (`run/engine_files.py`).
+    Attributes:
+        model_len: tokens of prompt and response together that it can hold, None if it did not say.
+        lean: whether it has the route of `hpcrl.token_frames` next to vLLM's own.
+        incarnation: how often it was started before (`run/engine_files.py`).
     """
 
     role: ClassVar[str] = "engine"
@@ -83,7 +98,9 @@ class EnginePeer(Peer, tag="engine"):
 class MeetingPeer(Peer, tag="engine-meeting"):
     """Where the parts of an engine over several hosts meet: on its first.
 
-    port: of their process group; rpc_port: of the handshake of data-parallel parts.
+    Attributes:
+        port: of their process group.
+        rpc_port: of the handshake of data-parallel parts.
     """
 
     role: ClassVar[str] = "engine-meeting"
@@ -97,8 +114,11 @@ P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer, MeetingPeer)
 
 
 def peer_file(here: Path, kind: type[Peer], index: int, incarnation: int = 0) -> Path:
-    """Where ROLE-INDEX of the attempt in `here` (attempts/N) publishes; incarnation: of an engine that was started
-    again."""
+    """Where ROLE-INDEX of the attempt in `here` (attempts/N) publishes.
+
+    Args:
+        incarnation: of an engine that was started again.
+    """
     return here / "peers" / (f"{kind.role}-{index}.{incarnation}.json" if incarnation else f"{kind.role}-{index}.json")
 
 
@@ -110,7 +130,11 @@ def publish(rundir: RunDir, peer: Peer, index: int = 0) -> None:
 
 
 def find(rundir: RunDir, kind: type[P], index: int = 0) -> P | None:
-    """What ROLE-INDEX published in this attempt, or None.  PeerError names a file that holds something else."""
+    """What ROLE-INDEX published in this attempt, or None.
+
+    Raises:
+        PeerError: names a file that holds something else.
+    """
     path = peer_file(rundir.here, kind, index)
     if path.name not in listed(path.parent):
         return None
@@ -118,8 +142,11 @@ def find(rundir: RunDir, kind: type[P], index: int = 0) -> P | None:
 
 
 def read_published(path: Path, kind: type[T]) -> T | None:
-    """What another process has written to `path`, or None if it is gone.  PeerError names a file that holds something
-    else."""
+    """What another process has written to `path`, or None if it is gone.
+
+    Raises:
+        PeerError: names a file that holds something else.
+    """
     try:
         return read_json(path, kind)
     except FileNotFoundError:
@@ -138,7 +165,9 @@ def damaged_record(path: Path, error: Exception) -> PeerError:
 def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:
     """What ROLE-INDEX publishes, waited for at most `seconds`.
 
-    DeadlineError names role and log; PeerError as soon as the attempt has failed elsewhere.
+    Raises:
+        DeadlineError: names role and log.
+        PeerError: as soon as the attempt has failed elsewhere.
     """
 
     def look() -> P | None:
@@ -164,7 +193,11 @@ class Published(Generic[T]):
     """
 
     def __init__(self, directory: Path, kind: type[T], ending: str = ".json", most: int = MOST) -> None:
-        """most: bytes of a record."""
+        """Create one.
+
+        Args:
+            most: bytes of a record.
+        """
         self.found: dict[str, T] = {}
         self.damaged: dict[str, Exception] = {}
         self._directory = directory
@@ -193,9 +226,10 @@ class Published(Generic[T]):
     ) -> dict[str, T]:
         """What is there once the records have come, the deadline is over, or `over` says so.
 
-        wanted: how many, or their names; one that is damaged has come too
-        every: seconds between two looks
-        over: asked after each look in vain; may raise
+        Args:
+            wanted: how many, or their names; one that is damaged has come too.
+            every: seconds between two looks.
+            over: asked after each look in vain; may raise.
         """
 
         def come() -> bool:

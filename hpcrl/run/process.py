@@ -32,8 +32,10 @@ MISSING = 127
 class CommandResult(NamedTuple):
     """What a command answered.
 
-    code: its exit status, negative for a signal; LATE if it did not end in time, MISSING if it could not be started.
-    out, err: what it wrote; in those two cases `err` says what happened.
+    Attributes:
+        code: its exit status, negative for a signal; LATE if it did not end in time, MISSING if it could not be
+            started.
+        out, err: what it wrote; in those two cases `err` says what happened.
     """
 
     code: int
@@ -52,7 +54,11 @@ class CommandResult(NamedTuple):
 def run_command(
     command: Sequence[str], seconds: float, stdin: str = "", env: Mapping[str, str] | None = None
 ) -> CommandResult:
-    """Run a command for at most `seconds`.  env: all of its environment; None: ours."""
+    """Run a command for at most `seconds`.
+
+    Args:
+        env: all of its environment; None: ours.
+    """
     program = Path(command[0]).name
     try:
         process = Popen(
@@ -99,9 +105,11 @@ def die_with_parent(forks: bool = False) -> None:
     """Be killed (SIGKILL) when the process that started us ends, however it ends (prctl(2), PR_SET_PDEATHSIG).
 
     The parent process may put its process id into HPCRL_PARENT: then its death before this call, while we were still
-    importing, is noticed too.  What we start ourselves finds our own id there.  forks: so are processes that are forked
-    from this one's main thread, and theirs: Megatron writes each file of a checkpoint in one, which may wait for us for
-    ever.
+    importing, is noticed too. What we start ourselves finds our own id there.
+
+    Args:
+        forks: so are processes that are forked from this one's main thread, and theirs: Megatron writes each file of a
+            checkpoint in one, which may wait for us for ever.
     """
     if forks:
         os.register_at_fork(after_in_child=die_with_parent)

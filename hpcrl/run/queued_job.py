@@ -13,8 +13,10 @@ import msgspec
 class JobKey(msgspec.Struct, frozen=True):
     """A run's job, as it was submitted.
 
-    identity: of the run, which the job carries, since a scheduler may give a number twice; submitted: unix time;
-    history: whether it is worth asking how the job ended, if the queue has forgotten it.
+    Attributes:
+        identity: of the run, which the job carries, since a scheduler may give a number twice.
+        submitted: unix time.
+        history: whether it is worth asking how the job ended, if the queue has forgotten it.
     """
 
     job_id: str
@@ -26,13 +28,17 @@ class JobKey(msgspec.Struct, frozen=True):
 class QueuedJob(msgspec.Struct, frozen=True):
     """A scheduler's word on a run's job.
 
-    phase: pending (waits, or is held up), running (on its nodes), ended, gone (the scheduler knows no such job, or one
-    of that number that is another's: then `foreign`).
-    word: the state in the scheduler's own word, for people.
-    reason: in plain words, why it waits or how it ended.  cause: whether that is why its processes ended, too.
-    outcome: of a job that has ended, what that means for a run whose launcher could not say so itself.
-    never: it waits for what does not come.  begun: some part of it has been on a node.  over: every part has ended.
-    start, ends: unix times, expected ones too; None: not known.  ends is the time limit's.
+    Attributes:
+        phase: pending (waits, or is held up), running (on its nodes), ended, gone (the scheduler knows no such job, or
+            one of that number that is another's: then `foreign`).
+        word: the state in the scheduler's own word, for people.
+        reason: in plain words, why it waits or how it ended.
+        cause: whether that is why its processes ended, too.
+        outcome: of a job that has ended, what that means for a run whose launcher could not say so itself.
+        never: it waits for what does not come.
+        begun: some part of it has been on a node.
+        over: every part has ended.
+        start, ends: unix times, expected ones too; None: not known. ends is the time limit's.
     """
 
     phase: Literal["pending", "running", "ended", "gone"]
@@ -53,8 +59,12 @@ GONE = QueuedJob("gone", over=True)
 
 
 class QueueAnswer(msgspec.Struct):
-    """What a scheduler answered.  jobs: its word on each job that was asked for, empty if it could not be asked; note:
-    why."""
+    """What a scheduler answered.
+
+    Attributes:
+        jobs: its word on each job that was asked for, empty if it could not be asked.
+        note: why.
+    """
 
     jobs: dict[JobKey, QueuedJob] = {}
     note: str = ""

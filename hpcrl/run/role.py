@@ -36,8 +36,11 @@ LISTEN = 0.2  #: seconds between two looks for another's error
 
 @dataclass(frozen=True)
 class RoleContext:
-    """A role's place in one attempt of a run.  incarnation: how often this one was started before in this attempt;
-    engines alone."""
+    """A role's place in one attempt of a run.
+
+    Attributes:
+        incarnation: how often this one was started before in this attempt; engines alone.
+    """
 
     rundir: RunDir
     options: Options
@@ -47,7 +50,11 @@ class RoleContext:
 
 
 def read_options(rundir: RunDir) -> Options:
-    """The resolved options of a run, as its roles see them.  HpcrlError if the file is damaged, or is not there."""
+    """The resolved options of a run, as its roles see them.
+
+    Raises:
+        HpcrlError: if the file is damaged, or is not there.
+    """
     try:
         return Options.model_validate_json(read_regular(rundir.options_file))
     except (OSError, ValueError) as error:
@@ -55,7 +62,11 @@ def read_options(rundir: RunDir) -> Options:
 
 
 def read_plan(rundir: RunDir) -> Plan:
-    """Who runs where in this attempt.  HpcrlError if the launcher has left no whole plan."""
+    """Who runs where in this attempt.
+
+    Raises:
+        HpcrlError: if the launcher has left no whole plan.
+    """
     try:
         return read_json(rundir.plan_file, Plan)
     except FileNotFoundError:
@@ -109,8 +120,10 @@ def act(
     """Run `body`; record what goes wrong and return the exit status.
 
     late(error): seconds to wait for another's word before an error is recorded, for errors that are mere echoes of
-    another's death. record(message): in place of recording it as the attempt's error.  beat: the name that this process
-    gives signs of life under (default: ROLE-INDEX).
+    another's death. record(message): in place of recording it as the attempt's error.
+
+    Args:
+        beat: the name that this process gives signs of life under (default: ROLE-INDEX).
     """
     try:
         with beating(beat or f"{role}-{index}"):

@@ -75,8 +75,11 @@ def _claim(path: Path) -> Path:
 def write_atomic(path: Path, data: bytes, mode: int = 0o600, patience: float = 0.0) -> None:
     """Write `data` next to `path`, flush it to disk, and rename: a reader sees the old file or the new one.
 
-    patience: seconds for which it is tried again while the file system is full, read-only or stale.  HpcrlError with
-    what the system said.
+    Args:
+        patience: seconds for which it is tried again while the file system is full, read-only or stale.
+
+    Raises:
+        HpcrlError: with what the system said.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -127,7 +130,9 @@ def flush(path: Path) -> None:
 class AttemptFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What error.json holds.
 
-    role, index: of the process that failed, `launcher` and `host` among them; time: unix time.
+    Attributes:
+        role, index: of the process that failed, `launcher` and `host` among them.
+        time: unix time.
     """
 
     role: str
@@ -192,9 +197,13 @@ class RunDir:
     def create(cls, root: str | Path, folders: tuple[str, ...] = FOLDERS, *, another: bool = False) -> RunDir:
         """A new run directory with its `folders`, mode 0700.
 
-        another: where `root` is taken, the first of root-2, root-3, ... that is not; no other process can have got the
-        same. UsageError if it is not empty, cannot be made, or would be where others may put something else in its
-        place.
+        Args:
+            another: where `root` is taken, the first of root-2, root-3, ... that is not; no other process can have got
+                the same.
+
+        Raises:
+            UsageError: if it is not empty, cannot be made, or would be where others may put something else in its
+                place.
         """
         path = as_given(root)
         if path.is_symlink() and not path.is_dir():
@@ -280,8 +289,11 @@ class RunDir:
             write_atomic(self.here / ERROR, msgspec.json.encode(record))
 
     def failure(self) -> AttemptFailure | None:
-        """The first error of this attempt, or None.  PeerError if it is there and cannot be read: the attempt has
-        failed."""
+        """The first error of this attempt, or None.
+
+        Raises:
+            PeerError: if it is there and cannot be read: the attempt has failed.
+        """
         path = self.here / ERROR
         try:
             return read_json(path, AttemptFailure)
@@ -299,7 +311,11 @@ class RunDir:
             ) from error
 
     def check(self) -> frozenset[str]:
-        """The signs; PeerError if this attempt has failed somewhere: no use in waiting on."""
+        """The signs.
+
+        Raises:
+            PeerError: if this attempt has failed somewhere: no use in waiting on.
+        """
         signs = self.signs()
         if ERROR in signs and (found := self.failure()):
             raise PeerError(str(found))

@@ -38,7 +38,11 @@ SHARED, SHORT = (
 
 
 class Scratch:
-    """A directory and the lock on it.  kind: what it is for, in its name."""
+    """A directory and the lock on it.
+
+    Attributes:
+        kind: what it is for, in its name.
+    """
 
     def __init__(self, kind: str, below: Path | None = None) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=below))

@@ -30,8 +30,13 @@ COPY = "recipe.toml"
 
 
 class RecipeFile(msgspec.Struct, frozen=True):
-    """What it holds.  path: where the recipe was; overrides: what the flags set, by option, or by STAGE.option where
-    it counts in that stage alone; identity: of this run alone."""
+    """What it holds.
+
+    Attributes:
+        path: where the recipe was.
+        overrides: what the flags set, by option, or by STAGE.option where it counts in that stage alone.
+        identity: of this run alone.
+    """
 
     identity: str
     path: str
@@ -39,7 +44,11 @@ class RecipeFile(msgspec.Struct, frozen=True):
 
 
 def is_run(root: Path) -> bool:
-    """Whether `root` is a run directory.  OSError if it may not be looked into."""
+    """Whether `root` is a run directory.
+
+    Raises:
+        OSError: if it may not be looked into.
+    """
     return (root / RECIPE).is_file()
 
 
@@ -53,7 +62,11 @@ def write_recipe_file(root: Path, begun: RecipeFile, text: str | None = None) ->
 
 
 def read_recipe_file(root: Path) -> RecipeFile:
-    """What the run in `root` was begun with.  UsageError if there is no run, or the file is damaged."""
+    """What the run in `root` was begun with.
+
+    Raises:
+        UsageError: if there is no run, or the file is damaged.
+    """
     if not is_run(root):
         raise UsageError(
             f"--resume {root}: not a run directory (it has no {RECIPE})", "name the directory that hpcrl run printed"

@@ -54,7 +54,11 @@ T = TypeVar("T")
 
 
 def describe(error: OSError, path: Path | None = None) -> str:
-    """What is wrong.  path: where; with a full file system it is said how much is free there."""
+    """What is wrong.
+
+    Args:
+        path: where; with a full file system it is said how much is free there.
+    """
     theirs = error.strerror or str(error)
     if error.errno not in WORDS:
         return theirs
@@ -80,8 +84,9 @@ def free(path: Path) -> int | None:
 def lacks_space(said: str, directory: Path, needed: int) -> bool:
     """Whether a write into `directory` failed for lack of space.
 
-    said: the error's text, of whatever library: if it gives no reason, a further write may, or what is free in addition
-    to the `needed` bytes.
+    Args:
+        said: the error's text, of whatever library: if it gives no reason, a further write may, or what is free in
+            addition to the `needed` bytes.
     """
     full = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)]
     if any(text in said for text in full):

@@ -19,8 +19,13 @@ SUMMARY = "summary.json"  #: its name in a stage's directory
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What it holds.  rollout_id: rollouts that are done, out of `total`; policy_version: optimizer steps; seconds: of
-    this attempt."""
+    """What it holds.
+
+    Attributes:
+        rollout_id: rollouts that are done, out of `total`.
+        policy_version: optimizer steps.
+        seconds: of this attempt.
+    """
 
     status: Literal["finished", "stopped"]
     attempt: int
@@ -36,8 +41,11 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def write_summary(directory: Path, summary: Summary) -> None:
-    """Write it into a stage's directory, then the mark by which its hosts know.  HpcrlError if that cannot be
-    written."""
+    """Write it into a stage's directory, then the mark by which its hosts know.
+
+    Raises:
+        HpcrlError: if that cannot be written.
+    """
     write_atomic(directory / SUMMARY, msgspec.json.encode(summary))
     here = RunDir(directory, summary.attempt).here
     if here.is_dir():
@@ -45,7 +53,11 @@ def write_summary(directory: Path, summary: Summary) -> None:
 
 
 def read_summary(directory: Path) -> Summary | None:
-    """What the last attempt of a stage that came to its end has left, or None.  HpcrlError names a damaged file."""
+    """What the last attempt of a stage that came to its end has left, or None.
+
+    Raises:
+        HpcrlError: names a damaged file.
+    """
     path = directory / SUMMARY
     try:
         return read_json(path, Summary)

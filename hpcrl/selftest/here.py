@@ -31,10 +31,13 @@ LOCAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "
 
 
 def run_here(chosen: Mapping[str, Check], results: Results, ranks: int, told: Callable[[str], None]) -> None:
-    """Every check that has no result yet.  ranks: processes in the group; told: called with each name that gets a
-    result.
+    """Every check that has no result yet.
 
     Without a GPU, for which they would have to take turns, the whole runs are in parallel with the other checks.
+
+    Args:
+        ranks: processes in the group.
+        told: called with each name that gets a result.
     """
     rest = {name: check for name, check in chosen.items() if name not in results.read()}
     results.clear(list(rest))
@@ -54,8 +57,11 @@ def run_here(chosen: Mapping[str, Check], results: Results, ranks: int, told: Ca
 
 
 def _runs(chosen: Mapping[str, Check], results: Results, told: Callable[[str], None], gone: threading.Event) -> None:
-    """The checks that start whole runs.  gone: no one waits any more, and what comes of a run that was ended is no
-    result."""
+    """The checks that start whole runs.
+
+    Args:
+        gone: no one waits any more, and what comes of a run that was ended is no result.
+    """
     for name in [name for name, check in chosen.items() if check.runs == "launcher"]:
         outcome = try_check(chosen[name], _folder(results))
         if gone.is_set():
@@ -65,8 +71,12 @@ def _runs(chosen: Mapping[str, Check], results: Results, told: Callable[[str], N
 
 
 def _processes(rest: Sequence[str], results: Results, ranks: int, told: Callable[[str], None], apart: bool) -> None:
-    """The checks `rest` in processes, starting again with the next where one ended.  ranks: processes in the group, 0:
-    one alone; apart: a new process for each."""
+    """The checks `rest` in processes, starting again with the next where one ended.
+
+    Args:
+        ranks: processes in the group, 0: one alone.
+        apart: a new process for each.
+    """
     while rest:
         why = _one_set(rest[:1] if apart else rest, results, ranks, told)
         broken = results.interrupted(rest) or (rest[0] if why else None)

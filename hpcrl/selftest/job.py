@@ -35,7 +35,12 @@ LONG = 900.0  #: seconds for one step
 
 
 class SelftestJob(msgspec.Struct, frozen=True):
-    """hosts, and ranks on each; only: names of checks, none for all; interface: as the site names it."""
+    """hosts, and ranks on each.
+
+    Attributes:
+        only: names of checks, none for all.
+        interface: as the site names it.
+    """
 
     hosts: int
     ranks: int

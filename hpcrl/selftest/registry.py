@@ -35,8 +35,13 @@ Number = float | int | str | bool
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a check.  said: one line; numbers: what was measured, with the unit in the name; seconds: that it
-    took."""
+    """What came of a check.
+
+    Attributes:
+        said: one line.
+        numbers: what was measured, with the unit in the name.
+        seconds: that it took.
+    """
 
     result: Literal["passed", "failed", "skipped"]
     said: str
@@ -50,8 +55,14 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class CheckContext:
-    """Where a check runs.  device: this rank's; directory: shared by all ranks, empty at first; link: bytes a second
-    that the network between the hosts can carry one way, None if its driver does not say; hosts: how many take part."""
+    """Where a check runs.
+
+    Attributes:
+        device: this rank's.
+        directory: shared by all ranks, empty at first.
+        link: bytes a second that the network between the hosts can carry one way, None if its driver does not say.
+        hosts: how many take part.
+    """
 
     rank: int
     world: int
@@ -63,11 +74,15 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Check:
-    """A check.  title: what holds if it passes; turn: its place in the order.
+    """A check.
 
-    runs: "ranks": `work` of a Place in one process a GPU of every host, in one group of torch.distributed; "alone": the
-    same in one process with one GPU; "launcher": `work` of a directory in the command itself, which starts whole runs.
-    needs: modules without which it is skipped.
+    Attributes:
+        title: what holds if it passes.
+        turn: its place in the order.
+        runs: "ranks": `work` of a Place in one process a GPU of every host, in one group of torch.distributed; "alone":
+            the same in one process with one GPU; "launcher": `work` of a directory in the command itself, which starts
+            whole runs.
+        needs: modules without which it is skipped.
     """
 
     title: str
@@ -85,7 +100,11 @@ def find_checks() -> dict[str, Check]:
 
 
 def choose_checks(only: Sequence[str], every: Mapping[str, Check]) -> dict[str, Check]:
-    """Those named, or all; UsageError for a name that there is not."""
+    """Those named, or all.
+
+    Raises:
+        UsageError: for a name that there is not.
+    """
     for name in only:
         if name not in every:
             raise UsageError(f"--only {name}: there is no such check", f"there are {', '.join(every)}")

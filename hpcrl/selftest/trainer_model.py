@@ -42,8 +42,11 @@ def loss_weights() -> list[torch.Tensor]:
 
 
 def load(options: Options, ranks: Any = None) -> Any:
-    """The policy with the weights of --hf-checkpoint, in the environment of a run; `ranks`: of groups that exist
-    already; else this is the only rank."""
+    """The policy with the weights of --hf-checkpoint, in the environment of a run.
+
+    Args:
+        ranks: of groups that exist already; else this is the only rank.
+    """
     os.environ.update(missing(wanted("trainer", Where(options)), os.environ))  # cuBLAS reads it when it is first used
     from torch.distributed import HashStore
 

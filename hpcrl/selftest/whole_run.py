@@ -61,8 +61,14 @@ def write_recipe(directory: Path, name: str, gpus: int, **values: Any) -> Path:
 
 
 def run(words: list[str], log: Path, status: int = 0, turn: Callable[[], bool] = lambda: False) -> None:
-    """`hpcrl run WORDS` to its end.  turn: called until it says True.  HpcrlError, with its last words, for another
-    exit status."""
+    """`hpcrl run WORDS` to its end.
+
+    Args:
+        turn: called until it says True.
+
+    Raises:
+        HpcrlError: with its last words, for another exit status.
+    """
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "hpcrl", "run", *words],

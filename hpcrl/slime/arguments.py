@@ -34,8 +34,13 @@ SAYS_NOTHING = "it only says what holds anyway"
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one flag.  flag: "" where slime's default was set; given: as written; options: the names that it
-    set."""
+    """What became of one flag.
+
+    Attributes:
+        flag: "" where slime's default was set.
+        given: as written.
+        options: the names that it set.
+    """
 
     flag: str
     given: str
@@ -51,8 +56,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Translation:
-    """values: options by name, as a recipe has them; lines: one for each flag, in the order given; wrong: what cannot
-    be honoured."""
+    """What the arguments of another trainer mean here.
+
+    Attributes:
+        values: options by name, as a recipe has them.
+        lines: one for each flag, in the order given.
+        wrong: what cannot be honoured.
+    """
 
     values: dict[str, Any]
     lines: tuple[Line, ...]
@@ -269,9 +279,10 @@ DEFAULTS = "defaults"  #: the section of flags.toml that holds values, not verdi
 class FlagVerdict:
     """What becomes of a flag.
 
-    text: the reason (later, needless, refused), the flag that says the same here (is), or a function of readers.py
-    (reader).
-    default: slime's default, of a flag that says nothing when it is given with it; None: there is no such value.
+    Attributes:
+        text: the reason (later, needless, refused), the flag that says the same here (is), or a function of readers.py
+            (reader).
+        default: slime's default, of a flag that says nothing when it is given with it; None: there is no such value.
     """
 
     way: Way

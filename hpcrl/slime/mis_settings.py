@@ -31,7 +31,8 @@ SWITCHES = ("use_tis", "use_rs", "tis_batch_normalize")
 def mis_flags(path: str) -> tuple[str, ...]:
     """The command line that says what the YAML file at `path` says.
 
-    UsageError if it cannot be read, or holds something else than settings of MIS that hpcrl has.
+    Raises:
+        UsageError: if it cannot be read, or holds something else than settings of MIS that hpcrl has.
     """
     found = read_yaml(Path(path), FLAG)
     if not isinstance(found, dict):

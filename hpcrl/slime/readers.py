@@ -25,7 +25,11 @@ Given = Mapping[str, Sequence[str]]  #: flag, without dashes in front -> the wor
 
 @dataclass(frozen=True)
 class FlagReading:
-    """What becomes of one flag.  words: the command line that says the same here, () if nothing needs to be said."""
+    """What becomes of one flag.
+
+    Attributes:
+        words: the command line that says the same here, () if nothing needs to be said.
+    """
 
     outcome: Literal["kept", "translated", "needless", "refused"]
     words: tuple[str, ...] = ()

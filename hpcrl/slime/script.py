@@ -88,9 +88,12 @@ _ENVIRONMENT = {
 class RunScript:
     """What a script did.
 
-    program: train.py or train_async.py; arguments: what it got; environment: what `ray job submit` would have set for
-    it, and hpcrl does not; notes: what else the script did, and why that is needless; confined: how the sandbox was
-    made.
+    Attributes:
+        program: train.py or train_async.py.
+        arguments: what it got.
+        environment: what `ray job submit` would have set for it, and hpcrl does not.
+        notes: what else the script did, and why that is needless.
+        confined: how the sandbox was made.
     """
 
     program: str
@@ -105,8 +108,12 @@ def run_script(
 ) -> RunScript:
     """Source a script.
 
-    variables: environment variables that it gets, besides HOME and USER; models: where model files are that it does not
-    find. UsageError if it cannot be read, does not end, fails, or starts no training.
+    Args:
+        variables: environment variables that it gets, besides HOME and USER.
+        models: where model files are that it does not find.
+
+    Raises:
+        UsageError: if it cannot be read, does not end, fails, or starts no training.
     """
     text = _read(path)
     with tempfile.TemporaryDirectory(prefix="hpcrl-import-") as folder:
@@ -136,7 +143,11 @@ def run_script(
 
 
 def _read(path: Path) -> str:
-    """The text of a script.  UsageError if it cannot be read, or bash could not make sense of its lines."""
+    """The text of a script.
+
+    Raises:
+        UsageError: if it cannot be read, or bash could not make sense of its lines.
+    """
     try:
         text = read_given(path, MOST_SCRIPT)
     except (OSError, UnicodeDecodeError) as error:
@@ -230,7 +241,11 @@ def _environment(words: Sequence[str]) -> dict[str, str] | None:
 
 
 def _no_training(path: Path, code: int, said: str, seconds: float) -> UsageError:
-    """What to say of a script that has started no training; said: its output, errors last."""
+    """What to say of a script that has started no training.
+
+    Args:
+        said: its output, errors last.
+    """
     last = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("+")][-1:]
     if code == _UNENDED:
         return UsageError(

@@ -48,8 +48,11 @@ def split_program(words: Sequence[str]) -> tuple[str, list[str]]:
 def recipe_of(words: Sequence[str], overrides: Mapping[str, Any]) -> Recipe:
     """The recipe that the arguments `words` stand for; what became of flags that are not simply kept goes to stderr.
 
-    overrides: what hpcrl's own flags before `--` set.  UsageError: all that does not fit, the rules that join options
-    included.
+    Args:
+        overrides: what hpcrl's own flags before `--` set.
+
+    Raises:
+        UsageError: all that does not fit, the rules that join options included.
     """
     recipe, wrong = recipe_and_refusals(words, overrides)
     raise_together(wrong)
@@ -57,7 +60,11 @@ def recipe_of(words: Sequence[str], overrides: Mapping[str, Any]) -> Recipe:
 
 
 def recipe_and_refusals(words: Sequence[str], overrides: Mapping[str, Any]) -> tuple[Recipe, list[UsageError]]:
-    """The recipe of what can be honoured, and all that cannot.  UsageError if there are no arguments at all."""
+    """The recipe of what can be honoured, and all that cannot.
+
+    Raises:
+        UsageError: if there are no arguments at all.
+    """
     program, arguments = split_program(words)
     if not arguments:
         raise UsageError(
@@ -115,7 +122,12 @@ TITLES = {
 
 
 def recipe_text(translation: Translation, name: str, about: str, notes: Sequence[str] = ()) -> str:
-    """The recipe.  about: the first line of its comment, where it came from; notes: more lines of what was found."""
+    """The recipe.
+
+    Args:
+        about: the first line of its comment, where it came from.
+        notes: more lines of what was found.
+    """
     return "\n".join(
         [*_wrapped(about), f"name = {_value(name)}", *_options(translation.values), *_story(translation, notes), ""]
     )

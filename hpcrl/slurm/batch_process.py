@@ -40,7 +40,7 @@ class SlurmAllocation:
     scheduler, title = "slurm", "Slurm"
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        """UsageError if this is not a job, or the batch script is none of hpcrl's."""
+        """Raise UsageError if this is not a job, or the batch script is none of hpcrl's."""
         self.backend = SrunHosts(read_groups(environment))
         self.job_id = environment["SLURM_JOB_ID"]
         self.restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))

@@ -68,7 +68,8 @@ class HetJob(SlurmJob):
 class HetSlurmExecutor(SlurmExecutor):
     """Submits calls as jobs whose batch script `script` renders.
 
-    script: from the shell text of the command (which runs the call) to the whole of the batch script.
+    Attributes:
+        script: from the shell text of the command (which runs the call) to the whole of the batch script.
     """
 
     job_class = HetJob

@@ -23,7 +23,12 @@ EVENT = ("NodeName", "State", "Start", "Reason")
 
 
 class NodeFailure(NamedTuple):
-    """A failure of a host.  began: unix time; reason: Slurm's, or an administrator's."""
+    """A failure of a host.
+
+    Attributes:
+        began: unix time.
+        reason: Slurm's, or an administrator's.
+    """
 
     node: str
     began: float

@@ -24,8 +24,12 @@ LOGIN = "log in to a node of the cluster that submits jobs; hpcrl run needs no S
 
 
 class Partition(msgspec.Struct, frozen=True):
-    """A partition as `scontrol show partition` describes it.  limit: minutes, inf for none; nodes: most that a job may
-    have."""
+    """A partition as `scontrol show partition` describes it.
+
+    Attributes:
+        limit: minutes, inf for none.
+        nodes: most that a job may have.
+    """
 
     name: str
     state: str
@@ -35,8 +39,11 @@ class Partition(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Nodes of a partition with the same properties.  gpus: by type, "" for an untyped one; usable: not down, drained
-    or failed."""
+    """Nodes of a partition with the same properties.
+
+    Attributes:
+        gpus: by type, "" for an untyped one; usable: not down, drained or failed.
+    """
 
     nodes: int
     state: str
@@ -87,7 +94,11 @@ def _component(site: SlurmSite, need: Component, seconds: float) -> Iterator[Fin
 
 
 def _partition_holds(site: SlurmSite, need: Component, name: str, seconds: float) -> list[Finding]:
-    """name: "" for the default partition."""
+    """Whether the partition has room for the job.
+
+    Args:
+        name: "" for the default partition.
+    """
     shown = run_command(["scontrol", "show", "partition", "--oneliner", *([name] if name else [])], seconds)
     found = [partition for partition, default in partitions(shown) if name or default]
     if not found:
@@ -184,7 +195,8 @@ def judge_component(
 ) -> list[Finding]:
     """Whether a partition can hold a component for `limit` minutes; a job that it cannot hold may pend for ever.
 
-    gpus: of each node; None: as many as slots; 0: the slots are processes, and no node needs a GPU.
+    Args:
+        gpus: of each node; None: as many as slots; 0: the slots are processes, and no node needs a GPU.
     """
     gpus = need.slots if gpus is None else gpus
     where = f"{need.name}.partition {partition.name}"

@@ -119,7 +119,10 @@ class SlurmSite(SiteProfile):
         return f"gpus-per-node={wanted}" if self.gpu_flag == "gpus-per-node" else f"gres=gpu:{wanted}"
 
     def wrap(self, command: list[str], mounts: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-        """(arguments for srun, command) to run `command` as this site wants it; `mounts`: what the run needs
-        besides."""
+        """(arguments for srun, command) to run `command` as this site wants it.
+
+        Args:
+            mounts: what the run needs besides.
+        """
         more, command = self.container.wrap(command, mounts, tuple(self.env))
         return [*self.srun, *more], command

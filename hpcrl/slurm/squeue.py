@@ -85,7 +85,11 @@ NEVER = {
 
 
 class JobRow(msgspec.Struct, frozen=True):
-    """One component of a job in Slurm's tables.  start, ends: unix times or None."""
+    """One component of a job in Slurm's tables.
+
+    Attributes:
+        start, ends: unix times or None.
+    """
 
     job_id: str
     part: int

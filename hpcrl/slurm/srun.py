@@ -54,7 +54,8 @@ class HetGroup:
 def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
     """The components, from what Slurm and the batch script put into the environment.
 
-    UsageError if this is not a job, or the script lacks a HPCRL_STEP_k or HPCRL_SLOTS_k.
+    Raises:
+        UsageError: if this is not a job, or the script lacks a HPCRL_STEP_k or HPCRL_SLOTS_k.
     """
     if "SLURM_JOB_ID" not in environment:
         raise UsageError("this is not inside a Slurm job", "submit it with hpcrl submit, or give the script to sbatch")

@@ -185,9 +185,11 @@ def submit_recipe(
     """Submit a recipe from Python; returns submitit's job: job_id, state, stdout(), result() (the run's summary),
     cancel().
 
-    site, time, layout, chain: as the flags of `hpcrl submit`; set: keys of the profile, such as {"trainer.partition":
-    "gpu"}; options: those of the run by name, such as run_dir="runs/one", num_rollout=10.  Errors as those of `hpcrl
-    submit`.
+    Args:
+        site, time, layout, chain: as the flags of `hpcrl submit`.
+        set: keys of the profile, such as {"trainer.partition": "gpu"}.
+        options: those of the run by name, such as run_dir="runs/one", num_rollout=10. Errors as those of `hpcrl
+            submit`.
     """
     changes = dict(set or {}) | {
         key: value for key, value in {"time": time, "layout": layout}.items() if value is not None

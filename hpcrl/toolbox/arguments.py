@@ -18,7 +18,11 @@ RUN = "run directory, its name, or its job ID"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UsageErrors.  name: of the command, without `hpcrl`."""
+    """argparse whose errors are UsageErrors.
+
+    Attributes:
+        name: of the command, without `hpcrl`.
+    """
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(prog=f"hpcrl {name}", description=description, allow_abbrev=False)

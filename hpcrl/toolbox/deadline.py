@@ -20,7 +20,8 @@ T = TypeVar("T")
 class Deadline:
     """A moment `seconds` from its making.
 
-    seconds: how long there is in all, for messages; math.inf: for ever.
+    Attributes:
+        seconds: how long there is in all, for messages; math.inf: for ever.
     """
 
     __slots__ = ("_end", "seconds")
@@ -50,8 +51,9 @@ class Deadline:
 def poll(look: Callable[[], T | None], deadline: Deadline, every: float | Iterator[float]) -> T | None:
     """The first true answer of `look`; None once the deadline is over.
 
-    look: asked at once, then every `every` seconds, and a last time when the deadline is over.
-    every: or the pauses one after the other, without end
+    Args:
+        look: asked at once, then every `every` seconds, and a last time when the deadline is over.
+        every: or the pauses one after the other, without end.
     """
     pauses = repeat(every) if isinstance(every, float | int) else every
     while True:

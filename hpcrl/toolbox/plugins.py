@@ -22,7 +22,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PluginRoom:
-    """The plug-ins of one folder.  function: those alone that define it; "": all."""
+    """The plug-ins of one folder.
+
+    Attributes:
+        function: those alone that define it; "": all.
+    """
 
     folder: Path
     function: str = ""
@@ -41,7 +45,8 @@ class PluginRoom:
     def literals(self, name: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """`defaults`, with the constants of these names that the file declares in their place.
 
-        ValueError if one of them is not a literal.
+        Raises:
+            ValueError: if one of them is not a literal.
         """
         found = dict(defaults)
         for node in _parsed(self.folder / f"{name}.py").body:
@@ -53,7 +58,9 @@ class PluginRoom:
     def hint(self, name: str, otherwise: str = "", also: Sequence[str] = ()) -> str:
         """What to do about a name that there is not.
 
-        otherwise: what may be given in place of a name; also: names that are not files.
+        Args:
+            otherwise: what may be given in place of a name.
+            also: names that are not files.
         """
         known = [*also, *self.names()]
         if near := difflib.get_close_matches(name, known, n=1, cutoff=0.5):

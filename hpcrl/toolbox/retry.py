@@ -24,9 +24,10 @@ Passing = type[Exception] | Callable[[Exception], bool]
 class Pauses(NamedTuple):
     """Pauses that grow.
 
-    first, most: seconds
-    growth: how many times as long as the last the next is
-    spread: seconds that are added to each, so that not all who ask do it at once
+    Attributes:
+        first, most: seconds.
+        growth: how many times as long as the last the next is.
+        spread: seconds that are added to each, so that not all who ask do it at once.
     """
 
     first: float
@@ -47,7 +48,11 @@ class Attempts:
     """How often something was tried, and whether it is tried again."""
 
     def __init__(self, passing: Passing, deadline: Deadline, pauses: Pauses, attempts: int | None = None) -> None:
-        """attempts: at most; None: as many as there is time for."""
+        """Create one.
+
+        Args:
+            attempts: at most; None: as many as there is time for.
+        """
         self.made = 0
         self._passing = passing
         self._deadline = deadline
@@ -76,11 +81,12 @@ def retry(
 ) -> T:
     """What `action` returns.
 
-    passing: after which failures it is tried again
-    attempts: at most
-    failed: told of each failure after which it is
-
     Raises the last failure.
+
+    Args:
+        passing: after which failures it is tried again.
+        attempts: at most.
+        failed: told of each failure after which it is.
     """
     tried = Attempts(passing, deadline, pauses, attempts)
     while True:

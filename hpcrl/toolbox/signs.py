@@ -24,7 +24,12 @@ class LastSign:
     __slots__ = ("_at", "_clock")
 
     def __init__(self, ago: float = 0.0, clock: Callable[[], float] = _monotonic) -> None:
-        """ago: seconds that have passed since; clock: seconds that never go back."""
+        """Create one.
+
+        Args:
+            ago: seconds that have passed since.
+            clock: seconds that never go back.
+        """
         self._clock = clock
         self._at = clock() - ago
 

@@ -132,7 +132,11 @@ def agree_in_step(action: Callable[[], Any]) -> Any:
 
 
 class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The error of one rank, for all; kind: a name of errors.KINDS."""
+    """The error of one rank, for all.
+
+    Attributes:
+        kind: a name of errors.KINDS.
+    """
 
     kind: str
     what: str
@@ -152,7 +156,11 @@ def short(error: BaseException) -> str:
 
 
 def gather_uneven(piece: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
-    """The pieces of all ranks laid end to end [sum of sizes, ...]; sizes: rows of each rank's piece."""
+    """The pieces of all ranks laid end to end [sum of sizes, ...].
+
+    Args:
+        sizes: rows of each rank's piece.
+    """
     if (longest := max(sizes)) == 0:
         return piece
     padded = torch.cat([piece, piece.new_zeros(longest - piece.size(0), *piece.shape[1:])])
@@ -162,7 +170,11 @@ def gather_uneven(piece: torch.Tensor, group: Any, sizes: Sequence[int]) -> torc
 
 
 def reduce_scatter_uneven(whole: torch.Tensor, group: Any, sizes: Sequence[int]) -> torch.Tensor:
-    """The sum over ranks of their `whole`'s rows that belong to this rank; sizes: rows of each rank."""
+    """The sum over ranks of their `whole`'s rows that belong to this rank.
+
+    Args:
+        sizes: rows of each rank.
+    """
     mine = sizes[group.rank()]
     ranks = len(sizes)
     found = whole.new_empty(mine * ranks, *whole.shape[1:])

@@ -33,7 +33,11 @@ class TrainerHooks:
     """The hooks of a run; one that is not given does nothing."""
 
     def __init__(self, options: Options, own: Mapping[str, list[Callable[..., Any]]]) -> None:
-        """own: of `plugin_points.load_points`."""
+        """Create one.
+
+        Args:
+            own: of `plugin_points.load_points`.
+        """
         self._options = options
         self._own = own
 
@@ -47,7 +51,11 @@ class TrainerHooks:
         self._call("custom_megatron_init_path", self._options)
 
     def before_log_probs(self, policy: Policy, prefix: str) -> None:
-        """A pass for log-probs begins; prefix: "" for the policy's, "ref_" for the reference's."""
+        """A pass for log-probs begins.
+
+        Args:
+            prefix: "" for the policy's, "ref_" for the reference's.
+        """
         self._call("custom_megatron_before_log_prob_hook_path", self._options, list(policy.chunks), prefix)
 
     def before_step(self, policy: Policy, rollout_id: int, step: int) -> None:
@@ -73,10 +81,12 @@ class TrainerHooks:
         """The share with the loss masks that --rollout-data-postprocess-path leaves; collective over data-parallel
         ranks.
 
-        columns: of response tokens, by name.
-        device: of the rank.
+        Args:
+            columns: of response tokens, by name.
+            device: of the rank.
 
-        HpcrlError if a mask is malformed, or trains a token that was not trained on.
+        Raises:
+            HpcrlError: if a mask is malformed, or trains a token that was not trained on.
         """
         flag = f"--rollout-data-postprocess-path {self._options.rollout_data_postprocess_path}"
         data = _as_slime_has_it(share, columns)

@@ -23,12 +23,13 @@ Ask = Callable[..., dict[str, Any]]
 class EvaluationSchedule:
     """The evaluations of one attempt.
 
-    total: rollouts of the run.
-    ask: calls the rollout process, which answers at once.
-    wait: the same, repeated until there is a result.
-    log: of rank 0 alone.
-    together: broadcasts rank 0's value to every rank.
-    timeline: this rank's.
+    Attributes:
+        total: rollouts of the run.
+        ask: calls the rollout process, which answers at once.
+        wait: the same, repeated until there is a result.
+        log: of rank 0 alone.
+        together: broadcasts rank 0's value to every rank.
+        timeline: this rank's.
     """
 
     def __init__(

@@ -33,8 +33,11 @@ T = TypeVar("T")
 
 
 class GpuSharing:
-    """One rank's part in the hand-over; every method is collective.  DeadlineError or PeerError if an engine does not
-    come up."""
+    """One rank's part in the hand-over; every method is collective.
+
+    Raises:
+        DeadlineError, PeerError: if an engine does not come up.
+    """
 
     def __init__(self, context: RoleContext) -> None:
         self._options = context.options
@@ -48,8 +51,12 @@ class GpuSharing:
         self.seconds = 0.0  #: that the last round of the hand-over took, without what was done in it
 
     def begin(self, driver: bool, together: Callable[[], None]) -> None:
-        """The trainer's turn: engines that are up sleep.  driver: this rank speaks for all; together: waits for all
-        ranks."""
+        """The trainer's turn: engines that are up sleep.
+
+        Args:
+            driver: this rank speaks for all.
+            together: waits for all ranks.
+        """
         self._driver = driver
         self._together = together
         self._tell(Event.TAKE)
@@ -77,7 +84,11 @@ class GpuSharing:
         self.seconds = time.monotonic() - begun
 
     def give_back(self, publish: Callable[[], T]) -> T:
-        """Make it the engines' turn; `publish` brings them the weights.  Returns what it returns."""
+        """Make it the engines' turn; `publish` brings them the weights.
+
+        Returns:
+            What it returns.
+        """
         begun = time.monotonic()
         self._state.put_away_rest()
         self._tell(Event.SHRINK)

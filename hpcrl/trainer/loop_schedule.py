@@ -30,7 +30,11 @@ def steps_of(options: Options, rollout_id: int) -> int:
 
 
 def publishes(options: Options, rollout_id: int, evaluates: bool) -> bool:
-    """Whether the engines get the weights after `rollout_id`; evaluates: whether these are evaluated then."""
+    """Whether the engines get the weights after `rollout_id`.
+
+    Args:
+        evaluates: whether these are evaluated then.
+    """
     if not options.runs_ahead:
         return True
     return evaluates or (rollout_id + 1) % options.update_weights_interval == 0
@@ -56,10 +60,11 @@ def last_evaluation(options: Options, rollout_id: int, total: int) -> int:
 
 
 def check_staleness(share: Share, version: int, bound: int | None = 0) -> None:
-    """HpcrlError if the share, or a token of it, is older than `bound` policy versions (None: any age) or newer than
-    the trainer.
+    """Raise HpcrlError if the share, or a token of it, is older than `bound` policy versions (None: any age) or newer
+    than the trainer.
 
-    version: the trainer's policy as the share is consumed.  The error names the sample, its versions and the bound.
+    Args:
+        version: the trainer's policy as the share is consumed. The error names the sample, its versions and the bound.
     """
     oldest = 0 if bound is None else version - bound
     allowed = "by any number" if bound is None else f"by {bound} at most"
@@ -76,6 +81,5 @@ def check_staleness(share: Share, version: int, bound: int | None = 0) -> None:
         own = versions[start:end]
         raise HpcrlError(
             f"rollout {share.rollout_id}: sample {row['index']} of group {row['group']} was sampled under policy "
-            "versions "
-            f"{own.min()} to {own.max()}, the trainer is at {version} and may lag {allowed}"
+            f"versions {own.min()} to {own.max()}, the trainer is at {version} and may lag {allowed}"
         )

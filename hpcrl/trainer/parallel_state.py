@@ -67,11 +67,13 @@ class Ranks:
 def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
     """Join the process groups as torchrun's environment says; gloo on the CPU, NCCL with CUDA.
 
-    store: where the ranks meet, kept by the caller (default: as torchrun's environment says, where strangers may come
-    too).
+    Args:
+        store: where the ranks meet, kept by the caller (default: as torchrun's environment says, where strangers may
+            come too).
 
-    UsageError if the world is not what the options ask for, or there are GPUs that torch cannot use; HpcrlError if
-    torchrun's variables are missing.
+    Raises:
+        UsageError: if the world is not what the options ask for, or there are GPUs that torch cannot use.
+        HpcrlError: if torchrun's variables are missing.
     """
     rank, world, local = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     check_world(options, world)
@@ -124,8 +126,9 @@ def shutdown() -> None:
 
 
 def check_world(options: Options, world: int) -> None:
-    """UsageError unless `world` ranks is what the options ask for and the layouts of the model and its experts divide
-    it."""
+    """Raise UsageError unless `world` ranks is what the options ask for and the layouts of the model and its experts
+    divide it.
+    """
     if world != options.world_size:
         asked = (
             f"--actor-num-nodes {options.actor_num_nodes} x --actor-num-gpus-per-node {options.actor_num_gpus_per_node}"
@@ -137,16 +140,16 @@ def check_world(options: Options, world: int) -> None:
     if world % (tp * pp * cp):
         raise UsageError(
             f"{world} trainer ranks cannot be divided into --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp}"
-            f" x --context-parallel-size {cp}"
+            f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp}"
         )
     expert_layout(options)
 
 
 def check_layout(options: Options, fields: Mapping[str, Any]) -> None:
-    """UsageError unless the model can be cut as the options ask.
+    """Raise UsageError unless the model can be cut as the options ask.
 
-    fields: Megatron's TransformerConfig fields of the model (`Family.transformer`), with the user's own.
+    Args:
+        fields: Megatron's TransformerConfig fields of the model (`Family.transformer`), with the user's own.
     """
     tp = options.tensor_model_parallel_size
     pp = options.pipeline_model_parallel_size
@@ -177,7 +180,8 @@ def check_layout(options: Options, fields: Mapping[str, Any]) -> None:
 
 
 def _check_experts_of(options: Options, fields: Mapping[str, Any]) -> None:
-    """UsageError unless the model's experts can be cut as the options ask, and Megatron adds up all of their gradients.
+    """Raise UsageError unless the model's experts can be cut as the options ask, and Megatron adds up all of their
+    gradients.
 
     With EP 1 Megatron takes the experts' parameters for ordinary ones and reduces their gradients over data-parallel
     ranks only; if each tensor-parallel rank holds whole experts, for its own tokens, their gradients are never added.
@@ -193,8 +197,7 @@ def _check_experts_of(options: Options, fields: Mapping[str, Any]) -> None:
     if ep == 1 and etp != tp:
         raise UsageError(
             f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
-            "--expert-model-parallel-size 1:"
-            " Megatron would not add up the gradients of the experts",
+            "--expert-model-parallel-size 1: Megatron would not add up the gradients of the experts",
             "leave --expert-tensor-parallel-size out, or use expert parallelism",
         )
     if experts % ep:
@@ -239,8 +242,12 @@ def _deterministic() -> None:
 def cuda_is_there(visible: str | None) -> bool:
     """Whether to compute on GPUs.
 
-    visible: CUDA_VISIBLE_DEVICES.  UsageError, with torch's own reason, if it names GPUs, torch is a CUDA build, and
-    yet none can be used, as with too old a driver: the run would continue, a thousand times slower.
+    Args:
+        visible: CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        UsageError: with torch's own reason, if it names GPUs, torch is a CUDA build, and yet none can be used, as with
+            too old a driver: the run would continue, a thousand times slower.
     """
     if torch.cuda.is_available():
         return True
@@ -251,9 +258,8 @@ def cuda_is_there(visible: str | None) -> bool:
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
         raise UsageError(
-            f"this host gives the trainer GPUs (CUDA_VISIBLE_DEVICES={visible}), and CUDA {torch.version.cuda} "
-            "cannot use them:"
-            f" {reason}",
+            f"this host gives the trainer GPUs (CUDA_VISIBLE_DEVICES={visible}), and CUDA {torch.version.cuda} cannot "
+            f"use them: {reason}",
             "does nvidia-smi work here, and is its driver new enough (docs/install.md)? CUDA_VISIBLE_DEVICES= runs "
             "on the CPU",
         )

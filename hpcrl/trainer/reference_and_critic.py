@@ -52,8 +52,11 @@ def save_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path
 
 
 def load_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
-    """The set of weights in `directory`, cut as `values` are, which may be overwritten; collective.  DataError as
-    `load_weights`."""
+    """The set of weights in `directory`, cut as `values` are, which may be overwritten; collective.
+
+    Raises:
+        DataError: as `load_weights`.
+    """
     stored = save_load.open_whole(directory, policy.ranks)
     state = save_load.read(_request(policy, values), stored, policy)
     return {name: state[model][key] for name, (model, key) in _places(policy, values).items()}
@@ -81,8 +84,9 @@ def _places(policy: Policy, values: Mapping[str, torch.Tensor]) -> dict[str, tup
 class Critic:
     """The critic of a run; every method is collective.
 
-    actor: the policy with the weights that it starts from.
-    resumed: the checkpoint that the run resumes from, or None.
+    Attributes:
+        actor: the policy with the weights that it starts from.
+        resumed: the checkpoint that the run resumes from, or None.
     """
 
     def __init__(self, actor: Policy, ranks: Ranks, options: Options, resumed: Path | None) -> None:
@@ -127,7 +131,8 @@ def _begin_as(critic: Policy, actor: Policy) -> None:
 class ReferenceAndCritic:
     """Reference, teacher, old actors and critic of a run; every method is collective.
 
-    resumed: the checkpoint that the run resumes from, or None.
+    Attributes:
+        resumed: the checkpoint that the run resumes from, or None.
     """
 
     def __init__(self, policy: Policy, ranks: Ranks, options: Options, resumed: Path | None) -> None:
@@ -157,7 +162,8 @@ class ReferenceAndCritic:
     def of_share(self, sampled: int, version: int) -> OtherWeights:
         """The weights other than policy `version`'s that a share sampled under policy `sampled` is trained with.
 
-        HpcrlError if the weights that sampled it are gone.
+        Raises:
+            HpcrlError: if the weights that sampled it are gone.
         """
         critic = self._critic.model if self._critic is not None else None
         if not self._options.keep_old_actor or sampled == version:
@@ -165,8 +171,7 @@ class ReferenceAndCritic:
         if sampled not in self._old:
             raise HpcrlError(
                 f"a share was sampled under policy version {sampled}, the trainer is at {version}, and of older ones "
-                "it keeps "
-                f"{', '.join(map(str, sorted(self._old))) or 'none'}",
+                f"it keeps {', '.join(map(str, sorted(self._old))) or 'none'}",
                 "--keep-old-actor keeps the weights of the last two updates of the engines",
             )
         return OtherWeights(self._reference, self._old[sampled], self._teacher, critic)

@@ -35,10 +35,11 @@ class StopAsked(Exception):
 class RolloutCalls:
     """The rollout process, as one trainer rank reaches it; every method is collective.
 
-    client: this rank's; None if it fetches nothing.
-    driver: whether this is rank 0.
-    group: a gloo group of all ranks.
-    serve: called between two questions: sends weights to engines that want them.
+    Attributes:
+        client: this rank's; None if it fetches nothing.
+        driver: whether this is rank 0.
+        group: a gloo group of all ranks.
+        serve: called between two questions: sends weights to engines that want them.
     """
 
     def __init__(

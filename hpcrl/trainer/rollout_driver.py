@@ -61,7 +61,11 @@ class RolloutDriver:
         self.timeline.mark(READY, rollout_id=self.rollout_id)
 
     def _position(self) -> dict[str, Any]:
-        """Where an earlier attempt has left off.  HpcrlError if that is damaged."""
+        """Where an earlier attempt has left off.
+
+        Raises:
+            HpcrlError: if that is damaged.
+        """
         try:
             at = read_json(self.path, dict[str, Any])
             return {"rollout_id": int(at["rollout_id"]), "state": at["state"]}

@@ -56,11 +56,12 @@ class JoinCommand(msgspec.Struct, frozen=True):
 class WeightExporter:
     """What a rank keeps between updates.
 
-    policy: the trained model.
-    patient: a gloo group of all ranks.
-    host: this rank's own address.
-    keys: to the store at which the members of an update meet.
-    checkpoint: the directory that the engines serve.
+    Attributes:
+        policy: the trained model.
+        patient: a gloo group of all ranks.
+        host: this rank's own address.
+        keys: to the store at which the members of an update meet.
+        checkpoint: the directory that the engines serve.
     """
 
     def __init__(

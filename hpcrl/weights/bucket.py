@@ -36,7 +36,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The layout of one transfer: slots in order of offset; nbytes: where the last one ends."""
+    """The layout of one transfer: slots in order of offset.
+
+    Attributes:
+        nbytes: where the last one ends.
+    """
 
     slots: tuple[Slot, ...]
     nbytes: int
@@ -53,7 +57,11 @@ class Bucket:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Bucket:
-        """The layout that `to_wire` wrote.  ValueError says what is wrong with anything else."""
+        """The layout that `to_wire` wrote.
+
+        Raises:
+            ValueError: says what is wrong with anything else.
+        """
         try:
             columns = [wire[key] for key in ("names", "dtype_names", "shapes", "offsets")]
             slots = tuple(
@@ -92,7 +100,8 @@ def _whole(number: object) -> bool:
 class Packer:
     """Lays tensors out, bucket by bucket, in the order in which they come.
 
-    limit: bytes of a bucket; a tensor larger than that has its own bucket.
+    Attributes:
+        limit: bytes of a bucket; a tensor larger than that has its own bucket.
     """
 
     limit: int
@@ -123,7 +132,11 @@ def _align(offset: int) -> int:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """torch.float32 -> "float32".  ValueError for a dtype that does not travel."""
+    """torch.float32 -> "float32".
+
+    Raises:
+        ValueError: for a dtype that does not travel.
+    """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
         raise ValueError(f"tensors of dtype {name} cannot be sent")

@@ -44,8 +44,9 @@ def digest(tensor: torch.Tensor) -> str:
 def cut(tensor: torch.Tensor, rows: Sequence[Sequence[int]], columns: Sequence[int] | None) -> torch.Tensor:
     """The part of a tensor that one engine worker holds.
 
-    rows: (start, length) of the parts of the first dimension, in the worker's order.
-    columns: the part of the second.
+    Args:
+        rows: (start, length) of the parts of the first dimension, in the worker's order.
+        columns: the part of the second.
     """
     import torch
 
@@ -65,10 +66,11 @@ class Differs(PeerError):
 class Comparison:
     """What each worker must hold.
 
-    manifests: [engine][worker].
-    ties: name -> the names of those tied to it.
-    model: compare what the model multiplies with (--check-weight-update-equal).
-    kept: compare what a worker has put together out of pieces and changes (--weight-update delta).
+    Attributes:
+        manifests: [engine][worker].
+        ties: name -> the names of those tied to it.
+        model: compare what the model multiplies with (--check-weight-update-equal).
+        kept: compare what a worker has put together out of pieces and changes (--weight-update delta).
     """
 
     def __init__(

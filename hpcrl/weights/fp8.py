@@ -48,7 +48,8 @@ def quantize_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(float8_e4m3fn [rows, columns], fp32 scales [ceil(rows / block rows), ceil(columns / block columns)]).
 
-    ValueError for anything but a matrix of finite floating-point numbers.
+    Raises:
+        ValueError: for anything but a matrix of finite floating-point numbers.
     """
     _check(weight)
     rows, columns = weight.shape
@@ -119,9 +120,10 @@ def encode(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 class Scheme:
     """How a checkpoint holds its linear layers.
 
-    block: (rows, columns), for strategy block.
-    power_of_two: scales of the format ue8m0.
-    chosen: the names of the matrices that are quantised, None: those that LINEAR describes.
+    Attributes:
+        block: (rows, columns), for strategy block.
+        power_of_two: scales of the format ue8m0.
+        chosen: the names of the matrices that are quantised, None: those that LINEAR describes.
     """
 
     strategy: Strategy = "block"
@@ -135,7 +137,11 @@ class Scheme:
         return "weight_scale_inv" if self.strategy == "block" else "weight_scale"
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor is one of the quantised matrices.  DataError for experts that are stacked in one tensor."""
+        """Whether a tensor is one of the quantised matrices.
+
+        Raises:
+            DataError: for experts that are stacked in one tensor.
+        """
         if STACKED.search(name) or (len(shape) == 3 and ".experts." in name):
             raise DataError(
                 f"{name} holds all experts of a layer in one tensor", "bring a checkpoint with one tensor for each"
@@ -155,7 +161,11 @@ class Scheme:
         return (shape[0], 1) if self.strategy == "channel" else (1,)
 
     def quantize(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, scales) of one matrix.  DataError names it if it cannot be quantised."""
+        """(codes, scales) of one matrix.
+
+        Raises:
+            DataError: names it if it cannot be quantised.
+        """
         try:
             if self.strategy == "block":
                 return quantize_block(weight, self.block, self.power_of_two)
@@ -168,7 +178,11 @@ class Scheme:
 def read_scheme(config: Mapping[str, Any] | None, where: str, chosen: frozenset[str] | None = None) -> Scheme | None:
     """The scheme of a config.json's quantization_config; None if there is none.
 
-    where: the file, for messages.  DataError for a way of quantising that we cannot do on the fly.
+    Args:
+        where: the file, for messages.
+
+    Raises:
+        DataError: for a way of quantising that we cannot do on the fly.
     """
     found = read_quantization(config, where)
     if found is None:
@@ -181,7 +195,8 @@ def scheme_of(directory: str | Path) -> Scheme | None:
     """The scheme of a Hugging Face directory, which also tells by its scales which matrices are quantised; None: it has
     none.
 
-    DataError as `read_scheme`.
+    Raises:
+        DataError: as `read_scheme`.
     """
     config = read_config(directory).get("quantization_config")
     path = Path(directory) / CONFIG
@@ -196,8 +211,10 @@ def scheme_of(directory: str | Path) -> Scheme | None:
 def quantized(stream: Stream, scheme: Scheme | None) -> Stream:
     """The stream as a checkpoint of `scheme` holds it: each matrix that it takes becomes its codes, then its scales.
 
-    Everything else passes as it is, and no more than one tensor is looked at.  DataError names a matrix that cannot be
-    quantised.
+    Everything else passes as it is, and no more than one tensor is looked at.
+
+    Raises:
+        DataError: names a matrix that cannot be quantised.
     """
     if scheme is None:
         yield from stream

@@ -40,8 +40,11 @@ class GlooGroup:
 def join(host: str, port: int, keys: ClientKeys, rank: int, world: int, own_host: str, seconds: float) -> GlooGroup:
     """Join the group that meets in the store at host:port.
 
-    own_host: the address that this process's connections use.  Returns when all `world` members are there; torch raises
-    its own error after `seconds`.
+    Args:
+        own_host: the address that this process's connections use.
+
+    Returns:
+        When all `world` members are there; torch raises its own error after `seconds`.
     """
     import torch.distributed as dist
 
@@ -56,9 +59,10 @@ def join(host: str, port: int, keys: ClientKeys, rank: int, world: int, own_host
 
 
 def broadcast(group: GlooGroup, tensor: torch.Tensor, seconds: float, watch: Callable[[], None] = lambda: None) -> None:
-    """Send the trainer's tensor to all, or receive it.  watch() is called now and then and may raise.
+    """Send the trainer's tensor to all, or receive it. watch() is called now and then and may raise.
 
-    DeadlineError after `seconds`.
+    Raises:
+        DeadlineError: after `seconds`.
     """
     import torch.distributed as dist
 

@@ -25,15 +25,26 @@ TAKES_PIECES: dict[str, Sharing] = {SHM: "host", "hpcrl_gloo": "engine", NCCL: "
 
 @dataclass(frozen=True)
 class Route:
-    """transfer: the value of --weight-transfer; gathered: why whole tensors go through rank 0, None where every rank
-    sends its pieces."""
+    """The way that weights take to the engines.
+
+    Attributes:
+        transfer: the value of --weight-transfer.
+        gathered: why whole tensors go through rank 0, None where every rank sends its pieces.
+    """
 
     transfer: str
     gathered: str | None
 
 
 def route(options: Options, plan: Plan, cpu: bool) -> Route:
-    """The way of this run's updates.  cpu: the engines run vLLM's CPU build.  UsageError as of `backend`."""
+    """The way of this run's updates.
+
+    Args:
+        cpu: the engines run vLLM's CPU build.
+
+    Raises:
+        UsageError: as of `backend`.
+    """
     way = _way(options, plan, cpu)
     name = way.__name__.rpartition(".")[2]
     if options.weight_update == "gathered":
@@ -46,7 +57,8 @@ def route(options: Options, plan: Plan, cpu: bool) -> Route:
 def backend(options: Options, plan: Plan, cpu: bool) -> str:
     """vLLM's name of the weight-transfer backend.
 
-    UsageError when --weight-transfer asks for one that cannot work between these hosts or on this build.
+    Raises:
+        UsageError: when --weight-transfer asks for one that cannot work between these hosts or on this build.
     """
     return _backend(options, _way(options, plan, cpu))
 
@@ -54,9 +66,10 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
 def whole_tensors(backend: str, data_parallel: int, delta: bool) -> str | None:
     """Why an update cannot be sent in pieces, as the end of a sentence; None if it can.
 
-    backend: vLLM's name of the engines' end.
-    data_parallel: parts of an engine.
-    delta: it is to bring what has changed.
+    Args:
+        backend: vLLM's name of the engines' end.
+        data_parallel: parts of an engine.
+        delta: it is to bring what has changed.
     """
     if backend not in TAKES_PIECES:
         return f"the engines receive with {backend}, which takes whole tensors"

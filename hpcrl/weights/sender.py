@@ -45,8 +45,9 @@ RESUME = 15.0  #: seconds that putting an engine right after a failure may take
 class WeightSender:
     """Sends the policy to the engines that it is connected to; made and used by every trainer rank, driven by one.
 
-    host: address of the driver.
-    written: is told of each directory that --weight-transfer disk has written.
+    Attributes:
+        host: address of the driver.
+        written: is told of each directory that --weight-transfer disk has written.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class WeightSender:
         return self.options.engine_restarts > 0 and not self.options.takes_turns
 
     def connect(self, engines: Sequence[Engine]) -> None:
-        """Make these the engines that are sent to; driver only.  Nothing happens if they are already.
+        """Make these the engines that are sent to; driver only. Nothing happens if they are already.
 
-        PeerError or DeadlineError name the one that does not answer, EngineLost those that have died; then there are
-        none.
+        Raises:
+            PeerError, DeadlineError: name the one that does not answer, EngineLost those that have died; then there are
+                none.
         """
         if self.fleet is not None and self.transport is not None and self.fleet.engines == tuple(engines):
             return
@@ -109,7 +111,11 @@ class WeightSender:
         self.transport = transport
 
     def _agreed(self) -> dict[str, dict[str, Any]]:
-        """The tensors of an update, by name; PeerError unless all engines agree on them."""
+        """The tensors of an update, by name.
+
+        Raises:
+            PeerError: unless all engines agree on them.
+        """
         first = self.manifests[0][0]
         self._outline = self._outline or _outline(first)
         for engine, workers in zip(self._engines, self.manifests, strict=True):
@@ -138,10 +144,17 @@ class WeightSender:
     def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it with its side of the collective export.
 
-        tensors: (checkpoint name, whole tensor), valid on the driver.  Returns seconds and bytes as metrics (driver
-        only). PeerError, DeadlineError or HpcrlError name engine, host and phase; then each engine has its old weights
-        and has been resumed, or the message says that it has not.  EngineLost names engines that have ended: the
-        others have given up this update, and wait, paused, for it to be made again without those.
+        Args:
+            tensors: (checkpoint name, whole tensor), valid on the driver.
+
+        Returns:
+            Seconds and bytes as metrics (driver only).
+
+        Raises:
+            PeerError, DeadlineError, HpcrlError: name engine, host and phase; then each engine has its old weights and
+                has been resumed, or the message says that it has not.
+            EngineLost: names engines that have ended: the others have given up this update, and wait, paused, for it to
+                be made again without those.
         """
         if not self.is_driver:
             for _ in tensors:
@@ -194,8 +207,11 @@ class WeightSender:
         }
 
     def _source(self, tensors: Stream) -> Source | None:
-        """The ranks, if they are to send pieces; None: tensors are gathered.  UsageError if --weight-update resharded
-        cannot be."""
+        """The ranks, if they are to send pieces; None: tensors are gathered.
+
+        Raises:
+            UsageError: if --weight-update resharded cannot be.
+        """
         wish = self.options.weight_update
         if wish == "gathered":
             return None
@@ -226,9 +242,12 @@ class WeightSender:
                 pass
 
     def _checked(self, tensors: Stream) -> Stream:
-        """The same tensors in the engines' dtypes.  HpcrlError for one that they do not have, or at the end do not get.
+        """The same tensors in the engines' dtypes.
 
         To and from FP8 nothing is cast here: without scales the numbers would mean nothing.
+
+        Raises:
+            HpcrlError: for one that they do not have, or at the end do not get.
         """
         import torch
 

@@ -51,8 +51,9 @@ class Region:
 def open_region(wire: Mapping[str, Any]) -> torch.Tensor:
     """Map another process's region: uint8 tensor, not to be written to.
 
-    ValueError if the description is malformed or names something else; OSError if it cannot be opened (another host,
-    another container, or its owner has gone).
+    Raises:
+        ValueError: if the description is malformed or names something else.
+        OSError: if it cannot be opened (another host, another container, or its owner has gone).
     """
     import torch
 

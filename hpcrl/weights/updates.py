@@ -38,11 +38,12 @@ Export = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
 class Updates:
     """Weight updates of one attempt.
 
-    sender: this rank's sender.
-    start_timeout: --engine-start-timeout, in seconds.
-    client: of the queue, on the driver alone: whom the registry in the rollout process is asked by.
-    key: (index, incarnation) -> the HTTP key of an engine.
-    together: broadcasts rank 0's value to every rank.
+    Attributes:
+        sender: this rank's sender.
+        start_timeout: --engine-start-timeout, in seconds.
+        client: of the queue, on the driver alone: whom the registry in the rollout process is asked by.
+        key: (index, incarnation) -> the HTTP key of an engine.
+        together: broadcasts rank 0's value to every rank.
     """
 
     def __init__(
@@ -62,15 +63,21 @@ class Updates:
         self._together = together
 
     def wait(self) -> None:
-        """Wait for the engines that start with the run, on the driver.  DeadlineError names the one that does not come
-        up."""
+        """Wait for the engines that start with the run, on the driver.
+
+        Raises:
+            DeadlineError: names the one that does not come up.
+        """
         if self._client is not None:
             self._wait_for_all()
 
     def publish(self, export: Export, version: int) -> dict[str, float]:
-        """Put the policy into all engines as `version`; every rank calls it.  Returns metrics (on the driver).
+        """Put the policy into all engines as `version`; every rank calls it.
 
         Errors as `WeightSender.publish`, but for EngineLost.
+
+        Returns:
+            Metrics (on the driver).
         """
         return self._send(export, version, alone=False)
 

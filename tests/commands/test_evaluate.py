@@ -212,8 +212,7 @@ def test_missing_inputs_are_refused_first(
     monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)
     text = (
         'hf_checkpoint = "/nowhere/model"\nprompt_data = "/nowhere/p.jsonl"\nlabel_key = "label"\nrm_type = '
-        '"math"\nnum_rollout = 1\n'
-        "rollout_num_gpus = 1\nactor_num_gpus_per_node = 1\nn_samples_per_prompt = 2\n"
+        '"math"\nnum_rollout = 1\nrollout_num_gpus = 1\nactor_num_gpus_per_node = 1\nn_samples_per_prompt = 2\n'
     )
     (tmp_path / "r.toml").write_text(text)
     (tmp_path / "made.toml").write_text(f'prepare = ["make", "--model=/nowhere/model", "/nowhere/p.jsonl"]\n{text}')

@@ -131,8 +131,7 @@ def test_a_sample_says_all_that_is_known(run: Path, capsys: pytest.CaptureFixtur
     put(run, 7, row)
     assert said(capsys, str(run)).splitlines() == [
         "step 7, group 0, sample 0  reward 1.5 (math 1, brief 0.5), greedy 0.25  completed, 5 + 4 tokens, policy "
-        "versions 3 to 4"
-        "  advantage +0.7",
+        "versions 3 to 4  advantage +0.7",
         "  log-prob a token: trainer -0.5, engine -0.49; they differ by 0.01, at most 0.2; 4 trained",
         "  not graded (error): raised KeyError",
         "  prompt",

@@ -318,12 +318,9 @@ def test_state_is_set_once() -> None:
 def test_a_key_that_runs_deep_does_not_end_the_process() -> None:
     """Python hashes tuples within tuples until its stack is full."""
     program = (
-        "import io\nfrom hpcrl.pickles.reader import read_plain\n"
-        "for end in (b'Ns.', b'\\x91.', b'\\x90.'):\n"
-        "    try:\n        read_plain(io.BytesIO(b'\\x80\\x04' + {b'N': b'}', b'\\x91': b'(', b'\\x90': "
-        "b'\\x8f('}[end[:1]]"
-        " + b')' + b'\\x85' * 300_000 + end))\n"
-        "    except Exception as error:\n        print(type(error).__name__)\n"
+        "import io\nfrom hpcrl.pickles.reader import read_plain\nfor end in (b'Ns.', b'\\x91.', b'\\x90.'):\n    "
+        "try:\n        read_plain(io.BytesIO(b'\\x80\\x04' + {b'N': b'}', b'\\x91': b'(', b'\\x90': b'\\x8f('}[end[:1]]"
+        " + b')' + b'\\x85' * 300_000 + end))\n    except Exception as error:\n        print(type(error).__name__)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["UnpicklingError"] * 3, done

@@ -29,9 +29,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("model")
     hf = make_tokenizer()
     hf.chat_template = (
-        "{% if tools %}{% for t in tools %}{{ t['name'] }}{% endfor %}<|end|>{% endif %}"
-        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] or '' }}{% for c in m.get('tool_calls') or [] %}{{ "
-        "c['n'] }}{% endfor %}"
+        "{% if tools %}{% for t in tools %}{{ t['name'] }}{% endfor %}<|end|>{% endif %}{% for m in messages %}<|{{ "
+        "m['role'] }}|>{{ m['content'] or '' }}{% for c in m.get('tool_calls') or [] %}{{ c['n'] }}{% endfor %}"
         "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% if loud %}1+1{% endif %}{% endif %}"
     )
     hf.save_pretrained(path)

@@ -72,12 +72,10 @@ def test_watch_redraws_the_whole_page(tmp_path: Path, rows: int) -> None:
     """`watch` redraws in place and leaves the whole page."""
     root = working(tmp_path / "runs/a")
     script = (
-        "import sys; from hpcrl.commands import status as module; from hpcrl.cli import main\n"
-        "from tests.support.rundirs import put; from pathlib import Path; import time\n"
-        "turns = iter(['running', 'saving', 'finished'])\n"
-        f"module.time.sleep = lambda _: put(Path({str(root)!r}) / 'state.json', "
-        f"{{'phase': next(turns), 'time': time.time(), 'host': {HERE!r} + '-else'}})\n"
-        "sys.exit(main(['watch', 'a']))"
+        "import sys; from hpcrl.commands import status as module; from hpcrl.cli import main\nfrom "
+        "tests.support.rundirs import put; from pathlib import Path; import time\nturns = iter(['running', 'saving', "
+        f"'finished'])\nmodule.time.sleep = lambda _: put(Path({str(root)!r}) / 'state.json', {{'phase': next(turns), "
+        f"'time': time.time(), 'host': {HERE!r} + '-else'}})\nsys.exit(main(['watch', 'a']))"
     )
     env = {"XDG_STATE_HOME": str(tmp_path / "xdg"), "PYTHONPATH": str(REPO)}
     status, text = run_on_terminal([sys.executable, "-c", script], 80, tmp_path, env, rows=rows)
@@ -126,9 +124,8 @@ def test_bar_stays_below_the_output(tmp_path: Path, columns: int) -> None:
 @pytest.mark.parametrize(("size", "count"), [(False, "3/3"), (True, "3.0/3.0 GB")])
 def test_conversions_have_a_bar(tmp_path: Path, size: bool, count: str) -> None:
     script = (
-        "from hpcrl.report.progress import Meter\n"
-        f"with Meter('to FP8', {3 * 10**9 if size else 3}, 'files', size={size}) as meter:\n"
-        f"    for _ in range(3): meter.add({10**9 if size else 1})"
+        f"from hpcrl.report.progress import Meter\nwith Meter('to FP8', {3 * 10**9 if size else 3}, 'files', "
+        f"size={size}) as meter:\n    for _ in range(3): meter.add({10**9 if size else 1})"
     )
     _, lines = show([sys.executable, "-c", script], 80, tmp_path)
     assert lines[0].startswith("to FP8 ") and count in lines[0] and lines[1:] == [""], lines

@@ -7,42 +7,33 @@ import shlex
 
 MODELS = {
     "glm4-9B": "--swiglu --num-layers 40 --hidden-size 4096 --ffn-hidden-size 13696 --num-attention-heads 32 "
-    "--group-query-attention"
-    " --num-query-groups 2 --vocab-size 151552 --use-rotary-position-embeddings --disable-bias-linear --add-qkv-bias"
-    " --normalization RMSNorm --norm-epsilon 1e-5 --rotary-base 10000 --spec slime_plugins.models.glm4 get_glm_spec"
-    " --post-self-attn-layernorm --post-mlp-layernorm --rotary-interleaved --rotary-percent 0.5 --no-rope-fusion"
-    " --untie-embeddings-and-output-weights",
+    "--group-query-attention --num-query-groups 2 --vocab-size 151552 --use-rotary-position-embeddings "
+    "--disable-bias-linear --add-qkv-bias --normalization RMSNorm --norm-epsilon 1e-5 --rotary-base 10000 "
+    "--spec slime_plugins.models.glm4 get_glm_spec --post-self-attn-layernorm --post-mlp-layernorm "
+    "--rotary-interleaved --rotary-percent 0.5 --no-rope-fusion --untie-embeddings-and-output-weights",
     "qwen3-4B": "--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 "
-    "--group-query-attention"
-    " --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm "
-    "--norm-epsilon 1e-6"
-    " --rotary-base 1000000 --vocab-size 151936 --kv-channels 128 --qk-layernorm",
+    "--group-query-attention --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear "
+    "--normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --kv-channels "
+    "128 --qk-layernorm",
     "qwen3-30B-A3B": "--disable-bias-linear --qk-layernorm --group-query-attention --num-attention-heads 32 "
-    "--num-query-groups 4"
-    " --kv-channels 128 --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --normalization RMSNorm "
-    "--position-embedding-type"
-    " rope --norm-epsilon 1e-6 --rotary-percent 1.0 --swiglu --untie-embeddings-and-output-weights --vocab-size 151936 "
-    "--rotary-base"
-    " 1000000 --moe-ffn-hidden-size 768 --moe-router-score-function softmax --moe-token-dispatcher-type alltoall "
-    "--moe-router-topk 8"
-    f" --moe-layer-freq {[1] * 48!s} --num-experts 128 --moe-grouped-gemm --moe-token-drop-policy probs "
-    "--moe-router-dtype fp32"
-    " --moe-permute-fusion --moe-aux-loss-coeff 0".replace(
-        "[" + ", ".join("1" * 48) + "]", "[" + ",".join("1" * 48) + "]"
-    ),
+    "--num-query-groups 4 --kv-channels 128 --num-layers 48 --hidden-size 2048 "
+    "--ffn-hidden-size 6144 --normalization RMSNorm --position-embedding-type rope "
+    "--norm-epsilon 1e-6 --rotary-percent 1.0 --swiglu --untie-embeddings-and-output-weights "
+    "--vocab-size 151936 --rotary-base 1000000 --moe-ffn-hidden-size 768 "
+    "--moe-router-score-function softmax --moe-token-dispatcher-type alltoall "
+    f"--moe-router-topk 8 --moe-layer-freq {[1] * 48!s} --num-experts 128 --moe-grouped-gemm "
+    "--moe-token-drop-policy probs --moe-router-dtype fp32 --moe-permute-fusion "
+    "--moe-aux-loss-coeff 0".replace("[" + ", ".join("1" * 48) + "]", "[" + ",".join("1" * 48) + "]"),
     "glm4.5-355B-A32B": "--disable-bias-linear --qk-layernorm --group-query-attention --num-attention-heads 96 "
-    "--num-query-groups 8"
-    " --kv-channels 128 --num-layers 92 --hidden-size 5120 --ffn-hidden-size 12288 --add-qkv-bias --normalization "
-    "RMSNorm"
-    " --position-embedding-type rope --rotary-percent 0.5 --swiglu --untie-embeddings-and-output-weights --vocab-size "
-    "151552"
-    " --rotary-base 1000000 --moe-ffn-hidden-size 1536 --moe-shared-expert-intermediate-size 1536 "
-    "--moe-router-pre-softmax"
-    " --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0"
-    " --moe-router-load-balancing-type seq_aux_loss --moe-token-dispatcher-type alltoall --moe-router-topk 8"
-    " --moe-router-topk-scaling-factor 2.5 --num-experts 160 --moe-grouped-gemm --moe-router-dtype fp32 "
-    "--moe-permute-fusion"
-    " --moe-aux-loss-coeff 0",
+    "--num-query-groups 8 --kv-channels 128 --num-layers 92 --hidden-size 5120 --ffn-hidden-size "
+    "12288 --add-qkv-bias --normalization RMSNorm --position-embedding-type rope --rotary-percent "
+    "0.5 --swiglu --untie-embeddings-and-output-weights --vocab-size 151552 --rotary-base 1000000 "
+    "--moe-ffn-hidden-size 1536 --moe-shared-expert-intermediate-size 1536 "
+    "--moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-token-dispatcher-type alltoall --moe-router-topk 8 --moe-router-topk-scaling-factor "
+    "2.5 --num-experts 160 --moe-grouped-gemm --moe-router-dtype fp32 --moe-permute-fusion "
+    "--moe-aux-loss-coeff 0",
 }
 
 
@@ -66,8 +57,7 @@ EVALUATION = (
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --use-dynamic-batch-size"
 GRPO = (
     "--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --entropy-coef 0.00 "
-    "--eps-clip 0.2"
-    " --eps-clip-high 0.28"
+    "--eps-clip 0.2 --eps-clip-high 0.28"
 )
 ADAM = "--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98"
 CPU_ADAM = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
@@ -117,9 +107,8 @@ GUIDES: dict[str, tuple[list[str], tuple[int, int, int]]] = {
         ),
         "GLM4-9B, 4 + 4, dynamic sampling": (
             f"--actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 {GLM4} "
-            "--rollout-num-gpus-per-engine 2"
-            " --over-sampling-batch-size 64 --partial-rollout --eval-top-p 0.7 --dynamic-sampling-filter-path"
-            " slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+            "--rollout-num-gpus-per-engine 2 --over-sampling-batch-size 64 --partial-rollout --eval-top-p 0.7 "
+            "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
             (4, 2, 2),
         ),
         "GLM4-9B, colocated": (

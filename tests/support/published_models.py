@@ -26,15 +26,12 @@ GLM4 = (
 )
 MOE = (
     "--disable-bias-linear --group-query-attention --kv-channels 128 --normalization RMSNorm --position-embedding-type "
-    "rope"
-    f" --swiglu{UNTIED} --rotary-base 1000000 --moe-token-dispatcher-type alltoall --moe-router-topk 8 "
-    "--moe-grouped-gemm"
-    " --moe-router-dtype fp32 --moe-permute-fusion --moe-aux-loss-coeff 0"
+    f"rope --swiglu{UNTIED} --rotary-base 1000000 --moe-token-dispatcher-type alltoall --moe-router-topk 8 "
+    "--moe-grouped-gemm --moe-router-dtype fp32 --moe-permute-fusion --moe-aux-loss-coeff 0"
 )
 QWEN3_MOE = (
     f"{MOE} --qk-layernorm --norm-epsilon 1e-06 --rotary-percent 1.0 --num-experts 128 --moe-router-score-function "
-    "softmax"
-    " --moe-token-drop-policy probs"
+    "softmax --moe-token-drop-policy probs"
 )
 GLM4_MOE = (
     f"{MOE} --add-qkv-bias --rotary-percent 0.5 --moe-router-pre-softmax --moe-router-score-function sigmoid"

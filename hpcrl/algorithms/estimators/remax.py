@@ -16,7 +16,11 @@ NEEDS = ("greedy",)
 
 
 def estimate(batch: RolloutBatch, options: Options) -> Advantages:
-    """ReMax's advantages, the same for every token of a response.  DataError if a prompt has no greedy reward."""
+    """ReMax's advantages, the same for every token of a response.
+
+    Raises:
+        DataError: if a prompt has no greedy reward.
+    """
     if batch.baseline is None or batch.baseline.isnan().any():
         raise DataError("--advantage-estimator remax: a prompt came without the reward of a greedy response")
     return Advantages(batch.to_tokens(batch.reward - batch.baseline))

@@ -24,7 +24,7 @@ READ = {
 
 
 def check_algorithm(o: Options) -> None:
-    """UsageError for all that an algorithm lacks, or that excludes one another."""
+    """Raise UsageError for all that an algorithm lacks, or that excludes one another."""
     _known(o)
     rules = [_custom_loss, _reference, _one_kl, _reduction, _overlong, _experts]
     if o.loss_type == "dpo_loss":
@@ -253,7 +253,7 @@ TYPES = "--opd-type vllm with --opd-teacher-url, or --opd-type megatron with --o
 
 
 def check_distillation(o: Options) -> None:
-    """UsageError for the first thing that a teacher lacks or cannot say."""
+    """Raise UsageError for the first thing that a teacher lacks or cannot say."""
     if not o.use_opd or o.loss_type not in ("policy_loss", "custom_loss"):
         return
     if o.opd_type is None:

@@ -14,18 +14,20 @@ from hpcrl.config.plugin_names import find_algorithm_file
 class Needs:
     """What the options ask for.
 
-    advantages: there is an estimator at all.  reference: log-probs of the reference model for every token.
-    critic: a value model, its values before the update and its training.
-    old_logprobs: a pass of the policy (or the old actor) over the whole rollout before the first optimizer step;
-    without it the first step's own log-probs, or the engine's, are the old ones.
-    old_in_advantages: the advantages read the old log-probs, for KL in the reward or to a teacher: the pass comes
-    before it.
-    greedy: the reward of one greedy response to every prompt (`RolloutBatch.baseline`).
-    teacher: the teacher's log-probs of every token, from the samples or (teacher_model) from the teacher's weights.
-    teacher_model: the teacher is a set of weights on the trainer's ranks.
-    teacher_server: it is a server, asked about every sample.
-    divergence: the KL to it over the whole vocabulary.
-    pairs: both samples of a group in one micro-batch (dpo), with `TokenBatch.group` and `reward`.
+    Attributes:
+        advantages: there is an estimator at all.
+        reference: log-probs of the reference model for every token.
+        critic: a value model, its values before the update and its training.
+        old_logprobs: a pass of the policy (or the old actor) over the whole rollout before the first optimizer step;
+            without it the first step's own log-probs, or the engine's, are the old ones.
+        old_in_advantages: the advantages read the old log-probs, for KL in the reward or to a teacher: the pass comes
+            before it.
+        greedy: the reward of one greedy response to every prompt (`RolloutBatch.baseline`).
+        teacher: the teacher's log-probs of every token, from the samples or (teacher_model) from the teacher's weights.
+        teacher_model: the teacher is a set of weights on the trainer's ranks.
+        teacher_server: it is a server, asked about every sample.
+        divergence: the KL to it over the whole vocabulary.
+        pairs: both samples of a group in one micro-batch (dpo), with `TokenBatch.group` and `reward`.
     """
 
     advantages: bool

@@ -18,14 +18,16 @@ from hpcrl.errors import UsageError
 
 
 def check_prompts(o: Options) -> None:
-    """UsageError for labels that are needed and not named, and for a word of --prompt-data that cannot be read."""
+    """Raise UsageError for labels that are needed and not named, and for a word of --prompt-data that cannot be
+    read.
+    """
     if o.load_debug_rollout_data is None and not o.only_evaluates:
         label_key(o)
     read_prompt_words(o.prompt_data, "--prompt-data")
 
 
 def check_rewards(o: Options) -> None:
-    """UsageError where responses are graded and nothing says how, or two things do."""
+    """Raise UsageError where responses are graded and nothing says how, or two things do."""
     if not o.needs_engines:
         return
     unread = o.advantage_estimator == "none" and o.eval_interval is None  # a teacher says what is learned
@@ -51,7 +53,7 @@ def check_rewards(o: Options) -> None:
 
 
 def check_evaluation(o: Options) -> None:
-    """UsageError for held-out sets that are missing, named twice or cannot be read."""
+    """Raise UsageError for held-out sets that are missing, named twice or cannot be read."""
     if o.eval_config is not None and o.eval_prompt_data:
         raise UsageError("--eval-config and --eval-prompt-data both name the held-out sets", "leave one of them out")
     if o.eval_interval is not None and o.eval_config is None and not o.eval_prompt_data:
@@ -66,7 +68,8 @@ def check_evaluation(o: Options) -> None:
 def label_key(o: Options) -> str | None:
     """The key of the label in the training prompts; None where no label is wanted.
 
-    UsageError if the loss or the reward needs one and no key is given.
+    Raises:
+        UsageError: if the loss or the reward needs one and no key is given.
     """
     if o.label_key is not None:
         return o.label_key

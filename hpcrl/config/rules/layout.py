@@ -33,7 +33,7 @@ def check_ranks(o: Options) -> None:
 
 
 def expert_layout(o: Options) -> None:
-    """UsageError if the layout of the experts does not divide the ranks."""
+    """Raise UsageError if the layout of the experts does not divide the ranks."""
     etp = o.expert_tensor_size
     ep = o.expert_model_parallel_size
     pp = o.pipeline_model_parallel_size
@@ -66,7 +66,11 @@ def check_virtual_stages(o: Options) -> None:
 
 
 def split_address(text: str, flag: str = ADDRS) -> tuple[str, int]:
-    """(host, port) of HOST:PORT, an IPv6 address in brackets.  UsageError names the flag."""
+    """(host, port) of HOST:PORT, an IPv6 address in brackets.
+
+    Raises:
+        UsageError: names the flag.
+    """
     found = _ADDRESS.match(text)
     if found is None or not 0 < int(found[3]) < 65536:
         raise UsageError(
@@ -76,7 +80,7 @@ def split_address(text: str, flag: str = ADDRS) -> tuple[str, int]:
 
 
 def check_engines(o: Options) -> None:
-    """UsageError for GPUs that make no whole engines, or none where some are needed."""
+    """Raise UsageError for GPUs that make no whole engines, or none where some are needed."""
     gpus, each = o.engine_gpus, o.rollout_num_gpus_per_engine
     if gpus % each:
         raise UsageError(
@@ -94,7 +98,7 @@ def check_engines(o: Options) -> None:
 
 
 def check_external(o: Options) -> None:
-    """UsageError for addresses that are none, and for engines that this run cannot share."""
+    """Raise UsageError for addresses that are none, and for engines that this run cannot share."""
     addresses = [split_address(text) for text in o.rollout_external_engine_addrs]
     if twice := next(
         (text for text in o.rollout_external_engine_addrs if addresses.count(split_address(text)) > 1), None
@@ -113,7 +117,7 @@ def check_external(o: Options) -> None:
 
 
 def check_sharing(o: Options) -> None:
-    """UsageError for the first thing that would not outlive the others' turn."""
+    """Raise UsageError for the first thing that would not outlive the others' turn."""
     if o.offloads_train and o.megatron.get("nccl_ub"):
         raise UsageError(
             "--nccl-ub keeps gradients where NCCL has registered them, and with --colocate the trainer gives its "
@@ -135,7 +139,7 @@ def check_sharing(o: Options) -> None:
 
 
 def check_batches(o: Options) -> None:
-    """UsageError unless steps and data-parallel ranks divide the samples of a rollout."""
+    """Raise UsageError unless steps and data-parallel ranks divide the samples of a rollout."""
     samples = o.samples_per_rollout
     batch = o.global_batch_size
     steps = o.num_steps_per_rollout
@@ -163,7 +167,7 @@ def check_batches(o: Options) -> None:
 
 
 def check_packing(o: Options) -> None:
-    """UsageError for micro-batches without a size."""
+    """Raise UsageError for micro-batches without a size."""
     if o.use_dynamic_batch_size and o.max_tokens_per_gpu is None:
         raise UsageError("--use-dynamic-batch-size needs a limit", "give --max-tokens-per-gpu")
     if o.log_probs_chunk_size == 0:

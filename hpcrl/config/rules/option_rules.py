@@ -52,9 +52,10 @@ _INERT = (
 
 
 def check_options(options: Options, given: Collection[str] | None = None) -> None:
-    """UsageError for all that is wrong with these options.
+    """Raise UsageError for all that is wrong with these options.
 
-    given: the options that the user has set and whose lack of effect is an error; default: all that were set.
+    Args:
+        given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
     counts = failures(_COUNTS, options)
     wrong = failures(_RULES, options) + counts + failures(_PASSED_THROUGH, options)

@@ -45,7 +45,7 @@ _LEAST = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, "swap
 
 
 def check_passed_through(o: Options) -> None:
-    """UsageError for the first setting of Megatron's that contradicts another."""
+    """Raise UsageError for the first setting of Megatron's that contradicts another."""
     check_megatron({name: getattr(value, "name", value) for name, value in o.megatron.items()})
     if o.pipeline_model_parallel_size == 1:
         for name in _OF_PIPELINES.split():
@@ -54,7 +54,7 @@ def check_passed_through(o: Options) -> None:
 
 
 def check_megatron(given: Mapping[str, Any]) -> None:
-    """UsageError for the first of these settings, by field, that contradicts another or has no effect with it."""
+    """Raise UsageError for the first of these settings, by field, that contradicts another or has no effect with it."""
     for name, (master, wanted) in WITHOUT.items():
         if given.get(name) not in (None, False) and given.get(master) != wanted:
             raise UsageError(
@@ -146,7 +146,7 @@ def _refuse(name: str, value: Any, why: str) -> NoReturn:
 
 
 def check_engine_settings(o: Options) -> None:
-    """UsageError for the first setting of vLLM's that is out of range or contradicts another."""
+    """Raise UsageError for the first setting of vLLM's that is out of range or contradicts another."""
     share = o.vllm.get("gpu_memory_utilization")
     if share is not None and not 0 < share <= 1:
         raise UsageError(f"--vllm-gpu-memory-utilization {share:g}: expected a number > 0 and <= 1")

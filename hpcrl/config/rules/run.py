@@ -21,7 +21,7 @@ TRANSPORTS = PluginRoom(Path(__file__).parents[2] / "weights" / "transports")
 
 
 def check_needed(o: Options) -> None:
-    """UsageError for a run without model, prompts or length."""
+    """Raise UsageError for a run without model, prompts or length."""
     if o.hf_checkpoint is None:
         raise UsageError("no model given", "give --hf-checkpoint, a Hugging Face directory")
     given = o.prompt_data or o.data_source_path
@@ -36,7 +36,7 @@ def check_needed(o: Options) -> None:
 
 
 def check_saving(o: Options) -> None:
-    """UsageError for checkpoints to keep that are never saved."""
+    """Raise UsageError for checkpoints to keep that are never saved."""
     kept, each = o.save_retain_interval, o.save_interval
     if kept and each and kept % each:
         raise UsageError(
@@ -45,7 +45,7 @@ def check_saving(o: Options) -> None:
 
 
 def check_run_dir(template: str) -> None:
-    """UsageError unless `template` has no other placeholders than {name} and {time}."""
+    """Raise UsageError unless `template` has no other placeholders than {name} and {time}."""
     try:
         template.format(name="", time="")
     except (LookupError, ValueError):
@@ -53,7 +53,7 @@ def check_run_dir(template: str) -> None:
 
 
 def check_loop(o: Options) -> None:
-    """UsageError for the first thing that --loop does not go with."""
+    """Raise UsageError for the first thing that --loop does not go with."""
     if not o.runs_ahead:
         return
     shown = f"--loop {o.loop}"
@@ -106,7 +106,7 @@ def _check_fully_async(o: Options) -> None:
 
 
 def check_weights(o: Options) -> None:
-    """UsageError for a way of transfer that there is not, or that an update of this kind cannot take."""
+    """Raise UsageError for a way of transfer that there is not, or that an update of this kind cannot take."""
     if o.weight_transfer != "auto" and o.weight_transfer not in TRANSPORTS:
         raise UsageError(
             f"--weight-transfer {o.weight_transfer} is not a transport",
@@ -136,7 +136,9 @@ def check_weights(o: Options) -> None:
 
 
 def _check_ipc(o: Options) -> None:
-    """UsageError where a trainer rank's memory cannot be opened by all engines, or would not be all that they need."""
+    """Raise UsageError where a trainer rank's memory cannot be opened by all engines, or would not be all that they
+    need.
+    """
     if not o.colocate:
         raise UsageError(
             "--weight-transfer ipc is for engines on the trainer's GPUs, and --colocate is not given",
@@ -157,7 +159,7 @@ def _check_ipc(o: Options) -> None:
 
 
 def check_looking(o: Options) -> None:
-    """UsageError for the first thing that excludes another."""
+    """Raise UsageError for the first thing that excludes another."""
     one_side = [
         f"--{name}"
         for name, given in (

@@ -43,7 +43,7 @@ _OF_FILLING = (
 
 
 def check_sampling(o: Options) -> None:
-    """UsageError for lengths that leave no room, and for log-probs that the trainer could not compute."""
+    """Raise UsageError for lengths that leave no room, and for log-probs that the trainer could not compute."""
     context = o.rollout_max_context_len
     prompt = o.rollout_max_prompt_len
     if context and prompt and prompt >= context:
@@ -60,7 +60,7 @@ def check_sampling(o: Options) -> None:
 
 
 def check_filling(o: Options) -> None:
-    """UsageError for groups that could not fill a rollout, or a filter that there is not."""
+    """Raise UsageError for groups that could not fill a rollout, or a filter that there is not."""
     if o.over_sampling_batch_size is not None and o.over_sampling_batch_size < o.rollout_batch_size:
         raise UsageError(
             f"--over-sampling-batch-size {o.over_sampling_batch_size} is less than --rollout-batch-size "
@@ -83,7 +83,7 @@ def check_filling(o: Options) -> None:
 
 
 def check_speculation(o: Options) -> None:
-    """UsageError for a setting that vLLM would refuse when the engines start, or at the first sample."""
+    """Raise UsageError for a setting that vLLM would refuse when the engines start, or at the first sample."""
     setting = o.vllm.get("speculative_config")
     if setting is None:
         return
@@ -106,7 +106,7 @@ def layers_behind(config: Mapping[str, Any]) -> int:
 
 
 def check_draft_layers(o: Options, config: Mapping[str, Any]) -> None:
-    """UsageError if drafts are to come from layers that this model does not have."""
+    """Raise UsageError if drafts are to come from layers that this model does not have."""
     setting = o.vllm.get("speculative_config") or {}
     if setting.get("method") == OWN_LAYERS and "model" not in setting and not layers_behind(config):
         raise UsageError(

@@ -12,7 +12,7 @@ from hpcrl.errors import UsageError
 
 
 def check_schedules(o: Options) -> None:
-    """UsageError if the numbers of a schedule contradict one another."""
+    """Raise UsageError if the numbers of a schedule contradict one another."""
     if o.lr_warmup_iters and o.lr_warmup_fraction is not None:
         raise UsageError("--lr-warmup-iters and --lr-warmup-fraction exclude each other", "leave one of them out")
     if o.lr_warmup_init > o.lr:

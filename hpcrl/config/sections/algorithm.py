@@ -136,8 +136,7 @@ class DistillationOptions(Base):
     opd_kl_type: Literal["sampled", "reverse", "forward"] = opt(
         "sampled",
         "sampled: the reverse KL of each sampled token is taken off its advantage; reverse, forward: the KL over the "
-        "whole "
-        "vocabulary is a term of the loss (megatron alone)",
+        "whole vocabulary is a term of the loss (megatron alone)",
     )
     opd_teacher_load: str | None = opt(
         None, "teacher of --hf-checkpoint's architecture: a checkpoint or a Hugging Face directory", "slime"

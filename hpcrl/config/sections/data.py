@@ -13,16 +13,14 @@ class DataOptions(Base):
     prompt_data: str | list[str] | None = opt(
         None,
         "prompt file, .jsonl or .parquet; PATH@[START:STOP] takes a slice of its rows; several are one set, or with "
-        "PATH=WEIGHT each "
-        "a mixture",
+        "PATH=WEIGHT each a mixture",
         "slime",
     )
     input_key: str = opt("input", "key of the prompt: a string or a list of chat messages", "slime")
     label_key: str | None = opt(
         None,
         "key of the label that the reward compares with, or that is learned; sft_loss without it learns the "
-        "assistant's turns of the "
-        "prompt's messages",
+        "assistant's turns of the prompt's messages",
         "slime",
     )
     rejected_key: str | None = opt(

@@ -23,9 +23,8 @@ class BatchOptions(Base):
     )
     log_probs_chunk_size: int = opt(
         -1,
-        "rows that have logits at once, which bounds their memory; the backward pass then computes them again; -1: all "
-        "of a "
-        "micro-batch",
+        "rows that have logits at once, which bounds their memory; the backward pass then computes them again; -1: "
+        "all of a micro-batch",
         "slime",
         ge=-1,
     )
@@ -93,8 +92,7 @@ class ClusterOptions(Base):
     rollout_sleep_level: Literal[1, 2] | None = opt(
         None,
         "vLLM's: 1 keeps the sleeping engines' weights in host memory, 2 drops them, as the next update brings them; "
-        "default: 2, "
-        "with --vllm-enable-expert-parallel, or drafts of a model (--vllm-speculative-config), 1",
+        "default: 2, with --vllm-enable-expert-parallel, or drafts of a model (--vllm-speculative-config), 1",
     )
     rank_launcher: Literal["torchrun", "ranks"] = opt(
         "torchrun",

@@ -23,15 +23,13 @@ class RunOptions(Base):
     loop: Literal["sync", "async", "fully-async"] = opt(
         "sync",
         "sync: sample, train, sample; async: the next rollout is sampled while one is trained on; fully-async: the "
-        "engines never "
-        "wait, new weights enter while they sample",
+        "engines never wait, new weights enter while they sample",
     )
     num_epoch: int | None = opt(None, "passes over the prompts; read when --num-rollout is not given", "slime", ge=1)
     deterministic_mode: bool = opt(
         False,
         "same seed, same bits: losses and samples repeat exactly, also across a resume; on GPUs as far as vLLM's and "
-        "Transformer "
-        "Engine's own such modes hold",
+        "Transformer Engine's own such modes hold",
         "megatron",
     )
     engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
@@ -94,18 +92,16 @@ class WeightOptions(Base):
     weight_transfer: str = opt(
         "auto",
         "shm, gloo, nccl, disk, or with --colocate on one host ipc; auto: nccl with CUDA, else or with --colocate shm "
-        "on one host, "
-        "gloo over several",
+        "on one host, gloo over several",
     )
     update_weight_disk_dir: str | None = opt(
         None, "--weight-transfer disk: a directory that trainer and engines both see; default: of the run", "slime"
     )
     weight_update: Literal["auto", "resharded", "delta", "gathered"] = opt(
         "auto",
-        "resharded: every rank sends pieces to the workers that need them; delta: the same, and from the second update "
-        "on only what "
-        "has changed; gathered: rank 0 collects and sends whole tensors; auto: resharded where it can be, else "
-        "gathered",
+        "resharded: every rank sends pieces to the workers that need them; delta: the same, and from the second "
+        "update on only what has changed; gathered: rank 0 collects and sends whole tensors; auto: resharded where it "
+        "can be, else gathered",
     )
     weight_update_check_interval: int = opt(
         100,
@@ -118,8 +114,7 @@ class WeightOptions(Base):
     )
     max_logprob_diff: float | None = opt(
         None,
-        "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16, and "
-        "no bound "
-        "with --load-debug-rollout-data",
+        "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16, "
+        "and no bound with --load-debug-rollout-data",
         gt=0,
     )

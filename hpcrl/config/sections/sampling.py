@@ -43,16 +43,14 @@ class RolloutOptions(Base):
     over_sampling_batch_size: int | None = opt(
         None,
         "groups that are issued at a time while the batch is not full; it is full with the first --rollout-batch-size "
-        "that the "
-        "filter keeps, and the rest is ended; default --rollout-batch-size",
+        "that the filter keeps, and the rest is ended; default --rollout-batch-size",
         "slime",
         ge=1,
     )
     dynamic_sampling_filter_path: str | None = opt(
         None,
         "which finished groups are kept: check_reward_nonzero_std, check_reward_nonzero_std_with_fallback, or "
-        "module.function of an "
-        "own one: (options, samples) -> bool",
+        "module.function of an own one: (options, samples) -> bool",
         "slime",
     )
     partial_rollout: bool = opt(
@@ -80,8 +78,7 @@ class RolloutOptions(Base):
     stale_samples: Literal["wait", "drop", "train"] = opt(
         "wait",
         "fully-async: an unfinished group that the step after the next could no longer train on is waited for; or "
-        "ended and dropped; or "
-        "trained on whenever it finishes, with a correction",
+        "ended and dropped; or trained on whenever it finishes, with a correction",
     )
     rollout_server_concurrency: int = opt(
         512, "samples in flight per engine at most (slime: --sglang-server-concurrency)", ge=1

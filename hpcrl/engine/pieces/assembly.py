@@ -52,12 +52,14 @@ class PartMemory:
 class Assembly:
     """The parts of tensors that have come so far.
 
-    held: what this worker holds of each tensor that it needs, by name.
-    keep: parts stay from update to update.
-    device: where messages and parts are.
-    borrow: parts may stay in the messages' memory until `settle`.
+    Attributes:
+        held: what this worker holds of each tensor that it needs, by name.
+        keep: parts stay from update to update.
+        device: where messages and parts are.
+        borrow: parts may stay in the messages' memory until `settle`.
 
-    ValueError if `receive_plan` does not bring all of it once.
+    Raises:
+        ValueError: if `receive_plan` does not bring all of it once.
     """
 
     def __init__(
@@ -139,8 +141,11 @@ class Assembly:
     ) -> list[tuple[str, torch.Tensor]]:
         """Take message `number` out of its bytes; the tensors that are complete now, as loaders want them.
 
-        counts: the change counts of a message that brings changes (`hpcrl.weights.pieces.elements`).  ValueError for
-        impossible ones.
+        Args:
+            counts: the change counts of a message that brings changes (`hpcrl.weights.pieces.elements`).
+
+        Raises:
+            ValueError: for impossible ones.
         """
         complete = []
         places = self._places(number, counts)

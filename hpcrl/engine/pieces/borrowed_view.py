@@ -27,7 +27,11 @@ _AS_IT_IS = {aten.detach.default, aten.alias.default}
 
 
 class BorrowedPart:
-    """A part of `shape` (rows, columns), in tiles; take: gives uint8 [bytes] of memory of our own."""
+    """A part of `shape` (rows, columns), in tiles.
+
+    Attributes:
+        take: gives uint8 [bytes] of memory of our own.
+    """
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, take: Callable[[int], torch.Tensor]) -> None:
         self.shape = shape

@@ -23,8 +23,11 @@ class PartMissing(RuntimeError):
 
 
 class PartTensor(torch.Tensor):
-    """`part` of a tensor of `shape`; spans: for each dimension what is there, in ascending order, one behind the other
-    in `part`."""
+    """`part` of a tensor of `shape`.
+
+    Attributes:
+        spans: for each dimension what is there, in ascending order, one behind the other in `part`.
+    """
 
     part: torch.Tensor
     spans: tuple[tuple[Span, ...], ...]
@@ -68,8 +71,9 @@ def part_tensor(
 ) -> torch.Tensor:
     """The part that a worker holds as a tensor of `shape`; a plain one where that is all of it.
 
-    rows: (start, length) one below the other.
-    columns: of the second dimension, or None for all.
+    Args:
+        rows: (start, length) one below the other.
+        columns: of the second dimension, or None for all.
     """
     spans: list[Sequence[Span]] = [tuple((a, n) for a, n in rows)]
     if len(shape) > 1:

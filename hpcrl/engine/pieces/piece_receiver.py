@@ -60,11 +60,14 @@ class PieceReceiver:
                 transport.show(f"{MEMORY}{transport.me}", json.dumps(self.memory.to_wire() | {"half": half}))
 
     def receive(self, load: Load, changes: bool = False) -> None:
-        """One update; load(tensors, last) is given what is complete after each round; changes: it brings what differs
-        from the last.
+        """One update; load(tensors, last) is given what is complete after each round.
 
-        PeerError or DeadlineError name the member that did not take part, ValueError what is wrong with what came;
-        whatever fails, this member leaves, so that no other waits for it.
+        Args:
+            changes: it brings what differs from the last.
+
+        Raises:
+            PeerError, DeadlineError: name the member that did not take part, ValueError what is wrong with what came;
+                whatever fails, this member leaves, so that no other waits for it.
         """
         try:
             self._receive(load, changes)
@@ -172,7 +175,11 @@ class PieceReceiver:
         return counts
 
     def _counts(self, message: Message, found: torch.Tensor) -> torch.Tensor:
-        """The change counts that arrived, checked.  ValueError if more would come than there is room for."""
+        """The change counts that arrived, checked.
+
+        Raises:
+            ValueError: if more would come than there is room for.
+        """
         counts = found.view(torch.int32)
         if int(counts.min()) < WHOLE or sum(sizes(self.receive_plan, message, counts)) > message.nbytes:
             raise ValueError(f"more changes of {len(message.pieces)} pieces are to come than there is room for")
@@ -220,8 +227,11 @@ class PieceReceiver:
 
 
 def join(command: WorkerJoinCommand, rank: str, held: Holdings) -> PieceReceiver:
-    """Join the group.  ValueError if a tensor is not what the model takes, or if not all that this worker needs would
-    come."""
+    """Join the group.
+
+    Raises:
+        ValueError: if a tensor is not what the model takes, or if not all that this worker needs would come.
+    """
     number, which = command.workers[rank]
     receive_plan = command.receive_plans[which]
     update_group = command.update_group

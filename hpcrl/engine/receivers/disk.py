@@ -66,7 +66,11 @@ class DiskReceiver(Receiver):
 
 
 def check(path: Path, digest: str) -> None:
-    """UpdateRejected unless the bytes of a file are those that were written; OSError if it cannot be read."""
+    """UpdateRejected unless the bytes of a file are those that were written.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
     end = Deadline(APPEARS)
     while not path.exists() and not end.over:
         time.sleep(0.1)

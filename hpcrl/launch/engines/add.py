@@ -32,7 +32,12 @@ MARGIN = 60  #: seconds before its time limit at which an added job is told to l
 
 @dataclass(frozen=True)
 class Added:
-    """What was started.  what: for the user; log: of the process that supervises the engines."""
+    """What was started.
+
+    Attributes:
+        what: for the user.
+        log: of the process that supervises the engines.
+    """
 
     what: str
     log: Path
@@ -66,7 +71,11 @@ def add_here(rundir: RunDir, engines: int, first_slot: int) -> Added:
 
 
 def local_name(rundir: RunDir) -> str:
-    """What the plan calls this machine.  UsageError if the run is somewhere else."""
+    """What the plan calls this machine.
+
+    Raises:
+        UsageError: if the run is somewhere else.
+    """
     plan = read_plan(rundir)
     ours = {"127.0.0.1", os.uname().nodename, os.uname().nodename.partition(".")[0]}
     if found := next((host for host in plan.hosts if host in ours), None):
@@ -114,7 +123,11 @@ def script_of(rundir: RunDir, options: Options, site: SiteProfile, nodes: int, e
 
 
 def submit_added(rundir: RunDir, options: Options, site: SiteProfile, nodes: int, each: int) -> Added:
-    """Submit a job whose engines join the run.  UsageError if the scheduler is not here or refuses it."""
+    """Submit a job whose engines join the run.
+
+    Raises:
+        UsageError: if the scheduler is not here or refuses it.
+    """
     scheduler = load_scheduler(site.scheduler)
     if not can_submit(scheduler):
         raise UsageError(f"{scheduler.submit_command} is not here", "submit from a login node of the cluster")

@@ -45,7 +45,8 @@ LEAVE = 25.0  #: seconds that engines have to finish their requests once the job
 def where(host: str, plan: Plan, interface: str | None, found: HostReport) -> tuple[str, str]:
     """(address, interface) on which this host's engines are reached: on the network that the run is on.
 
-    UsageError if this host is not on it.
+    Raises:
+        UsageError: if this host is not on it.
     """
     if host in plan.hosts:
         place = next(p for p in (*plan.trainers, *plan.engines, plan.rollout) if p.host == host)
@@ -138,7 +139,11 @@ def _keep(
     told: SignalFlags,
     finish: bool,
 ) -> None:
-    """finish: whether engines that are told to end are given time to finish their responses."""
+    """Keep the engines until they have ended or are told to.
+
+    Args:
+        finish: whether engines that are told to end are given time to finish their responses.
+    """
     sign = LifeSign(rundir)
     leave: Deadline | None = None
     while not looks.end() and not looks.over(at_once=False):

@@ -37,7 +37,9 @@ R = TypeVar("R", bound=Kept)
 class EngineRestarter:
     """Keeps the engines of `host`; begin(role, index, command) starts one.
 
-    limit: --engine-restarts.  commands: of each engine, by index.
+    Attributes:
+        limit: --engine-restarts.
+        commands: of each engine, by index.
     """
 
     def __init__(

@@ -31,7 +31,11 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def prepare(options: Options, listen: str, keys: Path) -> RunDir:
-    """The directory that one server is started from.  HpcrlError where nothing can be written."""
+    """The directory that one server is started from.
+
+    Raises:
+        HpcrlError: where nothing can be written.
+    """
     host, port = split_address(listen, "--listen")
     place = Location(host, tuple(range(options.rollout_num_gpus_per_engine)), host)
     try:
@@ -50,7 +54,8 @@ def borrow(rundir: RunDir, plan: Plan, options: Options) -> IO[bytes] | None:
     """Keys of the engines that the run does not start, into the run's; what is returned is held open as long as it has
     them.
 
-    UsageError if they cannot be read, or another run has these engines.
+    Raises:
+        UsageError: if they cannot be read, or another run has these engines.
     """
     if not plan.external:
         return None

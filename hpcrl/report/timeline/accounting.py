@@ -25,8 +25,12 @@ HOUR = 3_600_000_000  #: microseconds
 
 @dataclass(frozen=True)
 class Owner:
-    """A process on a node.  slots: those that it owns there; work: (begin, end, what it does), in microseconds, in any
-    order."""
+    """A process on a node.
+
+    Attributes:
+        slots: those that it owns there.
+        work: (begin, end, what it does), in microseconds, in any order.
+    """
 
     node: str
     slots: tuple[int, ...]
@@ -37,8 +41,9 @@ class Owner:
 class AttemptSpent:
     """An attempt, in microseconds.
 
-    ready: when its trainer could work, None if it never could; lost: from when on its work came to nothing, None if all
-    was kept.
+    Attributes:
+        ready: when its trainer could work, None if it never could.
+        lost: from when on its work came to nothing, None if all was kept.
     """
 
     begin: int
@@ -50,8 +55,12 @@ class AttemptSpent:
 
 @dataclass(frozen=True)
 class Spent:
-    """Nodes that were held from `begin` to `end` (microseconds).  nodes: slots of each; attempts: in order, one after
-    another."""
+    """Nodes that were held from `begin` to `end` (microseconds).
+
+    Attributes:
+        nodes: slots of each.
+        attempts: in order, one after another.
+    """
 
     begin: int
     end: int
@@ -153,7 +162,12 @@ MEANS: dict[Cost, str] = {
 
 
 class Row(NamedTuple):
-    """hours: node-hours; share: of the total, as a percentage."""
+    """One line of the bill.
+
+    Attributes:
+        hours: node-hours.
+        share: of the total, as a percentage.
+    """
 
     name: str
     hours: str

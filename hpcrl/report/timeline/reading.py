@@ -28,7 +28,12 @@ from hpcrl.untrusted_files import read_regular
 
 
 class Span(NamedTuple):
-    """begin, end: microseconds of unix time; more: what else was said."""
+    """One stretch of time of a process.
+
+    Attributes:
+        begin, end: microseconds of unix time.
+        more: what else was said.
+    """
 
     name: str
     begin: int
@@ -38,7 +43,11 @@ class Span(NamedTuple):
 
 @dataclass
 class Track:
-    """One process's spans, in the order in which they ended.  attempt: None of a launcher."""
+    """One process's spans, in the order in which they ended.
+
+    Attributes:
+        attempt: None of a launcher.
+    """
 
     header: Header
     attempt: int | None

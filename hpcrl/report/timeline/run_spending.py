@@ -139,7 +139,8 @@ def spent_by(
 ) -> AttemptSpent:
     """An attempt that ended with `status` ("finished", "stopped", "running", or another where work may be lost).
 
-    next_start: the rollout from which a later attempt resumed; None if none did.
+    Args:
+        next_start: the rollout from which a later attempt resumed; None if none did.
     """
     crank = next((track for track in tracks if track.role == "trainer" and track.header.index == 0), None)
     ready = crank.named(READY)[:1] if crank else []
@@ -152,7 +153,11 @@ def spent_by(
 
 
 def lost_from(crank: Track | None, next_start: int | None) -> int | None:
-    """From when on the work of an attempt came to nothing; None if all of it did.  crank: what trainer rank 0 did."""
+    """From when on the work of an attempt came to nothing; None if all of it did.
+
+    Args:
+        crank: what trainer rank 0 did.
+    """
     if crank is None or not (ready := crank.named(READY)):
         return None
     own = int(ready[0].more.get("rollout_id", 0))
@@ -208,7 +213,11 @@ def engine_work(tracks: Sequence[Track], index: int, engines: int) -> Work:
 
 
 def does(track: Track, role: str = "", *names: str) -> Work:
-    """What a track's spans are for the slots of `role` (its own); names: only these spans."""
+    """What a track's spans are for the slots of `role` (its own).
+
+    Args:
+        names: only these spans.
+    """
     costs = DOES.get(role or track.role, {})
     wanted = {name: cost for name, cost in costs.items() if not names or name in names}
     found: Work = [(span.begin, span.end, wanted[span.name]) for span in track.spans if span.name in wanted]

@@ -88,12 +88,14 @@ TICK = 10_000  #: microseconds by which a kernel's time of a file may lag behind
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """Who writes.  opened: when, in microseconds.
+    """Who writes.
 
-    least, most: the clock of the file system that holds the file was so many microseconds ahead of the host's
-    (negative: behind it), between the two, when the file was made; None where it was there already.  earlier:
-    microseconds by name of what is no longer in the files, which began at `since`.  part: how many files of this
-    process have been full before.
+    Attributes:
+        opened: when, in microseconds.
+        least, most: the clock of the file system that holds the file was so many microseconds ahead of the host's
+            (negative: behind it), between the two, when the file was made; None where it was there already.
+        earlier: microseconds by name of what is no longer in the files, which began at `since`.
+        part: how many files of this process have been full before.
     """
 
     role: str
@@ -109,7 +111,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline:
-    """One process's.  path: None to record nothing."""
+    """One process's.
+
+    Attributes:
+        path: None to record nothing.
+    """
 
     def __init__(self, path: Path | None, role: str = "", index: int = 0, host: str = "", most: int = MOST) -> None:
         self._path = path

@@ -29,8 +29,7 @@ MOST = 200  #: operations, which bounds the depth of the tree as well
 FUNCTIONS = _words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp")
 GREEK = _words(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
-    "Gamma Delta Theta "
-    "Lambda Xi Pi Sigma Phi Psi Omega ell hbar"
+    "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar"
 )
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _NUMBER = re.compile(r"\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\d.^])|\d+\.?\d*|\.\d+")

@@ -54,7 +54,11 @@ def _safe_start(text: str, box: int) -> int:
 
 
 def right_answers(label: Any) -> list[str]:
-    """The texts of which any is right.  DataError if the label is none of the above."""
+    """The texts of which any is right.
+
+    Raises:
+        DataError: if the label is none of the above.
+    """
     if isinstance(label, list):
         return [text for item in label for text in right_answers(item)]
     if isinstance(label, bool):

@@ -49,14 +49,12 @@ _NAMES = {
 }  # fmt: skip
 _GONE = _words(
     "boxed fbox left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle "
-    "scriptstyle limits "
-    "nolimits quad qquad thinspace medspace thickspace enspace hfill hspace vspace bf rm it em sf tt large Large small "
-    "normalsize"
+    "scriptstyle limits nolimits quad qquad thinspace medspace thickspace enspace hfill hspace vspace bf rm it em sf "
+    "tt large Large small normalsize"
 )
 _TEXT = _words(
     "text textbf textit textrm textsf texttt textnormal textup mathrm mathbf mathit mathsf mathtt mbox hbox "
-    "operatorname bm boldsymbol emph "
-    "underline mathnormal"
+    "operatorname bm boldsymbol emph underline mathnormal"
 )
 #: words that mean commands where the backslash is missing
 _WORDS = _words(

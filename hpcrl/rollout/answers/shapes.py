@@ -20,7 +20,12 @@ ANY = ""  #: the name of what is called by words, such as Area = 5
 
 @dataclass(frozen=True)
 class Words:
-    """Words, or what is not understood.  plain: in lower case, for words; exact: without white space, for the rest."""
+    """Words, or what is not understood.
+
+    Attributes:
+        plain: in lower case, for words.
+        exact: without white space, for the rest.
+    """
 
     plain: str
     exact: str
@@ -29,7 +34,11 @@ class Words:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number or an expression with its unit.  scale: what a word such as million multiplies it by."""
+    """A number or an expression with its unit.
+
+    Attributes:
+        scale: what a word such as million multiplies it by.
+    """
 
     text: str
     unit: Unit | None = None
@@ -46,8 +55,11 @@ class Numeral:
 
 @dataclass(frozen=True)
 class Items:
-    """Several answers.  kind: list (no brackets), set, tuple (with its brackets: points, intervals), union, matrix (of
-    rows)."""
+    """Several answers.
+
+    Attributes:
+        kind: list (no brackets), set, tuple (with its brackets: points, intervals), union, matrix (of rows).
+    """
 
     kind: str
     items: tuple[Shape, ...]

@@ -49,8 +49,7 @@ _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9,
 #: behind a number these change what is said, so they are not units
 _NO_UNIT = _words(
     "is are was be or and not no nor more less than least most if except never mod modulo times over under above below "
-    "about approximately "
-    "to from by minus plus squared cubed remainder only between greater fewer each equals"
+    "about approximately to from by minus plus squared cubed remainder only between greater fewer each equals"
 )
 _TRAILING_TEXT = re.compile(r"\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?\s*([23])\s*\}?)?$")
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ ?\s*\}?\s*(\\text\{\s*[CF]\s*\}|[CF])?$")
@@ -64,8 +63,12 @@ _WORD = re.compile(r"([A-Za-z]+)\.?\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?|(/)|(%)")
 
 @dataclass(frozen=True)
 class Unit:
-    """What stands behind a number.  dimension: ((name, power), ...) sorted, or (words, 1) if unknown; factor: to its
-    first unit."""
+    """What stands behind a number.
+
+    Attributes:
+        dimension: ((name, power), ...) sorted, or (words, 1) if unknown.
+        factor: to its first unit.
+    """
 
     dimension: tuple[tuple[str, int], ...]
     factor: Fraction
@@ -134,8 +137,11 @@ def _with_words(head: str, words: str, power: str | None, text: str) -> tuple[st
 
 
 def read_unit(words: str, power: int = 1) -> Unit:
-    """The unit that words stand for: `cm`, `square meters`, `km/h`, `miles per hour`; power: of the whole, behind
-    it."""
+    """The unit that words stand for: `cm`, `square meters`, `km/h`, `miles per hour`.
+
+    Args:
+        power: of the whole, behind it.
+    """
     dimension: dict[str, int] = {}
     factor = Fraction(1)
     sign = 1

@@ -25,8 +25,13 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 @dataclass
 class Dialogue:
-    """One conversation.  messages: normal forms, of a chat; text: all of it, of completions; busy: a turn is being
-    made."""
+    """One conversation.
+
+    Attributes:
+        messages: normal forms, of a chat.
+        text: all of it, of completions.
+        busy: a turn is being made.
+    """
 
     trajectory: Trajectory
     messages: list[Any] = field(default_factory=list)
@@ -36,7 +41,11 @@ class Dialogue:
 
 
 def normal(message: dict[str, Any]) -> tuple[Any, ...]:
-    """What of a message makes it the same as another: who, what text, which calls.  ValueError if it is none."""
+    """What of a message makes it the same as another: who, what text, which calls.
+
+    Raises:
+        ValueError: if it is none.
+    """
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str):
         raise ValueError("a message is not an object with a role")
@@ -70,7 +79,11 @@ def find_chat(dialogues: Iterable[Dialogue], messages: Sequence[Any], tools: str
 
 
 def begin_chat(tokenizer: Tokenizer, messages: Messages, tools: Messages | None, version: int) -> Dialogue:
-    """A new conversation.  ValueError with the template's words."""
+    """A new conversation.
+
+    Raises:
+        ValueError: with the template's words.
+    """
     return Dialogue(
         Trajectory(opening(tokenizer, for_template(messages), tools).tolist(), version), tools=spelled(tools)
     )
@@ -128,8 +141,11 @@ def find_text(
 
 
 def calls_in(text: str, at: int) -> tuple[str, list[dict[str, Any]]]:
-    """(the text before the first call, the calls) of a turn that calls tools as Hermes' and Qwen's templates ask for;
-    at: for ids."""
+    """(the text before the first call, the calls) of a turn that calls tools as Hermes' and Qwen's templates ask for.
+
+    Args:
+        at: for ids.
+    """
     calls = []
     for found in _CALL.finditer(text):
         try:
@@ -155,8 +171,10 @@ def until(text: str, params: dict[str, Any]) -> str:
 def answer(text: str, whole: str, tools: bool, at: int) -> dict[str, Any]:
     """The assistant's message of a turn.
 
-    text: of the turn without special tokens; whole: with them, which the marks of a call are for some models; at:
-    tokens of the conversation before it, of which the ids of its calls are made.
+    Args:
+        text: of the turn without special tokens.
+        whole: with them, which the marks of a call are for some models.
+        at: tokens of the conversation before it, of which the ids of its calls are made.
     """
     calls: list[dict[str, Any]] = []
     if tools:

@@ -63,9 +63,15 @@ _WHY = {
 
 
 def read_fields(body: Mapping[str, Any], served: tuple[str, ...], sampling: Sampling) -> dict[str, Any]:
-    """The max_new_tokens and stop that a request asks for.  served: of its route.  BadRequest for what is not served.
+    """The max_new_tokens and stop that a request asks for.
 
     A field that is null counts as left out.
+
+    Args:
+        served: of its route.
+
+    Raises:
+        BadRequest: for what is not served.
     """
     given = {name: value for name, value in body.items() if value is not None}
     run = sampling_params(sampling)
@@ -76,8 +82,7 @@ def read_fields(body: Mapping[str, Any], served: tuple[str, ...], sampling: Samp
             if not _equal(value, run[name]):
                 raise BadRequest(
                     f"{name} {value!r} is not served: the run samples at {run[name]:g}, and tokens that are sampled "
-                    "otherwise "
-                    "cannot be trained on; leave it out"
+                    "otherwise cannot be trained on; leave it out"
                 )
             continue
         raise BadRequest(_WHY.get(name, f"{name} is not served: leave it out"))
@@ -115,8 +120,11 @@ def chat_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Turn) -> 
 
 
 def completion_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Turn) -> dict[str, Any] | None:
-    """What a completion's choice has under logprobs; None if not asked for.  BadRequest for others than the sampled
-    tokens'."""
+    """What a completion's choice has under logprobs; None if not asked for.
+
+    Raises:
+        BadRequest: for others than the sampled tokens'.
+    """
     asked = body.get("logprobs")
     if asked is None or asked is False:
         return None
@@ -126,8 +134,9 @@ def completion_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Tur
 
 
 def check_logprobs(body: Mapping[str, Any], chat: bool) -> None:
-    """BadRequest unless log-probs are asked for as they are served: a switch of a chat, 0 alternatives of a
-    completion."""
+    """Raise BadRequest unless log-probs are asked for as they are served: a switch of a chat, 0 alternatives of a
+    completion.
+    """
     asked = body.get("logprobs")
     if chat and not isinstance(asked, bool | None):
         raise BadRequest(f"logprobs {asked!r} is neither true nor false")
@@ -164,7 +173,11 @@ class Endpoint:
         self.base_url = ""
 
     async def start(self) -> None:
-        """Listen.  HpcrlError if that fails."""
+        """Listen.
+
+        Raises:
+            HpcrlError: if that fails.
+        """
         app = web.Application(client_max_size=LARGEST)
         app.router.add_get("/v1/models", self._answering(_models))
         app.router.add_post("/v1/tokens", self._answering(_tokens))

@@ -21,12 +21,13 @@ import numpy as np
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.chat import Dialogue
-from hpcrl.rollout.engines.completion import Completion
+from hpcrl.rollout.engines.completion import Completion, completion_of
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
+from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, STOP, Turn
-from hpcrl.sample import ABORTED, TRUNCATED
+from hpcrl.sample import ABORTED, TRUNCATED, Sample
 
 SIDE_BY_SIDE = 64  #: requests of one response at once
 REQUESTS = 4096  #: requests of one response in all
@@ -35,7 +36,11 @@ KEPT = 2**20  #: tokens of one response's requests that are kept so that it can 
 
 
 class BadRequest(Exception):
-    """What was asked for cannot be done; code: as OpenAI's servers call it."""
+    """What was asked for cannot be done.
+
+    Attributes:
+        code: as OpenAI's servers call it.
+    """
 
     def __init__(self, message: str, code: str = "invalid_request_error") -> None:
         self.code = code
@@ -46,7 +51,9 @@ class BadRequest(Exception):
 class Making:
     """What a session needs to know of the response that is made.
 
-    seed: what its noise depends on; version: the policy's; room: tokens of a response at most, over all turns.
+    Attributes:
+        seed: what its noise depends on.
+        version: the policy's; room: tokens of a response at most, over all turns.
     """
 
     sampling: Sampling
@@ -59,20 +66,32 @@ class Making:
 
 
 class AskedTurn(NamedTuple):
-    """tokens: int32 that the policy was asked with; answer: what it said, ABORTED if that was ended early."""
+    """One turn of a conversation at the endpoint.
+
+    Attributes:
+        tokens: int32 that the policy was asked with.
+        answer: what it said, ABORTED if that was ended early.
+    """
 
     tokens: np.ndarray
     answer: Completion
+
+    @classmethod
+    def of(cls, sample: Sample) -> AskedTurn:
+        """A turn that `Session.samples` has kept."""
+        return cls(sample.tokens[: len(sample.tokens) - sample.response_length], completion_of(sample))
 
 
 @dataclass
 class Session:
     """The engines, for one response.
 
-    broken: the error of ours that ends the run; ended: the run ended the response early; in_flight: requests that
-    engines work on.
-    earlier: what an earlier session of the response was answered, in order; turns: the same of this one, empty once it
-    is more than KEPT tokens.
+    Attributes:
+        broken: the error of ours that ends the run.
+        ended: the run ended the response early.
+        in_flight: requests that engines work on.
+        earlier: what an earlier session of the response was answered, in order.
+        turns: the same of this one, empty once it is more than KEPT tokens.
     """
 
     making: Making
@@ -89,11 +108,21 @@ class Session:
     _asked: Counter[bytes] = field(default_factory=Counter)
     _kept: int = 0
 
+    def samples(self, prompt: Prompt, group: int, index: int) -> list[Sample]:
+        """What there is of the response: each turn as a sample, which has the tokens that it was asked with before its
+        own; those that were ended last.  Empty if that is too much to be kept."""
+        turns = [turn.answer.sample(group, index, replace(prompt, tokens=turn.tokens), "") for turn in self.turns]
+        return sorted(turns, key=lambda sample: sample.status == ABORTED)
+
     async def ask(self, tokens: Sequence[int], params: Mapping[str, Any], logprobs: bool = False) -> Turn:
         """The policy's turn after `tokens`, in at most params["max_new_tokens"] tokens, ended by params["stop"] too.
 
-        logprobs: whether the asker wants them; a training sample has them anyway.  BadRequest if they are not tokens of
-        the model, or leave no room for an answer.  HpcrlError: an engine failed.
+        Args:
+            logprobs: whether the asker wants them; a training sample has them anyway.
+
+        Raises:
+            BadRequest: if they are not tokens of the model, or leave no room for an answer.
+            HpcrlError: an engine failed.
         """
         ids = self._checked(tokens)
         sampling = _changed(self.making.sampling, params)
@@ -144,7 +173,11 @@ class Session:
         self.turns = [*self.turns, AskedTurn(ids, found)] if self._kept <= KEPT else []
 
     def text(self, tokens: np.ndarray, skip_special: bool = False) -> str:
-        """A turn's text, without the token that ended it; skip_special: nor any special token."""
+        """A turn's text, without the token that ended it.
+
+        Args:
+            skip_special: nor any special token.
+        """
         return self.tokenizer.decode(tokens, frozenset(self.making.sampling.stop_token_ids), skip_special)
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
@@ -181,8 +214,7 @@ def _changed(sampling: Sampling, params: Mapping[str, Any]) -> Sampling:
         else:
             raise BadRequest(
                 f"sampling_params changes {name} to {value!r}: tokens that are sampled otherwise than the run's "
-                "options say "
-                "cannot be trained on; set it by the option"
+                "options say cannot be trained on; set it by the option"
             )
     return replace(sampling, **changes)
 

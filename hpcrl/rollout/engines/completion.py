@@ -34,12 +34,14 @@ CLAMPED = -9999.0  #: what vLLM writes for a log-prob that is not finite, or tha
 
 @dataclass(frozen=True)
 class Completion:
-    """One response.  tokens: int32, logprobs: float32 (zeros if not asked for), versions: int32, all [response].
+    """One response.
 
-    status: COMPLETED, TRUNCATED (as long as it may become), or ABORTED: ended early, with what was there, possibly
-    nothing.
-    experts: uint8 [prompt + response - 1, layers, bytes] (see `sample.OPTIONAL`), which the engine chose for every
-    token that it read; None where they were not asked for, or there is no response.
+    Attributes:
+        tokens: int32, logprobs: float32 (zeros if not asked for), versions: int32, all [response].
+        status: COMPLETED, TRUNCATED (as long as it may become), or ABORTED: ended early, with what was there, possibly
+            nothing.
+        experts: uint8 [prompt + response - 1, layers, bytes] (see `sample.OPTIONAL`), which the engine chose for every
+            token that it read; None where they were not asked for, or there is no response.
     """
 
     tokens: np.ndarray
@@ -66,7 +68,11 @@ class Completion:
         return Completion(*(np.concatenate(parts) for parts in both), self.status, experts)
 
     def sample(self, group: int, index: int, prompt: Prompt, response: str) -> Sample:
-        """This as the answer number `index` to `prompt`; response: its text."""
+        """This as the answer number `index` to `prompt`.
+
+        Args:
+            response: its text.
+        """
         return Sample(
             group=group,
             index=index,
@@ -101,8 +107,11 @@ def completion_of(sample: Sample) -> Completion:
 class ExpectedAnswer(NamedTuple):
     """What an answer must agree with.
 
-    max_tokens: asked for; version: of the weights when it was asked for; exact: whether the limit is the only reason
-    for which the engine may end a response as too long (False where the engine's context is not known).
+    Attributes:
+        max_tokens: asked for.
+        version: of the weights when it was asked for.
+        exact: whether the limit is the only reason for which the engine may end a response as too long (False where the
+            engine's context is not known).
     """
 
     vocab_size: int
@@ -122,8 +131,10 @@ def check(
 ) -> Completion:
     """A completion of an engine's answer, or PeerError that names the engine.
 
-    tokens: integers [n]; logprobs: floats [n] or None; spans: (version, start, end) of the output, empty if it says
-    nothing.
+    Args:
+        tokens: integers [n].
+        logprobs: floats [n] or None.
+        spans: (version, start, end) of the output, empty if it says nothing.
     """
     status, count = STATUS.get(reason), len(tokens)
     if status is None:
@@ -169,7 +180,8 @@ def read_experts(
 ) -> np.ndarray:
     """`Completion.experts` of `tokens` that were read, or PeerError that names the engine.
 
-    shape: layers, all or those with experts, and bytes of each.
+    Args:
+        shape: layers, all or those with experts, and bytes of each.
     """
     layers, width = shape
     wanted = routing.chosen * routing.dtype.itemsize
@@ -193,9 +205,12 @@ _NUMBERS = itertools.count()
 class SampleCall:
     """One sample that is waited for.
 
-    ident: its name at engines; engine, request: that it was sent to, and with, last; in_flight: whether it is in flight
-    there; ended: an abort was requested; migrated: it was aborted to continue at another
-    engine.
+    Attributes:
+        ident: its name at engines.
+        engine, request: that it was sent to, and with, last.
+        in_flight: whether it is in flight there.
+        ended: an abort was requested.
+        migrated: it was aborted to continue at another engine.
     """
 
     seed: int | None
@@ -212,8 +227,12 @@ class SampleCall:
 class PromptRequest:
     """Samples of one prompt (int32 [n]) under one way of sampling.
 
-    begun: tokens at the end of `prompt` that are the response's own; max_tokens: that may still come; exact: whether
-    nothing else bounds the response; tries: how often it was sent before; task: that serves it.
+    Attributes:
+        begun: tokens at the end of `prompt` that are the response's own.
+        max_tokens: that may still come.
+        exact: whether nothing else bounds the response.
+        tries: how often it was sent before.
+        task: that serves it.
     """
 
     prompt: np.ndarray

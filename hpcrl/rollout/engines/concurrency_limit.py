@@ -38,13 +38,22 @@ class EngineMetrics(NamedTuple):
 
 @dataclass
 class ConcurrencyLimit:
-    """The limit of samples in flight.  group: samples of a group; limit: None as long as nothing bounds it."""
+    """The limit of samples in flight.
+
+    Attributes:
+        group: samples of a group.
+        limit: None as long as nothing bounds it.
+    """
 
     group: int
     limit: int | None = None
 
     def read(self, readings: Sequence[EngineMetrics], in_flight: int) -> None:
-        """Take in what living engines say; in_flight: samples asked for and not answered, the engines' and ours."""
+        """Take in what living engines say.
+
+        Args:
+            in_flight: samples asked for and not answered, the engines' and ours.
+        """
         if not readings:
             self.limit = None
             return

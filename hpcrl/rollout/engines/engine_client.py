@@ -137,8 +137,11 @@ class Dispatcher:
             await self._again(engine, request, trouble)
 
     async def _try(self, engine: PooledEngine, request: PromptRequest) -> str:
-        """What went wrong, if that says nothing about the request.  HpcrlError if it was refused, or answered by
-        garbage."""
+        """What went wrong, if that says nothing about the request.
+
+        Raises:
+            HpcrlError: if it was refused, or answered by garbage.
+        """
         limit = self._pool.request_timeout
         wanted = ExpectedAnswer(
             self._vocab_size, request.sampling.logprobs, request.max_tokens, request.version, request.exact
@@ -194,7 +197,8 @@ class Dispatcher:
     async def abort(self) -> None:
         """End every sample in flight, but for an evaluation's; each of them has its answer when this returns.
 
-        DeadlineError names the engine that does not end what it was told to within --request-timeout.
+        Raises:
+            DeadlineError: names the engine that does not end what it was told to within --request-timeout.
         """
         deadline = Deadline(self._pool.request_timeout)
         requests = [*self._gathering.values(), *self._waiting, *self._sent.values()]
@@ -280,16 +284,18 @@ class EngineClient:
     ) -> Completion:
         """One response to `prompt` (int32 token ids), asked for under policy `version`.
 
-        begun: an earlier part of it, which the response continues and holds in full, its log-probs and versions as
-        they were; the noise of what follows is made of `seed` and the length of that part.  affinity: what shares a key
-        is asked of the same engine where load allows (`EnginePool`), as are, without one, samples of one prompt that
-        are asked for at once.
-
-        The answer's status is ABORTED if `abort` ended it; it then holds what was there.  A stop string that begins in
+        The answer's status is ABORTED if `abort` ended it; it then holds what was there. A stop string that begins in
         `begun` and ends behind it is not seen.
 
-        PeerError names the engine whose answer is none, or that ends a request unasked again and again; DataError if
-        the engine's context leaves no room for a response.
+        Args:
+            begun: an earlier part of it, which the response continues and holds in full, its log-probs and versions as
+                they were; the noise of what follows is made of `seed` and the length of that part.
+            affinity: what shares a key is asked of the same engine where load allows (`EnginePool`), as are, without
+                one, samples of one prompt that are asked for at once.
+
+        Raises:
+            PeerError: names the engine whose answer is none, or that ends a request unasked again and again.
+            DataError: if the engine's context leaves no room for a response.
         """
         whole = prompt
         noise = seed
@@ -330,6 +336,8 @@ class EngineClient:
         ABORTED.
 
         All of them have returned, or are about to, when this does; what is asked for afterwards is not touched.
-        DeadlineError names an engine that does not end them within --request-timeout.
+
+        Raises:
+            DeadlineError: names an engine that does not end them within --request-timeout.
         """
         await self._dispatcher.abort()

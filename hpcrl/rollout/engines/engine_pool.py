@@ -42,8 +42,12 @@ PARTS = 8  #: an engine without room for all of a group is given a part of it if
 
 @dataclass(eq=False)
 class PooledEngine:
-    """One engine in one of its incarnations: where it is, and how busy.  number: ours alone; lean: whether it has our
-    own route."""
+    """One engine in one of its incarnations: where it is, and how busy.
+
+    Attributes:
+        number: ours alone.
+        lean: whether it has our own route.
+    """
 
     index: int
     host: str
@@ -86,7 +90,11 @@ class EnginePool:
         timeline: Timeline = NOWHERE,
         registry: Registry | None = None,
     ) -> None:
-        """registry: the run's; without one, an engine serves as soon as it is up."""
+        """Create one.
+
+        Args:
+            registry: the run's; without one, an engine serves as soon as it is up.
+        """
         self._rundir = rundir
         self._plan = plan
         self._patience = options.engine_start_timeout
@@ -128,7 +136,9 @@ class EnginePool:
     async def connect(self) -> None:
         """Wait until every engine of the plan has come up once, and one serves.
 
-        DeadlineError names the first that has not; PeerError as soon as the attempt has failed elsewhere.
+        Raises:
+            DeadlineError: names the first that has not.
+            PeerError: as soon as the attempt has failed elsewhere.
         """
         async with self._connecting:
             if self._count or not self._plan.engine_count:
@@ -239,8 +249,11 @@ class EnginePool:
         """An engine and how many of `count` samples of one group it has been given; None while all are full, or none
         serves.
 
-        waiting: samples that wait for an engine, these included.  PeerError if none will ever serve, or it is the
-        trainer's turn.
+        Args:
+            waiting: samples that wait for an engine, these included.
+
+        Raises:
+            PeerError: if none will ever serve, or it is the trainer's turn.
         """
         if self.turns is not None and not self.turns.answers:
             raise OutOfTurn(f"a request out of turn: {self.turns.at}", "ask while a rollout or an evaluation is made")

@@ -39,7 +39,11 @@ async def keep_engines(membership: EngineMembership, context: RoleContext) -> No
 
 
 class ExternalEngine:
-    """One of them.  address: HOST:PORT, as the user gave it."""
+    """One of them.
+
+    Attributes:
+        address: HOST:PORT, as the user gave it.
+    """
 
     def __init__(self, context: RoleContext, index: int, address: str) -> None:
         self._rundir = context.rundir
@@ -52,8 +56,9 @@ class ExternalEngine:
     async def keep(self) -> None:
         """Tell its incarnations until it has ended once too often, or the run lets it go.
 
-        DeadlineError if it does not answer when the run begins, UsageError if what answers is not an engine for this
-        run.
+        Raises:
+            DeadlineError: if it does not answer when the run begins, UsageError if what answers is not an engine for
+                this run.
         """
         for incarnation in range(self._options.engine_restarts + 1):
             peer = await self._come_up(incarnation)

@@ -32,7 +32,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=30)
 async def ask(engine: PooledEngine, request: PromptRequest, wanted: ExpectedAnswer, deliver: Deliver) -> None:
     """Ask `engine` for all samples of `request`.
 
-    PeerError if it refuses or answers garbage; PassingTrouble or aiohttp.ClientError for what may be tried again.
+    Raises:
+        PeerError: if it refuses or answers garbage; PassingTrouble or aiohttp.ClientError for what may be tried again.
     """
     calls = request.calls
     body = GroupRequest(

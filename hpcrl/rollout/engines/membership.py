@@ -59,7 +59,11 @@ class EngineMembership:
         }
 
     async def engines_updated(self, engines: list[list[Any]], version: int, alone: bool = False) -> dict[str, Any]:
-        """These (index, incarnation) now hold `version`; alone: which the others hold already."""
+        """These (index, incarnation) now hold `version`.
+
+        Args:
+            alone: which the others hold already.
+        """
         who = [(index, incarnation) for index, incarnation, *_ in engines]
         (self._registry.joined if alone else self._registry.updated)(who, version)
         if alone:
@@ -81,7 +85,11 @@ class EngineMembership:
     # ---- in the background
 
     async def keep(self) -> None:
-        """Keep the registry true, for ever; PeerError once no engine is left that could answer."""
+        """Keep the registry true, for ever.
+
+        Raises:
+            PeerError: once no engine is left that could answer.
+        """
         hopeless_since = None
         while self._registry.members:
             self._pool.look()

@@ -22,11 +22,15 @@ from hpcrl.token_frames import EXPERTS
 class Sampling:
     """How to sample.
 
-    max_tokens: of a response at most; min_tokens: before which nothing stops it; logprobs: whether they are wanted;
-    top_p in (0, 1], top_k -1 or at least 1, min_p in [0, 1]: which tokens are sampled from, by default all;
-    skip_special_tokens: leave special tokens out of the text (that stop strings are looked for in, and that rewards
-    read); evaluation: its requests are not ended by `Generator.abort`; routing: of a model whose choice of experts is
-    wanted.
+    Attributes:
+        max_tokens: of a response at most.
+        min_tokens: before which nothing stops it.
+        logprobs: whether they are wanted; top_p in (0, 1], top_k -1 or at least 1, min_p in [0, 1]: which tokens are
+            sampled from, by default all.
+        skip_special_tokens: leave special tokens out of the text (that stop strings are looked for in, and that rewards
+            read).
+        evaluation: its requests are not ended by `Generator.abort`.
+        routing: of a model whose choice of experts is wanted.
     """
 
     temperature: float
@@ -66,7 +70,12 @@ class Sampling:
         )
 
     def params(self, max_tokens: int, begun: int = 0) -> dict[str, Any]:
-        """vLLM's SamplingParams, but for the seed; max_tokens: that are still to come; begun: tokens that are there."""
+        """vLLM's SamplingParams, but for the seed.
+
+        Args:
+            max_tokens: that are still to come.
+            begun: tokens that are there.
+        """
         params: dict[str, Any] = {
             "n": 1,
             "temperature": self.temperature,

@@ -60,7 +60,8 @@ _DECODER = msgspec.json.Decoder(_Answer)
 async def ask(engine: PooledEngine, request: PromptRequest, wanted: ExpectedAnswer, deliver: Deliver) -> None:
     """Ask `engine` for the one sample of `request`.
 
-    PeerError if it refuses or answers garbage; PassingTrouble or aiohttp.ClientError for what may be tried again.
+    Raises:
+        PeerError: if it refuses or answers garbage; PassingTrouble or aiohttp.ClientError for what may be tried again.
     """
     (call,) = request.calls
     if request.sampling.routing is not None:

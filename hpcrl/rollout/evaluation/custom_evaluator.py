@@ -76,8 +76,12 @@ class HeldOutSource:
 
 
 class Evaluated(NamedTuple):
-    """samples: of the sets that samples were returned of, in the order of the file; numbers: by set, to be logged
-    besides."""
+    """What an evaluation of the user's returned.
+
+    Attributes:
+        samples: of the sets that samples were returned of, in the order of the file.
+        numbers: by set, to be logged besides.
+    """
 
     samples: dict[str, list[Sample]]
     numbers: dict[str, dict[str, float]]
@@ -96,8 +100,11 @@ class CustomEvaluator:
         self._shown = f"--eval-function-path {options.eval_function_path}"
 
     async def make(self, rollout_id: int, version: int) -> Evaluated:
-        """All sets of the weights after `rollout_id`.  HpcrlError if the function raises, or returns something else
-        than is wanted."""
+        """All sets of the weights after `rollout_id`.
+
+        Raises:
+            HpcrlError: if the function raises, or returns something else than is wanted.
+        """
         source = HeldOutSource(self._evaluator, self._sets, version)
         with named(self._shown):
             found = await settled(self._function(self._options, rollout_id, source, evaluation=True))
@@ -142,7 +149,11 @@ class CustomEvaluator:
         return [replace(sample, reward=value) for sample, value in zip(flat, values, strict=True)]
 
     def _samples(self, source: HeldOutSource, name: str, row: list[Any]) -> list[Sample]:
-        """The samples of a set, one a response, in the order of the file.  HpcrlError unless they are all there."""
+        """The samples of a set, one a response, in the order of the file.
+
+        Raises:
+            HpcrlError: unless they are all there.
+        """
         if name not in source.sets:
             raise HpcrlError(
                 f"{self._shown} returned samples of {name}, which is not a held-out set",

@@ -31,7 +31,12 @@ InTime = Callable[[Coroutine[Any, Any, dict[str, Any]], Callable[[], str]], Coro
 
 
 class EvaluationService:
-    """Of one attempt.  samples: the folder where responses are written; failed: is told of a task that has ended."""
+    """Of one attempt.
+
+    Attributes:
+        samples: the folder where responses are written.
+        failed: is told of a task that has ended.
+    """
 
     def __init__(
         self,
@@ -66,8 +71,9 @@ class EvaluationService:
     ) -> dict[str, Any]:
         """{set name: accuracy, ...} of the weights after `rollout_id`; {} if the run was asked to stop meanwhile.
 
-        patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.
-        while_training: the trainer trains meanwhile, and publishes weights.
+        Args:
+            patience: seconds after which the answer is {UNFINISHED: ...}, and the same is to be asked again.
+            while_training: the trainer trains meanwhile, and publishes weights.
         """
         if self._task is None:
             last = rollout_id + 1 >= self._work.total

@@ -94,7 +94,11 @@ class Evaluator:
         grading: Grading | None,
         custom: CustomSampler | None = None,
     ) -> None:
-        """custom: makes the responses where the training's are made by the user's function."""
+        """Create one.
+
+        Args:
+            custom: makes the responses where the training's are made by the user's function.
+        """
         assert grading is not None or custom is not None
         self._options = options
         self._tokenizer = tokenizer
@@ -155,12 +159,15 @@ RIGHT = 1.0  #: a response with this reward, or more, passes (slime: exactly thi
 
 
 def results(samples: Sequence[Sample], each: int, passrate: bool = False, dropped: int = 0) -> dict[str, Any]:
-    """What is logged of a set.  samples: `each` responses to every prompt, those to one prompt one after another.
+    """What is logged of a set.
 
     accuracy: mean reward, ci_low and ci_high: its interval of 95 % (`interval`); response_len: mean tokens;
-    truncated_ratio;
-    n: responses; dropped: prompts that were too long; majority@n: mean reward of the answer that most of a prompt's
-    `each` responses give, where any is boxed; pass@k, with `passrate`; and `grading_metrics`.
+    truncated_ratio; n: responses.
+
+    Args:
+        samples: `each` responses to every prompt, those to one prompt one after another.
+        dropped: prompts that were too long; majority@n: mean reward of the answer that most of a prompt's `each`
+            responses give, where any is boxed; pass@k, with `passrate`; and `grading_metrics`.
     """
     rewards = np.asarray([s.reward for s in samples], np.float64).reshape(-1, each)
     low, high = interval(rewards)
@@ -208,7 +215,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_rates(rewards: np.ndarray) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4 ... and all.  rewards: float64 [prompts, responses]."""
+    """pass@k for k = 1, 2, 4 ... and all.
+
+    Args:
+        rewards: float64 [prompts, responses].
+    """
     n = rewards.shape[1]
     right = (rewards >= RIGHT).sum(axis=1).tolist()
     ks = sorted({*(2**i for i in range(n.bit_length())), n})
@@ -239,11 +250,14 @@ def _answer(response: str) -> str:
 
 
 def interval(rewards: np.ndarray) -> tuple[float, float]:
-    """The interval of 95 % of the mean reward.  rewards: float64 [prompts, responses].
+    """The interval of 95 % of the mean reward.
 
     Rewards in [0, 1]: Wilson's interval, for as many independent responses as have the variance that is seen between
-    the prompts' means, at least one a prompt and at most all.  Others: the mean and 1.96 standard errors of the
-    prompts' means, NaN for one prompt.
+    the prompts' means, at least one a prompt and at most all. Others: the mean and 1.96 standard errors of the prompts'
+    means, NaN for one prompt.
+
+    Args:
+        rewards: float64 [prompts, responses].
     """
     prompts, each = rewards.shape
     mean = float(rewards.mean())

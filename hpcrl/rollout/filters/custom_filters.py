@@ -39,7 +39,7 @@ class DynamicFilter:
     """--dynamic-sampling-filter-path."""
 
     def __init__(self, options: Options) -> None:
-        """UsageError for a custom one that cannot be used."""
+        """Raise UsageError for a custom one that cannot be used."""
         self._options = options
         self._shown = f"{spelled('dynamic_sampling_filter_path')} {options.dynamic_sampling_filter_path}"
         self._keep = _load(options, "dynamic_sampling_filter_path", "keep")
@@ -49,7 +49,11 @@ class DynamicFilter:
         self._said = 0
 
     async def judge(self, rollout_id: int, number: int, samples: Sequence[Sample]) -> Verdict:
-        """What it says of a finished group.  HpcrlError once it has failed on most groups of a rollout."""
+        """What it says of a finished group.
+
+        Raises:
+            HpcrlError: once it has failed on most groups of a rollout.
+        """
         if rollout_id != self._rollout:
             self._rollout = rollout_id
             self._judged = 0
@@ -77,7 +81,7 @@ class BufferFilter:
     """--buffer-filter-path."""
 
     def __init__(self, options: Options) -> None:
-        """UsageError for a custom one that cannot be used."""
+        """Raise UsageError for a custom one that cannot be used."""
         self._options = options
         self._shown = f"{spelled('buffer_filter_path')} {options.buffer_filter_path}"
         self._choose = _load(options, "buffer_filter_path", "choose")

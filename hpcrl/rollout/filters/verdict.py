@@ -14,8 +14,13 @@ REASON = 60  #: characters of a reason that are kept: it becomes the name of a m
 
 @dataclass(frozen=True)
 class Verdict:
-    """keep: into the batch; reason: why not; keep_when_insufficient: into the batch all the same where there are too
-    few."""
+    """What a filter says of a group.
+
+    Attributes:
+        keep: into the batch.
+        reason: why not.
+        keep_when_insufficient: into the batch all the same where there are too few.
+    """
 
     keep: bool
     reason: str = "filter"
@@ -23,7 +28,11 @@ class Verdict:
 
 
 def read_verdict(result: Any) -> Verdict:
-    """The verdict that a filter returned.  TypeError if it is none."""
+    """The verdict that a filter returned.
+
+    Raises:
+        TypeError: if it is none.
+    """
     if (alone := _truth(result)) is not None:
         return Verdict(alone)
     keep = _truth(getattr(result, "keep", None))

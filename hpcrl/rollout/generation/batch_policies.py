@@ -39,10 +39,11 @@ STALE = "stale"  #: the reason of groups that are given up because they will be 
 class NextBatch(NamedTuple):
     """The groups of a batch, by number, and what becomes of others.
 
-    groups: in the order of their issue.
-    surplus: finished and good, not needed, and not outstanding any more.
-    dropped: number -> reason, of groups that were refused, or are `late`.
-    late: unfinished, to be ended because they will be too old.
+    Attributes:
+        groups: in the order of their issue.
+        surplus: finished and good, not needed, and not outstanding any more.
+        dropped: number -> reason, of groups that were refused, or are `late`.
+        late: unfinished, to be ended because they will be too old.
     """
 
     groups: list[int]
@@ -53,9 +54,10 @@ class NextBatch(NamedTuple):
 
 @dataclass
 class BatchSelection:
-    """One batch of `wanted` groups.  `StalenessControl` answers to the same calls.
+    """One batch of `wanted` groups. `StalenessControl` answers to the same calls.
 
-    refused: number -> reason, of groups that are in no batch.
+    Attributes:
+        refused: number -> reason, of groups that are in no batch.
     """
 
     continuous: ClassVar[bool] = False
@@ -78,8 +80,9 @@ class BatchSelection:
     def issue(self, number: int, oldest: int | None = None) -> bool:
         """The group is being made.
 
-        oldest: policy version of the tokens that there are of it already, None: there are none.  False: with these it
-        could come too late.
+        Args:
+            oldest: policy version of the tokens that there are of it already, None: there are none. False: with these
+                it could come too late.
         """
         self._issued[number] = None
         self._front.insert(0, number)
@@ -91,7 +94,11 @@ class BatchSelection:
         self._kept.append(number)
 
     def refuse(self, number: int, reason: str, second: bool = False) -> None:
-        """It is of no use; second: unless there are too few of the good ones."""
+        """It is of no use.
+
+        Args:
+            second: unless there are too few of the good ones.
+        """
         self._judge(number, False)
         self.refused[number] = reason
         if second:
@@ -159,8 +166,12 @@ class BatchSelection:
 
 
 class OutstandingGroup(NamedTuple):
-    """A group outstanding: issued, and in no batch.  oldest: policy version that its tokens have at least; order: of
-    its issue."""
+    """A group outstanding: issued, and in no batch.
+
+    Attributes:
+        oldest: policy version that its tokens have at least.
+        order: of its issue.
+    """
 
     oldest: int
     order: int
@@ -171,12 +182,13 @@ class OutstandingGroup(NamedTuple):
 class StalenessControl:
     """One batch after another out of groups that are always in flight.
 
-    wanted: groups of a batch.
-    bound: policy versions that a token may lag behind.
-    steps: versions that a batch makes, 1 at least.
-    following: the trainer's version as it learns from the next batch.
-    engines: the version that the engines have.
-    more: batches after the one that was asked for last; None: any number.
+    Attributes:
+        wanted: groups of a batch.
+        bound: policy versions that a token may lag behind.
+        steps: versions that a batch makes, 1 at least.
+        following: the trainer's version as it learns from the next batch.
+        engines: the version that the engines have.
+        more: batches after the one that was asked for last; None: any number.
     """
 
     continuous: ClassVar[bool] = True

@@ -86,8 +86,11 @@ class CustomGenerator:
         return f"what {self._shown} makes"
 
     async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> GeneratedRollout:
-        """The rollout, as `RolloutGenerator.make`.  HpcrlError if the function raises, or returns no whole batch of
-        what it was given."""
+        """The rollout, as `RolloutGenerator.make`.
+
+        Raises:
+            HpcrlError: if the function raises, or returns no whole batch of what it was given.
+        """
         store = self._store
         consumed = version if consumed is None else consumed
         source = RolloutSource(self._options, self._store, self._sampler, rollout_id, version, consumed)

@@ -32,8 +32,14 @@ FOLDER, SUFFIX = "ahead", ".made"
 
 
 class _File(msgspec.Struct):
-    """following: groups issued before it; version: that sampled it; consumed: of the trainer that learns from it;
-    source: the state of the source after it."""
+    """What the file of a rollout that was sampled ahead holds besides it.
+
+    Attributes:
+        following: groups issued before it.
+        version: that sampled it.
+        consumed: of the trainer that learns from it.
+        source: the state of the source after it.
+    """
 
     following: int
     version: int
@@ -72,8 +78,11 @@ class GeneratedAhead:
                 path.unlink(missing_ok=True)
 
     async def make(self, rollout_id: int, version: int, consumed: int | None = None) -> GeneratedRollout:
-        """The rollout as an earlier attempt made it, if that is here; else made, and kept.  HpcrlError if it cannot be
-        kept."""
+        """The rollout as an earlier attempt made it, if that is here; else made, and kept.
+
+        Raises:
+            HpcrlError: if it cannot be kept.
+        """
         consumed = version if consumed is None else consumed
         made = await self._again(rollout_id, version, consumed) if rollout_id == self._first else None
         if made is None:
@@ -125,11 +134,13 @@ class GeneratedAhead:
         write_atomic(self.path(rollout_id), data)
 
     def prune(self, trained: int, saved: int) -> None:
-        """Remove what no restart can ask for: the trainer has learned from `trained`; saved: the policy version of its
-        newest checkpoint.
+        """Remove what no restart can ask for: the trainer has learned from `trained`.
 
-        A checkpoint asks for the rollout whose trainer is at its version.  One that is to come asks for what is not
+        A checkpoint asks for the rollout whose trainer is at its version. One that is to come asks for what is not
         trained yet.
+
+        Args:
+            saved: the policy version of its newest checkpoint.
         """
         for path in self._folder.glob(f"*{SUFFIX}"):
             number = int(path.stem) if path.stem.isdecimal() else -1

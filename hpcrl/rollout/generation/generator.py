@@ -41,10 +41,11 @@ LOOK = 1.0  #: seconds between two looks at the engines' own metrics
 class GeneratedRollout(NamedTuple):
     """A batch, and what is known of how it was made.
 
-    metrics: to be logged.
-    dropped: samples of finished groups that are not in it, and never will be.
-    line: what the ledger wrote down of it.
-    state: where everything stands once it is trained, if that has to be known at once.
+    Attributes:
+        metrics: to be logged.
+        dropped: samples of finished groups that are not in it, and never will be.
+        line: what the ledger wrote down of it.
+        state: where everything stands once it is trained, if that has to be known at once.
     """
 
     rollout: Rollout
@@ -57,9 +58,10 @@ class GeneratedRollout(NamedTuple):
 class RolloutGenerator:
     """Makes one rollout after another.
 
-    abort: aborts every sample in flight at the engines; their tokens so far are returned.
-    look: the engines' own metrics; None: what they say limits nothing.
-    total: rollouts of the run.
+    Attributes:
+        abort: aborts every sample in flight at the engines; their tokens so far are returned.
+        look: the engines' own metrics; None: what they say limits nothing.
+        total: rollouts of the run.
     """
 
     def __init__(
@@ -262,8 +264,9 @@ class RolloutGenerator:
     async def _end_running(self, keep: bool) -> list[int]:
         """End what is in flight; the groups that are not finished.
 
-        keep: have the engines return what they have, and place what is finished meanwhile; else a task that is
-        cancelled ends its own request.
+        Args:
+            keep: have the engines return what they have, and place what is finished meanwhile; else a task that is
+                cancelled ends its own request.
         """
         left = []
         for progress, verdict in await self._running.stop(self._abort if keep else None):

@@ -62,8 +62,11 @@ class GroupStore:
     # ---- a run begins, or resumes
 
     def restore(self, rollout_id: int, state: dict[str, Any] | None) -> None:
-        """Stand where `state` (of the snapshot before `rollout_id`; None at the start of a run) says.  DataError if it
-        is damaged."""
+        """Stand where `state` (of the snapshot before `rollout_id`; None at the start of a run) says.
+
+        Raises:
+            DataError: if it is damaged.
+        """
         if state is not None:
             self._source.restore(state)
             self.ledger = Ledger.restore(state["ledger"]) if "ledger" in state else Ledger()
@@ -145,8 +148,9 @@ class GroupStore:
     async def take(self, count: int, rollout_id: int, version: int, consumed: int) -> list[GroupProgress]:
         """`count` groups: what was left over first, finished (in the bank) before unfinished, then the source's next.
 
-        version: of the engines' policy; consumed: of the trainer's when it learns from `rollout_id`, as a rule the
-        same.
+        Args:
+            version: of the engines' policy.
+            consumed: of the trainer's when it learns from `rollout_id`, as a rule the same.
         """
         if self._begins:
             await self._begin(version)
@@ -239,7 +243,9 @@ class GroupStore:
     ) -> tuple[Rollout, HandedOver]:
         """The rollout of these groups, which are finished and go to the trainer; what is written down of it.
 
-        version: of the policy that the rollout is for; consumed: of the trainer's when it learns from it.
+        Args:
+            version: of the policy that the rollout is for.
+            consumed: of the trainer's when it learns from it.
         """
         ledger = self.ledger
         options = self._options
@@ -272,7 +278,8 @@ class GroupStore:
     async def replay(self, line: HandedOver, version: int, source: dict[str, Any]) -> list[Group]:
         """Stand where an earlier attempt stood once it had handed over the rollout of `line`; the groups of its batch.
 
-        source: the state of the source then.
+        Args:
+            source: the state of the source then.
         """
         if self._begins:
             await self._begin(version)
@@ -302,8 +309,11 @@ class GroupStore:
         self._bank.remove(numbers)
 
     def learned(self, rollout_id: int, saved: int) -> list[int]:
-        """The trainer has learned from `rollout_id`; saved: the policy version of its newest checkpoint.  Groups whose
-        files are of no use."""
+        """The trainer has learned from `rollout_id`.
+
+        Args:
+            saved: the policy version of its newest checkpoint. Groups whose files are of no use.
+        """
         self.ledger.train(rollout_id)
         self._write(RolloutTrained(rollout_id))
         if self._journal is not None:

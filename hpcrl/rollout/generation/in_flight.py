@@ -28,10 +28,11 @@ RETURN = 5.0  #: seconds that a sampler may take to return what its engine has e
 class InFlightGroups:
     """The groups of a rollout, or of several.
 
-    each: responses to a prompt.
-    greedy: whether the greedy response is wanted too.
-    judge: asked about a finished group before it comes out of `pop`, about several at the same time.
-    done: called when there is something to `pop`.
+    Attributes:
+        each: responses to a prompt.
+        greedy: whether the greedy response is wanted too.
+        judge: asked about a finished group before it comes out of `pop`, about several at the same time.
+        done: called when there is something to `pop`.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class InFlightGroups:
     async def stop(self, abort: Callable[[], Awaitable[None]] | None) -> list[tuple[GroupProgress, Verdict | None]]:
         """End what is in flight: the groups, finished or not, and what was said of them.
 
-        abort: how engines are told, so that what they have is kept.
+        Args:
+            abort: how engines are told, so that what they have is kept.
         """
         self._ending = True
         if abort is not None and self._running:

@@ -45,8 +45,11 @@ class NoReward(Exception):
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward that can be called.  boxed: makes the response of the boxed part of one, None where the whole response
-    counts."""
+    """A reward that can be called.
+
+    Attributes:
+        boxed: makes the response of the boxed part of one, None where the whole response counts.
+    """
 
     word: str
     function: Callable[..., Any]
@@ -79,7 +82,11 @@ class Reward:
 
 
 def load_reward(word: str, options: Options) -> Reward:
-    """The reward called `word`.  UsageError names it, and says what is wrong with it."""
+    """The reward called `word`.
+
+    Raises:
+        UsageError: names it, and says what is wrong with it.
+    """
     if word == options.custom_rm_path:
         function = load_own("custom_rm_path", word)
         return Reward(word, function, is_async(function), group=options.group_rm)

@@ -42,9 +42,10 @@ from hpcrl.sample import Sample
 class GradingJob(PooledJob):
     """A grading on its way.
 
-    shares: it may run concurrently with others in one process
-    attempt: how often it failed
-    cpu: the process's CPU seconds when it began
+    Attributes:
+        shares: it may run concurrently with others in one process.
+        attempt: how often it failed.
+        cpu: the process's CPU seconds when it began.
     """
 
     task: GradingTask
@@ -127,8 +128,12 @@ class _Group:
 
 @dataclass(frozen=True)
 class GradedBy:
-    """What grades a held-out sample.  own_types: its metadata may name another reward; key: of the reward, where one is
-    an object."""
+    """What grades a held-out sample.
+
+    Attributes:
+        own_types: its metadata may name another reward.
+        key: of the reward, where one is an object.
+    """
 
     words: tuple[RewardWord, ...]
     own_types: bool = True
@@ -145,10 +150,15 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         more: Iterable[RewardWord] = (),
         hooks: RolloutHooks | None = None,
     ) -> None:
-        """files: the prompts, whose metadata may name rewards of their own; more: rewards of held-out sets; hooks:
-        which see each sample before its reward.
+        """Create one.
 
-        UsageError and DataError name what is wrong.
+        Args:
+            files: the prompts, whose metadata may name rewards of their own.
+            more: rewards of held-out sets.
+            hooks: which see each sample before its reward.
+
+        Raises:
+            UsageError, DataError: name what is wrong.
         """
         self._hooks = hooks
         self._options = options
@@ -181,8 +191,12 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
     async def grade(self, sample: Sample, where: str, tally: Tally, by: GradedBy | None = None) -> None:
         """Set the sample's reward, or say in it why there is none (then the reward is 0).
 
-        where: the prompt's file and line; by: what grades a held-out set's.  HpcrlError once too many gradings of the
-        batch have failed.
+        Args:
+            where: the prompt's file and line.
+            by: what grades a held-out set's.
+
+        Raises:
+            HpcrlError: once too many gradings of the batch have failed.
         """
         outcome = await self._before(sample, evaluation=by is not None)
         by = by or GradedBy(self._words, self._options.custom_rm_path is None, self._options.reward_key)
@@ -291,7 +305,11 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
 
 
 def _types_in(files: Iterable[PromptFile], options: Options) -> Iterable[tuple[str, RewardWord]]:
-    """(the rm_type of a prompt's metadata, the reward).  DataError names file and line of one that there is not."""
+    """(the rm_type of a prompt's metadata, the reward).
+
+    Raises:
+        DataError: names file and line of one that there is not.
+    """
     for name, where in ((name, place) for file in files for name, place in file.types.items()):
         shown = f"{where}: metadata rm_type"
         try:

@@ -21,8 +21,13 @@ from hpcrl.sample import Sample
 class Tally:
     """The failed gradings of one batch.
 
-    what: the batch, for the error; size: gradings of the batch; each: samples of a group; limit: of the option `flag`;
-    prompts: the prompts whose grading has failed in this run, shared by all its tallies; counted: what is counted.
+    Attributes:
+        what: the batch, for the error.
+        size: gradings of the batch.
+        each: samples of a group.
+        limit: of the option `flag`.
+        prompts: the prompts whose grading has failed in this run, shared by all its tallies.
+        counted: what is counted.
     """
 
     what: str
@@ -35,15 +40,18 @@ class Tally:
     failed: int = 0
 
     def fail(self, prompt: str, text: str) -> None:
-        """Count one.  HpcrlError once they are more than the limit and come from more than one prompt."""
+        """Count one.
+
+        Raises:
+            HpcrlError: once they are more than the limit and come from more than one prompt.
+        """
         self.failed += 1
         if len(self.prompts) < 2:
             self.prompts.add(prompt)
         if self.failed > self.limit * self.size and (len(self.prompts) > 1 or not self.limit):
             raise HpcrlError(
                 f"{self.failed} of the {self.size} {self.counted} of {self.what} failed, more than {self.flag} "
-                f"{self.limit:g} "
-                f"allows; the last: {text}",
+                f"{self.limit:g} allows; the last: {text}",
                 "the rollout's log has the tracebacks",
             )
 

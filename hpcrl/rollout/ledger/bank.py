@@ -40,7 +40,12 @@ from hpcrl.untrusted_files import open_regular
 
 
 class _Group(msgspec.Struct):
-    """prompt: BLAKE2b of its token ids; finished, begun: index of a response -> its samples."""
+    """One group of the bank.
+
+    Attributes:
+        prompt: BLAKE2b of its token ids.
+        finished, begun: index of a response -> its samples.
+    """
 
     number: int
     prompt: bytes
@@ -59,7 +64,11 @@ def encode(progress: GroupProgress) -> bytes:
 
 
 def decode(data: bytes, group: Group) -> GroupProgress:
-    """The group of these bytes.  HpcrlError if it is damaged, or of another group or prompt."""
+    """The group of these bytes.
+
+    Raises:
+        HpcrlError: if it is damaged, or of another group or prompt.
+    """
     try:
         file = msgspec.msgpack.decode(data, type=_Group)
         if (file.number, file.prompt) != (group.number, _name(group)):
@@ -83,7 +92,12 @@ _Index = list[tuple[int, Annotated[int, msgspec.Meta(ge=0)]]]
 
 
 class _Place(NamedTuple):
-    """Where a group stands.  file: its number; begin, size: in bytes."""
+    """Where a group stands.
+
+    Attributes:
+        file: its number.
+        begin, size: in bytes.
+    """
 
     file: int
     begin: int
@@ -92,7 +106,11 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class _Together:
-    """Groups that go into one file.  done: it is on disk, or could not be written for the reason `error`."""
+    """Groups that go into one file.
+
+    Attributes:
+        done: it is on disk, or could not be written for the reason `error`.
+    """
 
     groups: list[GroupProgress] = field(default_factory=list)
     done: bool = False
@@ -114,7 +132,11 @@ class Bank:
         self._unwritable: set[str] = set()  # said once each
 
     def path(self, number: int) -> Path:
-        """The file in which a group stands.  KeyError if it stands in none."""
+        """The file in which a group stands.
+
+        Raises:
+            KeyError: if it stands in none.
+        """
         self._look()
         return self._file(self._places[number].file)
 
@@ -149,7 +171,11 @@ class Bank:
 
     def write(self, groups: Iterable[GroupProgress]) -> list[int]:
         """Have groups on disk, in one file; the numbers of those that could be written (a custom sampler's metadata may
-        be anything). HpcrlError if the disk does not take it."""
+        be anything).
+
+        Raises:
+            HpcrlError: if the disk does not take it.
+        """
         packed = {progress.number: data for progress in groups if (data := self._encode(progress)) is not None}
         if not packed:
             return []

@@ -17,9 +17,13 @@ from hpcrl.sample import ABORTED, COLUMNS, REQUIRED, Sample
 
 @dataclass
 class GroupProgress:
-    """finished: index of a response -> its graded samples; begun: index -> samples of one to be resumed:
-    unfinished (ABORTED), or finished and not graded.  baseline: the reward of the greedy response, NaN if there is none
-    yet."""
+    """How far the responses of a group are.
+
+    Attributes:
+        finished: index of a response -> its graded samples.
+        begun: index -> samples of one to be resumed: unfinished (ABORTED), or finished and not graded.
+        baseline: the reward of the greedy response, NaN if there is none yet.
+    """
 
     group: Group
     finished: dict[int, list[Sample]] = field(default_factory=dict)
@@ -57,9 +61,10 @@ def fit(progress: GroupProgress, version: int, bound: int | None, parts: bool) -
     """(what a trainer at `version` may consume of it, how many responses have to be made again, from their start or
     from a cut).
 
-    bound: versions that a token may lag behind, None: any; parts: whether a response that lost its end is resumed.
-    A response with a token that is too old is made again, since its later tokens follow from it; of one with tokens of
-    a later policy the part before them stays.
+    Args:
+        bound: versions that a token may lag behind, None: any.
+        parts: whether a response that lost its end is resumed. A response with a token that is too old is made again,
+            since its later tokens follow from it; of one with tokens of a later policy the part before them stays.
     """
     finished = {}
     begun = {}

@@ -19,9 +19,12 @@ Ranges = list[list[int]]
 
 
 class AttemptBegun(msgspec.Struct, tag="begun", tag_field="event"):
-    """An attempt begins at `rollout`.  Of the groups, as [first, last] of numbers: buffer, bank.  kept: groups after
-    the checkpoint of which there was something on disk that could still be used; again: of how many groups it could
-    not."""
+    """An attempt begins at `rollout`. Of the groups, as [first, last] of numbers: buffer, bank.
+
+    Attributes:
+        kept: groups after the checkpoint of which there was something on disk that could still be used.
+        again: of how many groups it could not.
+    """
 
     attempt: int
     rollout: int

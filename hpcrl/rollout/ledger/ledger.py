@@ -30,8 +30,14 @@ OTHER = "other"
 
 @dataclass
 class Ledger:
-    """The places.  claimed: groups of the bank -> the rollout that they went with.  ValueError for a step that is
-    none."""
+    """The places.
+
+    Attributes:
+        claimed: groups of the bank -> the rollout that they went with.
+
+    Raises:
+        ValueError: for a step that is none.
+    """
 
     following: int = 0
     in_flight: set[int] = field(default_factory=set)
@@ -136,7 +142,11 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Ledger:
-        """A ledger as `state` has it.  DataError if it breaks the law."""
+        """A ledger as `state` has it.
+
+        Raises:
+            DataError: if it breaks the law.
+        """
         try:
             buffer, bank = (set(map(int, state[name])) for name in ("buffer", "bank"))
             dropped = {str(reason): int(count) for reason, count in state["dropped"].items()}

@@ -36,7 +36,7 @@ class CustomSource:
     """Hands out groups of what the class gives.  own: its object."""
 
     def __init__(self, options: Options, tokenizer: Tokenizer, function: Callable[..., Any]) -> None:
-        """UsageError if it cannot be made, or lacks a method."""
+        """Raise UsageError if it cannot be made, or lacks a method."""
         self._path = options.data_source_path
         self._shown = f"--data-source-path {options.data_source_path}"
         self._reading = ReadOptions.of(options, tokenizer)
@@ -64,7 +64,8 @@ class CustomSource:
     def file(self) -> PromptFile:
         """As a file of unknown length is for code that counts prompts, or loads the rewards that they name.
 
-        UsageError if its length, which it need not have, is not a number.
+        Raises:
+            UsageError: if its length, which it need not have, is not a number.
         """
         types = dict.fromkeys(self._types, f"{self._shown}: its {TYPES}") if self._reading.keys.own_types else {}
         return PromptFile(Path(str(self._path)), (), 0, "", types=types)
@@ -79,7 +80,11 @@ class CustomSource:
     # ---- handing out
 
     def take(self, count: int) -> list[Group]:
-        """The next `count` groups.  DataError names the prompt that is none, HpcrlError what the class raises."""
+        """The next `count` groups.
+
+        Raises:
+            DataError: names the prompt that is none, HpcrlError what the class raises.
+        """
         taken: list[Group] = []
         dropped = 0
         while len(taken) < count:
@@ -184,7 +189,11 @@ class CustomSource:
         return counts | {"source": self._path, "own": own, "rows": rows}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.  DataError if it is of another source."""
+        """Continue where `state` was taken.
+
+        Raises:
+            DataError: if it is of another source.
+        """
         if state.get("source") != self._path:
             raise DataError(
                 f"the checkpoint's data position is that of {state.get('source') or 'prompt files'}, not of "

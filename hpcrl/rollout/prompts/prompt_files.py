@@ -34,9 +34,12 @@ MOST_TEXT = 1 << 23  #: characters of a prompt, or of what is learned after it: 
 class Prompt:
     """One row of a prompt file.
 
-    where: its file and line; raw: the prompt as it is there; tokens: int32 [prompt], rendered; target: int32
-    [response], the tokens to learn after it, mask: uint8 [response], which of them (None: all); rejected: those of the
-    worse response, whose text is worse (only where what the file holds is learned).
+    Attributes:
+        where: its file and line.
+        raw: the prompt as it is there.
+        tokens: int32 [prompt], rendered.
+        target: int32 [response], the tokens to learn after it, mask: uint8 [response], which of them (None: all).
+        rejected: those of the worse response, whose text is worse (only where what the file holds is learned).
     """
 
     line: int
@@ -55,8 +58,12 @@ class Prompt:
 class PromptFile:
     """A prompt file, or several as one, and what identifies the content.
 
-    size: bytes; sha256: of the file, or of what identifies each of several; dropped: rows that are too long; types: the
-    rm_type of rows' metadata -> where it stands first; parts: (number of prompts, weight) of each file of a mixture.
+    Attributes:
+        size: bytes.
+        sha256: of the file, or of what identifies each of several.
+        dropped: rows that are too long.
+        types: the rm_type of rows' metadata -> where it stands first.
+        parts: (number of prompts, weight) of each file of a mixture.
     """
 
     path: Path
@@ -79,9 +86,12 @@ class PromptFile:
 class ReadOptions:
     """How to read a prompt file.
 
-    limit: tokens of a prompt at most; context: of prompt and target together; None: no limit.  drop: what is longer is
-    dropped, else it is an error.  overrides: take the place of the metadata's.  flags: what sets the limits, for an
-    error.
+    Attributes:
+        limit: tokens of a prompt at most.
+        context: of prompt and target together; None: no limit.
+        drop: what is longer is dropped, else it is an error.
+        overrides: take the place of the metadata's.
+        flags: what sets the limits, for an error.
     """
 
     keys: Keys
@@ -93,7 +103,11 @@ class ReadOptions:
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer) -> ReadOptions:
-        """Of the training prompts.  UsageError if the reward or the loss needs labels and no key is given."""
+        """Of the training prompts.
+
+        Raises:
+            UsageError: if the reward or the loss needs labels and no key is given.
+        """
         context = options.rollout_max_context_len or tokenizer.context
         return cls(
             Keys.of(options),
@@ -134,7 +148,11 @@ def read_training(options: Options, tokenizer: Tokenizer) -> PromptFile:
 
 
 def read_prompts(word: PromptWord | str | Path, reading: ReadOptions, tokenizer: Tokenizer) -> PromptFile:
-    """Read and check a prompt file.  DataError names the file, and the line if one is at fault."""
+    """Read and check a prompt file.
+
+    Raises:
+        DataError: names the file, and the line if one is at fault.
+    """
     word = word if isinstance(word, PromptWord) else PromptWord(str(word), str(word))
     if reading.keys.chat_template:
         tokenizer.need_template(tokenizer.template_kwargs)
@@ -226,9 +244,12 @@ class Drawn(Sequence[Prompt]):
         )
 
     def check(self) -> np.ndarray:
-        """Look at every row: int64, those that are not too long.  Fills `types`.  DataError as `read_prompts`.
+        """Look at every row: int64, those that are not too long. Fills `types`.
 
         Only what may be too long is encoded, which takes most of the time.
+
+        Raises:
+            DataError: as `read_prompts`.
         """
         kept: list[np.ndarray] = []
         for begin in range(0, len(self._rows), CHUNK):
@@ -253,7 +274,11 @@ class Drawn(Sequence[Prompt]):
             self.types[name.strip()] = self._rows.where(at)
 
     def _encode(self, rows: Sequence[tuple[int, PromptRow]]) -> list[EncodedRow]:
-        """Their tokens.  DataError names the row that the chat template refuses."""
+        """Their tokens.
+
+        Raises:
+            DataError: names the row that the chat template refuses.
+        """
         return encode(list(self._texts(rows)), self._tokenizer)
 
     def _texts(self, rows: Sequence[tuple[int, PromptRow]]) -> Iterator[RenderedRow]:
@@ -264,7 +289,11 @@ class Drawn(Sequence[Prompt]):
                 raise DataError(f"{self._rows.where(at)}: {error}") from error
 
     def _short(self, at: int, text: RenderedRow) -> bool:
-        """Whether a row may be encoded, which takes memory of two hundred times its length.  DataError as `_fits`."""
+        """Whether a row may be encoded, which takes memory of two hundred times its length.
+
+        Raises:
+            DataError: as `_fits`.
+        """
         length = max(map(len, (text.prompt, *text.targets, *(piece.text for piece in text.turns))))
         if length <= MOST_TEXT:
             return True
@@ -280,7 +309,11 @@ class Drawn(Sequence[Prompt]):
         return alone and self._tokenizer.surely_within(text.prompt, self._reading.limit)
 
     def _fits(self, at: int, tokens: EncodedRow) -> bool:
-        """Whether a prompt is within the limits.  DataError if it is empty, or is not and may not be dropped."""
+        """Whether a prompt is within the limits.
+
+        Raises:
+            DataError: if it is empty, or is not and may not be dropped.
+        """
         reading, length = self._reading, len(tokens.prompt)
         if not length:
             raise DataError(f"{self._rows.where(at)}: the prompt is empty")

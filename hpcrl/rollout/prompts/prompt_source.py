@@ -23,8 +23,11 @@ from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 
 
 def epoch_order(count: int, parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
-    """The prompts of an epoch, by number.  parts: (prompts, weight) of each file of a mixture, which lie one after
-    another."""
+    """The prompts of an epoch, by number.
+
+    Args:
+        parts: (prompts, weight) of each file of a mixture, which lie one after another.
+    """
     if not parts:
         return _permutation(count, seed + epoch, shuffle)
     taken = shares(count, [weight for _, weight in parts])
@@ -38,8 +41,11 @@ def epoch_order(count: int, parts: Sequence[tuple[int, float]], seed: int, epoch
 
 
 def shares(count: int, weights: Sequence[float]) -> list[int]:
-    """`count` divided in proportion to `weights`, to whole numbers by the largest remainder.  DataError if one gets
-    none."""
+    """`count` divided in proportion to `weights`, to whole numbers by the largest remainder.
+
+    Raises:
+        DataError: if one gets none.
+    """
     exact = [count * weight / sum(weights) for weight in weights]
     found = [int(part) for part in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))
@@ -140,7 +146,11 @@ class PromptSource:
         return found
 
     def state(self, alive: Collection[int] | None = None) -> dict[str, Any]:
-        """Where the source stands, as plain JSON.  alive: groups that were handed out and are still needed after it."""
+        """Where the source stands, as plain JSON.
+
+        Args:
+            alive: groups that were handed out and are still needed after it.
+        """
         return {
             "epoch": self._epoch,
             "offset": self._offset,
@@ -149,7 +159,11 @@ class PromptSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.  DataError if the file has changed since, or the state is not one."""
+        """Continue where `state` was taken.
+
+        Raises:
+            DataError: if the file has changed since, or the state is not one.
+        """
         if "source" in state:
             raise DataError(
                 f"the checkpoint's data position is that of --data-source-path {state['source']}, not of --prompt-data",
@@ -182,7 +196,8 @@ class PromptSource:
 def count_rollouts(options: Options, prompts: int, shown: str = "--prompt-data") -> int:
     """--num-rollout, or as many rollouts as --num-epoch passes over `prompts` prompts make (each epoch rounded down).
 
-    shown: who has the prompts, for an error.
+    Args:
+        shown: who has the prompts, for an error.
     """
     if options.num_rollout is not None:
         return options.num_rollout

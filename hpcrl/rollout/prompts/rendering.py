@@ -43,7 +43,10 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) 
     """The conversation in pieces: the prompt of the first assistant's turn, that turn, what stands before the next, and
     so on.
 
-    It ends with the last assistant's turn.  ValueError says which turn cannot be told apart, and why.
+    It ends with the last assistant's turn.
+
+    Raises:
+        ValueError: says which turn cannot be told apart, and why.
     """
     clean = [{key: value for key, value in message.items() if key != LEARN} for message in messages]
     ends = template.end_texts()
@@ -55,9 +58,8 @@ def pieces(messages: Messages, tools: Sequence[Any] | None, template: Template) 
         before = template.render(clean[:number], True, tools)
         if not whole.startswith(before) or len(before) < at:
             raise ValueError(
-                f"message {number + 1} cannot be told apart: the chat template renders a longer conversation "
-                "without the prompt of this turn as its beginning; make the conversation end here, or learn from "
-                "--label-key"
+                f"message {number + 1} cannot be told apart: the chat template renders a longer conversation without "
+                "the prompt of this turn as its beginning; make the conversation end here, or learn from --label-key"
             )
         last = number == turns[-1]
         end = _end(whole, len(before), ends, clean[number], number, last)
@@ -81,8 +83,7 @@ def _end(whole: str, start: int, ends: Sequence[str], message: dict[str, Any], n
     if not places and not last:
         raise ValueError(
             f"the chat template ends message {number + 1} with no end-of-sequence token "
-            f"({', '.join(ends) or 'the model has none'}): "
-            "where the turn ends cannot be told"
+            f"({', '.join(ends) or 'the model has none'}): where the turn ends cannot be told"
         )
     end = min(places, default=len(whole))
     turn = whole[start:end]
@@ -90,8 +91,7 @@ def _end(whole: str, start: int, ends: Sequence[str], message: dict[str, Any], n
         if part not in turn:
             raise ValueError(
                 f"the chat template leaves out a part of message {number + 1} (a thought, usually, when another turn "
-                "follows); "
-                "make the conversation end with this turn, or take the thought out"
+                "follows); make the conversation end with this turn, or take the thought out"
             )
     return end
 
@@ -110,7 +110,13 @@ class RenderedRow:
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """prompt: int32 [prompt]; targets: int32 [response] each; mask: uint8 [response] of a conversation's one target."""
+    """One row of a prompt file as token ids.
+
+    Attributes:
+        prompt: int32 [prompt].
+        targets: int32 [response] each.
+        mask: uint8 [response] of a conversation's one target.
+    """
 
     prompt: np.ndarray
     targets: tuple[np.ndarray, ...] = ()
@@ -122,7 +128,11 @@ class EncodedRow:
 
 
 def render(row: PromptRow, keys: Keys, tokenizer: Tokenizer) -> RenderedRow:
-    """The texts of a row.  ValueError if the chat template refuses it, or its turns cannot be told apart."""
+    """The texts of a row.
+
+    Raises:
+        ValueError: if the chat template refuses it, or its turns cannot be told apart.
+    """
     if row.messages is None:
         text = str(row.text)
         return RenderedRow(text, tuple(tokenizer.target(None, text, str(label)) for label in row.learned))

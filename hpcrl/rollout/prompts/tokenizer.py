@@ -41,8 +41,11 @@ class Tokenizer:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Read the tokenizer and config.json in `directory`.  DataError if they are missing or do not fit each
-        other."""
+        """Read the tokenizer and config.json in `directory`.
+
+        Raises:
+            DataError: if they are missing or do not fit each other.
+        """
         self.directory = Path(directory)
         config = read_config(self.directory)
         config = config.get("text_config") or config
@@ -71,8 +74,11 @@ class Tokenizer:
             )
 
     def need_template(self, given: Mapping[str, Any] | None = None) -> None:
-        """DataError if there is no chat template; UsageError if it does not look at one of the variables `given` to
-        it."""
+        """Raise DataError if there is no chat template.
+
+        Raises:
+            UsageError: if it does not look at one of the variables `given` to it.
+        """
         if not self._hf.chat_template:
             raise DataError(
                 f"--apply-chat-template: the tokenizer in {self.directory} has no chat template",
@@ -98,9 +104,13 @@ class Tokenizer:
         return {name for tree in parsed for name in meta.find_undeclared_variables(tree)} - _ALWAYS
 
     def render(self, messages: Messages, generation: bool, tools: Sequence[Any] | None = None) -> str:
-        """Chat messages as the model's text; `generation` opens the assistant's turn; tools: the schemas that it shows.
+        """Chat messages as the model's text; `generation` opens the assistant's turn.
 
-        ValueError with the template's own words if it refuses the messages.
+        Args:
+            tools: the schemas that it shows.
+
+        Raises:
+            ValueError: with the template's own words if it refuses the messages.
         """
         more = {"tools": list(tools)} if tools else {}
         try:
@@ -137,8 +147,11 @@ class Tokenizer:
         return self._visible[first]
 
     def decode(self, tokens: np.ndarray, stops: frozenset[int] = frozenset(), skip_special: bool = False) -> str:
-        """The text of a response, without the last token if it merely ended the response; skip_special: nor any special
-        token."""
+        """The text of a response, without the last token if it merely ended the response.
+
+        Args:
+            skip_special: nor any special token.
+        """
         ids = tokens.tolist()
         if ids and (ids[-1] in self.eos_ids or ids[-1] in stops):
             ids.pop()
@@ -173,7 +186,11 @@ class Tokenizer:
         return [self.ended(ids) for ids in self.encode(texts)]
 
     def ended(self, ids: np.ndarray) -> np.ndarray:
-        """Token ids with an end-of-sequence token at their end.  DataError if the tokenizer has none."""
+        """Token ids with an end-of-sequence token at their end.
+
+        Raises:
+            DataError: if the tokenizer has none.
+        """
         if len(ids) and int(ids[-1]) in self.eos_ids:
             return ids
         if self._hf.eos_token_id is None:
@@ -193,7 +210,11 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | None) -> Tokenizer:
-    """The tokenizer of --hf-checkpoint.  UsageError without one; DataError if it does not fit."""
+    """The tokenizer of --hf-checkpoint. UsageError without one.
+
+    Raises:
+        DataError: if it does not fit.
+    """
     if directory is None:
         raise UsageError("--hf-checkpoint is not given", "it names the model's directory: config, tokenizer, weights")
     if not Path(directory).is_dir():

@@ -70,7 +70,7 @@ def _follows(checkers: dict[str, Any], name: str, given: dict[str, Any], prompt:
 
 
 def check() -> None:
-    """UsageError if no package with the checks is installed."""
+    """Raise UsageError if no package with the checks is installed."""
     if not _checkers():
         raise UsageError(
             "--rm-type ifbench needs the checks of IFBench", "pip install if-verifiable where the rollout process runs"

@@ -34,7 +34,7 @@ def boxed(content: str) -> str:
 
 
 def check() -> None:
-    """UsageError if the installed math-verify gets what it should not get wrong."""
+    """Raise UsageError if the installed math-verify gets what it should not get wrong."""
     for answer, label, truth in (("1/2", "0.5", True), (r"\{1,2\}", r"\{2,1\}", True), ("1/3", "0.5", False)):
         try:
             found = _same(label, answer)

@@ -23,7 +23,11 @@ class RemoteReward:
         self._server: RemoteServer | None = None
 
     async def __call__(self, options: Options, sample: Sample) -> Any:
-        """What the server answered.  PeerError names the address and what came instead."""
+        """What the server answered.
+
+        Raises:
+            PeerError: names the address and what came instead.
+        """
         url = str(options.rm_url)
         if self._server is None or self._url != url:
             self._server, self._url = RemoteServer(f"--rm-url {url}", url), url

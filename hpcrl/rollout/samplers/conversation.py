@@ -37,7 +37,11 @@ class PolicyClient:
         """The policy's turn after `tokens`; sampling_params as the function got them, of which max_new_tokens may be
         less and stop and stop_token_ids more.
 
-        ContextFull if no room is left; ValueError for other tokens or params; ConnectionError when the run has failed.
+        ContextFull if no room is left.
+
+        Raises:
+            ValueError: for other tokens or params.
+            ConnectionError: when the run has failed.
         """
         body = {"tokens": [int(token) for token in tokens], "sampling_params": sampling_params or {}}
         async with self._http.post(self._url, json=body, headers=self._headers) as answer:
@@ -56,8 +60,12 @@ class PolicyClient:
 class Arguments:
     """The `args` of a custom function: every option of the run by its name, and what follows.
 
-    engine: asks the policy for tokens; tokenizer: encode, decode, render; base_url, api_key: of the OpenAI-compatible
-    endpoint, for this response alone; evaluation: whether it is one of an evaluation; version: of the policy.
+    Attributes:
+        engine: asks the policy for tokens.
+        tokenizer: encode, decode, render.
+        base_url, api_key: of the OpenAI-compatible endpoint, for this response alone.
+        evaluation: whether it is one of an evaluation.
+        version: of the policy.
     """
 
     def __init__(
@@ -127,7 +135,8 @@ class Conversation:
     def tell_messages(self, *messages: dict[str, Any], tools: Messages | None = None) -> None:
         """Chat messages behind the policy's turn, as the chat template writes them, up to where its next turn begins.
 
-        ValueError if the template refuses them.
+        Raises:
+            ValueError: if the template refuses them.
         """
         before, last = self._messages[:-1], self.trajectory.tokens[-1]
         self.trajectory.told(continuation(self._args.tokenizer, before, list(messages), last, tools).tolist())

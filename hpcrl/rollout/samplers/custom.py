@@ -20,7 +20,6 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.rollout.endpoint.session import AskedTurn, Making, Session, sampling_params
-from hpcrl.rollout.engines.completion import completion_of
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import Grading
@@ -55,7 +54,12 @@ class CustomSampler:
         grading: Grading | None,
         host: str,
     ) -> None:
-        """host: that the endpoint listens on; grading: None where the function sets every reward."""
+        """Create one.
+
+        Args:
+            host: that the endpoint listens on.
+            grading: None where the function sets every reward.
+        """
         self._options = options
         self._tokenizer = tokenizer
         self._grading = grading
@@ -68,12 +72,20 @@ class CustomSampler:
         self._tallies = Tallies(limit, "--custom-generate-max-failed", "generations")
 
     def use(self, client: EngineClient, context: Callable[[], int | None]) -> None:
-        """The engines; context: tokens that they can hold, None while that is not known."""
+        """The engines.
+
+        Args:
+            context: tokens that they can hold, None while that is not known.
+        """
         self._client = client
         self._context = context
 
     async def start(self) -> None:
-        """Wait until the function is loaded.  UsageError says what is wrong with it."""
+        """Wait until the function is loaded.
+
+        Raises:
+            UsageError: says what is wrong with it.
+        """
         await self._pool.start()
         await self._endpoint.start()
 
@@ -86,7 +98,9 @@ class CustomSampler:
         """The samples of one response; if the run ended it early, a sample of each of its turns, the last of them
         ABORTED: the function is called again another time, and what it asks again is answered as before.
 
-        HpcrlError once too many calls of the batch have failed, or an engine has."""
+        Raises:
+            HpcrlError: once too many calls of the batch have failed, or an engine has.
+        """
         if asked.begun and all(sample.status != ABORTED for sample in asked.begun):  # finished, and not graded
             found = list(asked.begun)
             await self._grade(asked, found)
@@ -144,7 +158,7 @@ class CustomSampler:
         early."""
         assert self._client is not None, "use() comes first"
         sessions: list[tuple[str, Session]] = []
-        earlier = [_asked(sample) for sample in asked.begun]
+        earlier = [AskedTurn.of(sample) for sample in asked.begun]
 
         def call(number: int) -> CustomCall:
             session = Session(making, self._client, self._tokenizer, self._context, earlier)
@@ -166,7 +180,9 @@ class CustomSampler:
             if session is not None and session.broken is not None:
                 raise session.broken
             if session is not None and session.ended:
-                return None, _turns(asked, session) or [replace(prompt, status=ABORTED)]
+                return None, session.samples(asked.group.prompt, asked.group.number, asked.index) or [
+                    replace(prompt, status=ABORTED)
+                ]
             if done.failure:
                 return done, []
             assert session is not None
@@ -250,7 +266,11 @@ class CustomSampler:
         )
 
     def _count(self, asked: ResponseRequest, where: str, text: str) -> None:
-        """Count a failed call.  HpcrlError if those of the batch are too many."""
+        """Count a failed call.
+
+        Raises:
+            HpcrlError: if those of the batch are too many.
+        """
         self._tallies.of(*self._batch(asked)).fail(where, text)
 
     def _batch(self, asked: ResponseRequest) -> tuple[str, int, int]:
@@ -261,26 +281,17 @@ class CustomSampler:
         return f"rollout {asked.rollout_id}", self._options.samples_per_rollout, self._options.n_samples_per_prompt
 
 
-def _turns(asked: ResponseRequest, session: Session) -> list[Sample]:
-    """What there is of a response: each turn as a sample, which has the tokens that it was asked with before its own;
-    those that were ended last.  Empty if that is too much to be kept."""
-    prompt, number = asked.group.prompt, asked.group.number
-    turns = [turn.answer.sample(number, asked.index, replace(prompt, tokens=turn.tokens), "") for turn in session.turns]
-    return sorted(turns, key=lambda sample: sample.status == ABORTED)
-
-
-def _asked(sample: Sample) -> AskedTurn:
-    """A turn that `_turns` has kept."""
-    return AskedTurn(sample.tokens[: len(sample.tokens) - sample.response_length], completion_of(sample))
-
-
 def _received(sent: PackedSample, prompt: Sample) -> Sample:
     """A sample that the function returned; of its prompt counts what it was asked with."""
     return replace(unpack(sent), group=prompt.group, index=prompt.index, prompt=prompt.prompt, label=prompt.label)
 
 
 async def started(*parts: CustomSampler | Grading | None) -> None:
-    """Wait until all of them are ready.  UsageError of the first that is not."""
+    """Wait until all of them are ready.
+
+    Raises:
+        UsageError: of the first that is not.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             for part in parts:
@@ -298,10 +309,11 @@ async def started(*parts: CustomSampler | Grading | None) -> None:
 class FunctionJob(PooledJob):
     """A call on its way.
 
-    call: makes it again, with its own session
-    in_engines: whether engines work for it
-    seconds: that it may take besides
-    told: seconds since it was cancelled
+    Attributes:
+        call: makes it again, with its own session.
+        in_engines: whether engines work for it.
+        seconds: that it may take besides.
+        told: seconds since it was cancelled.
     """
 
     call: Callable[[int], CustomCall]
@@ -339,10 +351,11 @@ class FunctionPool(ProcessPool[_Process, FunctionJob]):
     ) -> CustomResult:
         """What comes of a call.
 
-        call: makes it for a number, a new one each time
-        in_engines: whether engines work for it
-        patience: times the limit of time
-        alone: it must share its process with none
+        Args:
+            call: makes it for a number, a new one each time.
+            in_engines: whether engines work for it.
+            patience: times the limit of time.
+            alone: it must share its process with none.
         """
         future: asyncio.Future[CustomResult] = asyncio.get_running_loop().create_future()
         job = FunctionJob(

@@ -40,7 +40,14 @@ class NoSample(Exception):
 
 
 def samples_of(returned: Any, vocab_size: int, longest: int) -> list[PackedSample]:
-    """The samples in what a function returned; longest: tokens of a response at most.  NoSample says what is wrong."""
+    """The samples in what a function returned.
+
+    Args:
+        longest: tokens of a response at most.
+
+    Raises:
+        NoSample: says what is wrong.
+    """
     several = list(returned) if isinstance(returned, list | tuple) else [returned]
     if not several:
         raise NoSample("returned an empty list: a response is one sample at least")
@@ -111,7 +118,11 @@ def _column(sample: Sample, name: str, kind: type) -> np.ndarray:
 
 
 def reward_of(sample: Sample) -> float | None:
-    """The reward that a function has set, None for none.  NoSample if it is not a number."""
+    """The reward that a function has set, None for none.
+
+    Raises:
+        NoSample: if it is not a number.
+    """
     if sample.reward is None:
         return None
     try:
@@ -128,8 +139,11 @@ def _text(response: Any) -> str:
 
 
 def parts_of(sample: Sample) -> dict[str, float]:
-    """The named parts of the reward that a function has set, as far as they are finite.  NoSample if they are no
-    numbers."""
+    """The named parts of the reward that a function has set, as far as they are finite.
+
+    Raises:
+        NoSample: if they are no numbers.
+    """
     try:
         return {str(name): float(value) for name, value in sample.rewards.items() if math.isfinite(float(value))}
     except (AttributeError, TypeError, ValueError):
@@ -142,7 +156,11 @@ OPTION = "custom_generate_function_path"
 
 
 def load_generate(path: str) -> Callable[..., Any]:
-    """The function of --custom-generate-function-path.  UsageError if it cannot be used."""
+    """The function of --custom-generate-function-path.
+
+    Raises:
+        UsageError: if it cannot be used.
+    """
     function = load_own(OPTION, path)
     if not is_async(function):
         raise UsageError(

@@ -42,10 +42,12 @@ class HeldOutSet:
 class ResponseRequest:
     """Response `index` (or GREEDY) to the prompt of `group`, for rollout `rollout_id`, under policy `version`.
 
-    held_out: in an evaluation, whose groups are numbered by the lines of the set.
-    begun: what an earlier call returned of it, to be resumed: unfinished (ABORTED), or finished and not graded; a
-    sampler that cannot resume begins again.  made: where the sampler leaves what is finished before it waits for the
-    reward, so that it is kept if the wait is given up.
+    Attributes:
+        held_out: in an evaluation, whose groups are numbered by the lines of the set.
+        begun: what an earlier call returned of it, to be resumed: unfinished (ABORTED), or finished and not graded; a
+            sampler that cannot resume begins again.
+        made: where the sampler leaves what is finished before it waits for the reward, so that it is kept if the wait
+            is given up.
     """
 
     group: Group

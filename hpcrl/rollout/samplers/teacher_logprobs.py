@@ -77,8 +77,10 @@ class Teacher:
     async def check(self) -> None:
         """See that the server is there, serves the model and has the student's tokens.
 
-        PeerError if it does not answer; UsageError if it does not serve --opd-teacher-model; DataError if a token is
-        another.
+        Raises:
+            PeerError: if it does not answer.
+            UsageError: if it does not serve --opd-teacher-model.
+            DataError: if a token is another.
         """
         known = [model.id for model in msgspec.convert(await self._server.ask("/v1/models"), _Models).data]
         if self._model is None:
@@ -122,9 +124,12 @@ class Teacher:
     async def mark(self, sample: Sample, rollout_id: int, where: str) -> None:
         """Set the sample's log-probs under the teacher (`Sample.extra`), float32 [response].
 
-        where: the prompt's file and line.  If the teacher gives none they are the sample's own, which pull nowhere, and
-        `Sample.teacher_error` says why; HpcrlError once that has happened to more of a rollout than --reward-max-failed
-        allows.
+        Args:
+            where: the prompt's file and line. If the teacher gives none they are the sample's own, which pull nowhere,
+                and `Sample.teacher_error` says why.
+
+        Raises:
+            HpcrlError: once that has happened to more of a rollout than --reward-max-failed allows.
         """
         try:
             sample.extra[NAME] = await self._logprobs(sample)
@@ -135,7 +140,11 @@ class Teacher:
             self._tallies.of(f"rollout {rollout_id} by the teacher", self._size, self._each).fail(where, text)
 
     async def _logprobs(self, sample: Sample) -> np.ndarray:
-        """float32 [response].  PeerError names the address and what came instead."""
+        """float32 [response].
+
+        Raises:
+            PeerError: names the address and what came instead.
+        """
         tokens = sample.tokens.tolist()
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         answer = await self._server.ask_patiently("/v1/completions", body, self._options.reward_timeout)

@@ -25,9 +25,12 @@ LENGTH = "length"
 class Turn:
     """What the policy said in one turn.
 
-    tokens: int32 [n], the token that ended it included; logprobs: float32 [n]; versions: int32 [n]; finish: STOP or
-    LENGTH;
-    text: without the token that ended it.
+    Attributes:
+        tokens: int32 [n], the token that ended it included.
+        logprobs: float32 [n].
+        versions: int32 [n].
+        finish: STOP or LENGTH.
+        text: without the token that ended it.
     """
 
     tokens: np.ndarray
@@ -41,7 +44,9 @@ class Turn:
 class Trajectory:
     """A prompt, then turns of the policy and what it was told between them.
 
-    tokens: of all; loss_mask, logprobs, versions: of the response alone, which begins behind the prompt.
+    Attributes:
+        tokens: of all.
+        loss_mask, logprobs, versions: of the response alone, which begins behind the prompt.
     """
 
     prompt: Sequence[int]
@@ -77,9 +82,12 @@ class Trajectory:
         self.versions += versions
 
     def sample(self, asked: Sample, response: str) -> Sample:
-        """All of it as a sample of the same prompt as `asked`; response: its text.
+        """All of it as a sample of the same prompt as `asked`.
 
         What it was told after its last turn is left out: no token follows that could be learned.
+
+        Args:
+            response: its text.
         """
         length = max((i + 1 for i, mask in enumerate(self.loss_mask) if mask), default=self.response_length)
         return replace(
@@ -103,8 +111,11 @@ MARK = "\u2063hpcrl-turn\u2063"
 
 
 def opening(tokenizer: Tokenizer, messages: Messages, tools: Messages | None = None) -> np.ndarray:
-    """int32: the chat up to where the policy's turn begins.  ValueError with the template's words if it refuses the
-    messages."""
+    """int32: the chat up to where the policy's turn begins.
+
+    Raises:
+        ValueError: with the template's words if it refuses the messages.
+    """
     return tokenizer.encode([tokenizer.render(messages, generation=True, tools=tools)])[0]
 
 
@@ -113,8 +124,12 @@ def continuation(
 ) -> np.ndarray:
     """int32: what follows a turn of the policy when `after` was said, up to where its next turn begins.
 
-    before: the messages up to that turn, without it; last: the turn's last token, so that the token that ends a turn is
-    not written twice, or None.  ValueError if the template refuses the messages, or leaves the turn's place out.
+    Args:
+        before: the messages up to that turn, without it.
+        last: the turn's last token, so that the token that ends a turn is not written twice, or None.
+
+    Raises:
+        ValueError: if the template refuses the messages, or leaves the turn's place out.
     """
     text = tokenizer.render([*before, {"role": "assistant", "content": MARK}, *after], generation=True, tools=tools)
     _, mark, rest = text.rpartition(MARK)
@@ -129,7 +144,11 @@ def continuation(
 
 
 def plain(content: Any) -> str:
-    """A message's content as text: text itself, the text parts of a list, "" for null.  ValueError for other kinds."""
+    """A message's content as text: text itself, the text parts of a list, "" for null.
+
+    Raises:
+        ValueError: for other kinds.
+    """
     if content is None:
         return ""
     if isinstance(content, str):

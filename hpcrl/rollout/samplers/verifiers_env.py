@@ -67,7 +67,11 @@ def numbers(metrics: Any) -> dict[str, float]:
 
 
 def package() -> Any:
-    """The package.  UsageError if it cannot be imported, or has another interface."""
+    """The package.
+
+    Raises:
+        UsageError: if it cannot be imported, or has another interface.
+    """
     try:
         import verifiers
     except ImportError as error:
@@ -81,7 +85,11 @@ def package() -> Any:
 
 
 def load(environment: str, args: dict[str, Any]) -> Any:
-    """An environment by its name.  UsageError with what the package says if it cannot be loaded."""
+    """An environment by its name.
+
+    Raises:
+        UsageError: with what the package says if it cannot be loaded.
+    """
     try:
         return package().load_environment(environment, **args)
     except UsageError:
@@ -96,8 +104,11 @@ def load(environment: str, args: dict[str, Any]) -> Any:
 
 
 def rows(environment: str, args: dict[str, Any], dataset: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """A line of a prompt file for every row of an environment's data set.  DataError for one without a chat as
-    prompt."""
+    """A line of a prompt file for every row of an environment's data set.
+
+    Raises:
+        DataError: for one without a chat as prompt.
+    """
     for number, row in enumerate(dataset):
         plain = json.loads(json.dumps(row, default=str))
         prompt = plain.get("prompt")

@@ -52,7 +52,11 @@ class Other:
         self.answer = self.ask(told)
 
     def ask(self, what: Any) -> Any:
-        """Its answer.  HpcrlError if it has ended; the standard library's TimeoutError after LIMIT."""
+        """Its answer.
+
+        Raises:
+            HpcrlError: if it has ended; the standard library's TimeoutError after LIMIT.
+        """
         from hpcrl.engines.fleet import in_thread
 
         assert self.process.stdin is not None and self.process.stdout is not None

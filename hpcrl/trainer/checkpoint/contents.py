@@ -54,8 +54,9 @@ PLAIN = (bool, int, float, str, list, tuple, type(None))
 def megatron_args(policy: Any, padded_vocab_size: int) -> Namespace:
     """The arguments with which Megatron-LM would have made this checkpoint, as far as a reader asks for them.
 
-    policy: hpcrl.trainer.megatron.model.Policy.  `world_size` is left out on purpose: Megatron-LM then expects no state
-    of its own fault detection, which we do not keep.
+    Args:
+        policy: hpcrl.trainer.megatron.model.Policy. `world_size` is left out on purpose: Megatron-LM then expects no
+            state of its own fault detection, which we do not keep.
     """
     config = policy.config
     values = {name: getattr(config, name) for name in SAME if isinstance(getattr(config, name, None), PLAIN)}
@@ -122,11 +123,12 @@ FIX = "is it a checkpoint of --hf-checkpoint's model?"
 
 
 def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int, spare: Collection[str] = ()) -> None:
-    """DataError unless `stored` has every tensor that `request` asks for, in its shape, and no more of the model but
-    `spare`.
+    """Raise DataError unless `stored` has every tensor that `request` asks for, in its shape, and no more of the model
+    but `spare`.
 
-    request: a state dict of Megatron's sharded tensors; `_extra_state` of layers is removed where the checkpoint has
-    none, because every kind of layer keeps something else there.
+    Args:
+        request: a state dict of Megatron's sharded tensors; `_extra_state` of layers is removed where the checkpoint
+            has none, because every kind of layer keeps something else there.
     """
     _without_extras(request, stored)
     asked = list(_tensors(request))
@@ -190,8 +192,9 @@ def optimizer_parts(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
 def as_chained(loaded: dict[Any, Any], own: list[dict[str, Any]]) -> dict[Any, Any]:
     """What was loaded, chained as this layout's optimizer is: with expert parallelism experts have one of their own.
 
-    own: this optimizer's parts but for the tensors, which were asked for in this layout anyway.  A parameter group
-    takes its numbers (learning rate, weight decay, step) from a stored one of the same kind.
+    Args:
+        own: this optimizer's parts but for the tensors, which were asked for in this layout anyway. A parameter group
+            takes its numbers (learning rate, weight decay, step) from a stored one of the same kind.
     """
     leaves = [loaded, *(part for key, part in loaded.items() if isinstance(key, int))]
     stored = [group for leaf in leaves for group in leaf.get("optimizer", {}).get("param_groups", [])]

@@ -35,7 +35,8 @@ TEACHER = "--opd-teacher-load"
 class WeightSource:
     """all: resume from a checkpoint; weights: take a checkpoint's weights; hf: those of a Hugging Face directory.
 
-    foreign: another run may have saved it.
+    Attributes:
+        foreign: another run may have saved it.
     """
 
     kind: Literal["all", "weights", "hf"]
@@ -44,10 +45,13 @@ class WeightSource:
 
 
 def restore(policy: Policy, ranks: Ranks, options: Options, checkpoints: Path, run_id: str) -> tuple[Position, str]:
-    """Fill the policy; collective.  Where the run is, and a line that says what was loaded.
+    """Fill the policy; collective. Where the run is, and a line that says what was loaded.
 
-    checkpoints: the directory of --save.  HpcrlError, the same on all ranks, if what the options name is not there, is
-    damaged, or does not fit the model.
+    Args:
+        checkpoints: the directory of --save.
+
+    Raises:
+        HpcrlError: the same on all ranks, if what the options name is not there, is damaged, or does not fit the model.
     """
     source = _agreed(agree(lambda: find_source(options, checkpoints, run_id), ranks.rank == 0))
     if source.kind == "all":
@@ -58,9 +62,10 @@ def restore(policy: Policy, ranks: Ranks, options: Options, checkpoints: Path, r
 
 
 def load_reference(policy: Policy, ranks: Ranks, options: Options) -> Path:
-    """Fill the modules, and nothing else, with the weights that --ref-load names; collective.  What was read.
+    """Fill the modules, and nothing else, with the weights that --ref-load names; collective. What was read.
 
-    HpcrlError as `restore`.
+    Raises:
+        HpcrlError: as `restore`.
     """
     return _load_beside(policy, ranks, _agreed(agree(lambda: _reference(options), ranks.rank == 0)))
 
@@ -85,7 +90,11 @@ def _load_beside(policy: Policy, ranks: Ranks, source: WeightSource) -> Path:
 
 
 def find_weights(directory: str, flag: str, ranks: Ranks) -> WeightSource:
-    """The weights in a directory that `flag` names; collective.  HpcrlError if there are none."""
+    """The weights in a directory that `flag` names; collective.
+
+    Raises:
+        HpcrlError: if there are none.
+    """
     return _agreed(agree(lambda: _at(Path(directory), None, flag) or _nothing(flag, directory), ranks.rank == 0))
 
 

@@ -88,9 +88,13 @@ def save(
     run_id: str,
     also: Callable[[Path], None] = nothing,
 ) -> Path:
-    """Save everything as DIR/iter_N (N = position.rollout_id); collective.  HpcrlError when it cannot be written.
+    """Save everything as DIR/iter_N (N = position.rollout_id); collective.
 
-    also: writes more into the directory before it gets its name; collective.
+    Args:
+        also: writes more into the directory before it gets its name; collective.
+
+    Raises:
+        HpcrlError: when it cannot be written.
     """
     final = step(directory, position.rollout_id)
     if is_latest(final):  # a run stopped right after a save: nothing has changed since
@@ -170,8 +174,9 @@ def make_directory(directory: Path, ranks: Ranks) -> None:
 def write(state: dict[str, Any], staging: Path) -> None:
     """Write `state` into an empty directory; collective.
 
-    HpcrlError, the same on all ranks, if any could not; one that fails in the middle of Megatron's work raises it
-    alone, and the others end with it.
+    Raises:
+        HpcrlError: the same on all ranks, if any could not; one that fails in the middle of Megatron's work raises it
+            alone, and the others end with it.
     """
     request = plan(state, staging)
     agree(lambda: write_here(request))
@@ -220,8 +225,11 @@ def settle(staging: Path, final: Path, name: str) -> None:
 def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None) -> Position:
     """Resume from a checkpoint of ours, saved in whatever layout; collective.
 
-    run_id: HpcrlError if another run saved it (None: any may have).  DataError, the same on all ranks, if the
-    checkpoint is damaged or does not fit the model, naming tensor or file.
+    Args:
+        run_id: HpcrlError if another run saved it (None: any may have).
+
+    Raises:
+        DataError: the same on all ranks, if the checkpoint is damaged or does not fit the model, naming tensor or file.
     """
     record = broadcast_json(agree(lambda: _record(path, run_id), ranks.rank == 0))
     load_state(policy, ranks, path)
@@ -231,7 +239,8 @@ def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None
 def open_whole(path: Path, ranks: Ranks) -> TorchDist:
     """A checkpoint of ours whose files are all there and hold what was written, each rank reading a share; collective.
 
-    DataError, the same on all ranks, names the file, and the checkpoint to resume from instead.
+    Raises:
+        DataError: the same on all ranks, names the file, and the checkpoint to resume from instead.
     """
     try:
         stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
@@ -271,7 +280,10 @@ def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
 def load_weights(policy: Policy, ranks: Ranks, path: Path) -> None:
     """Take a torch_dist checkpoint's weights and nothing else: ours, slime's, or Megatron-LM's; collective.
 
-    A critic takes all but the output layer from a checkpoint of a policy.  DataError as `load_checkpoint`.
+    A critic takes all but the output layer from a checkpoint of a policy.
+
+    Raises:
+        DataError: as `load_checkpoint`.
     """
     stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
     request = weights(policy)
@@ -288,9 +300,13 @@ def _without(part: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def read(request: dict[str, Any], stored: TorchDist, policy: Policy, spare: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What `request` asks for, once it is known to fit; collective.  DataError as `load_checkpoint`.
+    """What `request` asks for, once it is known to fit; collective.
 
-    spare: tensors of the model that the checkpoint may have and that are not asked for.
+    Args:
+        spare: tensors of the model that the checkpoint may have and that are not asked for.
+
+    Raises:
+        DataError: as `load_checkpoint`.
     """
     contents.check_fits(request, stored, policy.vocab_size, spare)
     try:

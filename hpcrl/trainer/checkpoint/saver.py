@@ -43,7 +43,11 @@ ENDING = 10.0  #: seconds that a writer which has written may take to end
 
 @dataclass
 class PendingSave:
-    """A checkpoint that is being written.  writer: this rank's, or None if it has nothing to write."""
+    """A checkpoint that is being written.
+
+    Attributes:
+        writer: this rank's, or None if it has nothing to write.
+    """
 
     staging: Path
     final: Path
@@ -73,8 +77,11 @@ class Saver:
         self.pending: PendingSave | None = None
 
     def save(self, position: Position, *, wait: bool = False) -> Path:
-        """Save now, or begin to (--async-save and not wait); an earlier save is finished first.  HpcrlError if it
-        fails."""
+        """Save now, or begin to (--async-save and not wait); an earlier save is finished first.
+
+        Raises:
+            HpcrlError: if it fails.
+        """
         self.finish()
         if self.options.async_save and not wait:
             return self._begin(position)
@@ -83,8 +90,11 @@ class Saver:
         return path
 
     def poll(self) -> Path | None:
-        """Commit the pending checkpoint if every rank has written its part: its path then, else None.  HpcrlError if it
-        failed."""
+        """Commit the pending checkpoint if every rank has written its part: its path then, else None.
+
+        Raises:
+            HpcrlError: if it failed.
+        """
         if self.pending is None:
             return None
         writer = self.pending.writer
@@ -93,7 +103,11 @@ class Saver:
         return None if busy.item() else self._commit()
 
     def finish(self) -> Path | None:
-        """Wait for the pending checkpoint; DeadlineError after --distributed-timeout-minutes."""
+        """Wait for the pending checkpoint.
+
+        Raises:
+            DeadlineError: after --distributed-timeout-minutes.
+        """
         if self.pending is None:
             return None
         minutes = self.options.distributed_timeout_minutes
@@ -169,7 +183,11 @@ class CheckpointWriter:
         return self.answer is not None
 
     def hand_over(self) -> None:
-        """Give Megatron what was written, as if this process had.  HpcrlError if the writer was killed."""
+        """Give Megatron what was written, as if this process had.
+
+        Raises:
+            HpcrlError: if the writer was killed.
+        """
         heard = self._heard()
         self.process.join(ENDING)
         if self.process.is_alive():  # it has said what it wrote: what it still does is not needed
@@ -199,10 +217,11 @@ def _write(write: Callable[..., None], rank: int, buckets: Any, answer: Connecti
 def prune(directory: Path, run_id: str, keep_last: int | None, retain_interval: int | None) -> list[Path]:
     """Remove old checkpoints of run `run_id`; those that went.
 
-    keep_last: the newest that stay (None: 1 with retain_interval, else all).
-    retain_interval: those whose number it divides stay too.
-
     A checkpoint loses its name before its files, so none is ever half there.
+
+    Args:
+        keep_last: the newest that stay (None: 1 with retain_interval, else all).
+        retain_interval: those whose number it divides stay too.
     """
     if keep_last is None and retain_interval is None:
         return []

@@ -30,8 +30,11 @@ WAITING = (
 
 
 def write_here(request: Any) -> None:
-    """Write this rank's part of a checkpoint: what Megatron's AsyncRequest asks for, if anything.  HpcrlError if a
-    writer is killed."""
+    """Write this rank's part of a checkpoint: what Megatron's AsyncRequest asks for, if anything.
+
+    Raises:
+        HpcrlError: if a writer is killed.
+    """
     if request.async_fn is None:
         return
     arguments = list(request.async_fn_args)

@@ -53,10 +53,11 @@ ARCHITECTURE = {
 
 
 def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], machine: Machine) -> None:
-    """UsageError for the first of the user's settings that cannot have its effect on `machine`.
+    """Raise UsageError for the first of the user's settings that cannot have its effect on `machine`.
 
-    given: the user's settings that config.json does not decide, by field, in the types of their fields.
-    defaults: the default of every field.
+    Args:
+        given: the user's settings that config.json does not decide, by field, in the types of their fields.
+        defaults: the default of every field.
     """
     for name, value in given.items():
         if name in ARCHITECTURE and value != defaults[name]:
@@ -87,8 +88,11 @@ def rope_fusion(given: Mapping[str, Any], model: Mapping[str, Any], machine: Mac
 
 
 def check_replay(given: Mapping[str, Any], flag: str) -> None:
-    """UsageError if the user's settings have a router that does not ask whose choice of experts is replayed; flag: for
-    which."""
+    """Raise UsageError if the user's settings have a router that does not ask whose choice of experts is replayed.
+
+    Args:
+        flag: for which.
+    """
     if given.get("moe_router_fusion"):
         _refuse(
             "moe_router_fusion",

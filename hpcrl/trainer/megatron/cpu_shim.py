@@ -46,9 +46,10 @@ _done: list[bool] = []  # filled by the first install() of the process
 
 
 def install() -> None:
-    """Make this process ready for Megatron: call it before anything imports megatron.core.  A second call does nothing.
+    """Make this process ready for Megatron: call it before anything imports megatron.core. A second call does nothing.
 
-    HpcrlError if psutil is missing: Megatron does not declare it, and a checkpoint save would hang for ever.
+    Raises:
+        HpcrlError: if psutil is missing: Megatron does not declare it, and a checkpoint save would hang for ever.
     """
     if importlib.util.find_spec("psutil") is None:
         raise HpcrlError("psutil is not installed", "pip install psutil: Megatron's checkpoints need it")

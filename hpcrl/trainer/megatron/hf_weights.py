@@ -43,8 +43,12 @@ EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(
 def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> None:
     """Fill the model from the safetensors of a Hugging Face directory; collective, every rank reads its own part.
 
-    progress: what shows how far it is, such as report.progress.track.  DataError, the same on all ranks, names the
-    tensors that are missing, in excess, of another shape or no floats, or the file that cannot be read.
+    Args:
+        progress: what shows how far it is, such as report.progress.track.
+
+    Raises:
+        DataError: the same on all ranks, names the tensors that are missing, in excess, of another shape or no floats,
+            or the file that cannot be read.
     """
     with ExitStack() as stack:
         files = SafetensorsDirectory(Path(directory), stack)
@@ -59,8 +63,9 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
 
 
 def _check_wide(files: SafetensorsDirectory) -> None:
-    """DataError if the weights are FP8: training starts from the numbers that were quantised, not from what is left of
-    them."""
+    """Raise DataError if the weights are FP8: training starts from the numbers that were quantised, not from what is
+    left of them.
+    """
     if scaled := sorted(name for name in files.where if name.endswith((".weight_scale", ".weight_scale_inv"))):
         raise DataError(
             f"{files.directory} holds quantised weights ({scaled[0]}), from which training cannot start",
@@ -151,7 +156,8 @@ def _exchange(operation: Callable[..., Any], pairs: list[tuple[torch.Tensor, int
 class HeldParameter:
     """What every rank knows of one parameter: its rule, the shape of one rank's part, dtype, and who holds the parts.
 
-    copies: for each part, in order of TP (of an expert's: ETP) rank, the global ranks that hold it.
+    Attributes:
+        copies: for each part, in order of TP (of an expert's: ETP) rank, the global ranks that hold it.
     """
 
     rule: Rule
@@ -168,7 +174,8 @@ class HeldParameter:
 def _table(policy: Policy) -> list[HeldParameter]:
     """Every parameter that some rank holds, agreed among all ranks as a table of numbers.
 
-    HpcrlError if no rank holds a part of one.
+    Raises:
+        HpcrlError: if no rank holds a part of one.
     """
     ranks = policy.ranks
     mine = _own(policy)
@@ -240,7 +247,11 @@ def part_group(policy: Policy, expert: bool) -> dist.ProcessGroup:
 
 
 def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
-    """This rank's parameters with their rules, by name.  HpcrlError if the family has no rule for one."""
+    """This rank's parameters with their rules, by name.
+
+    Raises:
+        HpcrlError: if the family has no rule for one.
+    """
     rules = dict(policy.family.tensors(policy.hf_config))
     held = {
         _in_whole_model(module, name, policy.ranks): value

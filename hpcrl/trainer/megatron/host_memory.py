@@ -39,12 +39,14 @@ PIECE = 16 * 2**20
 class HostWeights:
     """This rank's part of a second set of weights.
 
-    fill: puts the second set into the policy's modules, which are as they were when this returns; without it the set is
-        a copy of the policy's.
-    average: the second set moves towards the policy only in part, which needs it in fp32 in addition to the dtype of
-        the weights.
+    Attributes:
+        fill: puts the second set into the policy's modules, which are as they were when this returns; without it the
+            set is a copy of the policy's.
+        average: the second set moves towards the policy only in part, which needs it in fp32 in addition to the dtype
+            of the weights.
 
-    UsageError if the weights are quantised.
+    Raises:
+        UsageError: if the weights are quantised.
     """
 
     def __init__(self, policy: Policy, fill: Callable[[], object] | None = None, *, average: bool = False) -> None:
@@ -142,7 +144,11 @@ COPIES = ("main_param",)
 
 
 class Parked:
-    """Memory of the device and its place on the host.  empty: what was there need not be kept."""
+    """Memory of the device and its place on the host.
+
+    Attributes:
+        empty: what was there need not be kept.
+    """
 
     def __init__(self, memory: torch.UntypedStorage, empty: bool) -> None:
         self.memory = memory
@@ -178,7 +184,8 @@ class Parked:
 class DeviceState:
     """All that the trained models of a rank have on its device.
 
-    UsageError if a model's weights are not plain tensors.
+    Raises:
+        UsageError: if a model's weights are not plain tensors.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:

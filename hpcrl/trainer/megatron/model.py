@@ -47,12 +47,14 @@ PROVIDER = "custom_model_provider_path"
 
 @dataclass(frozen=True)
 class Policy:
-    """chunks: DDP around (for bf16) Float16Module around GPTModel, one for each virtual stage; config: their
-    TransformerConfig.
+    """The model that is trained, with its optimizer and schedule.
 
-    hf_config: config.json.
-    optimizer, scheduler: Megatron's; the schedule counts optimizer steps.
-    value_head: it is a critic, whose output layer gives one number for each row.
+    Attributes:
+        chunks: DDP around (for bf16) Float16Module around GPTModel, one for each virtual stage.
+        config: their TransformerConfig.
+        hf_config: config.json.
+        optimizer, scheduler: Megatron's; the schedule counts optimizer steps.
+        value_head: it is a critic, whose output layer gives one number for each row.
     """
 
     chunks: tuple[DistributedDataParallel, ...]
@@ -71,13 +73,21 @@ class Policy:
 
     @property
     def model(self) -> DistributedDataParallel:
-        """The only chunk; ValueError where there are virtual stages."""
+        """The only chunk.
+
+        Raises:
+            ValueError: where there are virtual stages.
+        """
         (chunk,) = self.chunks
         return chunk
 
     @property
     def module(self) -> GPTModel:
-        """The GPTModel of the only chunk; ValueError where there are virtual stages."""
+        """The GPTModel of the only chunk.
+
+        Raises:
+            ValueError: where there are virtual stages.
+        """
         return inner(self.model)
 
     @property
@@ -96,14 +106,17 @@ class NoOptimizer:
 def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head: bool = False) -> Policy:
     """The model of --hf-checkpoint's config.json, without weights, on this rank's device; collective.
 
-    trainable: with gradient buffers, optimizer and schedule; without, it only holds weights (for conversion).
-    value_head: a critic; its head is 0 until weights are loaded, and no other part of it has anything to do with the
-        vocabulary's size.
-
     The config says calculate_per_token_loss: a loss function returns (sum, count, report) of its micro-batch, Megatron
     sums gradients over micro-batches, DP and CP and divides them by the sum of all counts, whatever is counted.
-    UsageError if the layout does not divide the model or a Megatron setting does not fit; DataError for a bad
-    config.json.
+
+    Args:
+        trainable: with gradient buffers, optimizer and schedule; without, it only holds weights (for conversion).
+        value_head: a critic; its head is 0 until weights are loaded, and no other part of it has anything to do with
+            the vocabulary's size.
+
+    Raises:
+        UsageError: if the layout does not divide the model or a Megatron setting does not fit.
+        DataError: for a bad config.json.
     """
     if options.hf_checkpoint is None:
         raise UsageError("--hf-checkpoint is not given", "name a Hugging Face model directory")
@@ -149,8 +162,11 @@ def _module(
     ranks: Ranks,
     stage: int | None,
 ) -> Any:
-    """The GPTModel of one chunk: of virtual stage `stage`, or all of this rank's layers (None).  HpcrlError names a
-    user's function that returns something else."""
+    """The GPTModel of one chunk: of virtual stage `stage`, or all of this rank's layers (None).
+
+    Raises:
+        HpcrlError: names a user's function that returns something else.
+    """
     last = config.virtual_pipeline_model_parallel_size
     ends = {
         "pre_process": ranks.first_stage and stage in (None, 0),
@@ -276,7 +292,10 @@ def _lengths(options: Options) -> dict[str, Any]:
 def know_length(scheduler: OptimizerParamScheduler, options: Options, rollouts: int) -> None:
     """Give the schedule of a run with --num-epoch its length: so many rollouts, as the prompts turned out to fill.
 
-    A resumed run has it from its checkpoint.  UsageError if the parts of the schedule do not fit into it.
+    A resumed run has it from its checkpoint.
+
+    Raises:
+        UsageError: if the parts of the schedule do not fit into it.
     """
     if options.num_rollout is not None or scheduler.num_steps:
         return

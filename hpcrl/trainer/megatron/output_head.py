@@ -29,17 +29,22 @@ from megatron.core.transformer.module import MegatronModule
 
 @dataclass
 class Head:
-    """hidden: [r, 1, hidden size], what goes into the output layer at the rows, with its gradient; None where there is
-    none."""
+    """What goes into the output layer, and its weight.
+
+    Attributes:
+        hidden: [r, 1, hidden size], what goes into the output layer at the rows, with its gradient; None where there is
+            none.
+    """
 
     model: GPTModel
     hidden: torch.Tensor | None = None
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """[r, columns of this rank], in the model's dtype, of `hidden` [r, 1, hidden size].  Collective over TP in
+        """[r, columns of this rank], in the model's dtype, of `hidden` [r, 1, hidden size]. Collective over TP in
         backward.
 
-        weight: another than the output layer's own.
+        Args:
+            weight: another than the output layer's own.
         """
         if weight is None and self.model.share_embeddings_and_output_weights:
             weight = self.model.shared_embedding_or_output_weight()

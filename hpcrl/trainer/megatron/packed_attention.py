@@ -42,14 +42,15 @@ class Boundaries(PackedSeqParams):
 def boundaries(bounds: torch.Tensor, ends: tuple[int, ...], longest: int) -> Boundaries:
     """What attention and rotary embedding are to know of packed sequences, padding included, over all CP ranks.
 
-    bounds: int32 [sequences + 1], 0 and where each ends.
-    ends: the same on the host.
-    longest: rows of the longest.
-
     Without `cu_seqlens_*_padded`, by which Transformer Engine would tell padding from tokens: it then has no
     FlashAttention 2 and no attention of its own left, and in deterministic mode on an H100 none at all for long
-    sequences.  Padding may be taken for tokens: it is after them, where causal attention never looks, and nothing is
+    sequences. Padding may be taken for tokens: it is after them, where causal attention never looks, and nothing is
     trained on it.
+
+    Args:
+        bounds: int32 [sequences + 1], 0 and where each ends.
+        ends: the same on the host.
+        longest: rows of the longest.
     """
     return Boundaries("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest, ends=ends)
 
@@ -69,7 +70,8 @@ def block_spec(
     """The layers of this (virtual) pipeline stage: Transformer Engine's where installed, else Megatron's with our
     attention and norm.
 
-    adapt: a family's change to a layer's spec, called with (spec, norm class, config).
+    Args:
+        adapt: a family's change to a layer's spec, called with (spec, norm class, config).
     """
     engine = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(

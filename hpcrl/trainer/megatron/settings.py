@@ -59,9 +59,10 @@ def resolve_settings(
 ) -> Settings:
     """All settings: the model's (checked against the user's), hpcrl's defaults under the user's, the options' own.
 
-    model: TransformerConfig fields from config.json.
-    gpt: GPTModel's arguments from it (vocab_size among them).
-    machine: on which the model will be trained (None: this one).
+    Args:
+        model: TransformerConfig fields from config.json.
+        gpt: GPTModel's arguments from it (vocab_size among them).
+        machine: on which the model will be trained (None: this one).
     """
     machine = machine or Machine.here()
     settled = gather_table(
@@ -168,7 +169,11 @@ def _fixed(options: Options) -> dict[str, Any]:
 
 
 def _coerced(name: str, value: Any) -> Any:
-    """A value from a flag or TOML in the type that the dataclass declares.  UsageError if it is none of that type."""
+    """A value from a flag or TOML in the type that the dataclass declares.
+
+    Raises:
+        UsageError: if it is none of that type.
+    """
     hint = next(_fields(cls)[name] for cls in CLASSES if name in _fields(cls))
     choices = _members(hint)
     if isinstance(value, str):
@@ -221,10 +226,13 @@ OVERLAP = "--overlap-p2p-comm"
 def pipeline_fields(options: Options, fields: Mapping[str, Any], cuda: bool) -> dict[str, Any]:
     """TransformerConfig's fields on pipeline stages.
 
-    fields: of the model and the user's own; read are num_layers, the uneven stages, the layout and overlap_p2p_comm.
-    cuda: whether messages go by NCCL, else by gloo.
+    Args:
+        fields: of the model and the user's own; read are num_layers, the uneven stages, the layout and
+            overlap_p2p_comm.
+        cuda: whether messages go by NCCL, else by gloo.
 
-    UsageError if layers do not divide into the stages, or the user's way to exchange activations would be wrong.
+    Raises:
+        UsageError: if layers do not divide into the stages, or the user's way to exchange activations would be wrong.
     """
     size = options.pipeline_model_parallel_size
     stages = _stages(options, fields)
@@ -245,8 +253,7 @@ def pipeline_fields(options: Options, fields: Mapping[str, Any], cuda: bool) -> 
             where = "between two pipeline ranks" if size == 2 else "over gloo"
             raise UsageError(
                 f"--no-overlap-p2p-communication with virtual pipeline stages: {where} Megatron's batched messages "
-                "reach the "
-                "wrong stage",
+                "reach the wrong stage",
                 "leave it out",
             )
     return {
@@ -296,8 +303,9 @@ def _of_layout(layout: Any, size: int) -> int | None:
 
 
 def _check_cut(layers: int, size: int, stages: int, fields: Mapping[str, Any]) -> None:
-    """UsageError unless each pipeline rank's layers, and those of uneven first and last ones, divide into the
-    stages."""
+    """Raise UsageError unless each pipeline rank's layers, and those of uneven first and last ones, divide into the
+    stages.
+    """
     flags = {FIRST: "--decoder-first-pipeline-num-layers", LAST: "--decoder-last-pipeline-num-layers"}
     rest = layers
     ranks = size

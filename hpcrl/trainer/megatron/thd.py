@@ -28,7 +28,8 @@ PAIR = 0.018
 def cp_indices(cu: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
     """Numbers of the rows that CP rank holds, in its order [rows / cp_size], int64.
 
-    ValueError if a sequence's padded length is not a multiple of 2 x cp_size (1 for cp_size 1).
+    Raises:
+        ValueError: if a sequence's padded length is not a multiple of 2 x cp_size (1 for cp_size 1).
     """
     if cp_size == 1:
         return torch.arange(cu[-1])
@@ -57,9 +58,11 @@ def positions(cu: tuple[int, ...], cp_size: int = 1, cp_rank: int = 0) -> torch.
 class LengthBucket:
     """Segments that share one attention call, each padded to the longest.
 
-    queries: rows of q [n, longest].
-    keys: rows of k and v [n, longest]; padding repeats row 0 and is never looked at.
-    mask: who sees whom [n, 1, queries, keys], or None for plain causal (each query sees the keys up to its own place).
+    Attributes:
+        queries: rows of q [n, longest].
+        keys: rows of k and v [n, longest]; padding repeats row 0 and is never looked at.
+        mask: who sees whom [n, 1, queries, keys], or None for plain causal (each query sees the keys up to its own
+            place).
     """
 
     queries: torch.Tensor
@@ -69,7 +72,12 @@ class LengthBucket:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """buckets: the calls.  places: for each row of q, where the buckets' outputs, laid end to end, hold it [rows]."""
+    """The calls of attention that a packed row is cut into.
+
+    Attributes:
+        buckets: the calls.
+        places: for each row of q, where the buckets' outputs, laid end to end, hold it [rows].
+    """
 
     buckets: tuple[LengthBucket, ...]
     places: torch.Tensor
@@ -111,7 +119,8 @@ def segments(cu: Sequence[int], cp_size: int = 1, cp_rank: int = 0) -> list[Segm
 def group(found: Sequence[Segment], width: int) -> list[list[Segment]]:
     """Segments that share a call: padding is bought until it costs as much as one more call.
 
-    width: heads x head size.  Long sequences end alone, short ones together; never worse than about twice the best.
+    Args:
+        width: heads x head size. Long sequences end alone, short ones together; never worse than about twice the best.
     """
     if len({(s.length, s.keys) for s in found}) <= 1:
         return [list(found)]  # nothing to pad: the order stays
@@ -169,7 +178,8 @@ def plan(
 class PlanCache:
     """The plans of the latest micro-batches, which the layers of one model chunk share.
 
-    most: plans that are kept; more would keep their masks in the device's memory.
+    Attributes:
+        most: plans that are kept; more would keep their masks in the device's memory.
     """
 
     most: int = 4

@@ -43,7 +43,10 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
 def measure(size: int, rounds: int, device: torch.device) -> dict[str, Any]:
     """All-reduce `size` bytes of float32 over the default group; one round to warm up, then the median of `rounds`.
 
-    Every rank holds rank+1 everywhere, so the sum is n(n+1)/2; RuntimeError if it is anything else, anywhere.
+    Every rank holds rank+1 everywhere, so the sum is n(n+1)/2.
+
+    Raises:
+        RuntimeError: if it is anything else, anywhere.
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
@@ -94,7 +97,11 @@ def join(seconds: float, port_file: Path | None = None) -> torch.device:
 
 
 def _store(address: str, port: int, rank: int, port_file: Path | None, seconds: float) -> dist.TCPStore:
-    """Where the ranks meet.  DeadlineError if rank 0 does not tell its port in `port_file`."""
+    """Where the ranks meet.
+
+    Raises:
+        DeadlineError: if rank 0 does not tell its port in `port_file`.
+    """
     wait = timedelta(seconds=seconds)
     opened = {}
     first = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -31,7 +31,11 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def open_store(context: RoleContext) -> StoreServer:
-    """Open the store, in the first process of the trainer.  UsageError if the address cannot be bound."""
+    """Open the store, in the first process of the trainer.
+
+    Raises:
+        UsageError: if the address cannot be bound.
+    """
     try:
         server = StoreServer(context.plan.trainers[0].at, server_keys(context.rundir, "ranks"))
     except UsageError as error:
@@ -43,8 +47,9 @@ def open_store(context: RoleContext) -> StoreServer:
 def connect(context: RoleContext) -> KeyedStore:
     """Connect to the store.
 
-    DeadlineError if the first process does not come up in --launch-timeout, counted twice, since it may still be
-    importing torch.
+    Raises:
+        DeadlineError: if the first process does not come up in --launch-timeout, counted twice, since it may still be
+            importing torch.
     """
     found = wait_for(context.rundir, StorePeer, 0, 2 * context.options.launch_timeout)
     keys = client_keys(context.rundir, 0, "ranks")

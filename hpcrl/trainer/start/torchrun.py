@@ -26,7 +26,11 @@ LISTEN = 3.0  #: seconds that a process that is told to end waits for another on
 
 
 def command(context: RoleContext, logs: Path) -> list[str]:
-    """torchrun's arguments for the ranks of this host.  logs: where it may keep its own files."""
+    """torchrun's arguments for the ranks of this host.
+
+    Args:
+        logs: where it may keep its own files.
+    """
     hosts = context.plan.trainer_hosts
     return [
         *("--nnodes", str(len(hosts))),
@@ -60,7 +64,11 @@ def main() -> int:
 
 
 def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
-    """Return when all ranks of this host have ended well; SystemExit with the exit code of one that has not."""
+    """Return when all ranks of this host have ended well.
+
+    Raises:
+        SystemExit: with the exit code of one that has not.
+    """
     prepare_environment(context, ranks)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -38,20 +38,26 @@ if TYPE_CHECKING:
 class Packed:
     """One micro-batch on one rank: t rows, of which r are trained on, of m samples.
 
-    tokens, positions: int64 [1, t].  rows: int64 [r], the rows that predict a token of loss mask 1; for each of them
-    labels: int64 [r], the token; sample: int64 [r], which of the m samples it belongs to; source: int64 [r], which of
-    the share's response tokens it is; rollout: float32 [r], the engine's log-prob.  counts: int64 [m], the mask sum of
-    the response that each sample is of, whatever rank its tokens are on; group: int64 [m]; reward: float32 [m].
-    bounds: int32 [m + 1], where each sequence ends with its padding, over all CP ranks; ends: the same on the host;
-    longest: rows of the longest, with padding. r may be 0.
-
     Filled in before the optimizer steps, float32 [r], or None where nothing asks for it: old, the old policy's
     log-probs; reference, the reference model's; teacher, what a teacher says of the whole vocabulary (other shapes);
     advantages; a critic's values, before any of its steps, and the returns that it learns. Filled in by its optimizer
     step: trainer, its log-probs under the weights that sampled, as `TokenBatch.trainer`.
 
-    choices: the experts of the rows that this rank's routers see, as the samples bring them or a pass has recorded
-    them.
+    Attributes:
+        tokens, positions: int64 [1, t].
+        rows: int64 [r], the rows that predict a token of loss mask 1; for each of them.
+        labels: int64 [r], the token.
+        sample: int64 [r], which of the m samples it belongs to.
+        source: int64 [r], which of the share's response tokens it is.
+        rollout: float32 [r], the engine's log-prob.
+        counts: int64 [m], the mask sum of the response that each sample is of, whatever rank its tokens are on.
+        group: int64 [m].
+        reward: float32 [m].
+        bounds: int32 [m + 1], where each sequence ends with its padding, over all CP ranks.
+        ends: the same on the host.
+        longest: rows of the longest, with padding. r may be 0.
+        choices: the experts of the rows that this rank's routers see, as the samples bring them or a pass has recorded
+            them.
     """
 
     tokens: torch.Tensor
@@ -83,7 +89,9 @@ class Packed:
 
 
 def check_batch(batch: SampleBatch, vocab_size: int) -> None:
-    """DataError for what cannot be trained on: a response without a prompt, a token that the model does not have."""
+    """Raise DataError for what cannot be trained on: a response without a prompt, a token that the model does not
+    have.
+    """
     bare = batch.rows["response_length"] >= batch.rows["length"]
     if bare.any():
         row = batch.rows[int(bare.argmax())]
@@ -102,7 +110,8 @@ def pack(
 ) -> Packed:
     """Pack the samples `rows` of `batch` for this rank.
 
-    experts: the ones that the engine chose, [tokens of the batch, layers, experts a token].
+    Args:
+        experts: the ones that the engine chose, [tokens of the batch, layers, experts a token].
     """
     rows = np.asarray(rows, np.int64)
     lengths = batch.rows["length"][rows].astype(np.int64)
@@ -149,7 +158,8 @@ def _trained(batch: SampleBatch, rows: np.ndarray, ends: np.ndarray) -> tuple[np
     """Of the response tokens of loss mask 1, each int64 [r]: the row that predicts it, its sample, its place in the
     responses.
 
-    ends: where each sample's real tokens end.  A sample is a place in `rows`.
+    Args:
+        ends: where each sample's real tokens end. A sample is a place in `rows`.
     """
     response = batch.rows["response_length"][rows].astype(np.int64)
     source = _spans(batch.response_offsets[rows], response)
@@ -171,7 +181,8 @@ def _spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def to_columns(micro_batches: Sequence[Packed], rows: Sequence[torch.Tensor], size: int, ranks: Ranks) -> torch.Tensor:
     """float32 [size] from [r] of each micro-batch; collective over CP and PP.
 
-    rows: on the last pipeline stage; ignored on the others.
+    Args:
+        rows: on the last pipeline stage; ignored on the others.
     """
     column = torch.zeros(size, device=ranks.device)
     if ranks.last_stage:

@@ -32,9 +32,10 @@ def run(
 ) -> list[Any]:
     """Megatron's schedule over the micro-batches; what `body` gave of each, on the last pipeline stage.
 
-    body: takes the micro-batch, the head with its hidden states, and Megatron's output, in which is nothing.
-    experts: whose choice of experts, and whether it is recorded.
-    difference: where to count what a replay changes.
+    Args:
+        body: takes the micro-batch, the head with its hidden states, and Megatron's output, in which is nothing.
+        experts: whose choice of experts, and whether it is recorded.
+        difference: where to count what a replay changes.
     """
 
     def forward(batches: Iterator[Packed], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -73,7 +74,8 @@ def logprobs(
 ) -> list[torch.Tensor]:
     """Log-probs [r] of each micro-batch under the current weights; zeros on all pipeline stages but the last.
 
-    experts: as in `run`.
+    Args:
+        experts: as in `run`.
     """
 
     def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:

@@ -40,7 +40,9 @@ class OtherWeights:
     """The models other than the policy.
 
     In host memory: reference; old, the weights that sampled this share, where the trained ones are newer; teacher.
-    critic: a separate model, trained too.
+
+    Attributes:
+        critic: a separate model, trained too.
     """
 
     reference: HostWeights | None = None
@@ -55,7 +57,12 @@ FIELDS = {"ref_log_probs": "reference", "log_probs": "old", "values": "values"}
 
 
 class Prepared(NamedTuple):
-    """share, steps: with the loss masks that are trained on; metrics: means over all their tokens, in slime's names."""
+    """A rollout that is ready to be trained on.
+
+    Attributes:
+        share, steps: with the loss masks that are trained on.
+        metrics: means over all their tokens, in slime's names.
+    """
 
     share: Share
     steps: list[list[Packed]]

@@ -47,10 +47,11 @@ class Choices(Protocol):
 class GivenChoices:
     """Those that came with the samples.
 
-    table: uint8 or uint16 [tokens of the share, layers, experts a token].
-    source: int64 [rows], which token of the table each row is, -1: none.
-
     Nothing is copied before a layer is asked for.
+
+    Attributes:
+        table: uint8 or uint16 [tokens of the share, layers, experts a token].
+        source: int64 [rows], which token of the table each row is, -1: none.
     """
 
     table: np.ndarray
@@ -67,7 +68,11 @@ class GivenChoices:
 
 @dataclass(frozen=True)
 class RecordedChoices:
-    """Those that a pass has made.  dtype: the narrowest that holds them."""
+    """Those that a pass has made.
+
+    Attributes:
+        dtype: the narrowest that holds them.
+    """
 
     dtype: torch.dtype
     layers: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -104,8 +109,9 @@ class Difference:
 class Chooser:
     """The replay object of one router, for one pass.
 
-    layer: which of those with experts.
-    difference: where to count what the replay changes, in the pass that is trained.
+    Attributes:
+        layer: which of those with experts.
+        difference: where to count what the replay changes, in the pass that is trained.
     """
 
     def __init__(self, layer: int, batches: Sequence[Any], record: bool, difference: Difference | None) -> None:
@@ -160,8 +166,11 @@ def routing_of(policy: Policy) -> Routing:
 
 
 def given_experts(policy: Policy, batch: SampleBatch) -> np.ndarray:
-    """The engine's choice [tokens, layers, experts a token].  DataError unless the batch has it, and it fits the
-    model."""
+    """The engine's choice [tokens, layers, experts a token].
+
+    Raises:
+        DataError: unless the batch has it, and it fits the model.
+    """
     if COLUMN not in batch.extra:
         raise DataError(
             "the samples do not say which experts the engine chose", "leave --use-rollout-routing-replay out"
@@ -175,10 +184,12 @@ def routed(
 ) -> Iterator[None]:
     """Within, one pass over the micro-batches takes the experts of `batch.choices`, or records them there.
 
-    batches: with an attribute `choices`.
-    training: with a backward pass.
+    Args:
+        batches: with an attribute `choices`.
+        training: with a backward pass.
 
-    HpcrlError where Megatron asked otherwise than once for each.
+    Raises:
+        HpcrlError: where Megatron asked otherwise than once for each.
     """
     if how == "own":
         yield
@@ -206,7 +217,11 @@ def routed(
 
 
 def _routers(policy: Policy) -> Iterator[Any]:
-    """Every router of this rank's layers.  UsageError if Megatron's have no place for a replay."""
+    """Every router of this rank's layers.
+
+    Raises:
+        UsageError: if Megatron's have no place for a replay.
+    """
     for module in policy.modules:
         for layer in module.decoder.layers:
             router = getattr(layer.mlp, "router", None)

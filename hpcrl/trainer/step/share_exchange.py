@@ -27,7 +27,10 @@ ALIGNMENT = 8  #: bytes; a frame begins at a multiple of it, so that `decode` ma
 class ShareExchange:
     """The ranks of one data-parallel rank (a model replica), which all train on the same share.
 
-    Created once; collective over all trainer ranks.  minutes: limit of each wait for the other ranks of the replica.
+    Created once; collective over all trainer ranks.
+
+    Attributes:
+        minutes: limit of each wait for the other ranks of the replica.
     """
 
     def __init__(self, ranks: Ranks, minutes: float = 10.0) -> None:
@@ -45,7 +48,8 @@ class ShareExchange:
     def exchange(self, share: Share | None) -> Share:
         """The share of this replica on each of its ranks; collective over the replica.
 
-        share: on the rank that fetches, what the queue delivered; ignored on the others.
+        Args:
+            share: on the rank that fetches, what the queue delivered; ignored on the others.
         """
         if share is None or not self.fetches:
             return decode(self._receive())

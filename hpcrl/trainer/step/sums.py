@@ -35,9 +35,10 @@ from hpcrl.trainer.step.packing import Packed, to_columns
 def record_samples(root: Path, options: Options, ranks: Ranks, share: Share, micro_batches: Sequence[Packed]) -> None:
     """Write the files of a rollout whose micro-batches have been trained on; collective.
 
-    root: the run directory.
-
     Nothing is written of a rollout that trained a critic alone.
+
+    Args:
+        root: the run directory.
     """
     size = len(share.batch.loss_mask)
     if share.rollout_id < options.num_critic_only_steps:
@@ -121,7 +122,9 @@ def _columns(share: Share, trainer: np.ndarray, advantage: np.ndarray | None) ->
 class Totals(msgspec.Struct, frozen=True):
     """Of one optimizer step over all micro-batches and ranks, by name.
 
-    means, token_means: sums, not yet divided; maxima.  tokens: trained tokens.
+    Attributes:
+        means, token_means: sums, not yet divided; maxima.
+        tokens: trained tokens.
     """
 
     means: dict[str, float]
@@ -139,10 +142,12 @@ class Totals(msgspec.Struct, frozen=True):
 def total(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
     """The totals over all ranks, equal on every one; collective.
 
-    reports: of this rank's micro-batches, none on pipeline stages without a loss.
-    tokens: trained tokens of this rank.
+    Args:
+        reports: of this rank's micro-batches, none on pipeline stages without a loss.
+        tokens: trained tokens of this rank.
 
-    HpcrlError if two micro-batches report different names.
+    Raises:
+        HpcrlError: if two micro-batches report different names.
     """
     found = _over_data(reports, tokens, ranks) if ranks.last_stage else None
     if ranks.pp_size == 1:
@@ -194,8 +199,9 @@ def sums_over_samples(
 ) -> torch.Tensor:
     """float [k, samples]: each row of `values` [k, r] summed over the tokens of every sample; collective over `group`.
 
-    sample: int64 [r], which sample a token belongs to.
-    group: the context-parallel ranks; None: one rank has all.
+    Args:
+        sample: int64 [r], which sample a token belongs to.
+        group: the context-parallel ranks; None: one rank has all.
     """
     own = values.new_zeros(len(values), samples).index_add(1, sample, values)
     return own if group is None else _SumOverRanks.apply(own, group)

@@ -32,8 +32,9 @@ class TokenScores(NamedTuple):
 class Vocabulary:
     """Which columns this rank's logits are.
 
-    size: real tokens; the output layer may have more columns, to divide by TP, and those are not tokens.
-    group: the tensor-parallel ranks that hold the other columns, in order; None where this rank holds all.
+    Attributes:
+        size: real tokens; the output layer may have more columns, to divide by TP, and those are not tokens.
+        group: the tensor-parallel ranks that hold the other columns, in order; None where this rank holds all.
     """
 
     size: int
@@ -56,10 +57,11 @@ def tokens_of(
 ) -> TokenScores:
     """`tokens` of logits(hidden), with the `divergence` to a teacher, `rows` rows at a time (0 or less: all at once).
 
-    hidden: [r, 1, hidden size].
-    labels: int64 [r].
-    logits: gives [rows, columns of this rank], under another weight if it is given one.  In several pieces none keeps
-        its logits: the backward pass computes them again.
+    Args:
+        hidden: [r, 1, hidden size].
+        labels: int64 [r].
+        logits: gives [rows, columns of this rank], under another weight if it is given one. In several pieces none
+            keeps its logits: the backward pass computes them again.
     """
 
     def piece(hidden: torch.Tensor, labels: torch.Tensor, theirs: torch.Tensor | None = None) -> TokenScores:
@@ -85,11 +87,12 @@ def tokens_of(
 def tokens(logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, temperature: float = 1.0) -> TokenScores:
     """Log-prob of each label, entropy and whether the label is likeliest, under softmax(logits / temperature).
 
-    logits: [r, columns of this rank], any float type, computed in float32 or wider.
-    labels: int64 [r]; r may be 0.
-
     All TP ranks get the same values; gradients flow to the rank's own columns through log-probs and entropy, in one
     backward pass: what was saved for it becomes the gradient, and a second one is torch's error.
+
+    Args:
+        logits: [r, columns of this rank], any float type, computed in float32 or wider.
+        labels: int64 [r]; r may be 0.
     """
     return TokenScores(*_Softmax.apply(logits, labels, vocabulary, temperature))
 
@@ -156,9 +159,10 @@ Direction = Literal["reverse", "forward"]
 class TeacherRows:
     """What a teacher says of the rows of a micro-batch.
 
-    hidden: [r, 1, hidden size], in host memory, what goes into its output layer.
-    weight: [columns of this rank, hidden size], of that layer, on the device.
-    direction: reverse, KL(student || teacher), or forward, KL(teacher || student).
+    Attributes:
+        hidden: [r, 1, hidden size], in host memory, what goes into its output layer.
+        weight: [columns of this rank, hidden size], of that layer, on the device.
+        direction: reverse, KL(student || teacher), or forward, KL(teacher || student).
     """
 
     hidden: torch.Tensor
@@ -171,8 +175,9 @@ def divergence(
 ) -> torch.Tensor:
     """[r]: the KL (nats) of each row, both distributions at `temperature`.
 
-    logits, teacher: [r, columns of this rank], any float type, computed in float32 or wider; the gradient flows to
-    `logits`.
+    Args:
+        logits, teacher: [r, columns of this rank], any float type, computed in float32 or wider; the gradient flows to
+            `logits`.
     """
     return _Divergence.apply(logits, teacher, vocabulary, temperature, direction)
 

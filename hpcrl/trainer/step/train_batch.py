@@ -54,11 +54,15 @@ NOT_FINITE = "lower --lr, or look at the samples of that step; the last checkpoi
 
 @dataclass(frozen=True)
 class StepTotals:
-    """where: its name in errors; samples, tokens: of it over all ranks; comparable: whether trainer and engine must
-    agree; fresh: bool, on which of the share's response tokens, those of the current policy (None: on all).
+    """What counts over all ranks in an optimizer step.
 
-    spread: samples a response.  The loss is divided by the samples, and its weights multiplied by this: a response
-    counts once.
+    Attributes:
+        where: its name in errors.
+        samples, tokens: of it over all ranks.
+        comparable: whether trainer and engine must agree.
+        fresh: bool, on which of the share's response tokens, those of the current policy (None: on all).
+        spread: samples a response. The loss is divided by the samples, and its weights multiplied by this: a response
+            counts once.
     """
 
     where: str
@@ -81,12 +85,17 @@ def train(
 ) -> dict[str, float]:
     """Take all optimizer steps of `share`; collective.
 
-    record: called at the end with the share and its micro-batches.
-    version: of the policy; None: that which sampled the share.
+    Args:
+        record: called at the end with the share and its micro-batches.
+        version: of the policy; None: that which sampled the share.
 
-    Returns metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum
-    the maximum, of the learning rate the last.  HpcrlError, before a weight changes, if the batch does not fit the
-    model, loss or gradient is not finite, or the mean difference of log-probs exceeds --max-logprob-diff.
+    Returns:
+        Metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum the
+        maximum, of the learning rate the last.
+
+    Raises:
+        HpcrlError: before a weight changes, if the batch does not fit the model, loss or gradient is not finite, or the
+            mean difference of log-probs exceeds --max-logprob-diff.
     """
     begun = time.monotonic()
     packing.check_batch(share.batch, policy.vocab_size)
@@ -151,8 +160,12 @@ def _step(
     prefix: str = "",
     replay: Difference | None = None,
 ) -> dict[str, float]:
-    """One optimizer step of a model; prefix: of its metrics' names; replay: with the experts that were chosen
-    before."""
+    """One optimizer step of a model.
+
+    Args:
+        prefix: of its metrics' names.
+        replay: with the experts that were chosen before.
+    """
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     model.optimizer.zero_grad()

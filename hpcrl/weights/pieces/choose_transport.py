@@ -25,7 +25,11 @@ def choose_transport(
 ) -> PeerTransport:
     """A member's transport, once it has joined the group; with NCCL the wire as well.
 
-    exported_memory: for a sender's memory that other processes open.  DeadlineError if NCCL takes too long.
+    Args:
+        exported_memory: for a sender's memory that other processes open.
+
+    Raises:
+        DeadlineError: if NCCL takes too long.
     """
     if update_group.ipc:
         return IpcTransport(

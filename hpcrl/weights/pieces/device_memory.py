@@ -46,8 +46,9 @@ _PLACE = struct.Struct("<qqq")  # of a region: process, descriptor, inode
 class Block:
     """Memory.
 
-    buffer: uint8 [bytes] over it.
-    owner: what keeps it, of the implementation's own kind.
+    Attributes:
+        buffer: uint8 [bytes] over it.
+        owner: what keeps it, of the implementation's own kind.
     """
 
     buffer: torch.Tensor
@@ -81,7 +82,11 @@ class DeviceMemory(Protocol):
 
 
 def settle(memory: DeviceMemory, seconds: float) -> None:
-    """Return once the device has done what this process gave it; DeadlineError after `seconds`."""
+    """Return once the device has done what this process gave it.
+
+    Raises:
+        DeadlineError: after `seconds`.
+    """
     done = memory.mark()
     end = Deadline(seconds)
     while not done.query():
@@ -113,7 +118,7 @@ class HostMemory:
         return _PLACE.pack(wire["pid"], wire["fd"], wire["inode"]).ljust(NAME_BYTES, b"\0")
 
     def open(self, name: bytes, size: int, place: str) -> Block:
-        """ValueError if it is not the name of a region, OSError if that cannot be opened."""
+        """Raise ValueError if it is not the name of a region, OSError if that cannot be opened."""
         pid, fd, inode = _PLACE.unpack_from(name)
         return Block(open_region({"pid": pid, "fd": fd, "inode": inode, "size": size}))
 
@@ -144,7 +149,11 @@ _ARGUMENTS = {
 
 
 def loaded_runtime() -> str:
-    """The path of the libcudart of this process.  PeerError if it has none."""
+    """The path of the libcudart of this process.
+
+    Raises:
+        PeerError: if it has none.
+    """
     for line in read_system("/proc/self/maps").splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith("libcudart"):
@@ -153,7 +162,11 @@ def loaded_runtime() -> str:
 
 
 class Runtime:
-    """The functions of a libcudart, on addresses; PeerError with CUDA's own words where one fails."""
+    """The functions of a libcudart, on addresses.
+
+    Raises:
+        PeerError: with CUDA's own words where one fails.
+    """
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
@@ -217,7 +230,7 @@ class CudaMemory:
             return self._runtime.handle(block.owner)
 
     def open(self, name: bytes, size: int, place: str) -> Block:
-        """PeerError where this GPU cannot reach that one."""
+        """Raise PeerError where this GPU cannot reach that one."""
         for number in range(torch.cuda.device_count()):
             there = torch.device("cuda", number)
             if place_of(there) == place != self.place and not torch.cuda.can_device_access_peer(self.device, there):

@@ -135,7 +135,11 @@ class DeviceTransport(PeerTransport):
         return Transfer(part, tensor, what, self.seconds)
 
     def flush(self) -> None:
-        """Start what was collected as one group.  PeerError if the wire has failed, or was given up."""
+        """Start what was collected as one group.
+
+        Raises:
+            PeerError: if the wire has failed, or was given up.
+        """
         sends = self._sends
         receives = self._receives
         self._sends = []
@@ -150,7 +154,7 @@ class DeviceTransport(PeerTransport):
             part.done = done
 
     def check(self) -> None:
-        """PeerError if a member has left."""
+        """Raise PeerError if a member has left."""
         if self.group.group is None or self.group.store.check([LEFT]):
             raise PeerError("a member left")
 
@@ -167,7 +171,11 @@ class DeviceTransport(PeerTransport):
 
 
 class NcclWire:
-    """Member `rank` of `world`; name: NCCL's, 128 bytes."""
+    """Member `rank` of `world`.
+
+    Attributes:
+        name: NCCL's, 128 bytes.
+    """
 
     def __init__(self, name: bytes, rank: int, world: int, device: torch.device) -> None:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group

@@ -89,7 +89,13 @@ def _values_at(count: int, elements: int) -> int:
 def write(new: torch.Tensor, old: torch.Tensor, item: int, out: torch.Tensor) -> int:
     """What changed from `old` to `new` into `out`, which has room for all of `new`; then `old` has the bits of `new`.
 
-    All uint8 [bytes]; item: bytes of an element.  Returns the piece's change count.
+    All uint8 [bytes].
+
+    Args:
+        item: bytes of an element.
+
+    Returns:
+        The piece's change count.
     """
     words = new.view(WORDS[item])
     before = old.view(WORDS[item])
@@ -116,7 +122,8 @@ def write(new: torch.Tensor, old: torch.Tensor, item: int, out: torch.Tensor) ->
 def read(buffer: torch.Tensor, count: int, elements: int, item: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(positions, int64 [count], ascending; values, words of `item` bytes [count]) of what `write` made of a piece.
 
-    ValueError if it is not of a piece with so many elements.
+    Raises:
+        ValueError: if it is not of a piece with so many elements.
     """
     blocks = -(-elements // BLOCK)
     begin = _values_at(count, elements)
@@ -138,8 +145,9 @@ Agree = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 class OwnTensor:
     """A rank's part of a Hugging Face tensor: number `which` of those that a parameter is made of.
 
-    parameter: with the places of all of them in it.
-    shape: of the whole tensor.
+    Attributes:
+        parameter: with the places of all of them in it.
+        shape: of the whole tensor.
     """
 
     parameter: torch.Tensor
@@ -235,7 +243,8 @@ def prepare_values(
 ) -> PieceValues:
     """Find all scales; collective, because blocks may be on several ranks.
 
-    DataError names a matrix that cannot be quantised.
+    Raises:
+        DataError: names a matrix that cannot be quantised.
     """
     scales: dict[str, torch.Tensor] = {}
     if scheme is not None:

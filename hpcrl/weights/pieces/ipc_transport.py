@@ -36,9 +36,10 @@ LEAVING = 5.0  #: seconds that a device has to end what it does when we leave
 class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How others open a member's memory.
 
-    name: base64.
-    size: bytes.
-    place: of its device (`DeviceMemory.place`).
+    Attributes:
+        name: base64.
+        size: bytes.
+        place: of its device (`DeviceMemory.place`).
     """
 
     name: str
@@ -47,7 +48,11 @@ class Exported(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_exported(wire: Mapping[str, Any]) -> tuple[bytes, Exported]:
-    """(the name's bytes, the rest).  ValueError says what is wrong."""
+    """(the name's bytes, the rest).
+
+    Raises:
+        ValueError: says what is wrong.
+    """
     try:
         found = msgspec.convert(dict(wire), Exported, strict=True)
         name = base64.b64decode(found.name, validate=True)
@@ -113,7 +118,7 @@ class IpcTransport(PeerTransport):
         return IpcMessageMemory(block.buffer[:size], msgspec.to_builtins(wire))
 
     def open(self, wire: Mapping[str, Any]) -> torch.Tensor:
-        """PeerError where this device cannot reach that one."""
+        """Raise PeerError where this device cannot reach that one."""
         name, found = read_exported(wire)
         self._opened.append(self.exported_memory.memory.open(name, found.size, found.place))
         return self._opened[-1].buffer

@@ -23,7 +23,11 @@ LATE = ("timed out", "timeout")  #: gloo's words
 
 @dataclass
 class Transfer:
-    """One send or receive under way; what: for the error."""
+    """One send or receive under way.
+
+    Attributes:
+        what: for the error.
+    """
 
     work: Any
     tensor: torch.Tensor
@@ -90,7 +94,11 @@ class PeerTransport:
         return self.send(self._token if counts is None else counts.view(torch.uint8), to, tag)
 
     def hear(self, source: int, tag: int, pieces: int = 0) -> Transfer:
-        """Begin to receive one; pieces: how many the message with these change counts has, 0: there are none."""
+        """Begin to receive one.
+
+        Args:
+            pieces: how many the message with these change counts has, 0: there are none.
+        """
         return self.receive(torch.zeros(max(1, 4 * pieces), dtype=torch.uint8), source, tag)
 
     @property
@@ -110,12 +118,17 @@ class PeerTransport:
     def open(self, wire: Mapping[str, Any]) -> torch.Tensor:
         """Another member's memory, as `MessageMemory.to_wire` describes it: uint8, not to be written to.
 
-        ValueError or OSError if it is not that.
+        Raises:
+            ValueError, OSError: if it is not that.
         """
         return open_region(wire)
 
     def settle(self) -> None:
-        """Return once the device has done what this member gave it; DeadlineError after `seconds`."""
+        """Return once the device has done what this member gave it.
+
+        Raises:
+            DeadlineError: after `seconds`.
+        """
 
     def flush(self) -> None:
         """Start the sends and receives that were collected, for transports that collect them."""

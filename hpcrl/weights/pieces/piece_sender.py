@@ -38,10 +38,11 @@ class SendTarget:
 class PieceSender:
     """What one rank sends in every update of one plan.
 
-    own: its rows of the plan (`planning.pieces_of`).
-    names: of the plan's tensors.
-    limit: bytes of a half of its memory.
-    keep: what is sent is kept, so that later updates can be of what has changed since.
+    Attributes:
+        own: its rows of the plan (`planning.pieces_of`).
+        names: of the plan's tensors.
+        limit: bytes of a half of its memory.
+        keep: what is sent is kept, so that later updates can be of what has changed since.
     """
 
     def __init__(
@@ -68,10 +69,13 @@ class PieceSender:
         self.keep = keep
 
     def send(self, numbers: PieceValues, changes: bool = False) -> int:
-        """One update; how many bytes.  changes: only what differs from the update before, of which nothing may have
-        failed.
+        """One update; how many bytes.
 
-        PeerError or DeadlineError name the member that did not take part.
+        Args:
+            changes: only what differs from the update before, of which nothing may have failed.
+
+        Raises:
+            PeerError, DeadlineError: name the member that did not take part.
         """
         under_way: list[list[Transfer]] = [[] for _ in range(HALVES)]
         sent = kept = 0
@@ -94,7 +98,11 @@ class PieceSender:
         return self.memory.buffer[begin : begin + packed.nbytes]
 
     def _pack(self, numbers: PieceValues, packed: PackedShards, kept: int) -> tuple[None, int]:
-        """All of it; kept: where in what is kept it begins."""
+        """All of it.
+
+        Args:
+            kept: where in what is kept it begins.
+        """
         buffer = self._bytes(packed)
         for piece, place in zip(packed.pieces.tolist(), packed.places.tolist(), strict=True):
             self._write(numbers, piece, buffer[place : place + piece[NBYTES]])

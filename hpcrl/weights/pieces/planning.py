@@ -61,7 +61,7 @@ def coded(held: Mapping[str, HeldTensor], scheme: Scheme | None) -> dict[str, He
 
 
 def check_codes(held: Mapping[str, HeldTensor], needs: Mapping[str, NeededTensor], scheme: Scheme | None) -> None:
-    """HpcrlError where one side has FP8 and the other has not: codes are meaningless without their scales."""
+    """Raise HpcrlError where one side has FP8 and the other has not: codes are meaningless without their scales."""
     for name, tensor in held.items():
         ours = scheme is not None and scheme.takes(name, tensor.shape)
         if name in needs and ours != ("float8" in needs[name].dtype):
@@ -71,7 +71,11 @@ def check_codes(held: Mapping[str, HeldTensor], needs: Mapping[str, NeededTensor
 
 
 def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
-    """Both sides.  HpcrlError for a tensor that only one of them has, or in another shape."""
+    """Both sides.
+
+    Raises:
+        HpcrlError: for a tensor that only one of them has, or in another shape.
+    """
     needs = needed_tensors(manifests)
     layouts = Layouts()
     if extra := [name for name in held if name not in needs]:
@@ -108,13 +112,14 @@ def make(
 ) -> Redistribution:
     """The plan.
 
-    held: the trainer's tensors, by name, as they are sent.
-    manifests: of every worker of every engine.
-    hosts: the process identity of each rank.
-    limit: bytes of --update-weight-buffer-size.
-    sharing: which workers receive bytes once together: all of a host, where processes may open each other's memory;
-        those of an engine on a host; or none.
-    in_place: workers load what is in memory of their host from there.
+    Args:
+        held: the trainer's tensors, by name, as they are sent.
+        manifests: of every worker of every engine.
+        hosts: the process identity of each rank.
+        limit: bytes of --update-weight-buffer-size.
+        sharing: which workers receive bytes once together: all of a host, where processes may open each other's memory;
+            those of an engine on a host; or none.
+        in_place: workers load what is in memory of their host from there.
     """
     workers = []
     for number, engine in enumerate(manifests):
@@ -141,8 +146,9 @@ def pieces_of(rank: int, data: bytes) -> np.ndarray:
 class PackedShards:
     """What a rank has for one destination host in one round.
 
-    offset: in a half of its memory.
-    pieces: rows of `pieces_of`.
+    Attributes:
+        offset: in a half of its memory.
+        pieces: rows of `pieces_of`.
     """
 
     destination: int
@@ -205,7 +211,11 @@ def receive_plans(
 def _messages(
     arrived: list[tuple[int, PackedShards]], near: list[bool], relay: int | None, half: int
 ) -> tuple[Message, ...]:
-    """One round of a destination host; relay: the host leader that forwards it."""
+    """One round of a destination host.
+
+    Args:
+        relay: the host leader that forwards it.
+    """
     found = []
     end = 0
     for (rank, packed), close in zip(arrived, near, strict=True):

@@ -90,7 +90,11 @@ class ReshardedUpdate:
         self.bytes = 0
 
     def connect(self, source: Source) -> None:
-        """Make the plan and join the group, before the first update.  HpcrlError for tensors that only one side has."""
+        """Make the plan and join the group, before the first update.
+
+        Raises:
+            HpcrlError: for tensors that only one side has.
+        """
         if self.plan is not None:
             return
         held, hosts = source.describe()
@@ -148,8 +152,11 @@ class ReshardedUpdate:
         return found
 
     def send(self, source: Source) -> None:
-        """One update, between the engines' start and finish; with --weight-update delta, from the second one of
-        a group on, of what has changed.  PeerError or DeadlineError name engine and phase.
+        """One update, between the engines' start and finish; with --weight-update delta, from the second one of a group
+        on, of what has changed.
+
+        Raises:
+            PeerError, DeadlineError: name engine and phase.
         """
         changes = self.current
         self.current = False
@@ -193,7 +200,7 @@ def _send_targets(plan: Redistribution, plans: list[ReceivePlan], rank: int) -> 
 
 
 def _check_near(plans: list[ReceivePlan], ranks: int) -> None:
-    """UsageError unless every message is where its workers can open it."""
+    """Raise UsageError unless every message is where its workers can open it."""
     for box in plans:
         for message in box.messages():
             if not message.near:
@@ -208,8 +215,9 @@ def _check_near(plans: list[ReceivePlan], ranks: int) -> None:
 def obstacle(tensors: object, manifests: Manifests, data_parallel: int, delta: bool = False) -> str | None:
     """Why an update cannot be resharded, as the end of a sentence; None if it can.
 
-    data_parallel: parts of an engine.
-    delta: it is to bring what has changed.
+    Args:
+        data_parallel: parts of an engine.
+        delta: it is to bring what has changed.
     """
     first = manifests[0][0]
     if not isinstance(tensors, Source):

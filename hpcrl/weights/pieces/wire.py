@@ -38,8 +38,9 @@ class WireTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pieces of one sender for one destination host in one round.
 
-    half, offset: where they begin in the sender's memory if near, otherwise in the host leader's; pieces: (tensor, top,
-    bottom, left, right, offset in the message).
+    Attributes:
+        half, offset: where they begin in the sender's memory if near, otherwise in the host leader's.
+        pieces: (tensor, top, bottom, left, right, offset in the message).
     """
 
     sender: int
@@ -53,8 +54,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReceivePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that reaches a destination host.
 
-    limit: bytes of a half of a memory.
-    onward: leaders of other hosts, to which its leader forwards all of it.
+    Attributes:
+        limit: bytes of a half of a memory.
+        onward: leaders of other hosts, to which its leader forwards all of it.
     """
 
     host_leader: int
@@ -73,8 +75,9 @@ class ReceivePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class UpdateGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The store at which the members of an update meet: `world` members, trainer ranks below `ranks`.
 
-    nccl: NCCL's unique id of the group over which bytes go (base64), or "" if they go over gloo.
-    ipc: bytes are in memory of the ranks' devices, which the workers open.
+    Attributes:
+        nccl: NCCL's unique id of the group over which bytes go (base64), or "" if they go over gloo.
+        ipc: bytes are in memory of the ranks' devices, which the workers open.
     """
 
     host: str
@@ -89,8 +92,9 @@ class UpdateGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WorkerJoinCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine's workers are told when they join.
 
-    workers: for each worker's rank its (number in the group, index into receive_plans).
-    keep: what has come is kept, for updates that bring what has changed since.
+    Attributes:
+        workers: for each worker's rank its (number in the group, index into receive_plans).
+        keep: what has come is kept, for updates that bring what has changed since.
     """
 
     update_group: UpdateGroup
@@ -100,7 +104,11 @@ class WorkerJoinCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def read_join_command(text: str) -> WorkerJoinCommand:
-    """From JSON.  ValueError says what is wrong with it."""
+    """From JSON.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
     try:
         found = msgspec.json.decode(text, type=WorkerJoinCommand)
     except msgspec.MsgspecError as error:

@@ -36,11 +36,12 @@ ROOM = PluginRoom(Path(__file__).parent)
 class Link:
     """What a transport connects.
 
-    limit: bytes of a bucket.
-    host: address of the sending rank.
-    workers: how many each engine has.
-    directory: on a file system that engines have too, or None for the run's.
-    written: called with each directory that is complete.
+    Attributes:
+        limit: bytes of a bucket.
+        host: address of the sending rank.
+        workers: how many each engine has.
+        directory: on a file system that engines have too, or None for the run's.
+        written: called with each directory that is complete.
     """
 
     fleet: Fleet
@@ -57,8 +58,13 @@ class Link:
 
 @dataclass(frozen=True)
 class TransportConditions:
-    """What decides whether a way can work.  cpu: the engines run vLLM's CPU build; one_host: all of the run is on one;
-    colocate: trainer and engines share GPUs."""
+    """What decides whether a way can work.
+
+    Attributes:
+        cpu: the engines run vLLM's CPU build.
+        one_host: all of the run is on one.
+        colocate: trainer and engines share GPUs.
+    """
 
     cpu: bool
     one_host: bool
@@ -99,14 +105,22 @@ def names() -> list[str]:
 
 
 def find_way(name: str) -> Way:
-    """The way of that name.  UsageError if there is no such file."""
+    """The way of that name.
+
+    Raises:
+        UsageError: if there is no such file.
+    """
     if name not in names():
         raise UsageError(f"--weight-transfer {name} is not a transport", ROOM.hint(name, also=["auto"]))
     return importlib.import_module(f"{__name__}.{name}")  # type: ignore[return-value]
 
 
 def choose(wish: str, site: TransportConditions) -> str:
-    """The name of the way to take.  UsageError when `wish` asks for one that cannot work at this site."""
+    """The name of the way to take.
+
+    Raises:
+        UsageError: when `wish` asks for one that cannot work at this site.
+    """
     if wish == "auto":
         shared = site.cpu or site.colocate  # NCCL takes a GPU once, not as the sender's and as a receiver's
         # CUDA IPC, which could be the way for both at once, is asked for by name until it has run on a GPU

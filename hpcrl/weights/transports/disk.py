@@ -48,7 +48,7 @@ class DiskTransport:
         self.fleet.post("the weight transfer's init", "/init_weight_transfer_engine", {"init_info": {}})
 
     def stage(self, tensors: Stream, version: int) -> None:
-        """HpcrlError if it cannot be written."""
+        """Raise HpcrlError if it cannot be written."""
         self._remove(self.there)
         there = self.base / f"version-{version:08d}"
         staging = there.with_name(f".partial-{there.name}")

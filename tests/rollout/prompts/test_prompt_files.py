@@ -244,8 +244,7 @@ def test_what_a_template_adds_around_the_answer(model: Path, tmp_path: Path) -> 
     hf = make_tokenizer()
     hf.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}(){% endif %}{{ m['content'] "
-        "}}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "}}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     hf.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((model / "config.json").read_text())

@@ -152,8 +152,7 @@ def test_turns_keep_their_tokens(model: Path, found: dict[str, Any]) -> None:
 
 THINKING = (  # as Qwen3's: a newline behind a turn's end, thoughts of earlier turns left out
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('>')[-1] if m['role'] == 'assistant' else "
-    "m['content'] }}"
-    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
