@@ -157,7 +157,7 @@ def test_masks_that_lose_tokens(model: Path) -> None:
     flag = f"--rollout-data-postprocess-path {HERE}"
     assert errors[0].startswith(f"{flag}.gains trains on tokens that were masked")
     assert errors[1].startswith(f"{flag}.forgets left loss_masks None")
-    assert errors[2].startswith(f"{flag}.raises raised KeyError: 'mine' (test_trainer_hooks.py:")
+    assert errors[2].startswith(f"{flag}.raises raised KeyError: 'mine' (test_custom_hooks.py:")
 
 
 def test_custom_model_is_trained(model: Path) -> None:
