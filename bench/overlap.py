@@ -193,7 +193,7 @@ async def one_run(
             waited += loop.time() - pausing
         waits.append(waited)
         ends.append(loop.time())
-        idle.append(engines.occupancy.measures())
+        idle.append(engines.loads.measures())
     await rollouts.generator.close()
     kept = slice(EDGE, steps - EDGE)
     times = np.diff(ends)[kept]

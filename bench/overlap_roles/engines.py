@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcrl.engines.load import Loads, Occupancy
+from hpcrl.engines.load import Loads
 from hpcrl.rollout.engines.concurrency_limit import EngineMetrics
 from hpcrl.rollout.samplers.sampler import ResponseRequest
 from hpcrl.sample import COMPLETED, Sample
@@ -55,10 +55,9 @@ class Engines:
         self._each = each
         self._trace = trace
         self._foresees = foresees
-        self.occupancy = Occupancy(each, lambda: int(self._loop.time() * 1e6))
-        self._loads = Loads(self.occupancy)
+        self.loads = Loads(each, lambda: int(self._loop.time() * 1e6))
         for number in range(count):
-            self._loads.add(number)
+            self.loads.add(number)
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # in the order in which they go
         self._came = 0
         self._resumed = asyncio.Event()
@@ -97,19 +96,19 @@ class Engines:
     async def make(self, asked: ResponseRequest) -> list[Sample]:
         """A response, as a sampler makes it."""
         tokens, seconds = self._trace.of(asked.group.number, asked.index)
-        while self._loads[engine := self._loads.least()] >= self._each:
+        while self.loads[engine := self.loads.least()] >= self._each:
             turn = self._loop.create_future()
             self._came = self._came + 1
             bisect.insort(
                 self._waiting, (-self._trace.longest(asked.group.number) if self._foresees else 0.0, self._came, turn)
             )
             await turn
-        self._loads.move(engine, 1)
+        self.loads.move(engine, 1)
         begun = self._loop.time()
         try:
             await self._work(seconds)
         finally:
-            self._loads.move(engine, -1)
+            self.loads.move(engine, -1)
             self._next()
         return [self._sample(asked, tokens, begun)]
 
@@ -122,8 +121,8 @@ class Engines:
 
     async def look(self) -> list[EngineMetrics]:
         """What engines say of themselves."""
-        waiting = sum(not turn.done() for *_, turn in self._waiting) / len(self._loads)
-        return [EngineMetrics(self._loads[number], waiting, 0.0) for number in range(len(self._loads))]
+        waiting = sum(not turn.done() for *_, turn in self._waiting) / len(self.loads)
+        return [EngineMetrics(self.loads[number], waiting, 0.0) for number in range(len(self.loads))]
 
     async def abort(self) -> None:
         """Nothing is ended early here."""

@@ -1,7 +1,8 @@
 """How busy the engines are: requests in flight of each, who has fewest, and how the load went over time.
 
-Invariants: what a change or a question costs does not grow with the number of engines; pure but for the clock that
-`Occupancy` is given; all sums are of integers, so that nothing drifts in a long run.
+Invariants: requests in flight are counted here and nowhere else; what a change or a question costs does not grow with
+the number of engines; pure but for the clock that `Loads` is given; all sums are of integers, so that nothing drifts in
+a long run.
 """
 
 from __future__ import annotations
@@ -9,63 +10,88 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
+#: microseconds: an engine that has requests again within this time was busy throughout, for the timeline
+SAME = 100_000
+
 
 class Loads:
-    """Requests in flight of every living engine, by its number.
+    """Requests in flight of every engine, by its number.
+
+    An engine that was dropped is given no more; those that it still has count for itself alone.
 
     Attributes:
-        occupancy: is told of every change.
+        total: requests in flight of the engines that are not dropped.
     """
 
-    def __init__(self, occupancy: Occupancy | None = None) -> None:
-        self._occupancy = occupancy
+    def __init__(
+        self, limit: int, clock: Callable[[], int], busy: Callable[[int, int, int], None] = lambda *_: None
+    ) -> None:
+        """Create one.
+
+        Args:
+            limit: requests that each engine may have.
+            clock: microseconds that never go back.
+            busy: is told (engine, begin, end) of each time in which an engine had requests.
+        """
+        self._limit = limit
+        self._clock = clock
+        self._busy = busy
         self._of: dict[int, int] = {}
-        self._at: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        self._dropped: dict[int, int] = {}  # of engines that still have some
+        self._at: defaultdict[int, dict[int, None]] = defaultdict(dict)  # load -> the engines that have it
         self._least = 0
+        #: (begin, end) of the last busy time; end None while it lasts
+        self._spell: dict[int, tuple[int, int | None]] = {}
+        self._working = 0  # engines with requests
         self.total = 0
+        self._begin_window()
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def __contains__(self, member: int) -> bool:
-        return member in self._of
+    def __contains__(self, engine: int) -> bool:
+        return engine in self._of
 
-    def __getitem__(self, member: int) -> int:
-        return self._of[member]
+    def __getitem__(self, engine: int) -> int:
+        """What it has in flight, dropped or not."""
+        return self._of[engine] if engine in self._of else self._dropped.get(engine, 0)
 
-    def add(self, member: int) -> None:
+    def add(self, engine: int) -> None:
         """One more engine, with nothing in flight."""
-        self._of[member] = 0
-        self._at[0][member] = None
+        self._account()
+        self._of[engine] = 0
+        self._at[0][engine] = None
         self._least = 0
-        if self._occupancy is not None:
-            self._occupancy.add(member)
 
-    def drop(self, member: int) -> None:
-        """An engine that is no more; asked for twice, the second time does nothing."""
-        if (load := self._of.pop(member, None)) is not None:
-            del self._at[load][member]
-            self.total -= load
-            if self._occupancy is not None:
-                self._occupancy.drop(member)
-
-    def move(self, member: int, by: int) -> None:
-        """`by` more requests in flight (or, negative, fewer); nothing for an engine that was dropped."""
-        if (load := self._of.get(member)) is None:
+    def drop(self, engine: int) -> None:
+        """An engine that is given no more; asked for twice, the second time does nothing."""
+        if engine not in self._of:
             return
-        del self._at[load][member]
-        load += by
-        assert load >= 0, f"engine {member} has {load} requests in flight"
-        self._of[member] = load
-        self._at[load][member] = None
-        self.total += by
-        self._least = min(self._least, load)
-        if self._occupancy is not None:
-            self._occupancy.set(member, load)
+        left = self._of[engine]
+        if left:
+            self._set(engine, 0)
+            self._dropped[engine] = left
+        self._account()
+        self._close(engine)
+        del self._at[0][engine], self._of[engine]
+
+    def move(self, engine: int, by: int) -> None:
+        """`by` more requests in flight (or, negative, fewer); nothing for an engine that is not there."""
+        load = self[engine] + by
+        if engine in self._of:
+            assert load >= 0, f"engine {engine} has {load} requests in flight"
+            self._set(engine, load)
+        elif engine in self._dropped:
+            self._dropped[engine] = load
+            if load <= 0:
+                del self._dropped[engine]
 
     def least(self) -> int:
-        """The engine with fewest in flight; of several, the one that has been there longest.  LookupError without
-        any."""
+        """The engine with fewest in flight; of several, the one that has been there longest.
+
+        Raises:
+            LookupError: without any.
+        """
         if not self._of:
             raise LookupError("no engine")
         while not self._at.get(self._least):
@@ -73,60 +99,17 @@ class Loads:
             self._least += 1
         return next(iter(self._at[self._least]))
 
-
-SAME = (
-    100_000  #: microseconds: an engine that has requests again within this time was busy throughout, for the timeline
-)
-
-
-class Occupancy:
-    """Of engines that may have `limit` requests each.
-
-    Attributes:
-        clock: microseconds that never go back.
-        busy: is told (engine, begin, end) of each time in which an engine had requests.
-    """
-
-    def __init__(
-        self, limit: int, clock: Callable[[], int], busy: Callable[[int, int, int], None] = lambda *_: None
-    ) -> None:
-        self._limit = limit
-        self._clock = clock
-        self._busy = busy
-        self._load: dict[int, int] = {}
-        self._spell: dict[
-            int, tuple[int, int | None]
-        ] = {}  # (begin, end) of the last busy time; end None while it lasts
-        self._working = 0  # engines with requests
-        self.in_flight = 0
-        self._begin_window()
-
-    def _begin_window(self) -> None:
-        self._begun = self._at = self._clock()
-        self._idle = self._held = self._engines = 0  # integrals over time: idle engines, requests, engines
-        self._most = self.in_flight
-
-    def add(self, engine: int) -> None:
-        """One more engine, without requests."""
-        self._account()
-        self._load.setdefault(engine, 0)
-
-    def drop(self, engine: int) -> None:
-        """An engine that is no more."""
-        if engine in self._load:
-            self.set(engine, 0)
-            self._close(engine)
-            del self._load[engine]
-
-    def set(self, engine: int, load: int) -> None:
-        """It has so many requests from now on; nothing for an engine that is not there."""
-        before = self._load.get(engine)
-        if before is None or load == before:
+    def _set(self, engine: int, load: int) -> None:
+        before = self._of[engine]
+        if load == before:
             return
         now = self._account()
-        self._load[engine] = load
-        self.in_flight += load - before
-        self._most = max(self._most, self.in_flight)
+        del self._at[before][engine]
+        self._of[engine] = load
+        self._at[load][engine] = None
+        self._least = min(self._least, load)
+        self.total += load - before
+        self._most = max(self._most, self.total)
         if before == 0:
             self._working += 1
             begin, end = self._spell.get(engine, (now, now))
@@ -138,14 +121,21 @@ class Occupancy:
             self._working -= 1
             self._spell[engine] = (self._spell[engine][0], now)
 
+    # ---- over time
+
+    def _begin_window(self) -> None:
+        self._begun = self._then = self._clock()
+        self._idle = self._held = self._engines = 0  # integrals over time: idle engines, requests, engines
+        self._most = self.total
+
     def _account(self) -> int:
         """Bring the integrals up to now."""
         now = self._clock()
-        passed = now - self._at
-        self._at = now
-        self._idle += passed * (len(self._load) - self._working)
-        self._held += passed * self.in_flight
-        self._engines += passed * len(self._load)
+        passed = now - self._then
+        self._then = now
+        self._idle += passed * (len(self._of) - self._working)
+        self._held += passed * self.total
+        self._engines += passed * len(self._of)
         return now
 
     def _close(self, engine: int) -> None:

@@ -133,7 +133,7 @@ class RolloutRole:
             await cancel(starting, watch, keep, self._making)
             await self.evaluations.close()
             await self.groups.close()
-            self.pool.occupancy.close()
+            self.pool.loads.close()
             await self.pool.close()
             for part in (self.teacher, self.work.custom, self.work.grading):
                 if part is not None:
@@ -255,10 +255,7 @@ class RolloutRole:
         seconds = time.monotonic() - begun
         metrics = batch_metrics(made.rollout, consumed, seconds, sampled=self.work.samples)
         metrics |= (
-            self.pool.occupancy.measures()
-            | self.work.source.metrics()
-            | {"perf/rollout_wait_time": waited}
-            | made.metrics
+            self.pool.loads.measures() | self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics
         )
         if self.work.samples and self.options.staleness_bound != 0:
             metrics |= ages(samples, consumed)
@@ -296,7 +293,7 @@ class RolloutRole:
                 self.context.rundir.check()
                 if not self._stopping and self.context.rundir.stop_requested():
                     await self._stop()
-                self.timeline.count(REQUESTS, running=self.pool.occupancy.in_flight)
+                self.timeline.count(REQUESTS, running=self.pool.loads.total)
                 await asyncio.sleep(POLL)
         except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
             self._fail(error)

@@ -6,24 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.engines.load import SAME, Loads, Occupancy
+from hpcrl.engines.load import SAME, Loads
 
 S = 1_000_000
 
 
 class Bench:
-    """An occupancy with a clock that is set by hand."""
+    """The engines' loads, with a clock that is set by hand."""
 
     def __init__(self, limit: int = 10) -> None:
         self.at = 0
         self.told = list[tuple[int, float, float]]()
-        self.of = Occupancy(
+        self.of = Loads(
             limit, lambda: self.at, lambda engine, begin, end: self.told.append((engine, begin / S, end / S))
         )
 
     def set(self, seconds: float, engine: int, load: int) -> None:
         self.at = int(seconds * S)
-        self.of.set(engine, load)
+        self.of.move(engine, load - self.of[engine])
 
 
 def test_shares_of_time() -> None:
@@ -50,7 +50,7 @@ def test_shares_of_time() -> None:
 def test_without_engines_there_is_nothing_to_say() -> None:
     bench = Bench()
     bench.set(1, 0, 4)
-    assert bench.of.measures() == {} and bench.of.in_flight == 0
+    assert bench.of.measures() == {} and bench.of.total == 0
 
 
 def test_short_gaps_are_no_idle_time_of_the_timeline() -> None:
@@ -65,20 +65,22 @@ def test_short_gaps_are_no_idle_time_of_the_timeline() -> None:
 
 def test_an_engine_that_is_gone_is_not_idle() -> None:
     bench = Bench()
-    loads = Loads(bench.of)
+    loads = bench.of
     loads.add(0)
     loads.add(1)
     loads.move(0, 5)
     bench.at = S
     loads.drop(0)
     loads.drop(0)
+    assert (loads[0], loads.total, 0 in loads) == (5, 0, False), "what it still has counts for itself alone"
     loads.move(0, -5)
+    assert loads[0] == 0
     bench.at = 3 * S
     found = bench.of.measures()
     assert (found["perf/engine_idle_ratio"], found["perf/requests_in_flight_max"]) == (
         3 / 4,
         5,
-    ) and bench.of.in_flight == 0
+    ) and loads.total == 0
     assert bench.told == [(0, 0, 1)]
 
 
@@ -95,7 +97,7 @@ def test_what_is_told_covers_what_was_busy(changes: list) -> None:
         at += passed
         loads[engine] = load
         bench.at = at
-        bench.of.set(engine, load)
+        bench.of.move(engine, load - bench.of[engine])
     bench.at = at
     found = bench.of.measures()
     if at:

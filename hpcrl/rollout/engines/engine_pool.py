@@ -17,7 +17,7 @@ from yarl import URL
 
 from hpcrl.config.options import Options
 from hpcrl.engines.http import Address, answer
-from hpcrl.engines.load import Loads, Occupancy
+from hpcrl.engines.load import Loads
 from hpcrl.engines.registry import Registry
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.handover import TRAINERS_TURN, Event, HandOver, OutOfTurn
@@ -54,13 +54,18 @@ class PooledEngine:
     address: Address
     session: aiohttp.ClientSession
     log: str
+    loads: Loads
     model_len: int | None = None
     lean: bool = False
     incarnation: int = 0
     number: int = 0
-    in_flight: int = 0
     probing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _urls: dict[str, URL] = field(default_factory=dict)
+
+    @property
+    def in_flight(self) -> int:
+        """Samples that it was asked for and has not answered."""
+        return self.loads[self.number]
 
     def at(self, path: str) -> URL:
         """The address of one of its routes, taken apart once."""
@@ -105,8 +110,7 @@ class EnginePool:
         def busy(number: int, begin: int, end: int) -> None:
             timeline.add(GENERATE, begin, end, engine=self._indexes[number])
 
-        self.occupancy = Occupancy(self._limit, timeline.now, busy)
-        self._loads = Loads(self.occupancy)
+        self.loads = Loads(self._limit, timeline.now, busy)
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
         self._connecting = asyncio.Lock()
         self._reports = EngineReports(rundir)
@@ -183,7 +187,7 @@ class EnginePool:
         for engine in [e for e in self.engines if (e.index, e.incarnation) not in serving]:
             self.engines.remove(engine)
             self._by_number.pop(engine.number)
-            self._loads.drop(engine.number)
+            self.loads.drop(engine.number)
             self._parting.append(engine)
         self._parting = [e for e in self._parting if e.in_flight]
         there = {(e.index, e.incarnation) for e in self.engines}
@@ -201,7 +205,7 @@ class EnginePool:
         self.engines.append(engine)
         self._by_number[engine.number] = engine
         self._indexes[engine.number] = engine.index
-        self._loads.add(engine.number)
+        self.loads.add(engine.number)
 
     def engine(self, index: int) -> PooledEngine:
         """An engine as it is reached in its last incarnation."""
@@ -215,6 +219,7 @@ class EnginePool:
             member.address,
             self._clients[-1],
             self._log(index),
+            self.loads,
             member.model_len,
             member.lean,
             member.incarnation,
@@ -257,13 +262,13 @@ class EnginePool:
         """
         if self.turns is not None and not self.turns.answers:
             raise OutOfTurn(f"a request out of turn: {self.turns.at}", "ask while a rollout or an evaluation is made")
-        if not self._loads:
+        if not self.loads:
             if why := self.registry.hopeless():
                 raise PeerError(why, f"see {self._log(max(self.registry.members, default=0))}")
             return None
-        share = -(-(self._loads.total + waiting) // len(self._loads))
+        share = -(-(self.loads.total + waiting) // len(self.loads))
         wanted = min(count, max(share, WHOLE), self._limit)
-        engine = self._home(affinity, wanted) or self._by_number[self._loads.least()]
+        engine = self._home(affinity, wanted) or self._by_number[self.loads.least()]
         room = self._limit - engine.in_flight
         if room < min(wanted, max(1, self._limit // PARTS)):
             return None
@@ -277,10 +282,10 @@ class EnginePool:
 
     def _home(self, affinity: str | None, wanted: int) -> PooledEngine | None:
         """The engine of `affinity`, if it is alive, has room, and is not much busier than the least loaded."""
-        if affinity is None or (engine := self._homes.get(affinity)) is None or engine.number not in self._loads:
+        if affinity is None or (engine := self._homes.get(affinity)) is None or engine.number not in self.loads:
             return None
         self._homes.move_to_end(affinity)
-        least = self._loads[self._loads.least()]
+        least = self.loads[self.loads.least()]
         busy = engine.in_flight > least + SLACK and engine.in_flight > RATIO * least
         return None if busy or engine.in_flight + wanted > self._limit else engine
 
@@ -289,15 +294,14 @@ class EnginePool:
         self._move(engine, -count)
 
     def _move(self, engine: PooledEngine, by: int) -> None:
-        engine.in_flight += by
         if self.turns is not None:
             self.turns.tell(Event.SEND if by > 0 else Event.ANSWER, abs(by))
-        self._loads.move(engine.number, by)
+        self.loads.move(engine.number, by)
 
     async def examine(self, engine: PooledEngine, trouble: str) -> None:
         """After a failed request: find out whether the engine is gone, and say so once."""
         async with engine.probing:
-            if engine.number not in self._loads or (await answer(engine.address))[0] == 200:
+            if engine.number not in self.loads or (await answer(engine.address))[0] == 200:
                 return
             self.registry.suspect(engine.index, engine.incarnation, f"died ({trouble})")
             self.refresh()

@@ -105,7 +105,7 @@ def bare_pool(engines: int, limit: int) -> EnginePool:
     pool = EnginePool(SimpleNamespace(), plan, Options(rollout_server_concurrency=limit))  # type: ignore[arg-type]
     session: Any = None
     for index in range(engines):
-        pool._welcome(PooledEngine(index, "host", "http://host", session, "log", number=index))
+        pool._welcome(PooledEngine(index, "host", "http://host", session, "log", pool.loads, number=index))
     return pool
 
 
@@ -698,10 +698,10 @@ def test_engines_differ_by_one_group_at_most(groups: list[int], engines: int, li
         if count:
             assert min(loads) > limit - max(1, limit // 8) or min(loads) + min(count, limit) > limit
             break
-    assert sum(loads) == pool._loads.total
+    assert sum(loads) == pool.loads.total
     for engine in pool.engines:
         pool.give_back(engine, engine.in_flight)
-    assert pool._loads.total == 0 and pool._loads[pool._loads.least()] == 0
+    assert pool.loads.total == 0 and pool.loads[pool.loads.least()] == 0
 
 
 def test_seeds_are_fixed_and_differ() -> None:
