@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -70,7 +71,7 @@ class RemoteServer:
                 lambda: self.ask(path, data, deadline.left),
                 _may_pass,
                 deadline,
-                PAUSES._replace(spread=spread),
+                replace(PAUSES, spread=spread),
                 ATTEMPTS,
             )
         except NotJson:

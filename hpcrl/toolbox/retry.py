@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from hpcrl.toolbox.deadline import Deadline
 
@@ -21,7 +22,8 @@ T = TypeVar("T")
 Passing = type[Exception] | Callable[[Exception], bool]
 
 
-class Pauses(NamedTuple):
+@dataclass(frozen=True)
+class Pauses:
     """Pauses that grow.
 
     Attributes:
@@ -39,7 +41,7 @@ class Pauses(NamedTuple):
         """Seconds after attempt number `attempt`, from 1."""
         return min(self.first * self.growth ** min(attempt - 1, 64) + self.spread, self.most)
 
-    def __iter__(self) -> Iterator[float]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[float]:
         """All of them, without end."""
         return map(self.after, count(1))
 
@@ -95,7 +97,10 @@ def retry(
         except Exception as error:  # noqa: BLE001  (`pause` raises it, unless it may pass)
             pause = tried.pause(error)
             failed(error)
+            last = error
         deadline.sleep(pause)
+        if deadline.over:
+            raise last
 
 
 async def retry_async(
@@ -112,4 +117,7 @@ async def retry_async(
             return await action()
         except Exception as error:  # noqa: BLE001  (as in `retry`)
             pause = tried.pause(error)
+            last = error
         await asyncio.sleep(pause)
+        if deadline.over:  # a sleep may be late
+            raise last

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -92,3 +93,24 @@ def test_pauses_grow_up_to_a_limit() -> None:
     assert list(islice(Pauses(1.0, 5.0), 4)) == [1.0, 2.0, 4.0, 5.0]
     assert [Pauses(0.2, 3.2, growth=4.0).after(n) for n in (1, 2, 3, 4)] == pytest.approx([0.2, 0.8, 3.2, 3.2])
     assert Pauses(1.0, 5.0, spread=0.5).after(1) == 1.5 and Pauses(1.0, 5.0).after(10**6) == 5.0
+
+
+def test_a_copy_of_pauses_grows_as_long() -> None:
+    copy = replace(Pauses(1.0, 30.0), spread=0.5)
+    assert list(islice(copy, 7)) == [1.5, 2.5, 4.5, 8.5, 16.5, 30.0, 30.0]
+
+
+@BOTH
+def test_nothing_is_tried_once_the_time_is_over(kind: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep may be late: the failure before it is the last."""
+    sleep = asyncio.sleep
+
+    async def late(seconds: float) -> None:
+        await sleep(seconds + 0.2)
+
+    monkeypatch.setattr(asyncio, "sleep", late)
+    monkeypatch.setattr(Deadline, "sleep", lambda self, seconds: time.sleep(seconds + 0.2))
+    action = Failing(3)
+    with pytest.raises(OSError, match="failure 1"):
+        kind(action, OSError, Deadline(0.1), Pauses(0.01, 0.01))
+    assert action.calls == 1
