@@ -6,6 +6,7 @@ Invariant: plain data alone, decoded into these types; nothing is unpickled.
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from dataclasses import replace
 from typing import Any
@@ -110,11 +111,22 @@ class GradingReply(msgspec.Struct):
 
 
 def send_sample(sample: Sample, columns: bool) -> PackedSample:
-    """A sample as it is sent, with its columns or without."""
-    response, label = _clean(sample.response), _clean(sample.label)
-    if response is not sample.response or label is not sample.label:
-        sample = replace(sample, response=response, label=label)
-    return pack(sample, columns)
+    """A sample as it is sent, with its columns or without: what a worker is shown, which is nothing of its grading, and
+    no column of OPTIONAL, which may be larger than all others together."""
+    shown = replace(
+        sample,
+        response=_clean(sample.response),
+        label=_clean(sample.label),
+        reward=0.0,
+        baseline=math.nan,
+        rewards={},
+        grading="",
+        grading_error="",
+        extra={},
+        teacher_error="",
+        remove_sample=False,
+    )
+    return pack(shown, columns)
 
 
 def _clean(text: Any) -> Any:
