@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from hpcrl.errors import DataError
-from hpcrl.untrusted_files import read_given_bytes
+from hpcrl.untrusted_files import MOST, read_given_bytes
 
 CONFIG = "config.json"
 _HINT = "name a Hugging Face model directory"
@@ -41,7 +41,7 @@ def read_object(directory: Path, name: str, flag: str = "--hf-checkpoint") -> di
     """
     path = directory / name
     try:
-        found = json.loads(read_given_bytes(path))  # which takes Infinity, as some published files have it
+        found = json.loads(read_given_bytes(path, MOST))  # which takes Infinity, as some published files have it
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -10,6 +10,7 @@ import pytest
 
 from hpcrl.errors import DataError
 from hpcrl.model_files.config_json import check_same_vocabulary
+from hpcrl.untrusted_files import GIVEN
 
 WORDS = {"<pad>": 0, "a": 1, "b": 2}
 ADDED = [{"id": 3, "content": "<end>"}]
@@ -59,3 +60,10 @@ def test_a_teacher_without_a_model_is_named(tmp_path: Path) -> None:
     own = directory(tmp_path / "own")
     with pytest.raises(DataError, match="--opd-teacher-load .*: no config.json there"):
         check_same_vocabulary(tmp_path / "absent", "--opd-teacher-load", own)
+
+
+def test_a_large_vocabulary_is_read(tmp_path: Path) -> None:
+    """Published tokenizer.json files have 20 MB and more."""
+    added = [{"id": 3, "content": "x" * (GIVEN + 1)}]
+    own = directory(tmp_path / "own", vocabulary=WORDS, added=added)
+    check_same_vocabulary(directory(tmp_path / "teacher", vocabulary=WORDS, added=added), "--opd-teacher-load", own)
