@@ -277,7 +277,7 @@ def _watch(
         if told.requests > 1 or now > quit_by:
             raise PeerError(f"host {restarter.host} was told to end", "the last saved checkpoint is good")
         if any(r.status is not None for r in working):
-            close_by = min(close_by, now + (CLOSING_SAVED if looks.stopping else CLOSING))
+            close_by = min(close_by, now + (CLOSING_SAVED if looks.stopping and looks.is_over else CLOSING))
         if now > close_by and (late := next((r for r in working if r.status is None), None)):
             if looks.stopping and looks.is_over:
                 say(f"{late.name}-{late.index} does not end by itself; the run has saved, and is ended without it")

@@ -105,6 +105,7 @@ class RolloutRole:
         self._stopping = False
         self._end_at: int | None = None  # the first rollout that a run that is asked to stop does not train on
         self._states: dict[int, dict[str, Any]] = {}
+        self._stop_work: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
@@ -131,6 +132,8 @@ class RolloutRole:
             raise
         finally:
             await cancel(starting, watch, keep, self._making)
+            if self._stop_work is not None:
+                await asyncio.wait([self._stop_work])
             await self.evaluations.close()
             await self.groups.close()
             self.pool.loads.close()
@@ -213,6 +216,8 @@ class RolloutRole:
 
     async def turn(self, event: str) -> dict[str, Any]:
         """What happens on the GPUs that trainer and engines share (`hpcrl.handover`)."""
+        if event == Event.SLEEP:
+            await self._stop_if_asked()  # the trainer may have seen it before us: nothing is to send requests any more
         await self.pool.turn(Event(event))
         return {}
 
@@ -223,6 +228,7 @@ class RolloutRole:
             rollout_id: the first that the trainer has not learned from; what a resumed run will have to make again is
                 not waited for.
         """
+        await self._stop_if_asked()
         if self._making is not None:
             if self.generated_ahead is None or self._made_id > rollout_id:
                 await cancel(self._making)
@@ -291,12 +297,19 @@ class RolloutRole:
         try:
             while True:
                 self.context.rundir.check()
-                if not self._stopping and self.context.rundir.stop_requested():
-                    await self._stop()
+                await self._stop_if_asked()
                 self.timeline.count(REQUESTS, running=self.pool.loads.total)
                 await asyncio.sleep(POLL)
         except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
             self._fail(error)
+
+    async def _stop_if_asked(self) -> None:
+        """If the run was asked to stop, wait until all is put away that a resumed run continues with; it is done once,
+        and to its end, also when the first caller is cancelled meanwhile."""
+        if self._stop_work is None and self.context.rundir.stop_requested():
+            self._stop_work = asyncio.create_task(self._stop())
+        if self._stop_work is not None:
+            await asyncio.shield(self._stop_work)
 
     async def _stop(self) -> None:
         """Make nothing more, and drop what is being made; the trainer sees by itself that it is to end."""

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 TURN = 1.0  #: seconds that all ranks wait for the rollout process before they check whether engines want weights
 #: how far a rank is with its samples: the least of all ranks decides
 STOP, WAITING, THERE = range(3)
-#: calls that a run that is to stop no longer repeats
-GIVEN_UP = ("generate", "evaluate")
+#: the call that a run that is to stop no longer repeats; an evaluation that it needs no more is answered at once
+GIVEN_UP = "generate"
 
 
 class StopAsked(Exception):
@@ -62,7 +62,7 @@ class RolloutCalls:
         if self._driver:
             with contextlib.suppress(Unanswered):
                 answer = self._client.call(method, self._seconds, **params)
-                if self._stop_seen and UNFINISHED in answer and method in GIVEN_UP:
+                if self._stop_seen and UNFINISHED in answer and method == GIVEN_UP:
                     answer = None
         answer = broadcast_json(answer, group=self._group)
         if answer is None:

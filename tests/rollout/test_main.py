@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from hpcrl.queue.auth import make_keys
 from hpcrl.queue.client import Late, QueueClient
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.share_format import Share
+from hpcrl.rollout.main import RolloutRole
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, write_atomic
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of
@@ -281,6 +283,30 @@ def test_a_stop_drops_what_is_being_made(tmp_path: Path, model: Path) -> None:
         attempt.call("finish", rollout_id=1)
         assert attempt.end() == 0
         assert attempt.rundir.failure() is None and list(attempt.samples()) == ["00000000.jsonl"]
+
+
+def test_a_stop_is_done_once_and_to_its_end() -> None:
+    """Whoever learns of it first, and whoever is cancelled meanwhile."""
+    done = []
+
+    async def stop() -> None:
+        await asyncio.sleep(0.1)
+        done.append("put away")
+
+    async def all_of_them() -> None:
+        watch = asyncio.create_task(rollout._stop_if_asked())
+        finish = asyncio.create_task(rollout._stop_if_asked())
+        await asyncio.sleep(0)
+        watch.cancel()
+        await finish
+        await rollout._stop_if_asked()
+
+    rollout: Any = object.__new__(RolloutRole)
+    rollout._stop_work = None
+    rollout._stop = stop
+    rollout.context = SimpleNamespace(rundir=SimpleNamespace(stop_requested=lambda: True))
+    asyncio.run(all_of_them())
+    assert done == ["put away"]
 
 
 def test_stop_between_and_during(tmp_path: Path, model: Path) -> None:

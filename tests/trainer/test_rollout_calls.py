@@ -1,0 +1,32 @@
+"""What the trainer still waits for once the run is to stop."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.queue.messages import UNFINISHED
+from hpcrl.trainer import rollout_calls
+from hpcrl.trainer.rollout_calls import RolloutCalls, StopAsked
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> RolloutCalls:
+    """A rollout process that has not finished twice, and then has; the run is to stop."""
+    monkeypatch.setattr(rollout_calls, "broadcast_json", lambda value, group: value)
+    answers = iter([{UNFINISHED: {}}, {UNFINISHED: {}}, {"held": {"accuracy": 1.0}}])
+    client: Any = SimpleNamespace(stop_seen="stop", call=lambda *_, **__: next(answers))
+    return RolloutCalls(client, Options(), True, None, lambda: None)
+
+
+def test_an_evaluation_is_waited_for(calls: RolloutCalls) -> None:
+    """One that a resumed run makes again is answered at once; of the others the engines still make the responses."""
+    assert calls.wait("evaluate") == {"held": {"accuracy": 1.0}}
+
+
+def test_samples_are_not(calls: RolloutCalls) -> None:
+    with pytest.raises(StopAsked):
+        calls.wait("generate")
