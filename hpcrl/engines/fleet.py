@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from hpcrl.engines.http import HEALTH, SILENT, Address, HttpError, ask, status
+from hpcrl.engines.http import GLANCE_SECONDS, HEALTH, SILENT, Address, HttpError, ask, status
 from hpcrl.engines.registry import Engine
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.plan import Plan
@@ -114,7 +114,7 @@ class PendingCalls:
                 self._glance(engine)
 
     def _glance(self, engine: Engine) -> None:
-        found = status(engine.address)
+        found = status(engine.address, seconds=GLANCE_SECONDS)
         if found not in (200, SILENT):  # slow is not dead
             answer = f"{HEALTH} answers {found}" if found > 0 else "there is no listener"
             self._bury(engine, f"{engine} died during {self.phase}: {answer}")

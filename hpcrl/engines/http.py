@@ -21,6 +21,7 @@ CORE = "/hpcrl/core"  #: whether the engine core works (GET): 200, also while it
 LATE = 504  #: its status when the core has been at a call for longer than its caller waits
 PATIENCE = "Hpcrl-Patience"  #: header: how many seconds who sends a request waits for the answer
 HEALTH_SECONDS = 10.0  #: that an engine may take for one of these answers
+GLANCE_SECONDS = 5.0  #: where other engines and roles are waited for meanwhile
 #: in place of a status: no answer in time, no listener, and a connection that broke
 SILENT, REFUSED, BROKEN = -1, 0, -2
 LONGEST = 600  #: characters of an answer that go into an error

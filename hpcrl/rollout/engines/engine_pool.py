@@ -16,7 +16,7 @@ import aiohttp
 from yarl import URL
 
 from hpcrl.config.options import Options
-from hpcrl.engines.http import Address, answer
+from hpcrl.engines.http import GLANCE_SECONDS, Address, answer
 from hpcrl.engines.load import Loads
 from hpcrl.engines.registry import Registry
 from hpcrl.errors import DeadlineError, PeerError
@@ -301,7 +301,7 @@ class EnginePool:
     async def examine(self, engine: PooledEngine, trouble: str) -> None:
         """After a failed request: find out whether the engine is gone, and say so once."""
         async with engine.probing:
-            if engine.number not in self.loads or (await answer(engine.address))[0] == 200:
+            if engine.number not in self.loads or (await answer(engine.address, seconds=GLANCE_SECONDS))[0] == 200:
                 return
             self.registry.suspect(engine.index, engine.incarnation, f"died ({trouble})")
             self.refresh()
