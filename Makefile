@@ -26,10 +26,10 @@ help:
 	@echo "make fast-312     the fast tests on Python 3.12, with the newer Megatron-core (.venv-312, 6 GB)"
 	@echo "make trainer-312  the tests of trainer ranks and conversions there"
 	@echo "make lint         ruff: rules and format"
-	@echo "make docs         write docs/options.md anew"
-	@echo "make sbatch       write the scripts of sbatch/ anew"
-	@echo "make bench        measure beside Ray and Redis (installs them into the environment)"
-	@echo "make cluster      a real Slurm and MPI cluster on this machine, to play on; it is in $(CLUSTER)"
+	@echo "make docs         write docs/options.md again"
+	@echo "make sbatch       write the scripts of sbatch/ again"
+	@echo "make bench        measure against Ray and Redis (installs them into the environment)"
+	@echo "make cluster      a real Slurm and MPI cluster on this machine, to experiment with; it is in $(CLUSTER)"
 	@echo "make packages     the Debian packages that the cluster needs (as root; make test does it too)"
 	@echo "make env          the environment alone, in $(HPCRL_VENV)"
 
@@ -39,11 +39,11 @@ define pip
 	@$(BIN)/python -m pip install --disable-pip-version-check $(2) >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
 endef
 
-# The tests that start no processes: three workers beside each other, on two cores too, since some tests wait; each test file is whole
+# The tests that start no processes: three workers in parallel, on two cores too, since some tests wait; each test file is whole
 # in one of them.
 FAST := -m "not process and not vllm and not cluster and not soak" -n 3 --dist loadfile
 
-# An environment keeps the interpreter that it was made with: installed anew over another one's, its modules would not load.
+# An environment keeps the interpreter that it was made with: installed over another one's, its modules would not load.
 INTERPRETER := -c 'import sys; print(sys.base_prefix, sys.version.split()[0])'
 ifneq ($(origin PYTHON),file)
 ifneq ($(wildcard $(BIN)/python),)
@@ -77,7 +77,7 @@ quickstart: $(ENV)
 	$(BIN)/hpcrl run $(RECIPE)
 
 # Without the Debian packages the last layer is skipped, and says what is missing.  It waits more than it works (for time limits,
-# lost nodes, silence), so it runs beside the second, and has some files of that after its own, so that both take as long; its output is
+# lost nodes, silence), so it runs in parallel with the second, and has some files of that after its own, so that both take as long; its output is
 # shown when both are done.
 CLUSTER_LOG := $(HPCRL_VENV)/test-cluster.log
 AFTER_CLUSTER := $(patsubst %,tests/whole_runs/test_%.py,schedulers loops external_engines engines_come_and_go)

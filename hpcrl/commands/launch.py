@@ -1,7 +1,7 @@
 """`hpcrl launch`: a run over the machines of a hostfile, with mpirun.
 
-Invariant: under mpirun the command is one of its ranks (hpcrl/mpi/ranks.py); otherwise it calls mpirun and waits for
-its end (hpcrl/mpi/mpirun.py).
+Invariant: under mpirun the command is one of its ranks (hpcrl/mpi/rank_main.py); otherwise it calls mpirun and waits
+for its end (hpcrl/mpi/mpirun.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def launch(argv: list[str]) -> int:
     resume = Path(own["resume"]) if "resume" in own else None
     recipe = _recipe(words, arguments, overrides, resume)
     if under_mpi(os.environ) and not (own.get("dry-run") or own.get("print")):
-        from hpcrl.mpi.ranks import run_ranks
+        from hpcrl.mpi.rank_main import run_ranks
 
         hosts = list(read_hostfile(own["hostfile"]).hosts) if "hostfile" in own else None
         return run_ranks(recipe, overrides, resume, hosts)

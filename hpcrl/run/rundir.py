@@ -17,7 +17,7 @@
       attempts/N/end              exists when every process of the attempt is to end now
       attempts/N/over             exists when summary.json has what came of the attempt
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
-      bank/N.group                groups that are finished, or begun, and not yet trained
+      bank/N.groups               groups that are finished, or begun, and not yet trained
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
       added/                      scripts of jobs whose engines joined
       position.json               how far a run without a trainer is

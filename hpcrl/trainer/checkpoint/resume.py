@@ -1,6 +1,7 @@
 """Where the weights of a run come from, and where it resumes.
 
-    1. a checkpoint in --save that this run saved: everything is restored (where --load names the same directory,
+    1. a checkpoint in --save that this run saved: model, optimizer, schedules, random states, and the fields of
+       `save_load.Position`: rollout, policy version, position in the data (where --load names the same directory,
        whichever run saved it)
     2. --load: the weights of a checkpoint (hpcrl's, slime's or Megatron-LM's; --ckpt-step picks one) or of a Hugging
        Face model
