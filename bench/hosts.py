@@ -56,7 +56,7 @@ while sum(name.endswith(".done") for name in listed(directory)) < count:
 """
 STEADY = """
 import sys, time
-from hpcrl.heartbeat import Beating
+from hpcrl.heartbeat import HeartbeatWriter
 from hpcrl.launch.engines.restarter import EngineRestarter
 from hpcrl.launch.host import BEATS, HOST_BEAT, RunDirPoller
 from hpcrl.run.rundir import RunDir
@@ -64,7 +64,7 @@ rundir = RunDir(sys.argv[1], 0)
 looks, restarter = RunDirPoller(rundir), EngineRestarter(rundir, "n00000", 2, {0: []}, None)
 (rundir.here / BEATS).mkdir()
 end = time.monotonic() + float(sys.argv[2])
-with Beating(rundir.here / BEATS, "n00000", every=HOST_BEAT):
+with HeartbeatWriter(rundir.here / BEATS, "n00000", every=HOST_BEAT):
     while time.monotonic() < end:
         looks.end()
         looks.over(at_once=False)

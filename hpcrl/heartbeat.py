@@ -1,8 +1,8 @@
 """Signs of life between processes that watch one another, such as a process that hangs cannot give.
 
-    beating = Beating(folder, "trainer-3")      # in the process: a thread that writes a new number every few seconds
-    pulse = Pulse(folder)                       # in the process that watches
-    pulse.silent(60.0)                          # -> those that were not heard of for so long
+    beating = HeartbeatWriter(folder, "trainer-3")  # in the process: a thread that writes a number every few seconds
+    pulse = HeartbeatMonitor(folder)                # in the process that watches
+    pulse.silent(60.0)                              # -> those that were not heard of for so long
 
 A process that is stopped, or whose interpreter is suspended, writes no number.  One that computes for minutes without
 letting Python continue, such as a compiler that holds the interpreter, writes none either, but uses its processor: it
@@ -33,7 +33,7 @@ LOOK = 5.0  #: seconds between two looks
 BUSY = 0.02  #: share of a processor that a silent process uses if it is at work
 
 
-class Beating:
+class HeartbeatWriter:
     """Writes FOLDER/NAME: the process id and a number that grows.  A context: leaving it takes the file away."""
 
     def __init__(self, folder: str | Path, name: str, every: float = EVERY) -> None:
@@ -42,7 +42,7 @@ class Beating:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> Beating:
+    def __enter__(self) -> HeartbeatWriter:
         self._thread.start()
         return self
 
@@ -69,9 +69,9 @@ class Beating:
 
 
 def beating(name: str) -> contextlib.AbstractContextManager[object]:
-    """A Beating where the environment names a watcher, else nothing."""
+    """A HeartbeatWriter where the environment names a watcher, else nothing."""
     folder = os.environ.get(FOLDER)
-    return Beating(folder, name) if folder else contextlib.nullcontext()
+    return HeartbeatWriter(folder, name) if folder else contextlib.nullcontext()
 
 
 @dataclass
@@ -99,7 +99,7 @@ class _Heard:
     used: float = 0.0
 
 
-class Pulse:
+class HeartbeatMonitor:
     """What was heard of the processes that write into a folder.
 
     Attributes:

@@ -316,7 +316,7 @@ def test_nobody_listens_on_every_interface() -> None:
 
 
 def test_one_deadline_and_one_plugin_room() -> None:
-    """A moment in the future is a `Deadline`, unless it is when to look or ask again; plug-ins are a `PluginRoom`."""
+    """A moment in the future is a `Deadline`, unless it is when to look or ask again; plug-ins are a `PluginFolder`."""
     again = {
         "queue/client.py": "when it repeats itself",
         "engines/fleet.py": "when it looks at the engines",

@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
-from hpcrl.heartbeat import Beating, Pulse
+from hpcrl.heartbeat import HeartbeatMonitor, HeartbeatWriter
 from hpcrl.launch.attempt import _check_hosts
 from hpcrl.launch.host import check_alive
 from hpcrl.launch.launcher_watchdog import watched
@@ -23,15 +23,15 @@ from hpcrl.run.rundir import RunDir
 #: a process that beats, and then does what it is told
 CHILD = """
 import ctypes, sys, time
-from hpcrl.heartbeat import Beating
-with Beating(sys.argv[1], sys.argv[2], every=0.05):
+from hpcrl.heartbeat import HeartbeatWriter
+with HeartbeatWriter(sys.argv[1], sys.argv[2], every=0.05):
     time.sleep(0.3)
     exec(sys.argv[3])
 """
 HOLDS = "ctypes.PyDLL(None).usleep(60_000_000)"
 
 
-class Clock:
+class TimeLimitWatcher:
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -57,7 +57,7 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def looks(pulse: Pulse, seconds: float, limit: float) -> list[str]:
+def looks(pulse: HeartbeatMonitor, seconds: float, limit: float) -> list[str]:
     """What the looks of some seconds found, until one finds something."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -71,29 +71,29 @@ def looks(pulse: Pulse, seconds: float, limit: float) -> list[str]:
 def test_stopped_process_is_found(tmp_path: Path, children: list[subprocess.Popen[bytes]]) -> None:
     """A stopped process is found, and a living one is not reported."""
     children += [start(tmp_path, "trainer-0", "time.sleep(60)"), start(tmp_path, "trainer-1", "time.sleep(60)")]
-    pulse = Pulse(tmp_path, look=0.1)
+    pulse = HeartbeatMonitor(tmp_path, look=0.1)
     assert looks(pulse, 1.0, 0.8) == []
     children[1].send_signal(signal.SIGSTOP)
     (found,) = looks(pulse, 20, 0.8)
     assert f"(process {children[1].pid}, which is stopped)" in found
     children[1].send_signal(signal.SIGCONT)
     time.sleep(0.3)
-    assert looks(Pulse(tmp_path, look=0.1), 1.0, 0.8) == []
+    assert looks(HeartbeatMonitor(tmp_path, look=0.1), 1.0, 0.8) == []
 
 
 @pytest.mark.process
 def test_an_interpreter_that_stands_still_is_found(tmp_path: Path, children: list[subprocess.Popen[bytes]]) -> None:
     """Its threads live, its process sleeps: nothing in it can say so."""
     children.append(start(tmp_path, "trainer-0", HOLDS))
-    (found,) = looks(Pulse(tmp_path, look=0.1), 20, 0.8)
+    (found,) = looks(HeartbeatMonitor(tmp_path, look=0.1), 20, 0.8)
     assert "gives no sign" in found
 
 
 def test_who_computes_without_a_word_is_at_work(tmp_path: Path) -> None:
     """A compiler that holds the interpreter: no number comes, but the processor is used."""
     (tmp_path / "trainer-0").write_text(f"{os.getpid()} 1")
-    clock = Clock()
-    pulse = Pulse(tmp_path, look=0.01, clock=clock)
+    clock = TimeLimitWatcher()
+    pulse = HeartbeatMonitor(tmp_path, look=0.01, clock=clock)
     for _ in range(20):
         begun = time.process_time()
         while time.process_time() - begun < 0.05:
@@ -110,8 +110,8 @@ def test_who_computes_without_a_word_is_at_work(tmp_path: Path) -> None:
 def test_suspended_watcher_blames_no_one(tmp_path: Path) -> None:
     """A watcher that was suspended itself blames no one."""
     (tmp_path / "trainer-0").write_text("1 1")
-    clock = Clock()
-    pulse = Pulse(tmp_path, here=False, look=5.0, clock=clock)
+    clock = TimeLimitWatcher()
+    pulse = HeartbeatMonitor(tmp_path, here=False, look=5.0, clock=clock)
     assert pulse.silent(60) == []
     clock.now = 3600.0
     assert pulse.silent(60) == []
@@ -122,7 +122,7 @@ def test_suspended_watcher_blames_no_one(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ended_is_not_silent(tmp_path: Path) -> None:
-    with Beating(tmp_path, "rollout-0", every=0.05):
+    with HeartbeatWriter(tmp_path, "rollout-0", every=0.05):
         pass
     assert list(tmp_path.iterdir()) == []
     process = subprocess.Popen([sys.executable, "-c", ""])
@@ -130,8 +130,8 @@ def test_a_process_that_ended_is_not_silent(tmp_path: Path) -> None:
     (tmp_path / "trainer-0").write_text(f"{process.pid} 1")
     (tmp_path / "trainer-1").write_text("\xff nonsense")
     (tmp_path / "trainer-2").symlink_to("/dev/zero")
-    clock = Clock()
-    pulse = Pulse(tmp_path, look=0.0, clock=clock)
+    clock = TimeLimitWatcher()
+    pulse = HeartbeatMonitor(tmp_path, look=0.0, clock=clock)
     for clock.now in range(100):
         assert pulse.silent(10) == []
 
@@ -144,8 +144,8 @@ def test_the_host_names_who_hangs(tmp_path: Path, name: str, role: str) -> None:
     rundir.begin()
     (tmp_path / "beats").mkdir()
     (tmp_path / "beats" / name).write_text("1 1")
-    clock = Clock()
-    pulse = Pulse(tmp_path / "beats", here=False, look=5.0, clock=clock)
+    clock = TimeLimitWatcher()
+    pulse = HeartbeatMonitor(tmp_path / "beats", here=False, look=5.0, clock=clock)
     for clock.now in range(0, 61, 5):
         check_alive(pulse, 60, rundir, "node2")
     clock.now = 65.0
@@ -159,8 +159,8 @@ def test_an_engines_supervisor_is_only_said_to_hang(tmp_path: Path, capsys: pyte
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     (tmp_path / "engine-1").write_text("1 1")
-    clock = Clock()
-    pulse = Pulse(tmp_path, here=False, clock=clock)
+    clock = TimeLimitWatcher()
+    pulse = HeartbeatMonitor(tmp_path, here=False, clock=clock)
     for clock.now in range(0, 100, 5):
         check_alive(pulse, 60, rundir, "node2")
     assert "engine-1 gives no sign" in capsys.readouterr().err
@@ -172,8 +172,8 @@ def test_the_launcher_names_a_host_that_hangs(tmp_path: Path) -> None:
     rundir.begin()
     (tmp_path / "beats").mkdir()
     (tmp_path / "beats" / "node3").write_text("1 1")
-    clock = Clock()
-    pulse = Pulse(tmp_path / "beats", here=False, look=10.0, clock=clock)
+    clock = TimeLimitWatcher()
+    pulse = HeartbeatMonitor(tmp_path / "beats", here=False, look=10.0, clock=clock)
     for clock.now in range(0, 71, 10):
         _check_hosts(pulse, 60, rundir)
     clock.now = 80.0

@@ -32,7 +32,7 @@ def main() -> None:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    class Clock(TrainerCallback):
+    class TimeLimitWatcher(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ENDS.append(time.monotonic())
 
@@ -64,7 +64,7 @@ def main() -> None:
         )
         data = load_dataset("json", data_files=work["data"], split="train", cache_dir=scratch)
         trainer = GRPOTrainer(
-            model=work["model"], reward_funcs=right, args=config, train_dataset=data, callbacks=[Clock()]
+            model=work["model"], reward_funcs=right, args=config, train_dataset=data, callbacks=[TimeLimitWatcher()]
         )
         trainer.train()
     print(json.dumps([(end - ENDS[0], reward) for end, reward in zip(ENDS, REWARDS, strict=True)]))

@@ -30,7 +30,7 @@ from hpcrl.doctor import directories, packages
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
 from hpcrl.errors import HpcrlError, UsageError, parts_of
 from hpcrl.findings import Finding, failed, last_line
-from hpcrl.launch.preflight import NOTHING, Sight, absent, begins_with, made_by_run, refuse_settings, same_packages
+from hpcrl.launch.preflight import NOTHING, HostView, absent, begins_with, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.scheduler import (
     AllocationRequest,
     BatchScript,
@@ -90,7 +90,7 @@ class Case:
     directory: Path
     recipe: Recipe | None = None
 
-    def sight(self) -> Sight:
+    def sight(self) -> HostView:
         """What this machine can see of the run's: what `hpcrl submit` takes it to see."""
         return sight_of(self.site, self.recipe, str(self.directory)) if self.recipe else NOTHING
 

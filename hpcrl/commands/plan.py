@@ -17,7 +17,7 @@ from hpcrl.config.setting_names import spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import DataError, UsageError, raise_together
 from hpcrl.groups import describe
-from hpcrl.launch.preflight import Sight, made_by_run, note_absent, refuse_settings, refuse_what_cannot_run
+from hpcrl.launch.preflight import HostView, made_by_run, note_absent, refuse_settings, refuse_what_cannot_run
 from hpcrl.memory.report import GPU, memory_lines
 from hpcrl.memory.weight_update import LINK, predict, update_lines
 from hpcrl.model_files.config_json import read_config
@@ -126,5 +126,5 @@ def preview(recipe: Recipe, overrides: dict[str, Any]) -> None:
         title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
         parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
     print("\n\n".join(parts))
-    sight = Sight(lambda path: made_by_run(recipe, "{run}", path))
+    sight = HostView(lambda path: made_by_run(recipe, "{run}", path))
     refuse_what_cannot_run(options, local_hosts, sight, packages=True)

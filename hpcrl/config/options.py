@@ -13,7 +13,7 @@ from hpcrl.config.sections import Base, opt
 from hpcrl.config.sections.algorithm import AlgorithmOptions, DistillationOptions, OffPolicyOptions, OptimizerOptions
 from hpcrl.config.sections.data import DataOptions, EvalOptions, RewardOptions
 from hpcrl.config.sections.layout import BatchOptions, ClusterOptions, ModelOptions
-from hpcrl.config.sections.run import LookOptions, RunOptions, WeightOptions
+from hpcrl.config.sections.run import InspectOptions, RunOptions, WeightOptions
 from hpcrl.config.sections.sampling import AgentOptions, PluginOptions, RolloutOptions
 
 _DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")  #: methods of vLLM that draft without a model
@@ -34,7 +34,7 @@ class Options(
     BatchOptions,
     OptimizerOptions,
     WeightOptions,
-    LookOptions,
+    InspectOptions,
     PluginOptions,
 ):
     """All options of one run, checked and frozen."""

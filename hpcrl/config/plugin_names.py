@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.errors import UsageError
-from hpcrl.toolbox.plugins import PluginRoom
+from hpcrl.toolbox.plugins import PluginFolder
 
 Kind = Literal["estimators", "losses", "corrections", "kl"]
 ROOM = Path(__file__).parents[1] / "algorithms"
@@ -61,7 +61,7 @@ class AlgorithmFile:
 @cache
 def algorithm_files(kind: Kind) -> dict[str, AlgorithmFile]:
     """Name -> what its file declares, of every file of a kind, by name."""
-    room = PluginRoom(ROOM / kind)
+    room = PluginFolder(ROOM / kind)
     declared = {name: room.literals(name, DEFAULTS) for name in room.names()}
     return {
         name: AlgorithmFile(room.title(name), **{key.lower(): value for key, value in found.items()})
@@ -83,7 +83,7 @@ def find_algorithm_file(kind: Kind, name: str) -> AlgorithmFile | None:
     return algorithm_files(kind).get(name)
 
 
-REWARDS = PluginRoom(Path(__file__).parents[1] / "rollout" / "rewards")
+REWARDS = PluginFolder(Path(__file__).parents[1] / "rollout" / "rewards")
 BOXED = "boxed_"
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 

@@ -29,7 +29,7 @@ from hpcrl.doctor.one_node import REPORT, UNSEEN
 from hpcrl.findings import Finding, failed, last_line
 from hpcrl.launch.probe import HostReport
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.peers import Published
+from hpcrl.run.peers import PublishedRecords
 from hpcrl.run.process import end_descendants
 from hpcrl.run.rundir import write_atomic
 from hpcrl.toolbox.deadline import Deadline
@@ -135,7 +135,7 @@ def gather(directory: Path, expected: int, deadline: Deadline) -> list[NodeRepor
     A network file system may show what another host has written a minute late.  A file that is not a report is left
     out.
     """
-    found = Published(directory, NodeReport, REPORT).wait(expected, deadline, 0.5)
+    found = PublishedRecords(directory, NodeReport, REPORT).wait(expected, deadline, 0.5)
     return [found[name] for name in sorted(found)]
 
 

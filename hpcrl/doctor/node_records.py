@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.launch.probe import HostReport, host_report
-from hpcrl.run.peers import Published
+from hpcrl.run.peers import PublishedRecords
 from hpcrl.run.rundir import write_atomic
 from hpcrl.toolbox.deadline import Deadline
 
@@ -57,7 +57,7 @@ def leave_record(
 def share_records(directory: Path, expect: int, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
     """Once `expect` records are there, or `seconds` have passed, or it is `over`: all records that are there, in one
     file."""
-    records = Published(directory, NodeRecord, most=LONGEST).wait(expect, Deadline(seconds), pause(expect), over)
+    records = PublishedRecords(directory, NodeRecord, most=LONGEST).wait(expect, Deadline(seconds), pause(expect), over)
     with contextlib.suppress(OSError):  # then the hosts find nothing, and say so
         write_atomic(directory / f"{NAME}{ALL}", msgspec.json.encode(records), 0o600)
 
@@ -65,5 +65,5 @@ def share_records(directory: Path, expect: int, seconds: float, over: Callable[[
 def all_records(directory: Path, expect: int, seconds: float) -> dict[str, NodeRecord]:
     """What `share_records` has put there, by host, as soon as it is; none if that takes more than `seconds` and
     LATE."""
-    shared = Published(directory, dict[str, NodeRecord], ALL, LARGEST)
+    shared = PublishedRecords(directory, dict[str, NodeRecord], ALL, LARGEST)
     return shared.wait(1, Deadline(seconds + LATE), pause(expect)).get(NAME, {})

@@ -42,7 +42,7 @@ class EngineLate(DeadlineError):
         self.engine = engine
 
 
-class Fleet:
+class EngineBroadcast:
     """The engines of one attempt."""
 
     def __init__(self, rundir: RunDir, engines: Sequence[Engine], seconds: float) -> None:
@@ -64,7 +64,7 @@ class Fleet:
         return PendingCalls(self, phase, path, bodies, seconds or self.seconds)
 
 
-def fleet_of(rundir: RunDir, plan: Plan, seconds: float, patience: float) -> Fleet:
+def fleet_of(rundir: RunDir, plan: Plan, seconds: float, patience: float) -> EngineBroadcast:
     """All engines of the plan; waits for them at most `patience` seconds, seconds: limit of a call.
 
     Raises:
@@ -73,13 +73,13 @@ def fleet_of(rundir: RunDir, plan: Plan, seconds: float, patience: float) -> Fle
     peers = [wait_for(rundir, EnginePeer, index, patience) for index in range(len(plan.engines))]
     keys = [http_key(rundir, index, peer.incarnation) for index, peer in enumerate(peers)]
     engines = [Engine.at(Address(peer.host, peer.port, keys[i]), i) for i, peer in enumerate(peers)]
-    return Fleet(rundir, engines, seconds)
+    return EngineBroadcast(rundir, engines, seconds)
 
 
 class PendingCalls:
     """Calls under way, one to each engine."""
 
-    def __init__(self, fleet: Fleet, phase: str, path: str, bodies: Sequence[Any], seconds: float) -> None:
+    def __init__(self, fleet: EngineBroadcast, phase: str, path: str, bodies: Sequence[Any], seconds: float) -> None:
         self.fleet = fleet
         self.phase = phase
         self.limit = seconds

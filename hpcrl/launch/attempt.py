@@ -20,7 +20,7 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped
-from hpcrl.heartbeat import LEAST, Pulse
+from hpcrl.heartbeat import LEAST, HeartbeatMonitor
 from hpcrl.launch.engines.standalone import borrow
 from hpcrl.launch.host import CLOSING, GRACE, HOST_BEAT
 from hpcrl.launch.launcher_watchdog import watched
@@ -168,7 +168,7 @@ def _watch(
     stop_by = float("inf")
     close_by = float("inf")
     patience = options.stop_timeout
-    pulse = Pulse(rundir.here / BEATS, here=False, look=HOST_BEAT)
+    pulse = HeartbeatMonitor(rundir.here / BEATS, here=False, look=HOST_BEAT)
     while any(m.status is None for m in members) or summary_of(rundir) is None:
         poll()
         _check(members, rundir)
@@ -202,7 +202,7 @@ def _stopped_early(stop: StopRequest) -> Stopped:
     return Stopped(f"stopped while starting{reason}: nothing was trained since the last checkpoint")
 
 
-def _check_hosts(pulse: Pulse, seconds: float, rundir: RunDir) -> None:
+def _check_hosts(pulse: HeartbeatMonitor, seconds: float, rundir: RunDir) -> None:
     """PeerError, recorded, if the process of a host hangs, which would notice nothing of what happens there."""
     for silent in pulse.silent(max(seconds, LEAST) + HOST_BEAT):
         what = f"the process of host {silent.name} {silent}"

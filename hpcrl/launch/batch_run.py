@@ -62,7 +62,7 @@ class HostsSilent(DeadlineError):
 
 
 @dataclass
-class Clock:
+class TimeLimitWatcher:
     """Asks the run to save and end before the job's time limit, by what its own steps have taken.
 
     The scheduler's SIGUSR1 may come a minute early, or because the limit was changed: it makes us look again, and
@@ -124,7 +124,7 @@ def run_in_job(job: RunJob, allocation: Allocation) -> dict[str, Any]:
     if why := nothing_left_to_do(job, allocation.job_id):
         say(f"{why}: nothing to do for job {allocation.job_id} of the chain")
         return final_summary(job)
-    clock = Clock(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")), allocation.preempted)
+    clock = TimeLimitWatcher(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")), allocation.preempted)
     explain_last_end(job, allocation)
     check_headway(job.root, allocation.restarts + place_in_chain(read_job(job.root), allocation.job_id))
     try:

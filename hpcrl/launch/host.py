@@ -27,7 +27,7 @@ import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
-from hpcrl.heartbeat import FOLDER, LEAST, Beating, Pulse
+from hpcrl.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
 from hpcrl.launch.engines.restarter import EngineRestarter
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
@@ -221,7 +221,7 @@ def run_host(
     made = Scratch("host")
     beats = made.path / "beats"
     beats.mkdir(mode=0o700)
-    pulse = Pulse(beats)
+    pulse = HeartbeatMonitor(beats)
     timeline = role_timeline(rundir, "host", slot or 0, host)
     begun = timeline.now()
 
@@ -290,7 +290,7 @@ def _watch(
     rundir.check()
 
 
-def check_alive(pulse: Pulse, seconds: float, rundir: RunDir, host: str) -> None:
+def check_alive(pulse: HeartbeatMonitor, seconds: float, rundir: RunDir, host: str) -> None:
     """PeerError, recorded, if a process of this host hangs.
 
     Of the supervisor of an engine it is only said: its server serves on, and is missed by those who ask it.
@@ -382,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
         beats = rundir.here / BEATS
         name = args.host if args.slot is None else f"{args.host}-{args.slot}"
         beats.mkdir(mode=0o700, exist_ok=True)
-        with SignalFlags() as told, Beating(beats, name, every=HOST_BEAT):
+        with SignalFlags() as told, HeartbeatWriter(beats, name, every=HOST_BEAT):
             run_host(read_options(rundir), read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
         say(f"error: on {args.host}: {error}")

@@ -32,7 +32,7 @@ from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, run_attempt
 from hpcrl.launch.preflight import (
     NOTHING,
-    Sight,
+    HostView,
     check_routing,
     made_by_run,
     refuse_what_cannot_run,
@@ -183,7 +183,7 @@ def begin_job(
     """
     root = directory_of(recipe, overrides)
     job = RunJob(recipe, recipe.placed(overrides), root, uuid.uuid4().hex)
-    sight = Sight(lambda path: made_by_run(recipe, str(root), path)) if here else NOTHING
+    sight = HostView(lambda path: made_by_run(recipe, str(root), path)) if here else NOTHING
     refuse_what_cannot_run(job.stages, hosts, sight, packages=here)
     alone = recipe.stages[0].name == ""
     root = RunDir.create(root, FOLDERS if alone else ("logs",), another="{time}" in run_dir_of(recipe, overrides)).root

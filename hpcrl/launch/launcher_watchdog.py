@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcrl.errors import HpcrlError
-from hpcrl.heartbeat import Beating, Pulse
+from hpcrl.heartbeat import HeartbeatMonitor, HeartbeatWriter
 from hpcrl.run.job_files import STATE, JobState, write_state
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.run.role import say
@@ -55,7 +55,7 @@ def watched(rundir: RunDir, seconds: float) -> Iterator[None]:
             command, stdin=subprocess.DEVNULL, env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True
         )
         try:
-            with Beating(folder, "launcher", every=min(3.0, seconds / 4)):
+            with HeartbeatWriter(folder, "launcher", every=min(3.0, seconds / 4)):
                 yield
         finally:
             process.kill()
@@ -64,7 +64,7 @@ def watched(rundir: RunDir, seconds: float) -> Iterator[None]:
 
 def watch(rundir: RunDir, launcher: int, folder: Path, seconds: float) -> None:
     """Return when the launcher was silent for too long, and has been ended."""
-    pulse = Pulse(folder, look=min(5.0, seconds / 4))
+    pulse = HeartbeatMonitor(folder, look=min(5.0, seconds / 4))
     while True:
         for silent in pulse.silent(seconds):
             what = f"the launcher on {socket.gethostname()} {silent}; it was ended, so that the run's hosts are free"

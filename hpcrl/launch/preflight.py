@@ -42,7 +42,7 @@ from hpcrl.run.rundir import TRACKER
 
 
 @dataclass(frozen=True)
-class Sight:
+class HostView:
     """What this machine can see of the machines of a run.
 
     Attributes:
@@ -56,11 +56,11 @@ class Sight:
     files: bool = True
 
 
-NOTHING = Sight(code=False, files=False)  #: of a machine that is not one of the run's
+NOTHING = HostView(code=False, files=False)  #: of a machine that is not one of the run's
 
 
 def refuse_what_cannot_run(
-    stages: Sequence[Options], hosts: Callable[[Options], list[Host]], sight: Sight, packages: bool
+    stages: Sequence[Options], hosts: Callable[[Options], list[Host]], sight: HostView, packages: bool
 ) -> None:
     """All checks.
 
@@ -122,7 +122,7 @@ def made_by_run(recipe: Recipe, run: str, path: str) -> bool:
 # ---- what a run begins with
 
 
-def absent(stages: Sequence[Options], sight: Sight) -> list[UsageError]:
+def absent(stages: Sequence[Options], sight: HostView) -> list[UsageError]:
     """An error for every file and directory that a stage begins with, and every custom function, that is not here."""
     found = [error for options in stages for error in (missing_functions(options) if sight.code else [])]
     if sight.files:
@@ -133,7 +133,7 @@ def absent(stages: Sequence[Options], sight: Sight) -> list[UsageError]:
 
 def note_absent(recipe: Recipe, stages: Sequence[Options]) -> None:
     """Say on stderr what a stage begins with and is not here, where another machine may be the one to run it."""
-    for error in absent(stages, Sight(lambda path: made_by_run(recipe, "{run}", path))):
+    for error in absent(stages, HostView(lambda path: made_by_run(recipe, "{run}", path))):
         print(f"hpcrl: note: {error.what}: the machines of the run must have it", file=sys.stderr)
 
 

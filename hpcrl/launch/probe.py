@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from hpcrl.errors import DeadlineError, UsageError
-from hpcrl.run.peers import Published, damaged_record
+from hpcrl.run.peers import PublishedRecords, damaged_record
 from hpcrl.run.rundir import RunDir, listed, write_atomic
 from hpcrl.toolbox.deadline import Deadline
 
@@ -174,7 +174,7 @@ def gather(
     Raises:
         DeadlineError: names the hosts that did not answer; `check` may give up before.
     """
-    reports = Published(rundir.here / "hosts", HostReport)
+    reports = PublishedRecords(rundir.here / "hosts", HostReport)
     reports.wait(hosts, Deadline(seconds), 0.1, check)
     for host, error in reports.damaged.items():
         raise damaged_record(rundir.here / "hosts" / f"{host}.json", error) from error

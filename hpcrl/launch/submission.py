@@ -21,7 +21,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError, raise_together
 from hpcrl.launch.job import RunJob, begin_job, directory_of, held, reopen_job
-from hpcrl.launch.preflight import NOTHING, Sight, absent, made_by_run, refuse_settings, same_packages
+from hpcrl.launch.preflight import NOTHING, HostView, absent, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.restarts import broken_hosts, later_jobs, margin
 from hpcrl.launch.scheduler import (
     AllocationRequest,
@@ -39,7 +39,7 @@ from hpcrl.run.job_files import JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
 from hpcrl.shipped_files import shipped
-from hpcrl.weights.transports import TransportConditions, find_way
+from hpcrl.weights.transports import TransportConditions, find_transport
 
 CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
 ROLLOUT_CPUS = 8  #: cores of the rollout process on a separate node
@@ -87,7 +87,7 @@ def _check_transfer(options: Options, site: SiteProfile) -> None:
     """Raise UsageError for a way of the weights that needs GPUs where the site's slots are processes."""
     way = options.weight_transfer
     nowhere = TransportConditions(cpu=True, one_host=True, colocate=True)
-    if site.trainer.gpus_per_node == 0 and way != "auto" and find_way(way).obstacle(nowhere):
+    if site.trainer.gpus_per_node == 0 and way != "auto" and find_transport(way).obstacle(nowhere):
         raise UsageError(
             f"--weight-transfer {way} needs GPUs, and the site has none (trainer.gpus_per_node = 0)", "use auto"
         )
@@ -235,7 +235,7 @@ def refuse_absent_files(shown: Submission) -> None:
     raise_together(absent(shown.stages, sight_of(shown.site, shown.job.recipe)))
 
 
-def sight_of(site: SiteProfile, recipe: Recipe, run: str = "{run}") -> Sight:
+def sight_of(site: SiteProfile, recipe: Recipe, run: str = "{run}") -> HostView:
     """What the login node can see of the nodes.
 
     Not what the run makes, or a job that it waits for; nothing where an image has its own paths, or on disks of the
@@ -248,7 +248,7 @@ def sight_of(site: SiteProfile, recipe: Recipe, run: str = "{run}") -> Sight:
         return NOTHING
     local = site.scratch if site.scratch and site.scratch.startswith("/") else run
     same_code = not site.setup and site.python in (None, sys.executable) and "PYTHONPATH" not in site.env
-    return Sight(lambda path: path.startswith(local) or made_by_run(recipe, run, path), same_code)
+    return HostView(lambda path: path.startswith(local) or made_by_run(recipe, run, path), same_code)
 
 
 def chained(site: SiteProfile, chain: int) -> SiteProfile:

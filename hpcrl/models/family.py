@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from hpcrl.config.rules.sampling import layers_behind
 from hpcrl.errors import DataError, UsageError
-from hpcrl.toolbox.plugins import PluginRoom
+from hpcrl.toolbox.plugins import PluginFolder
 
 Config = Mapping[str, Any]
 Kind = Literal["same", "row", "column", "qkv", "gate_up", "fused_gate_up", "vocab"]
@@ -125,7 +125,7 @@ def _every(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
 def registry() -> dict[str, Family]:
     """Every family next to this file, by model_type."""
     folders = map(Path, importlib.import_module(__package__).__path__)
-    names = sorted(name for folder in folders for name in PluginRoom(folder).names())
+    names = sorted(name for folder in folders for name in PluginFolder(folder).names())
     modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
     families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
     return {family.model_type: family for family in families}

@@ -218,7 +218,7 @@ def rank_of(frame: zmq.Frame) -> int:
     return int(str(frame.get("User-Id")).removeprefix(_USER))
 
 
-class Doorkeeper(AsyncioAuthenticator):
+class CurveAuthenticator(AsyncioAuthenticator):
     """Answers libzmq's question, for every connection to the sockets of `context`, whether it may come in.
 
     pyzmq serves the question (ZAP) in the running event loop, from now until `stop`; which keys are admitted, and that

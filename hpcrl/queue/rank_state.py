@@ -130,7 +130,7 @@ MAX_REPLACED = 1000
 
 
 @dataclass
-class Seat:
+class RankConnection:
     """The connection of a rank's present client.
 
     Attributes:
@@ -182,7 +182,7 @@ class Rank:
         self.number = number
         self.outbox = outbox
         self.calls = Calls()
-        self.seat: Seat | None = None
+        self.seat: RankConnection | None = None
         self.complaints = 0
         self._replaced: dict[str, None] = {}
 
@@ -239,7 +239,7 @@ class Rank:
         self.complaints += 1
         return self.complaints <= MAX_COMPLAINTS
 
-    def sit(self, route: bytes, hello: Hello) -> Seat:
+    def sit(self, route: bytes, hello: Hello) -> RankConnection:
         """Give the seat to this client; a new one starts afresh, the same one continues over its new connection."""
         same = self.seat is not None and self.seat.client == hello.client
         if self.seat is not None and not same:
@@ -248,5 +248,5 @@ class Rank:
                 del self._replaced[next(iter(self._replaced))]
             self.calls = Calls()
         self.outbox.reconnected(same)
-        self.seat = Seat(self.number, route, hello.client, f"{hello.host} (pid {hello.pid})")
+        self.seat = RankConnection(self.number, route, hello.client, f"{hello.host} (pid {hello.pid})")
         return self.seat

@@ -22,7 +22,7 @@ import zmq.asyncio
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue import auth, messages, sockets
-from hpcrl.queue.rank_state import MAX_CALLS, Calls, PendingShares, Rank, Seat
+from hpcrl.queue.rank_state import MAX_CALLS, Calls, PendingShares, Rank, RankConnection
 from hpcrl.queue.share_format import Buffer, Share, WireError, encode
 from hpcrl.run.peers import RolloutPeer, publish
 from hpcrl.run.role import say
@@ -59,12 +59,12 @@ class QueueServer:
         self._handlers = dict(handlers)
         self._depth = depth
         self._ranks = [Rank(number, PendingShares(lease, part_bytes)) for number in range(dp_size)]
-        self._seats: dict[bytes, Seat] = {}
+        self._seats: dict[bytes, RankConnection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: PeerError | None = None
         self._progress = asyncio.Event()
         self._context: zmq.asyncio.Context | None = None
-        self._door: auth.Doorkeeper | None = None
+        self._door: auth.CurveAuthenticator | None = None
 
     # ---- life
 
@@ -109,7 +109,7 @@ class QueueServer:
     def _lock(self) -> str:
         """Admit the clients of this attempt only; the public key of this server."""
         keys = auth.server_keys(self._rundir)
-        self._door = auth.Doorkeeper(self._context, keys, say)
+        self._door = auth.CurveAuthenticator(self._context, keys, say)
         auth.lock_server(self._socket, keys)
         return keys.public
 
@@ -208,7 +208,7 @@ class QueueServer:
             route, messages.Welcome(messages.PROTOCOL, self._plan.run_id, self._plan.attempt, socket.gethostname())
         )
 
-    async def _obey(self, rank: Rank, seat: Seat, message: messages.FromClient) -> None:
+    async def _obey(self, rank: Rank, seat: RankConnection, message: messages.FromClient) -> None:
         match message:
             case messages.Fetch(rollout_id=wanted):
                 seat.waits_for = wanted
@@ -227,7 +227,7 @@ class QueueServer:
 
     # ---- shares
 
-    def _release(self, rank: Rank, seat: Seat) -> None:
+    def _release(self, rank: Rank, seat: RankConnection) -> None:
         """Shares may have been acknowledged: `put` may continue, and a fetch that has all it asked for is over."""
         if seat.waits_for is not None and seat.waits_for <= rank.outbox.last_done:
             seat.waits_for = None
@@ -239,7 +239,7 @@ class QueueServer:
         for seat in list(self._seats.values()):
             await self._deliver(self._ranks[seat.rank], seat)
 
-    async def _deliver(self, rank: Rank, seat: Seat) -> None:
+    async def _deliver(self, rank: Rank, seat: RankConnection) -> None:
         """Send the seat what its fetch can have now, and of later shares what its credit allows."""
         if answer := rank.refuse_fetch(seat.waits_for, self._failure):
             seat.waits_for = None

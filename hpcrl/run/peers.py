@@ -185,7 +185,7 @@ def wait_for(rundir: RunDir, kind: type[P], index: int, seconds: float) -> P:
 # ---- many records in one directory
 
 
-class Published(Generic[T]):
+class PublishedRecords(Generic[T]):
     """The records that others put into a directory, each in its own file, whole.
 
     found: what has come so far, by the file's name without its ending; each file is read once

@@ -22,10 +22,10 @@ import msgspec
 
 from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.run.peers import Published
+from hpcrl.run.peers import PublishedRecords
 from hpcrl.run.rundir import write_atomic
 from hpcrl.selftest import checks
-from hpcrl.toolbox.plugins import PluginRoom
+from hpcrl.toolbox.plugins import PluginFolder
 from hpcrl.untrusted_files import touch
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Check:
 
 def find_checks() -> dict[str, Check]:
     """All of them by name, in their order."""
-    names = PluginRoom(Path(checks.__file__).parent).names()
+    names = PluginFolder(Path(checks.__file__).parent).names()
     found = {name: importlib.import_module(f"{checks.__name__}.{name}").CHECK for name in names}
     return dict(sorted(found.items(), key=lambda item: item[1].turn))
 
@@ -148,7 +148,7 @@ class Results:
         write_atomic(self.directory / "results" / f"{name}.json", msgspec.json.encode(outcome))
 
     def read(self) -> dict[str, Outcome]:
-        return Published(self.directory / "results", Outcome).look()
+        return PublishedRecords(self.directory / "results", Outcome).look()
 
     def interrupted(self, names: Iterable[str]) -> str | None:
         """The check of `names` that began and has no result: what its process died in."""

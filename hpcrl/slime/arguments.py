@@ -270,7 +270,7 @@ def _without(line: Line, dropped: dict[str, str]) -> Line:
 
 # ---- flag table
 
-Way = Literal["option", "later", "is", "reader", "needless", "refused"]
+TransportModule = Literal["option", "later", "is", "reader", "needless", "refused"]
 TABLE = Path(__file__).with_name("flags.toml")
 DEFAULTS = "defaults"  #: the section of flags.toml that holds values, not verdicts
 
@@ -285,7 +285,7 @@ class FlagVerdict:
         default: slime's default, of a flag that says nothing when it is given with it; None: there is no such value.
     """
 
-    way: Way
+    way: TransportModule
     text: str = ""
     default: Any = None
 
@@ -318,7 +318,7 @@ def _document() -> dict[str, dict[str, Any]]:
 def _verdict(flag: str, said: Any) -> FlagVerdict:
     if said == "option":
         return FlagVerdict("option")
-    ways = [way for way in get_args(Way) if way in said]
+    ways = [way for way in get_args(TransportModule) if way in said]
     if len(ways) != 1 or not isinstance(said[ways[0]], str) or said.keys() - {ways[0], "default"}:
         raise ValueError(f"{TABLE}: {flag} = {said}")
     return FlagVerdict(ways[0], said[ways[0]], said.get("default"))

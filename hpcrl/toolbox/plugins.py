@@ -1,6 +1,6 @@
 """What a folder of files registers: a file each, found by its name, so that a new one needs no second place.
 
-    REWARDS = PluginRoom(Path(...) / "rewards")
+    REWARDS = PluginFolder(Path(...) / "rewards")
     REWARDS.names()                                       # ("exact", "math", ...)
     REWARDS.literals("math", {"NEEDS_LABEL": True})       # constants that the file declares, without importing it
     REWARDS.hint("maths", "module.function")              # "did you mean math?"
@@ -21,7 +21,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class PluginRoom:
+class PluginFolder:
     """The plug-ins of one folder.
 
     Attributes:

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from hpcrl.config.custom_functions import guarded, short
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import spelled
-from hpcrl.engines.fleet import Fleet
+from hpcrl.engines.fleet import EngineBroadcast
 from hpcrl.errors import HpcrlError
 from hpcrl.queue.share_format import Share
 from hpcrl.trainer.megatron.model import Policy
@@ -64,11 +64,11 @@ class TrainerHooks:
         self._call("custom_megatron_before_train_step_hook_path", *given)
 
     @property
-    def weights_written(self) -> Callable[[Path, Fleet], None] | None:
+    def weights_written(self) -> Callable[[Path, EngineBroadcast], None] | None:
         """What is called on rank 0 once the files of a weight update are whole; None without a hook."""
         return self._written if "custom_update_weight_post_write_path" in self._own else None
 
-    def _written(self, directory: Path, fleet: Fleet) -> None:
+    def _written(self, directory: Path, fleet: EngineBroadcast) -> None:
         engines = [f"http://{engine.address.host}:{engine.address.port}" for engine in fleet.engines]
         self._call("custom_update_weight_post_write_path", self._options, str(directory), engines)
 

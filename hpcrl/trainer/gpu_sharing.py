@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from hpcrl.engines.fleet import Fleet, fleet_of
+from hpcrl.engines.fleet import EngineBroadcast, fleet_of
 from hpcrl.engines.http import TURN
 from hpcrl.handover import ENGINES_UP, Event, HandOver, TrainerHolds
 from hpcrl.queue.client import QueueClient, Unanswered
@@ -42,7 +42,7 @@ class GpuSharing:
     def __init__(self, context: RoleContext) -> None:
         self._options = context.options
         patience = context.options.engine_start_timeout + SLACK
-        self._fleet: Fleet = fleet_of(context.rundir, context.plan, context.options.update_timeout, patience)
+        self._fleet: EngineBroadcast = fleet_of(context.rundir, context.plan, context.options.update_timeout, patience)
         self._mine = HandOver("the trainer", ENGINES_UP)
         self._state = DeviceState(())
         self._driver = False

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hpcrl.engines.fleet import EngineLost, Fleet
+from hpcrl.engines.fleet import EngineBroadcast, EngineLost
 from hpcrl.engines.http import Address
 from hpcrl.engines.registry import Engine
 from hpcrl.errors import DeadlineError, HpcrlError
@@ -92,7 +92,9 @@ class RolloutDriver:
         found = self.client.call("engines")[who]
         for index, incarnation, host, port in found:
             address = Address(host, port, http_key(self.context.rundir, index, incarnation))
-            fleet = Fleet(self.context.rundir, [Engine.at(address, index, incarnation)], self.options.update_timeout)
+            fleet = EngineBroadcast(
+                self.context.rundir, [Engine.at(address, index, incarnation)], self.options.update_timeout
+            )
             try:
                 fleet.post("naming its weights", "/update_weight_version", {"new_version": "0"})
             except EngineLost as error:

@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.engines.fleet import Fleet
+from hpcrl.engines.fleet import EngineBroadcast
 from hpcrl.errors import PeerError
 from hpcrl.weights.pieces.wire import span
 
@@ -106,7 +106,7 @@ class Comparison:
                             known[part] = digest(cut(tensor, rows, columns))
                         mine.setdefault(str(worker["rank"]), {})[other] = known[part]
 
-    def compare(self, fleet: Fleet) -> None:
+    def compare(self, fleet: EngineBroadcast) -> None:
         """Differs names the tensors that an engine does not hold as they were sent."""
         for method, expected in self.found.items():
             bodies = [{"method": method, "args": [json.dumps(mine)]} for mine in expected]

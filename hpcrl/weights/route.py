@@ -12,7 +12,7 @@ from typing import Literal
 
 from hpcrl.config.options import Options
 from hpcrl.plan import Plan
-from hpcrl.weights.transports import TransportConditions, Way, choose, find_way
+from hpcrl.weights.transports import TransportConditions, TransportModule, choose, find_transport
 
 Sharing = Literal["host", "engine", "worker"]
 
@@ -80,12 +80,12 @@ def whole_tensors(backend: str, data_parallel: int, delta: bool) -> str | None:
     return None
 
 
-def _way(options: Options, plan: Plan, cpu: bool) -> Way:
+def _way(options: Options, plan: Plan, cpu: bool) -> TransportModule:
     one_host = (
         len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
     )
-    return find_way(choose(options.weight_transfer, TransportConditions(cpu, one_host, options.colocate)))
+    return find_transport(choose(options.weight_transfer, TransportConditions(cpu, one_host, options.colocate)))
 
 
-def _backend(options: Options, way: Way) -> str:
+def _backend(options: Options, way: TransportModule) -> str:
     return getattr(way, "PIECES", way.BACKEND) if options.weight_update == "resharded" else way.BACKEND

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.options import Options
-from hpcrl.engines.fleet import EngineLate, EngineLost, Fleet, in_thread
+from hpcrl.engines.fleet import EngineBroadcast, EngineLate, EngineLost, in_thread
 from hpcrl.engines.http import status
 from hpcrl.engines.registry import Engine
 from hpcrl.errors import HpcrlError, PeerError, UsageError
@@ -56,7 +56,7 @@ class WeightSender:
         host: str,
         options: Options,
         is_driver: bool,
-        written: Callable[[Path, Fleet], None] | None = None,
+        written: Callable[[Path, EngineBroadcast], None] | None = None,
     ) -> None:
         self.written = written
         self.rundir = rundir
@@ -65,7 +65,7 @@ class WeightSender:
         self.is_driver = is_driver
         self.said: set[str] = set()
         self.pieces: ReshardedUpdate | None = None
-        self.fleet: Fleet | None = None
+        self.fleet: EngineBroadcast | None = None
         self.transport: Transport | None = None
         self.scheme = scheme_of(options.hf_checkpoint) if is_driver and options.hf_checkpoint else None
         self.manifests: list[list[dict[str, Any]]] = []
@@ -88,7 +88,7 @@ class WeightSender:
         if self.fleet is not None and self.transport is not None and self.fleet.engines == tuple(engines):
             return
         self.close()
-        self.fleet = Fleet(self.rundir, engines, self.options.update_timeout)
+        self.fleet = EngineBroadcast(self.rundir, engines, self.options.update_timeout)
         try:
             self._link(self.fleet)
         except Exception as error:
@@ -96,7 +96,7 @@ class WeightSender:
                 raise EngineLost(str(error), lost) from error
             raise
 
-    def _link(self, fleet: Fleet) -> None:
+    def _link(self, fleet: EngineBroadcast) -> None:
         fleet.call("ending what was under way", "hpcrl_abandon")
         self.manifests = fleet.call("asking for the manifest", "hpcrl_manifest")
         self.needs = self._agreed()
@@ -307,7 +307,9 @@ class WeightSender:
         self.close()  # members that wait in its group get an error
         others = [engine for engine in self._engines if engine not in lost]
         calls = [
-            in_thread(lambda e=e: Fleet(self.rundir, [e], RESUME).call("giving up the update", "hpcrl_abandon"))
+            in_thread(
+                lambda e=e: EngineBroadcast(self.rundir, [e], RESUME).call("giving up the update", "hpcrl_abandon")
+            )
             for e in others
         ]
         wait(calls, timeout=2 * RESUME)
@@ -324,7 +326,7 @@ class WeightSender:
             self.pieces.forget()
         left = []
         for engine in self._engines:
-            one = Fleet(self.fleet.rundir, [engine], RESUME)
+            one = EngineBroadcast(self.fleet.rundir, [engine], RESUME)
             try:
                 [workers] = one.call("giving up the update", "hpcrl_abandon")
                 if isinstance(error, Differs) or any(worker["mixed"] for worker in workers):

@@ -153,9 +153,9 @@ def test_the_script_starts_its_step_and_nothing_else(tmp_path: Path) -> None:
 def test_a_run_that_says_nothing_any_more_is_gone(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     from hpcrl.launch.engines import join
     from hpcrl.toolbox import signs
-    from tests.launch.test_host import Clock
+    from tests.launch.test_host import TimeLimitWatcher
 
-    clock = Clock()
+    clock = TimeLimitWatcher()
     monkeypatch.setattr(signs, "time", clock)
     sign = LifeSign(rundir)
     for _ in range(30):

@@ -28,7 +28,7 @@ from hpcrl.report.run_files import StageFiles
 from hpcrl.report.timeline.reading import read_tracks
 from hpcrl.report.timeline.run_spending import hosts_of
 from hpcrl.run.engine_files import EngineReports, read_views
-from hpcrl.run.peers import EnginePeer, Published, find
+from hpcrl.run.peers import EnginePeer, PublishedRecords, find
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import RunDir
 from hpcrl.selftest.registry import Results
@@ -153,7 +153,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "timeline/trainer-0.jsonl": lambda root: read_tracks(root / "timeline/trainer-0.jsonl", 0),
     "results/loss.json": lambda root: Results(root).read(),
     f"a{REPORT}": lambda root: gather(root, 1, Deadline(0.0)),
-    "records/a.json": lambda root: Published(root / "records", NodeRecord).look(),
+    "records/a.json": lambda root: PublishedRecords(root / "records", NodeRecord).look(),
     f"records/all{ALL}": lambda root: all_records(root / "records", 1, 0.0),
     "keys/http.key": lambda root: http_key(RunDir(root, 0), 0),
 }

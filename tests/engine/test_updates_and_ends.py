@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from hpcrl.config.options import Options
-from hpcrl.engines.fleet import Fleet
+from hpcrl.engines.fleet import EngineBroadcast
 from hpcrl.engines.http import Address, HttpError, ask
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.plan import Location, Plan
@@ -408,7 +408,7 @@ def test_no_engine_resumes_after_a_refusal(pair: Side) -> None:
     """The one that took it has the new weights, but would call them by the old version."""
     fleet = pair.sender.fleet
     assert fleet is not None
-    second = Fleet(fleet.rundir, fleet.engines[1:], 60)
+    second = EngineBroadcast(fleet.rundir, fleet.engines[1:], 60)
     second.call("spoiling", "forget", "model.norm.weight")  # in the last bucket
     with pytest.raises(
         PeerError, match=r"engine-1 on 127.0.0.1: the weight update failed: .*not resumed.*engine-0.*engine-1"

@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.engines import fleet as module
-from hpcrl.engines.fleet import EngineLost, Fleet, joined
+from hpcrl.engines.fleet import EngineBroadcast, EngineLost, joined
 from hpcrl.engines.http import Address, HttpError, ask
 from hpcrl.engines.registry import Engine
 from hpcrl.errors import DeadlineError, PeerError
@@ -92,8 +92,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LAST_WORDS", 0.3)
 
 
-def fleet(rundir: RunDir, stubs: list[Stub], seconds: float = 5.0) -> Fleet:
-    return Fleet(rundir, [Engine.at(stub.address, i) for i, stub in enumerate(stubs)], seconds)
+def fleet(rundir: RunDir, stubs: list[Stub], seconds: float = 5.0) -> EngineBroadcast:
+    return EngineBroadcast(rundir, [Engine.at(stub.address, i) for i, stub in enumerate(stubs)], seconds)
 
 
 def test_answers_come_in_the_engines_order(rundir: RunDir, stubs: list[Stub]) -> None:

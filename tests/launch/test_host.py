@@ -18,7 +18,7 @@ from hpcrl.run.rundir import RunDir, listed
 from hpcrl.run.summary import Summary, write_summary
 
 
-class Clock:
+class TimeLimitWatcher:
     """A clock that the test turns."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Clock:
 
 def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted where the calls are made, its engines' keeper and its signs of life (two calls each) among them."""
-    clock, asked = Clock(), []
+    clock, asked = TimeLimitWatcher(), []
     listdir, read = os.listdir, Path.read_bytes
     monkeypatch.setattr(host, "time", clock)
     monkeypatch.setattr(os, "listdir", lambda path: asked.append(path) or listdir(path))
@@ -52,7 +52,7 @@ def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.Mon
 
 def test_end_mark_of_its_own_attempt(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host knows that the run is over by the mark of its own attempt."""
-    clock = Clock()
+    clock = TimeLimitWatcher()
     monkeypatch.setattr(host, "time", clock)
     looks = RunDirPoller(rundir)
     write_summary(rundir.root, Summary("stopped", rundir.attempt + 1))
@@ -63,7 +63,7 @@ def test_end_mark_of_its_own_attempt(rundir: RunDir, monkeypatch: pytest.MonkeyP
 
 def test_end_when_told_or_superseded(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host ends when it is told to, and when the run continues without it."""
-    clock = Clock()
+    clock = TimeLimitWatcher()
     monkeypatch.setattr(host, "time", clock)
     told, left = RunDirPoller(rundir), RunDirPoller(rundir)
     assert not told.end()
@@ -83,7 +83,7 @@ def test_end_when_told_or_superseded(rundir: RunDir, monkeypatch: pytest.MonkeyP
 
 
 def test_the_last_report_at_the_deadline_counts(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = TimeLimitWatcher()
     monkeypatch.setattr(probe, "time", clock)
     probe.write(rundir, "node1")
 

@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
-from hpcrl.launch.batch_run import Clock
+from hpcrl.launch.batch_run import TimeLimitWatcher
 from hpcrl.launch.host import commands
 from hpcrl.launch.probe import HostReport, Network, choose, gather, host_report, write
 from hpcrl.launch.restarts import FRUITLESS, check_headway, margin
@@ -320,7 +320,7 @@ def test_clock_asks_once(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     ends = {"at": time.time() + 1000}
     limit = lambda: ends["at"]  # noqa: E731
-    clock, stop = Clock(limit, 60), StopRequest()
+    clock, stop = TimeLimitWatcher(limit, 60), StopRequest()
     stop.nudges = 1
     clock.watch(stop, rundir)
     assert (stop.requests, stop.nudges, clock.due) == (0, 0, False)
@@ -332,11 +332,11 @@ def test_clock_asks_once(tmp_path: Path) -> None:
         "half of what is left: whoever takes longer is ended, and queued again, before the limit"
     )
     ends["at"] = time.time() + 55
-    long, stop = Clock(limit, 60), StopRequest()
+    long, stop = TimeLimitWatcher(limit, 60), StopRequest()
     long.watch(stop, rundir)
     assert 34 < stop.seconds <= 35, "a step longer than --stop-timeout has as long as the limit leaves"
     ends["at"] = None
-    blind, stop = Clock(limit, 60), StopRequest()
+    blind, stop = TimeLimitWatcher(limit, 60), StopRequest()
     blind.watch(stop, rundir)
     assert not stop.requests
     stop.nudges = 1
@@ -344,7 +344,7 @@ def test_clock_asks_once(tmp_path: Path) -> None:
     assert stop.requests and blind.due and stop.seconds == 60
     stopped = StopRequest()
     stopped.ask("hpcrl stop")
-    late = Clock(limit, 60)
+    late = TimeLimitWatcher(limit, 60)
     late.ends = time.time() - 1
     late.next_look = 0
     late.watch(stopped, rundir)
@@ -369,10 +369,10 @@ def test_raised_limit_and_known_limit(tmp_path: Path) -> None:
     """A raised limit is honoured, and a known one is kept."""
     rundir = RunDir.create(tmp_path / "run")
     answers: list[float | None] = [time.time() + 30, time.time() + 1700]
-    raised, stop = Clock(lambda: answers.pop(0), 60), StopRequest()
+    raised, stop = TimeLimitWatcher(lambda: answers.pop(0), 60), StopRequest()
     raised.watch(stop, rundir)  # 30 s are left, as far as it knows: it asks before it decides
     assert not stop.requests and not raised.due and not answers
-    unreachable = Clock(lambda: None, 60, ends=None)
+    unreachable = TimeLimitWatcher(lambda: None, 60, ends=None)
     stop = StopRequest()
     unreachable.ends = time.time() + 800
     stop.nudges = 1
@@ -388,7 +388,7 @@ def test_preemption_with_grace_time(tmp_path: Path) -> None:
     """A preemption with a grace time is reported as one."""
     rundir = RunDir.create(tmp_path / "run")
     for preempted, said in ((True, "preempted, the grace time is running"), (False, "the time limit is near")):
-        clock = Clock(lambda: time.time() + 30, 60, lambda answer=preempted: answer)
+        clock = TimeLimitWatcher(lambda: time.time() + 30, 60, lambda answer=preempted: answer)
         stop = StopRequest()
         stop.nudges = 1
         clock.watch(stop, rundir)

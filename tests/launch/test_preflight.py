@@ -13,7 +13,7 @@ from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch import preflight
-from hpcrl.launch.preflight import NOTHING, Sight, absent, refuse_missing_packages
+from hpcrl.launch.preflight import NOTHING, HostView, absent, refuse_missing_packages
 from hpcrl.run.rundir import TRACKER
 from tests.support.published_models import MODELS
 
@@ -98,8 +98,8 @@ def test_load_may_be_empty() -> None:
     with."""
     first = Options(load="new", save="./new", hf_checkpoint="model")
     other = Options(load="new", ref_load="model", hf_checkpoint="model")
-    assert not absent([first, other], Sight())
-    assert [error.what for error in absent([Options(load="new", hf_checkpoint="model")], Sight())] == [
+    assert not absent([first, other], HostView())
+    assert [error.what for error in absent([Options(load="new", hf_checkpoint="model")], HostView())] == [
         "--load new is not here"
     ]
     assert not absent([Options(load="new", hf_checkpoint="none", custom_rm_path="own.absent")], NOTHING)
@@ -110,7 +110,7 @@ def test_a_checkpoint_is_known_by_its_files(folder: Path) -> None:
         shutil.rmtree(folder / "empty")
         (folder / "empty").mkdir()
         (folder / "empty" / name).touch()
-        assert not absent([Options(load="empty", hf_checkpoint="model")], Sight()), name
+        assert not absent([Options(load="empty", hf_checkpoint="model")], HostView()), name
 
 
 def test_missing_packages_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.peers import (
     EnginePeer,
     Peer,
-    Published,
+    PublishedRecords,
     RolloutPeer,
     StorePeer,
     TrainerPeer,
@@ -109,7 +109,7 @@ class EnginePort(msgspec.Struct):
 
 
 def test_a_record_is_read_once(tmp_path: Path) -> None:
-    published = Published(tmp_path, EnginePort)
+    published = PublishedRecords(tmp_path, EnginePort)
     leave(tmp_path, "n1")
     (tmp_path / "n2.json").write_text("{")
     (tmp_path / "other.txt").write_text("")
@@ -128,20 +128,20 @@ def test_records_are_waited_for(tmp_path: Path, wanted: int | list[str]) -> None
         looks.append(len(looks))
         leave(tmp_path, f"n{len(looks)}")
 
-    found = Published(tmp_path, EnginePort).wait(wanted, Deadline(60.0), 0.01, arrive)
+    found = PublishedRecords(tmp_path, EnginePort).wait(wanted, Deadline(60.0), 0.01, arrive)
     assert sorted(found) == ["n1", "n2"] and len(looks) == 2
 
 
 def test_a_wait_for_records_ends_in_time_or_when_told(tmp_path: Path) -> None:
     leave(tmp_path, "n1")
     leave(tmp_path, "n3")
-    assert sorted(Published(tmp_path, EnginePort).wait(["n1", "n2"], Deadline(0.0), 0.01)) == ["n1", "n3"]
-    assert sorted(Published(tmp_path, EnginePort).wait(9, Deadline(60.0), 0.01, lambda: True)) == ["n1", "n3"]
+    assert sorted(PublishedRecords(tmp_path, EnginePort).wait(["n1", "n2"], Deadline(0.0), 0.01)) == ["n1", "n3"]
+    assert sorted(PublishedRecords(tmp_path, EnginePort).wait(9, Deadline(60.0), 0.01, lambda: True)) == ["n1", "n3"]
     (tmp_path / "n2.json").write_text("{")
-    assert sorted(Published(tmp_path, EnginePort).wait(["n1", "n2"], Deadline(60.0), 0.01)) == ["n1", "n3"]
+    assert sorted(PublishedRecords(tmp_path, EnginePort).wait(["n1", "n2"], Deadline(60.0), 0.01)) == ["n1", "n3"]
 
 
 def test_a_larger_record_is_damaged(tmp_path: Path) -> None:
     leave(tmp_path, "n1")
-    published = Published(tmp_path, EnginePort, most=5)
+    published = PublishedRecords(tmp_path, EnginePort, most=5)
     assert not published.look() and "n1" in published.damaged

@@ -7,7 +7,7 @@ import math
 from hpcrl.toolbox.signs import LastSign
 
 
-class Clock:
+class TimeLimitWatcher:
     now = 100.0
 
     def __call__(self) -> float:
@@ -15,7 +15,7 @@ class Clock:
 
 
 def test_silence_counts_from_the_last_sign() -> None:
-    clock = Clock()
+    clock = TimeLimitWatcher()
     sign = LastSign(clock=clock)
     assert sign.silence == 0
     clock.now += 7
@@ -27,7 +27,7 @@ def test_silence_counts_from_the_last_sign() -> None:
 
 
 def test_a_sign_of_our_own_is_due_once_an_interval() -> None:
-    clock = Clock()
+    clock = TimeLimitWatcher()
     sign = LastSign(ago=math.inf, clock=clock)
     assert sign.due(2.0) and not sign.due(2.0), "who has never given one gives one at once"
     clock.now += 1.9

@@ -14,10 +14,10 @@ from pathlib import Path
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import find_algorithm_file
 from hpcrl.errors import UsageError
-from hpcrl.toolbox.plugins import PluginRoom
+from hpcrl.toolbox.plugins import PluginFolder
 
 #: each file is a way of --weight-transfer, named as the option's value
-TRANSPORTS = PluginRoom(Path(__file__).parents[2] / "weights" / "transports")
+TRANSPORTS = PluginFolder(Path(__file__).parents[2] / "weights" / "transports")
 
 
 def check_needed(o: Options) -> None:

@@ -17,7 +17,7 @@ from hpcrl.config.passthrough import flag
 from hpcrl.config.plugin_names import is_path
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import UsageError
-from hpcrl.toolbox.plugins import PluginRoom
+from hpcrl.toolbox.plugins import PluginFolder
 
 #: each file with one of these functions is a built-in filter, named as the option's value
 FILTERS = Path(__file__).parents[2] / "rollout" / "filters"
@@ -68,7 +68,7 @@ def check_filling(o: Options) -> None:
             "it is how many groups are issued at a time",
         )
     for name, function in FILTER_FUNCTIONS.items():
-        value, built_in = getattr(o, name), PluginRoom(FILTERS, function)
+        value, built_in = getattr(o, name), PluginFolder(FILTERS, function)
         if value is not None and not is_path(value) and value not in built_in:
             raise UsageError(
                 f"{flag(name)} {value} is not a filter",

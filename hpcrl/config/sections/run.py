@@ -59,7 +59,7 @@ class RunOptions(Base):
 # ---- looking
 
 
-class LookOptions(Base):
+class InspectOptions(Base):
     """looking and replaying (docs/looking.md)"""
 
     save_token_data: int | None = opt(

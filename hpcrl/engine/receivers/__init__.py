@@ -10,16 +10,16 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from hpcrl.toolbox.plugins import PluginRoom
-from hpcrl.weights.transports import find_way
+from hpcrl.toolbox.plugins import PluginFolder
+from hpcrl.weights.transports import find_transport
 
 
 def register_receivers() -> None:
     """Make every receiver of this room known to vLLM in this process; one that is known already is left as it is."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    for name in PluginRoom(Path(__file__).parent).names():
-        way = find_way(name)
+    for name in PluginFolder(Path(__file__).parent).names():
+        way = find_transport(name)
         backend = getattr(way, "PIECES", way.BACKEND)
         if backend not in WeightTransferEngineFactory._registry:
             receiver = importlib.import_module(f"{__name__}.{name}").RECEIVER

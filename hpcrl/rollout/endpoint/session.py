@@ -48,7 +48,7 @@ class BadRequest(Exception):
 
 
 @dataclass(frozen=True)
-class Making:
+class ResponseContext:
     """What a session needs to know of the response that is made.
 
     Attributes:
@@ -94,7 +94,7 @@ class Session:
         turns: the same of this one, empty once it is more than KEPT tokens.
     """
 
-    making: Making
+    making: ResponseContext
     client: EngineClient
     tokenizer: Tokenizer
     context: Callable[[], int | None]

@@ -19,7 +19,7 @@ import numpy as np
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint.server import Endpoint
-from hpcrl.rollout.endpoint.session import AskedTurn, Making, Session, sampling_params
+from hpcrl.rollout.endpoint.session import AskedTurn, ResponseContext, Session, sampling_params
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import Grading
@@ -105,7 +105,7 @@ class CustomSampler:
             found = list(asked.begun)
             await self._grade(asked, found)
             return found
-        making = Making(self._sampling(asked), self._seed(asked), asked.version)
+        making = ResponseContext(self._sampling(asked), self._seed(asked), asked.version)
         prompt = self._prompt(asked)
         done, found = await self._call(asked, making, prompt, 1.0)
         if done is not None and done.failure and self._options.deterministic_mode:
@@ -152,7 +152,7 @@ class CustomSampler:
     # ---- the call
 
     async def _call(
-        self, asked: ResponseRequest, making: Making, prompt: Sample, patience: float
+        self, asked: ResponseRequest, making: ResponseContext, prompt: Sample, patience: float
     ) -> tuple[CustomResult | None, list[Sample]]:
         """What came of one call, and its samples if it did not fail; None, and what there is, if the run ended it
         early."""

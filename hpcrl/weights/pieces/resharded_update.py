@@ -17,7 +17,7 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hpcrl.config.options import Options
-from hpcrl.engines.fleet import GLANCE, EngineLost, Fleet, PendingCalls, in_thread
+from hpcrl.engines.fleet import GLANCE, EngineBroadcast, EngineLost, PendingCalls, in_thread
 from hpcrl.errors import PeerError, UsageError
 from hpcrl.queue.auth import server_keys
 from hpcrl.redistribution.plan import Redistribution
@@ -77,7 +77,9 @@ class MemberFailed(PeerError):
 class ReshardedUpdate:
     """Resharded updates to one fleet."""
 
-    def __init__(self, fleet: Fleet, manifests: Manifests, options: Options, scheme: Scheme | None, host: str) -> None:
+    def __init__(
+        self, fleet: EngineBroadcast, manifests: Manifests, options: Options, scheme: Scheme | None, host: str
+    ) -> None:
         self.fleet = fleet
         self.manifests = manifests
         self.options = options

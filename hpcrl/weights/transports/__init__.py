@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from hpcrl.engines.fleet import Fleet
+from hpcrl.engines.fleet import EngineBroadcast
 from hpcrl.errors import PeerError, UsageError
-from hpcrl.toolbox.plugins import PluginRoom
+from hpcrl.toolbox.plugins import PluginFolder
 
 if TYPE_CHECKING:
     import torch
 
 Stream = Iterator[tuple[str, "torch.Tensor"]]
-ROOM = PluginRoom(Path(__file__).parent)
+ROOM = PluginFolder(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Link:
         written: called with each directory that is complete.
     """
 
-    fleet: Fleet
+    fleet: EngineBroadcast
     limit: int
     host: str
     workers: list[int]
     directory: str | None = None
-    written: Callable[[Path, Fleet], None] | None = None
+    written: Callable[[Path, EngineBroadcast], None] | None = None
 
     def first_ranks(self) -> list[int]:
         """The rank of each engine's first worker in a group where the trainer is rank 0."""
@@ -88,7 +88,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class Way(Protocol):
+class TransportModule(Protocol):
     """What a file of this room holds."""
 
     BACKEND: str  #: vLLM's name of the weight-transfer backend; PIECES: of another, which takes pieces alone
@@ -104,7 +104,7 @@ def names() -> list[str]:
     return [*ROOM.names()]
 
 
-def find_way(name: str) -> Way:
+def find_transport(name: str) -> TransportModule:
     """The way of that name.
 
     Raises:
@@ -125,15 +125,15 @@ def choose(wish: str, site: TransportConditions) -> str:
         shared = site.cpu or site.colocate  # NCCL takes a GPU once, not as the sender's and as a receiver's
         # CUDA IPC, which could be the way for both at once, is asked for by name until it has run on a GPU
         wish = ("shm" if site.one_host else "gloo") if shared else "nccl"
-    if why := find_way(wish).obstacle(site):
-        others = [name for name in names() if not find_way(name).obstacle(site)]
+    if why := find_transport(wish).obstacle(site):
+        others = [name for name in names() if not find_transport(name).obstacle(site)]
         raise UsageError(f"--weight-transfer {wish} {why}", f"use auto or {' or '.join(others)}")
     return wish
 
 
 def make_transport(backend: str, link: Link) -> Transport:
     """The sending end for what the engines say that they receive with."""
-    for way in map(find_way, names()):
+    for way in map(find_transport, names()):
         if backend == way.BACKEND:
             return way.make(link)
         if backend == getattr(way, "PIECES", None):

@@ -12,7 +12,7 @@ from hpcrl.launch.engines.restarter import EngineRestarter
 from hpcrl.run.engine_files import end_of, let_leave
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
-from tests.launch.test_host import Clock
+from tests.launch.test_host import TimeLimitWatcher
 
 
 @dataclass
@@ -31,13 +31,13 @@ class Fake:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> TimeLimitWatcher:
+    made = TimeLimitWatcher()
     monkeypatch.setattr(engine_restarter, "time", made)
     return made
 
 
-def test_an_engine_is_started_again_up_to_the_limit(rundir: RunDir, clock: Clock) -> None:
+def test_an_engine_is_started_again_up_to_the_limit(rundir: RunDir, clock: TimeLimitWatcher) -> None:
     restarter = EngineRestarter(rundir, "a", 2, {1: ["run"]}, Fake)
     roles = [Fake("rollout", 0, []), Fake("engine", 1, ["run"])]
     for incarnation in range(3):
@@ -54,7 +54,7 @@ def test_an_engine_is_started_again_up_to_the_limit(rundir: RunDir, clock: Clock
     assert roles[-1].status == -9, "now it counts"
 
 
-def test_never_up_is_a_failure(rundir: RunDir, clock: Clock) -> None:
+def test_never_up_is_a_failure(rundir: RunDir, clock: TimeLimitWatcher) -> None:
     """An engine that never came up is a failure; other roles are not the restarter's."""
     restarter = EngineRestarter(rundir, "a", 2, {0: ["run"]}, Fake)
     roles = [Fake("rollout", 0, [], status=1), Fake("engine", 0, ["run"], status=1)]
@@ -64,7 +64,7 @@ def test_never_up_is_a_failure(rundir: RunDir, clock: Clock) -> None:
     assert [r.status for r in roles] == [1, 1]
 
 
-def test_removed_engine_is_not_restarted(rundir: RunDir, clock: Clock) -> None:
+def test_removed_engine_is_not_restarted(rundir: RunDir, clock: TimeLimitWatcher) -> None:
     """A removed engine is ended and not started again."""
     restarter = EngineRestarter(rundir, "a", 2, {0: ["run"], 1: ["run"]}, Fake)
     roles = first = [Fake("engine", 0, []), Fake("engine", 1, [])]

@@ -16,7 +16,7 @@ import pytest
 from hpcrl.errors import PeerError
 from hpcrl.rollout.endpoint.chat import answer, calls_in
 from hpcrl.rollout.endpoint.server import LARGEST, Endpoint
-from hpcrl.rollout.endpoint.session import Making, Session
+from hpcrl.rollout.endpoint.session import ResponseContext, Session
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import continuation
@@ -37,7 +37,7 @@ def served(tokenizer: Tokenizer, work: Callable[[Ask, Session, Policy], Awaitabl
 
     async def run() -> None:
         policy, endpoint = Policy(tokenizer), Endpoint("127.0.0.1")
-        session = Session(Making(SAMPLING, ("train", 1), 7), policy, tokenizer, lambda: context)  # type: ignore[arg-type]
+        session = Session(ResponseContext(SAMPLING, ("train", 1), 7), policy, tokenizer, lambda: context)  # type: ignore[arg-type]
         await endpoint.start()
         key = endpoint.open(session)
         async with aiohttp.ClientSession() as http:

@@ -18,7 +18,7 @@ from hpcrl.errors import UsageError
 from hpcrl.rollout.grading.grader import grade, load_reward
 from hpcrl.rollout.rewards import gpqa
 from hpcrl.sample import Sample
-from hpcrl.toolbox.plugins import PluginRoom
+from hpcrl.toolbox.plugins import PluginFolder
 from tests.support.http_server import Server
 from tests.support.shares import plain_sample
 
@@ -294,7 +294,7 @@ def test_a_new_file_joins_by_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     (tmp_path / "brief.py").write_text(
         "NEEDS_LABEL = False\nKEYS = ()\ndef reward(options, sample):\n    return 1 / len(sample.response)\n"
     )
-    monkeypatch.setattr(names, "REWARDS", PluginRoom(tmp_path))
+    monkeypatch.setattr(names, "REWARDS", PluginFolder(tmp_path))
     monkeypatch.setattr(package, "__path__", [str(tmp_path)])
     try:
         assert names.plugin_names() == ("brief",) and read_words("brief:2")[0].weight == 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcrl.convert.to_fp8 import convert
-from hpcrl.engines.fleet import EngineLost, Fleet
+from hpcrl.engines.fleet import EngineBroadcast, EngineLost
 from hpcrl.engines.http import Address
 from hpcrl.engines.registry import Engine
 from hpcrl.plan import Plan
@@ -223,7 +223,7 @@ def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, w
         if ranks.rank == 0:
             sender.connect([Engine.at(addresses[index], index) for index in engines])
             if what == "one dies":
-                Fleet(RunDir(root), [Engine.at(addresses[1], 1)], 30).call("breaking", "die_in_pieces")
+                EngineBroadcast(RunDir(root), [Engine.at(addresses[1], 1)], 30).call("breaking", "die_in_pieces")
         try:
             found[what] = sender.publish(way_out.stream(), version).get("perf/update_weights_bytes", 0.0)
         except EngineLost as lost:

@@ -39,7 +39,7 @@ class Pending:
         return []
 
 
-class Fleet:
+class EngineBroadcast:
     engines = ("engine-0", "engine-1")
 
     def __init__(self, notes: list[Any], error: Exception | None = None) -> None:
@@ -83,7 +83,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def transport(notes: list[Any], error: Exception | None = None) -> NcclTransport:
-    made = NcclTransport(Link(Fleet(notes, error), 1000, "10.0.0.1", [1, 1]))
+    made = NcclTransport(Link(EngineBroadcast(notes, error), 1000, "10.0.0.1", [1, 1]))
     made.group = "group"
     made.stage(iter([("a", torch.zeros(20)), ("b", torch.zeros(4)), ("c", torch.zeros(300))]), 1)
     return made
@@ -134,7 +134,7 @@ def test_packing_is_agreed_at_the_start(notes: list[Any], monkeypatch: pytest.Mo
     module.uid_init_process_group = lambda name, rank, world, device: ("group of", name, rank, world, device)
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common", module)
     monkeypatch.setattr(nccl, "unique_id", lambda: b"\0\xff" * 64)
-    made = NcclTransport(Link(Fleet(notes), 1000, "10.0.0.1", [2, 1]))
+    made = NcclTransport(Link(EngineBroadcast(notes), 1000, "10.0.0.1", [2, 1]))
     made.connect()
     assert made.group == ("group of", b"\0\xff" * 64, 0, 4, 3)
     common = {"nccl_unique_id_b64": base64.b64encode(b"\0\xff" * 64).decode(), "world_size": 4}
