@@ -1,5 +1,8 @@
 """Signals by which the launcher, or the process of a host, is asked to stop: counted, and acted on where it is safe.
 
+`launch/attempt.py` and on each host `launch/host.py` (`_watch`) act on them: the first writes `stop` into the run
+directory, which the trainer (`trainer/rollout_calls.py`) and the rollout process see; the second ends all at once.
+
 Invariant: a handler only counts; the handlers that were there before are back when the context is left.
 """
 

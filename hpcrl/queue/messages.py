@@ -1,4 +1,5 @@
-"""What the two sides of the queue say to each other, and how a share is cut into parts of bounded size.
+"""What the two sides of the queue say to each other, and how a share is cut into parts of bounded size; what a share
+holds is decoded by `share_format.py`.
 
     client -> server   Hello, Fetch, Ack, Call, Ping                       one frame each, or several of PIECE_BYTES
     server -> client   Welcome, WhoAreYou, Reply, Failed, Pong             one frame each

@@ -1,6 +1,7 @@
 """Every rule on what options must say together, in order: pure functions of the resolved options.
 
-A file of `sections/` declares the options of a topic, the file of the same name here says what they go together with.
+A file of `sections/` declares the options of a topic, the file of the same name here says what they go together with;
+a value's own type and range are checked where it is declared.
 Invariant: a combination that cannot run, or an option that would have no effect in it, ends here as one UsageError that
 names the flags; nothing was started.
 """

@@ -1,6 +1,8 @@
 """Where the ranks meet: a store that listens on the address of the first trainer's host and nowhere else.
 
-torchrun's own rendezvous listens on every interface, finds its host by guessing from names, and admits anybody.
+torchrun's own rendezvous listens on every interface, finds its host by guessing from names, and admits anybody.  Which
+rank is where is decided before, by `plan.py`.
+
 Invariant: ours binds one address of the plan, port 0, publishes the port in the run directory, admits peers that have
 the ranks' key of this attempt, and holds only what torch.distributed puts there.
 """
