@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -139,4 +142,17 @@ def test_names_are_short() -> None:
 
 def test_messages_are_all_in_one_file() -> None:
     """So that a change of wording is seen in one place, and no test of what happens has to know it."""
-    assert messages.PAGE.read_text("utf-8") == messages.page(), "write it anew: python -m tools.messages --write"
+    assert messages.PAGE.read_text("utf-8") == messages.page(), "run python -m tools.messages --write"
+
+
+def test_the_command_that_writes_messages(tmp_path: Path) -> None:
+    """As CONTRIBUTING.md has it typed, over a copy of the tool and the package itself."""
+    repo = messages.ROOT
+    command = "python -m tools.messages --write"
+    assert f"`{command}`" in (repo / "CONTRIBUTING.md").read_text()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "hpcrl").symlink_to(repo / "hpcrl")
+    shutil.copytree(repo / "tools", tmp_path / "tools")
+    words = [sys.executable, *command.split()[1:]]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    assert (tmp_path / "tests" / messages.PAGE.name).read_bytes() == messages.PAGE.read_bytes()
