@@ -492,6 +492,15 @@ def test_every_room_says_what_it_is_for() -> None:
             assert ast.get_docstring(parsed(path)), f"{path.relative_to(ROOT)} has no docstring"
 
 
+def test_doors_name_files_that_are_there() -> None:
+    """What a room's docstring puts in backquotes as a file is one of the room, or a path of the package."""
+    for path in FILES:
+        if path.name == "__init__.py":
+            for name in re.findall(r"`([\w/]+\.py)`", ast.get_docstring(parsed(path)) or ""):
+                there = [(base / name).exists() for base in (path.parent, path.parent.parent, ROOT, ROOT.parent)]
+                assert any(there) or "NAME" in name, f"{path.relative_to(ROOT)}: {name}"
+
+
 def test_pages_name_files_that_are_there() -> None:
     """What docs/architecture.md, docs/internals.md and CONTRIBUTING.md put in backquotes as a path of the package or the tests."""
     repo = ROOT.parent

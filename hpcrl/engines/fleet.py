@@ -65,7 +65,11 @@ class EngineBroadcast:
 
 
 def fleet_of(rundir: RunDir, plan: Plan, seconds: float, patience: float) -> EngineBroadcast:
-    """All engines of the plan; waits for them at most `patience` seconds, seconds: limit of a call.
+    """All engines of the plan.
+
+    Args:
+        seconds: limit of a call.
+        patience: seconds that they are waited for at most.
 
     Raises:
         DeadlineError, PeerError: name the engine that does not come up.

@@ -2,7 +2,7 @@
 
 Invariant: where log-probs are wanted they are those that the trainer computes: of the whole distribution at the
 sampling temperature.  top-p, top-k and min-p cut what is sampled from, not what the log-probs are of
-(`config/rules/sampling_rules.py` refuses what no engine can answer so).
+(`config/rules/sampling.py` refuses what no engine can answer so).
 """
 
 from __future__ import annotations
