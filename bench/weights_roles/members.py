@@ -28,9 +28,9 @@ from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights import gloo_group
 from hpcrl.weights.bucket import Bucket, fill, views
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
+from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.pieces.peer_transport import PeerTransport
 from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
-from hpcrl.weights.pieces.planning import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.shared_memory import Region, open_region
 
 #: BYTES of bf16

@@ -241,7 +241,8 @@ def _pieces(
             block = np.tile(np.asarray(rows, dtype=np.int64), (len(tensors), 1))
             blocks.append(np.column_stack([np.repeat(tensors, len(rows)), block]))
     table = np.concatenate(blocks) if blocks else np.zeros((0, 8), dtype=np.int64)
-    table = table[np.argsort(table[:, 0], kind="stable")]
+    turn = (table[:, 6] + table[:, 7]) % max(1, len(destinations))  # all sets at once would fill one destination
+    table = table[np.lexsort((turn, table[:, 0]))]
     names = ("tensor", "top", "bottom", "left", "right", "item", "destination", "set")
     return list(sets), _weighed(dict(zip(names, table.T, strict=True)))
 

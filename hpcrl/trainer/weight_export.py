@@ -32,8 +32,9 @@ from hpcrl.weights.fp8 import Scheme, scheme_of
 from hpcrl.weights.pieces.choose_transport import choose_transport, memory_of
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, prepare_values
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory
+from hpcrl.weights.pieces.messages import pieces_of
 from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
-from hpcrl.weights.pieces.planning import HeldTensor, pieces_of
+from hpcrl.weights.pieces.planning import HeldTensor
 from hpcrl.weights.pieces.wire import UpdateGroup, process_identity
 
 PLACE = 192  #: bytes of a process identity

@@ -15,7 +15,9 @@ from hpcrl.memory.parameters import whole_model
 from hpcrl.memory.weight_update import Gathered, Update, in_pieces, predict, update_lines
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, make_plan
+from hpcrl.weights.pieces.messages import receive_plans
 from hpcrl.weights.pieces.resharded_update import obstacle
+from hpcrl.weights.pieces.wire import UpdateGroup, WorkerJoinCommand, read_join_command, write_join_command
 from hpcrl.weights.route import backend
 from tests.support.published_models import MODELS
 
@@ -61,6 +63,18 @@ def test_355b_in_less_than_five_seconds_each_byte_once() -> None:
     assert "a trainer card sends 22.84 GB at most" in text
     assert "card of an engine" in text and "22.06 GB at most" in text
     assert f"{found.seconds:.2f}" in text and "busiest card's link of 400 Gb/s" in text
+
+
+def test_what_an_engine_is_told_of_355b_is_small() -> None:
+    """An engine's part of the plan, for 32 workers on four hosts, is text of less than 5 MB, and what it says is read
+    back as it was."""
+    plan = update("GLM-4.5", 8, **LARGE).plan
+    shapes = dict(zip(plan.layouts.names, plan.layouts.shapes, strict=True))
+    plans = tuple(receive_plans(plan, dict.fromkeys(shapes, "bfloat16"), shapes))
+    command = WorkerJoinCommand(UpdateGroup("n0", 1, 64, 32, 60.0), plans, {})
+    text = write_join_command(command)
+    assert len(text) < 5e6
+    assert read_join_command(text) == command
 
 
 def test_fp8_is_half_and_more_engines_hand_on() -> None:

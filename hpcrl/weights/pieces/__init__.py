@@ -3,6 +3,7 @@ them.
 
     resharded_update.py    the driver's side: start here
     planning.py            the plan, from the trainer's table of tensors and the engines' manifests
+    messages.py            its messages: what each rank sends and each host receives in each round
     wire.py                what ranks and workers are told once, as plain values
     elements.py            the elements of a piece: cast or quantised, or only those that changed
     piece_sender.py        a rank's pieces, round by round

@@ -17,11 +17,10 @@ import torch
 from hpcrl.model_files.safetensors_files import ITEM_BYTES
 from hpcrl.redistribution.loads import padded
 from hpcrl.weights.pieces.elements import PieceValues, change_counts, size, write
+from hpcrl.weights.pieces.messages import NBYTES, PackedShards, packed_shards
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
-from hpcrl.weights.pieces.planning import COLUMNS, PackedShards, packed_shards
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY
 
-NBYTES = COLUMNS.index("nbytes")
 MEMORY = "memory of "  #: under which a member shows where its memory is
 
 

@@ -10,18 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from hpcrl.errors import HpcrlError
 from hpcrl.model_files.safetensors_files import ITEM_BYTES
 from hpcrl.redistribution.layouts import Layouts, Pattern, Worker, merged, needed_parts, whole
-from hpcrl.redistribution.loads import padded
 from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights.fp8 import Scheme
-from hpcrl.weights.pieces.wire import HALVES, Message, ReceivePlan, WireTensor, span
+from hpcrl.weights.pieces.wire import HALVES, span
 from hpcrl.weights.route import Sharing
 
-COLUMNS = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "destination", "round")
 Manifests = Sequence[Sequence[Mapping[str, Any]]]  #: [engine][worker]
 
 
@@ -129,101 +125,3 @@ def make(
             ]
             workers.append(Worker(number, f"{apart}{worker['where']}"))
     return redistribute(layouts_of(held, manifests), workers, hosts, limit // HALVES, in_place)
-
-
-def to_bytes(plan: Redistribution) -> bytes:
-    """The pieces, for the other ranks."""
-    return np.stack([getattr(plan, name) for name in COLUMNS]).astype("<i8").tobytes()
-
-
-def pieces_of(rank: int, data: bytes) -> np.ndarray:
-    """This rank's rows of `to_bytes`: int64 [pieces, COLUMNS]."""
-    table = np.frombuffer(data, dtype="<i8").reshape(len(COLUMNS), -1).T
-    return np.ascontiguousarray(table[table[:, COLUMNS.index("sender")] == rank])
-
-
-@dataclass(frozen=True)
-class PackedShards:
-    """What a rank has for one destination host in one round.
-
-    Attributes:
-        offset: in a half of its memory.
-        pieces: rows of `pieces_of`.
-    """
-
-    destination: int
-    half: int
-    offset: int
-    nbytes: int
-    pieces: np.ndarray
-    places: np.ndarray  #: where each piece begins in it
-
-
-def packed_shards(own: np.ndarray) -> list[list[PackedShards]]:
-    """A rank's rounds, in order: only those in which it sends."""
-    rounds: list[list[PackedShards]] = []
-    column = {name: own[:, number] for number, name in enumerate(COLUMNS)}
-    for number in np.unique(column["round"]):
-        mine = own[column["round"] == number]
-        offset = 0
-        found = []
-        for destination in np.unique(mine[:, COLUMNS.index("destination")]):
-            pieces = mine[mine[:, COLUMNS.index("destination")] == destination]
-            ends = np.cumsum(padded(pieces[:, COLUMNS.index("nbytes")]))
-            places = np.concatenate([[0], ends[:-1]])
-            found.append(PackedShards(int(destination), len(rounds) % HALVES, offset, int(ends[-1]), pieces, places))
-            offset += int(ends[-1])
-        rounds.append(found)
-    return rounds
-
-
-def receive_plans(
-    plan: Redistribution, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
-) -> list[ReceivePlan]:
-    """What each destination host is told; members: the ranks, then the workers."""
-    names = plan.layouts.names
-    first = plan.ranks
-    tensors = tuple(WireTensor(name, dtypes[name], shapes[name]) for name in names)
-    data = to_bytes(plan)
-    arriving: dict[tuple[int, int], list[tuple[int, PackedShards]]] = {}
-    for rank in range(plan.ranks):
-        for number in packed_shards(pieces_of(rank, data)):
-            for packed in number:
-                at = int(packed.pieces[0, COLUMNS.index("round")])
-                arriving.setdefault((packed.destination, at), []).append((rank, packed))
-    host_leaders = [first + destination.workers[0] for destination in plan.destinations]
-    found = []
-    for number, destination in enumerate(plan.destinations):
-        root = plan.root(number)
-        up = plan.relays[number]
-        rounds = []
-        for at in sorted(at for other, at in arriving if other == root):
-            near = [plan.hosts[rank] == destination.host for rank, _ in arriving[root, at]]
-            rounds.append(
-                _messages(arriving[root, at], near, host_leaders[up] if up >= 0 else None, len(rounds) % HALVES)
-            )
-        onward = tuple(host_leaders[other] for other, above in enumerate(plan.relays) if above == number)
-        workers = tuple(first + worker for worker in destination.workers)
-        found.append(ReceivePlan(host_leaders[number], workers, plan.limit, tensors, tuple(rounds), onward))
-    return found
-
-
-def _messages(
-    arrived: list[tuple[int, PackedShards]], near: list[bool], relay: int | None, half: int
-) -> tuple[Message, ...]:
-    """One round of a destination host.
-
-    Args:
-        relay: the host leader that forwards it.
-    """
-    found = []
-    end = 0
-    for (rank, packed), close in zip(arrived, near, strict=True):
-        areas = packed.pieces[:, [COLUMNS.index(name) for name in ("tensor", "top", "bottom", "left", "right")]]
-        pieces = tuple(map(tuple, np.column_stack([areas, packed.places]).tolist()))
-        if close:
-            found.append(Message(rank, True, packed.half, packed.offset, packed.nbytes, pieces))
-        else:
-            found.append(Message(rank if relay is None else relay, False, half, end, packed.nbytes, pieces))
-            end += packed.nbytes
-    return tuple(found)

@@ -23,6 +23,7 @@ from hpcrl.queue.auth import server_keys
 from hpcrl.redistribution.plan import Redistribution
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights.fp8 import Scheme
+from hpcrl.weights.pieces.messages import receive_plans, to_bytes
 from hpcrl.weights.pieces.piece_sender import SendTarget
 from hpcrl.weights.pieces.planning import (
     HeldTensor,
@@ -31,10 +32,8 @@ from hpcrl.weights.pieces.planning import (
     coded,
     make,
     needed_tensors,
-    receive_plans,
-    to_bytes,
 )
-from hpcrl.weights.pieces.wire import ReceivePlan, UpdateGroup, WorkerJoinCommand, as_json
+from hpcrl.weights.pieces.wire import ReceivePlan, UpdateGroup, WorkerJoinCommand, write_join_command
 from hpcrl.weights.route import IPC, NCCL, SHM, TAKES_PIECES, whole_tensors
 from hpcrl.weights.transports.nccl import unique_id
 
@@ -135,7 +134,7 @@ class ReshardedUpdate:
         self.plan = plan
 
     def _join_commands(self, plan: Redistribution, plans: list[ReceivePlan], update_group: UpdateGroup) -> list[str]:
-        """One for each engine, as JSON, with the receive plans of its workers."""
+        """One for each engine, as text, with the receive plans of its workers."""
         destination_of = {
             worker: number for number, destination in enumerate(plan.destinations) for worker in destination.workers
         }
@@ -148,7 +147,9 @@ class ReshardedUpdate:
                 for at, worker in enumerate(engine)
             }
             found.append(
-                as_json(WorkerJoinCommand(update_group, tuple(plans[number] for number in used), places, self.keep))
+                write_join_command(
+                    WorkerJoinCommand(update_group, tuple(plans[number] for number in used), places, self.keep)
+                )
             )
             first += len(engine)
         return found

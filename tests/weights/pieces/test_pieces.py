@@ -3,11 +3,12 @@ threads."""
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import pytest
@@ -28,17 +29,18 @@ from hpcrl.weights import gloo_group
 from hpcrl.weights.comparison import cut
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, largest_values, prepare_values
+from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
 from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
-from hpcrl.weights.pieces.planning import HeldTensor, coded, layouts_of, pieces_of, receive_plans, to_bytes
+from hpcrl.weights.pieces.planning import HeldTensor, coded, layouts_of
 from hpcrl.weights.pieces.wire import (
     HALVES,
     READY,
     ReceivePlan,
     UpdateGroup,
     WorkerJoinCommand,
-    as_json,
     read_join_command,
+    write_join_command,
 )
 from tests.support.families import SIZES
 from tests.support.layouts import Case, random_case
@@ -217,7 +219,7 @@ def test_changes_arrive_in_memory_and_over_sockets(family: str) -> None:
 
 
 def _seed(name: str, turn: int) -> torch.Generator:
-    return torch.Generator().manual_seed(crc32(f"{name} {turn}".encode()))
+    return torch.Generator().manual_seed(zlib.crc32(f"{name} {turn}".encode()))
 
 
 def test_changes_without_what_they_change_are_refused() -> None:
@@ -331,10 +333,19 @@ def test_incomplete_plan_is_refused() -> None:
 )
 def test_what_is_wrong_on_the_wire_is_refused(before: str, after: str, message: str) -> None:
     case, plan = simple()
-    text = as_json(WorkerJoinCommand(UpdateGroup(HERE, 1, 2, 1, 5.0), tuple(boxes_of(case, plan)), {"0": (1, 0)}))
+    text = write_join_command(
+        WorkerJoinCommand(UpdateGroup(HERE, 1, 2, 1, 5.0), tuple(boxes_of(case, plan)), {"0": (1, 0)})
+    )
     assert read_join_command(text).receive_plans[0].host_leader == 1
+    changed = zlib.decompress(base64.b64decode(text)).decode().replace(before, after)
     with pytest.raises(ValueError, match=message):
-        read_join_command(text.replace(before, after))
+        read_join_command(base64.b64encode(zlib.compress(changed.encode())).decode())
+
+
+@pytest.mark.parametrize("text", ["", "AAAA", "no base64", '{"update_group": 1}'])
+def test_text_that_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="malformed plan of pieces"):
+        read_join_command(text)
 
 
 # ---- parts of tensors

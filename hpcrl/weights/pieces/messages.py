@@ -1,0 +1,185 @@
+"""The messages of a plan: what each rank has for each destination host in each round, and what each host is told of it.
+
+A plan of a model of 355B has some 150,000 pieces in 100,000 messages, so whatever is done for each of them is done by
+columns.
+
+Invariants: sender and receiver find the same places, since both come from `MessageTable`; a message of a sender begins
+where its previous one of the round ends, and every piece at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcrl.redistribution.loads import padded
+from hpcrl.redistribution.plan import Redistribution
+from hpcrl.weights.pieces.wire import HALVES, Message, ReceivePlan, WireTensor
+
+COLUMNS = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "destination", "round")
+AREA = slice(0, 5)  #: of COLUMNS: the tensor and the rectangle
+NBYTES, SENDER, DESTINATION, ROUND = range(5, 9)
+
+
+def to_bytes(plan: Redistribution) -> bytes:
+    """The pieces, for the other ranks."""
+    return np.stack([getattr(plan, name) for name in COLUMNS]).astype("<i8").tobytes()
+
+
+def pieces_of(rank: int, data: bytes) -> np.ndarray:
+    """This rank's rows of `to_bytes`: int64 [pieces, COLUMNS]."""
+    table = np.frombuffer(data, dtype="<i8").reshape(len(COLUMNS), -1).T
+    return np.ascontiguousarray(table[table[:, COLUMNS.index("sender")] == rank])
+
+
+@dataclass(frozen=True)
+class MessageTable:
+    """Columns over the messages of `pieces`, in its order; all int64.
+
+    Attributes:
+        pieces: [pieces, COLUMNS], in order of (round, sender, destination).
+        places: [pieces], where each begins in its message.
+        edges: [messages + 1], the first piece of each message.
+        sender, destination, round, nbytes: [messages].
+        offset: [messages], where each begins in a half of its sender's memory.
+        half: [messages], which half: a sender's rounds take turns.
+    """
+
+    pieces: np.ndarray
+    places: np.ndarray
+    edges: np.ndarray
+    sender: np.ndarray
+    destination: np.ndarray
+    round: np.ndarray
+    nbytes: np.ndarray
+    offset: np.ndarray
+    half: np.ndarray
+
+    @classmethod
+    def of(cls, pieces: np.ndarray) -> MessageTable:
+        """The table of some rows of a plan, in its order."""
+        sizes = padded(pieces[:, NBYTES])
+        begin = _starts(pieces[:, [ROUND, SENDER, DESTINATION]])
+        edges = np.append(begin, len(pieces))
+        sender, destination, number = (pieces[begin, column] for column in (SENDER, DESTINATION, ROUND))
+        ends = np.append(0, np.cumsum(sizes))
+        nbytes = np.diff(ends[edges])
+        turn = _starts(np.column_stack([number, sender]))  # the first message of each sender's round
+        which = np.repeat(np.arange(len(turn)), np.diff(np.append(turn, len(begin))))
+        return cls(
+            pieces=pieces,
+            places=ends[:-1] - np.repeat(ends[begin], np.diff(edges)),
+            edges=edges,
+            sender=sender,
+            destination=destination,
+            round=number,
+            nbytes=nbytes,
+            offset=ends[begin] - ends[begin[turn]][which],
+            half=_counted(sender[turn])[which] % HALVES,
+        )
+
+
+def _starts(keys: np.ndarray) -> np.ndarray:
+    """The first row of each run of equal rows."""
+    if not len(keys):
+        return np.zeros(0, dtype=np.int64)
+    return np.append(0, np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1)) + 1)
+
+
+def _counted(values: np.ndarray) -> np.ndarray:
+    """How often each value has come before."""
+    order = np.argsort(values, kind="stable")
+    begin = _starts(values[order][:, None])
+    found = np.empty(len(values), dtype=np.int64)
+    found[order] = np.arange(len(values)) - np.repeat(begin, np.diff(np.append(begin, len(values))))
+    return found
+
+
+@dataclass(frozen=True)
+class PackedShards:
+    """What a rank has for one destination host in one round.
+
+    Attributes:
+        half, offset: of its memory, and where in that half.
+        pieces: rows of `pieces_of`.
+        places: where each piece begins in it.
+    """
+
+    destination: int
+    half: int
+    offset: int
+    nbytes: int
+    pieces: np.ndarray
+    places: np.ndarray
+
+
+def packed_shards(own: np.ndarray) -> list[list[PackedShards]]:
+    """A rank's rounds, in order: only those in which it sends."""
+    table = MessageTable.of(own)
+    rounds: list[list[PackedShards]] = []
+    last = -1
+    for at, number in enumerate(table.round.tolist()):
+        if number != last:
+            rounds.append([])
+            last = number
+        mine = slice(table.edges[at], table.edges[at + 1])
+        message = (int(column[at]) for column in (table.destination, table.half, table.offset, table.nbytes))
+        rounds[-1].append(PackedShards(*message, own[mine], table.places[mine]))
+    return rounds
+
+
+def receive_plans(
+    plan: Redistribution, dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> list[ReceivePlan]:
+    """What each destination host is told; members: the ranks, then the workers."""
+    first = plan.ranks
+    tensors = tuple(WireTensor(name, dtypes[name], shapes[name]) for name in plan.layouts.names)
+    table = MessageTable.of(np.column_stack([getattr(plan, name) for name in COLUMNS]))
+    pieces = list(map(tuple, np.column_stack([table.pieces[:, AREA], table.places]).tolist()))
+    host_leaders = [first + destination.workers[0] for destination in plan.destinations]
+    found = []
+    for number, destination in enumerate(plan.destinations):
+        up = plan.relays[number]
+        mine = np.flatnonzero(table.destination == plan.root(number))
+        near = np.asarray([host == destination.host for host in plan.hosts])[table.sender[mine]]
+        rounds = _rounds(table, mine, near, pieces, host_leaders[up] if up >= 0 else None)
+        onward = tuple(host_leaders[other] for other, above in enumerate(plan.relays) if above == number)
+        workers = tuple(first + worker for worker in destination.workers)
+        found.append(ReceivePlan(host_leaders[number], workers, plan.limit, tensors, tuple(rounds), onward))
+    return found
+
+
+def _rounds(
+    table: MessageTable, mine: np.ndarray, near: np.ndarray, pieces: list[tuple[int, ...]], relay: int | None
+) -> Iterator[tuple[Message, ...]]:
+    """The rounds of a destination host.
+
+    Args:
+        mine: which messages reach it.
+        near: of each, whether it lies in its sender's memory.
+        pieces: of all messages: (tensor, top, bottom, left, right, place).
+        relay: the host leader that forwards all of them.
+    """
+    columns = (table.round, table.sender, table.half, table.offset, table.nbytes, table.edges[:-1], table.edges[1:])
+    messages: list[Message] = []
+    turn = end = 0
+    last = -1
+    for close, (number, sender, half, offset, nbytes, begin, stop) in zip(
+        near.tolist(), np.column_stack([column[mine] for column in columns]).tolist(), strict=True
+    ):
+        if number != last and messages:
+            yield tuple(messages)
+            messages = []
+            turn += 1
+            end = 0
+        last = number
+        inside = tuple(pieces[begin:stop])
+        if close:
+            messages.append(Message(sender, True, half, offset, nbytes, inside))
+        else:
+            messages.append(Message(sender if relay is None else relay, False, turn % HALVES, end, nbytes, inside))
+            end += nbytes
+    if messages:
+        yield tuple(messages)
