@@ -23,6 +23,7 @@ Models and data
     fp8                what an engine multiplies with: the values of FP8 codes and scales
 
 Stand-ins where the real part cannot be had, or must misbehave
+    fake_device        an accelerator of shapes without numbers, on which one process is any rank of a layout
     fake_engine, http_server, queues    servers that answer what a test says
     own_generates, own_rewards          functions as users write them, good and bad
 

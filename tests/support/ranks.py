@@ -8,7 +8,8 @@ that can be imported; arguments and results are pickled.
 
 How: importing torch and Megatron takes seconds, so one clean process per test session (the zygote) imports them and
 then forks ranks on demand.  A fork is only safe from a process that has never run a backward pass or opened gloo, so
-the zygote does neither, and the store where ranks meet lives in the test process.
+the zygote does neither, and the store where ranks meet lives in the test process.  A second zygote, started when it is
+first asked for, is for `on_fake_device`: what it has done to torch (tests/support/fake_device.py) no other rank may see.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
 }
-_zygote: subprocess.Popen[bytes] | None = None
+FAKE = "fake"  #: the argument of the zygote whose device only knows shapes
+_zygotes: dict[str, subprocess.Popen[bytes]] = {}
 
 
 class RankError(Exception):
@@ -60,15 +62,29 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float =
     return answer
 
 
-def _ask(request: tuple[Any, ...]) -> Any:
-    global _zygote
-    if _zygote is None or _zygote.poll() is not None:
+def on_fake_device(function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
+    """function(*args) in a process of its own whose accelerator is that of tests/support/fake_device.py.
+
+    Raises:
+        RankError: with its traceback.
+    """
+    answer = _ask((1, function.__module__, function.__qualname__, args, 0, timeout, list(sys.path)), FAKE)
+    if isinstance(answer, str):
+        raise RankError(answer)
+    return answer[0]
+
+
+def _ask(request: tuple[Any, ...], kind: str = "") -> Any:
+    zygote = _zygotes.get(kind)
+    if zygote is None or zygote.poll() is not None:
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        command = [sys.executable, os.path.abspath(__file__)]
-        _zygote = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        atexit.register(_end, _zygote)
-    _send(_zygote.stdin, request)
-    return _receive(_zygote.stdout)
+        command = [sys.executable, os.path.abspath(__file__), *([kind] if kind else [])]
+        zygote = _zygotes[kind] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        atexit.register(_end, zygote)
+    _send(zygote.stdin, request)
+    return _receive(zygote.stdout)
 
 
 def _end(zygote: subprocess.Popen[bytes]) -> None:
@@ -100,9 +116,14 @@ def _serve() -> None:
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what ranks print must not end among the answers
-    from hpcrl.trainer.megatron import cpu_shim
+    if FAKE in sys.argv:
+        from tests.support import fake_device
 
-    cpu_shim.install()
+        fake_device.install()
+    else:
+        from hpcrl.trainer.megatron import cpu_shim
+
+        cpu_shim.install()
     for module in ("megatron.hf_weights", "megatron.settings", "megatron.model", "checkpoint.save_load"):
         importlib.import_module(f"hpcrl.trainer.{module}")
     while True:

@@ -1,7 +1,9 @@
 """Megatron-core on CPU tensors and gloo, and its checkpoints with torch's own AdamW.
 
 Megatron-core (0.16 to 0.19) is written for CUDA: it asks torch.cuda for the current device, allocates with the literal
-"cuda", and names tensor types like 'torch.cuda.FloatTensor'.  `install` is the first thing a rank process calls.
+"cuda", and names tensor types like 'torch.cuda.FloatTensor'.  `install` is the first thing a rank process calls.  Where
+there is no CUDA it puts the CPU in its place, or in tests a device that knows shapes alone
+(tests/support/fake_device.py).
 
 Invariants: where CUDA is present nothing of torch or of Megatron's computing is replaced; every replacement below says
 what breaks without it; no other module of hpcrl replaces anything in a third-party package of the trainer.
@@ -23,13 +25,16 @@ from typing import Any
 
 from hpcrl.errors import HpcrlError
 
-#: string constants in Megatron's functions, and what they are on a CPU
-LITERALS = {
-    "cuda": "cpu",
-    "torch.cuda.FloatTensor": "torch.FloatTensor",
-    "torch.cuda.HalfTensor": "torch.HalfTensor",
-    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
-}
+CPU = "cpu"
+
+
+def literals(device: str) -> dict[str, str]:
+    """String constants in Megatron's functions, and what they are on `device`."""
+    prefix = "torch." if device == CPU else f"torch.{device}."
+    kinds = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
+    return {"cuda": device} | {f"torch.cuda.{kind}": prefix + kind for kind in kinds}
+
+
 #: the modules that hold such constants on paths we take
 RETARGET = (
     "megatron.core.optimizer.optimizer",  # found_inf on "cuda"; the optimizers group parameters by type name
@@ -45,8 +50,11 @@ RETARGET = (
 _done: list[bool] = []  # filled by the first install() of the process
 
 
-def install() -> None:
+def install(device: str = CPU) -> None:
     """Make this process ready for Megatron: call it before anything imports megatron.core. A second call does nothing.
+
+    Args:
+        device: the type of device that takes the place of CUDA where there is none.
 
     Raises:
         HpcrlError: if psutil is missing: Megatron does not declare it, and a checkpoint save would hang for ever.
@@ -64,8 +72,10 @@ def install() -> None:
         # Megatron's jit_fuser is torch.compile: on a CPU it would start a C++ compiler for functions of a few lines.
         # To be set before torch._dynamo is imported, which the lines above do not do.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        _torch_cuda_is_the_cpu()
-        _megatron_on_cpu()
+        _torch_cuda_is(device)
+        _megatron_on(device)
+        if device == CPU:
+            _megatron_on_cpu()
     _router_repair()
     _checkpoint_repairs()
 
@@ -101,7 +111,7 @@ def _quiet_on_cpu() -> None:
 
 
 class _Nothing:
-    """Stands for a CUDA stream or event: every operation on a CPU is done when its call returns."""
+    """Stands for a CUDA stream or event: every operation is done when its call returns."""
 
     cuda_stream = 0
 
@@ -120,17 +130,17 @@ class _Nothing:
         return True
 
 
-def _torch_cuda_is_the_cpu() -> None:
-    """What Megatron asks of torch.cuda, answered for the CPU.
+def _torch_cuda_is(device: str) -> None:
+    """What Megatron asks of torch.cuda, answered for `device`.
 
     Each name gets a separate function object: torch._dynamo refuses one object under two torch.cuda names.
     """
     import torch
 
     cuda = torch.cuda
-    cpu = torch.device("cpu")
+    current = torch.device(CPU) if device == CPU else torch.device(device, 0)
     nothing = _Nothing()
-    cuda.current_device = lambda: cpu  # buffers, p2p, embeddings, router: device=torch.cuda.current_device()
+    cuda.current_device = lambda: current  # buffers, p2p, embeddings, router: device=torch.cuda.current_device()
     for name in ("synchronize", "empty_cache", "set_device"):  # p2p, checkpoint writer
         setattr(cuda, name, lambda *_, **__: None)
     for name in ("current_stream", "default_stream"):  # DDP, token dispatcher
@@ -140,37 +150,40 @@ def _torch_cuda_is_the_cpu() -> None:
     cuda.Event = type("Event", (_Nothing,), {})
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # model_parallel_cuda_manual_seed
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    torch.Tensor.cuda = lambda self, *_, **__: self  # tied embeddings over pipeline stages
+    torch.Tensor.cuda = lambda self, *_, **__: self.to(current)  # tied embeddings over pipeline stages
 
 
 # ---- Megatron
 
 
-def _megatron_on_cpu() -> None:
-    """Retarget the literals, and replace the functions that have no CPU meaning or are wrong without Transformer
-    Engine."""
+def _megatron_on(device: str) -> None:
+    """Retarget the literals, and give the generator of the CPU where Megatron wants that of a GPU."""
     import torch
-
-    from hpcrl.trainer import collectives
-    from hpcrl.trainer.megatron import thd
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed": we know
         for name in RETARGET:
-            _retarget(importlib.import_module(name))
+            _retarget(importlib.import_module(name), literals(device))
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")  # warns too
         rng = importlib.import_module("megatron.core.tensor_parallel.random")
-        moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-        dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-        rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-        embedding = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
-        mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
 
     # The tensor-parallel RNG tracker switches the state of torch.cuda's default generator: here the CPU's generator.
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # ... and warns on leaving each fork, because the CPU generator moved: it is the one it was to move.
     logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _megatron_on_cpu() -> None:
+    """Replace the functions that have no CPU meaning, or that gloo cannot do."""
+    from hpcrl.trainer import collectives
+    from hpcrl.trainer.megatron import thd
+
+    moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    embedding = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
 
     # For a CPU tensor the stock function forgets as_numpy: all_to_all_single gets tensors for split sizes, TypeError.
     moe.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _to_cpu
@@ -197,33 +210,33 @@ def _unless_equal(stock: Callable[..., Any], unequal: Callable[..., Any]) -> Cal
     return replaced
 
 
-def _retarget(module: types.ModuleType) -> None:
-    """Replace LITERALS in the code of every function and method that `module` defines."""
+def _retarget(module: types.ModuleType, words: dict[str, str]) -> None:
+    """Replace `words` in the code of every function and method that `module` defines."""
     for value in list(vars(module).values()):
         if inspect.isclass(value) and value.__module__ == module.__name__:
             for member in list(vars(value).values()):
-                _retarget_function(member, module.__name__)
+                _retarget_function(member, module.__name__, words)
         else:
-            _retarget_function(value, module.__name__)
+            _retarget_function(value, module.__name__, words)
 
 
-def _retarget_function(value: Any, module: str) -> None:
+def _retarget_function(value: Any, module: str, words: dict[str, str]) -> None:
     value = getattr(value, "__func__", value)  # static and class methods
     if isinstance(value, property):
         value = value.fget
     value = inspect.unwrap(value) if callable(value) else value  # torch.no_grad() and other decorators
     if inspect.isfunction(value) and value.__module__ == module:
-        value.__code__ = _swap(value.__code__)
+        value.__code__ = _swap(value.__code__, words)
 
 
-def _swap(constant: Any) -> Any:
-    """A constant of a code object with LITERALS replaced, also inside tuples and nested functions."""
+def _swap(constant: Any, words: dict[str, str]) -> Any:
+    """A constant of a code object with `words` replaced, also inside tuples and nested functions."""
     if isinstance(constant, str):
-        return LITERALS.get(constant, constant)
+        return words.get(constant, constant)
     if isinstance(constant, tuple):
-        return tuple(map(_swap, constant))
+        return tuple(_swap(part, words) for part in constant)
     if isinstance(constant, types.CodeType):
-        return constant.replace(co_consts=tuple(map(_swap, constant.co_consts)))
+        return constant.replace(co_consts=_swap(constant.co_consts, words))
     return constant
 
 

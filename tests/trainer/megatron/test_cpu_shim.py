@@ -31,7 +31,7 @@ def test_nothing_of_torch_is_touched_where_cuda_is(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cpu_shim, "_done", [])
     monkeypatch.setattr(cpu_shim, "_checkpoint_repairs", lambda: None)
     monkeypatch.setattr(cpu_shim, "_router_repair", lambda: None)
-    monkeypatch.setattr(cpu_shim, "_megatron_on_cpu", lambda: pytest.fail("Megatron was changed"))
+    monkeypatch.setattr(cpu_shim, "_megatron_on", lambda _: pytest.fail("Megatron was changed"))
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream", "manual_seed")}
     cpu_shim.install()
     assert {name: getattr(torch.cuda, name) for name in before} == before
@@ -43,8 +43,15 @@ def test_router_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, cuda
     router: Any = types.ModuleType("moe_utils")
     monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.moe_utils", router)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    for name in ("_quiet", "_quiet_on_cpu", "_torch_cuda_is_the_cpu", "_megatron_on_cpu", "_checkpoint_repairs"):
-        monkeypatch.setattr(cpu_shim, name, lambda: None)
+    for name in (
+        "_quiet",
+        "_quiet_on_cpu",
+        "_torch_cuda_is",
+        "_megatron_on",
+        "_megatron_on_cpu",
+        "_checkpoint_repairs",
+    ):
+        monkeypatch.setattr(cpu_shim, name, lambda *_: None)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     for there in (None, "Transformer Engine's"):
         monkeypatch.setattr(cpu_shim, "_done", [])
@@ -58,8 +65,8 @@ def test_stream_advice_needs_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA_DEVICE_MAX_CONNECTIONS: Megatron warns when it is not as it wants it."""
     monkeypatch.setattr(cpu_shim, "_router_repair", lambda: None)
     monkeypatch.setattr(cpu_shim, "_checkpoint_repairs", lambda: None)
-    for name in ("_torch_cuda_is_the_cpu", "_megatron_on_cpu"):
-        monkeypatch.setattr(cpu_shim, name, lambda: None)
+    for name in ("_torch_cuda_is", "_megatron_on", "_megatron_on_cpu"):
+        monkeypatch.setattr(cpu_shim, name, lambda *_: None)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     for cuda in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
@@ -166,5 +173,6 @@ def test_literals_are_replaced_in_nested_code() -> None:
     def outer() -> tuple[str, list[str]]:
         return "cuda", [kind for kind in ("torch.cuda.FloatTensor", "cuda:0")]  # noqa: C416
 
-    outer.__code__ = cpu_shim._swap(outer.__code__)
+    outer.__code__ = cpu_shim._swap(outer.__code__, cpu_shim.literals(cpu_shim.CPU))
     assert outer() == ("cpu", ["torch.FloatTensor", "cuda:0"])
+    assert cpu_shim.literals("acc")["torch.cuda.HalfTensor"] == "torch.acc.HalfTensor"

@@ -1,0 +1,353 @@
+"""An accelerator that knows shapes and no numbers, so that a CPU can fail where a GPU would: by rank, byte and wait.
+
+    on_fake_device(function, ...)                # of tests/support/ranks.py: a process of its own
+    def function():
+        with FakeDevice() as device:
+            ranks = join(options, rank=3)        # one process is rank 3 of the layout; collectives return at once
+            policy = model.build(options, ranks)
+            ...
+        return device.syncs                      # what waited for the device, or copied from or to pageable memory
+
+torch's hook for devices that are written in Python, FakeTensorMode and its fake process group; Megatron's "cuda" is this
+device (`cpu_shim.install`).  Tensors of the device have shape, strides, storage and no content; those of the CPU are
+real.  Which is why a test that counts bytes needs no more than a TorchDispatchMode of its own, entered inside this one:
+it sees every operation with its arguments and results, whose `untyped_storage()` says how large they are and
+(`_cdata`) whether two share memory.  `device.is_pinned(tensor)` knows pinned host memory.
+
+What reads the device gets zeros, or what `device.answers` says for that place.
+
+Invariants: nothing that a GPU would wait for, or could not do without waiting, passes unrecorded: a value or an amount
+of data that is read (`.item()`, boolean masks, `nonzero`), a copy between the device and pageable memory, or a blocking
+one at all, `synchronize()` of a stream, an event or the device; each with the innermost line of hpcrl or Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+NAME = "acc"  #: not "cuda": torch for the CPU has no guard for CUDA devices, views and backward passes fail there
+BACKEND = "fake"
+PACKAGES = ("hpcrl", "megatron")  #: whose lines are named
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One wait.
+
+    Attributes:
+        what: the operation.
+        file, function, line, text: where, from the package's name on ("hpcrl/trainer/..."); "backward" in place of a
+            file where torch's engine was on its own.
+    """
+
+    what: str
+    file: str
+    function: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.function}: {self.what}: {self.text}"
+
+
+#: takes the frame of its place and the tensor that is read; what there is to read
+Answer = Callable[[FrameType, torch.Tensor], Any]
+
+
+def install() -> None:
+    """Make the device, once in a process and before anything imports Megatron."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    from hpcrl.trainer.megatron import cpu_shim
+
+    _setup_privateuseone_for_python_backend(NAME)
+    cpu_shim.install(NAME)
+    dist.Backend.backend_capability[BACKEND].append(NAME)
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes a CPU tensor and copies it
+
+
+def device() -> torch.device:
+    """The device, of which there is one."""
+    return torch.device(NAME, 0)
+
+
+def join(options: Any, rank: int = 0) -> Any:
+    """Be `rank` of the options' layout, in Megatron's groups; leaves those of an earlier call."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from hpcrl.trainer import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.shutdown()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.world_size), LOCAL_RANK="0")
+    real = dist.init_process_group
+    fake = lambda _, store, timeout, **place: real(BACKEND, store=FakeStore(), **place)  # noqa: E731
+    with mock.patch.object(dist, "init_process_group", fake):
+        return replace(parallel_state.initialize(options, FakeStore()), device=device())
+
+
+class FakeDevice:
+    """Within, tensors may be on the device.
+
+    Attributes:
+        syncs: every wait, in order.
+        answers: (end of the file's path, function) -> what is read there.
+    """
+
+    def __init__(self, packages: Sequence[str] = ()) -> None:
+        """Args: packages: of `capabilities.PARTS` that the machine is to have."""
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.syncs: list[Sync] = []
+        self.answers: dict[tuple[str, str], Answer] = {}
+        self._packages = frozenset(packages)
+        self._pinned: dict[int, torch.UntypedStorage] = {}
+
+    def __enter__(self) -> FakeDevice:
+        self._stack = ExitStack()
+        self._stack.callback(_replaced(self, self._packages))
+        self._stack.enter_context(_Functions(self))
+        self._stack.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    # ---- waits
+
+    def wait(self, what: str) -> FrameType | None:
+        """Record one; the frame of its place."""
+        place = None
+        for frame in frames():
+            if place is None:
+                place = frame
+            if self._answer(frame):
+                place = frame
+                break
+        if place is None:
+            self.syncs.append(Sync(what, "backward", "", 0, ""))
+            return None
+        code = place.f_code
+        summary = traceback.FrameSummary(code.co_filename, place.f_lineno, code.co_name)
+        self.syncs.append(Sync(what, _short(code.co_filename), code.co_name, place.f_lineno, summary.line or ""))
+        return place
+
+    def read(self, what: str, tensor: torch.Tensor) -> Any:
+        """Record that `tensor` is read; what there is to read: None if nothing is said for that place."""
+        place = self.wait(what)
+        answer = self._answer(place) if place else None
+        return answer(place, tensor) if answer and place else None
+
+    def _answer(self, frame: FrameType) -> Answer | None:
+        path, name = _short(frame.f_code.co_filename), frame.f_code.co_name
+        return next((a for (end, where), a in self.answers.items() if where == name and path.endswith(end)), None)
+
+    # ---- pinned memory
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Let the CPU tensor count as pinned."""
+        storage = tensor.untyped_storage()
+        self._pinned[storage._cdata] = storage
+        return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a CPU tensor in pinned memory."""
+        return tensor.device.type == "cpu" and tensor.untyped_storage()._cdata in self._pinned
+
+
+def frames() -> Iterator[FrameType]:
+    """Those of PACKAGES, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame:
+        if _short(frame.f_code.co_filename).startswith(PACKAGES):
+            yield frame
+        frame = frame.f_back
+
+
+def _short(path: str) -> str:
+    parts = Path(path).parts
+    found = [i for i, part in enumerate(parts) if part in PACKAGES]
+    return "/".join(parts[found[-1] :]) if found and "tests" not in parts else path
+
+
+def _on(value: Any) -> bool:
+    if isinstance(value, FakeTensor):
+        return True
+    return isinstance(value, torch.device) and value.type == NAME
+
+
+class _Operations(TorchDispatchMode):
+    """Operations that touch the device are made by shape alone; the others are left alone."""
+
+    def __init__(self, owner: FakeDevice) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(map(_on, tree_flatten((args, kwargs))[0])):
+            return func(*args, **kwargs)
+        if func is aten._to_copy.default:
+            return self._to(args[0], kwargs)
+        if func is aten.copy_.default:
+            return self._copy(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            found = self.owner.read("item", args[0])
+            return float(found or 0) if args[0].dtype.is_floating_point else found or 0
+        if func in (aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default):
+            self._masked(*args)
+        try:
+            with self.owner.fake:
+                return func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return self._unknown(func, args)
+
+    def _to(self, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """`_to_copy`: `.to`, `.cpu()`, `.float()`, `torch.tensor(..., device=)`."""
+        target = kwargs.get("device") or source.device
+        if source.device.type == target.type:
+            with self.owner.fake:
+                return aten._to_copy.default(source, **kwargs)
+        dtype = kwargs.get("dtype") or source.dtype
+        if target.type == NAME:
+            self._host_to_device(source, kwargs.get("non_blocking", False))
+            with self.owner.fake:
+                return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=device())
+        return self._device_to_host(source, kwargs.get("non_blocking", False), dtype)
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if to.device.type == source.device.type:
+            with self.owner.fake:
+                return aten.copy_.default(to, source, non_blocking)
+        if to.device.type == NAME:
+            # a number that is written into a tensor goes with the kernel
+            if source.dim() or non_blocking:
+                self._host_to_device(source, non_blocking)
+            return to
+        if not (non_blocking and self.owner.is_pinned(to)):
+            to.copy_(self._device_to_host(source, False, to.dtype))
+        return to
+
+    def _host_to_device(self, source: torch.Tensor, non_blocking: bool) -> None:
+        if not self.owner.is_pinned(source):
+            self.owner.wait("copy from pageable memory")
+        elif not non_blocking:
+            self.owner.wait("blocking copy to the device")
+
+    def _device_to_host(self, source: torch.Tensor, non_blocking: bool, dtype: torch.dtype) -> torch.Tensor:
+        if non_blocking:  # torch makes pinned memory for it, and whoever reads it synchronizes first
+            place = next((frame for frame in frames() if self.owner._answer(frame)), None)
+            found = self.owner._answer(place)(place, source) if place else None
+        else:
+            found = self.owner.read("copy to the host", source)
+        made = torch.zeros(source.shape, dtype=dtype) if found is None else torch.as_tensor(found, dtype=dtype)
+        return self.owner.pin(made) if non_blocking else made
+
+    def _masked(self, _: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, *__: Any) -> None:
+        masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+        if masks and values.numel() != 1:  # one number is filled in without looking
+            self.owner.wait("boolean mask")
+
+    def _unknown(self, func: Any, args: Any) -> Any:
+        """What has a size, or a value, that only the device knows."""
+        tensor = next(a for a in tree_flatten(args)[0] if isinstance(a, FakeTensor))
+        found = self.owner.read(str(func), tensor)
+        if found is None and func is aten._unique2.default:  # of numbers that are all different
+            with self.owner.fake:
+                places = torch.empty(tensor.shape, dtype=torch.int64, device=device())
+                return tensor.flatten(), places, places.flatten()
+        if found is None:
+            raise RuntimeError(f"only the device knows what is read: {self.owner.syncs[-1]}")
+        return found
+
+
+class _Functions(TorchFunctionMode):
+    """What never reaches an operation, or in which a device of Python's differs from CUDA's."""
+
+    def __init__(self, owner: FakeDevice) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.is_cuda.__get__:
+            return args[0].device.type == NAME
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.is_pinned:
+            return self.owner.is_pinned(args[0])
+        if func is torch.Tensor.pin_memory:
+            return args[0] if self.owner.is_pinned(args[0]) else self.owner.pin(args[0].clone())
+        if kwargs.pop("pin_memory", False):
+            return self.owner.pin(func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _replaced(owner: FakeDevice, packages: frozenset[str]) -> Callable[[], None]:
+    """Let the machine have a GPU with `packages`, groups of any backend be fake, and synchronize() be seen; gives what
+    puts all of it back."""
+    from hpcrl.trainer.megatron.capabilities import Machine
+
+    stock_group = dist.new_group
+    changes: list[tuple[Any, str, Any]] = [
+        (Machine, "here", staticmethod(lambda: Machine(True, packages))),
+        (dist, "new_group", lambda *args, **more: stock_group(*args, **more | {"backend": BACKEND})),
+        (torch.nn.Module, "_apply", _apply),
+        (torch.cuda, "synchronize", lambda *_: owner.wait("synchronize the device")),
+        (torch.cuda.Stream, "synchronize", lambda *_: owner.wait("synchronize a stream")),
+        (torch.cuda.Event, "synchronize", lambda *_: owner.wait("synchronize an event")),
+    ]
+    before = [(target, name, vars(target).get(name)) for target, name, _ in changes]
+    for target, name, value in changes:
+        setattr(target, name, value)
+
+    def back() -> None:
+        for target, name, value in before:
+            delattr(target, name) if value is None else setattr(target, name, value)
+
+    return back
+
+
+def _apply(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """torch's own exchanges the contents of two fake parameters, which it refuses once Megatron has a reference to
+    one."""
+    for child in module.children() if recurse else ():
+        child._apply(fn)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            found = fn(parameter)
+        if isinstance(found, FakeTensor) == isinstance(parameter, FakeTensor):
+            parameter.data = found
+            continue
+        made = torch.nn.Parameter(found, parameter.requires_grad)
+        for key, value in vars(parameter).items():  # tensor_model_parallel, allreduce, ...
+            if key not in vars(made):
+                setattr(made, key, value)
+        module._parameters[name] = made
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = buffer if buffer is None else fn(buffer)
+    return module
