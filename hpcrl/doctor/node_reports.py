@@ -16,6 +16,7 @@ from hpcrl.findings import Finding, Level, count, size
 from hpcrl.launch.probe import HostReport, choose
 
 SKEW = 1.0  #: seconds that two clocks may differ by
+ENGINE = "transformer-engine"
 FREE = 0.9  #: the part of a GPU's memory that should be free before a run
 SLOW = 5e9  #: bytes a second below which NCCL between nodes has hardly found the fast network
 GIB = 1 << 30
@@ -276,7 +277,7 @@ def _clocks(reports: Sequence[NodeReport], window: tuple[float, float] | None) -
 
 
 def _versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Each package has one version everywhere; who differs from most is named."""
+    """Each package has one version everywhere, who differs from most is named; and what makes GPUs quick is there."""
     fine = True
     for package in sorted({name for report in reports for name in report.versions}):
         count = Counter(report.versions.get(package, "") for report in reports)
@@ -291,6 +292,15 @@ def _versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     shown = ", ".join(f"{name} {number}" for name, number in sorted(reports[0].versions.items()))
     if fine and shown:
         yield Finding("ok", "", f"versions agree: {shown}")
+    for report in reports:
+        if (
+            report.role == "trainer"
+            and report.gpu_count
+            and "torch" in report.versions
+            and ENGINE not in report.versions
+        ):
+            what = f"{ENGINE} is absent: the trainer's layers are Megatron's own, which are slower"
+            yield Finding("warn", report.host, what, "see Transformer Engine in docs/install.md")
 
 
 def _gpus(reports: Sequence[NodeReport], wanted: Mapping[str, int]) -> Iterator[Finding]:

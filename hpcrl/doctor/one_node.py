@@ -44,7 +44,11 @@ from hpcrl.run.rundir import listed, write_atomic
 from hpcrl.toolbox.deadline import Deadline, poll
 from hpcrl.untrusted_files import touch
 
-PACKAGES = ("hpcrl", "torch", "vllm", "megatron-core", "transformers")
+PACKAGES = (
+    *("hpcrl", "torch", "vllm", "megatron-core", "transformers"),
+    # what only GPUs have, and without which a run is slower, or is refused
+    *("transformer-engine", "flash-attn", "deep_ep", "apex", "flashinfer-python"),
+)
 CONNECT = 5.0  #: seconds to connect and be answered
 REPORT = ".report"  #: end of the name of a node's report
 UNSEEN = "hpcrl doctor: {host} does not see its directory"

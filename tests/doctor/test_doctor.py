@@ -394,6 +394,9 @@ def test_every_part_of_a_model_must_be_there(tmp_path: Path) -> None:
 # ---- what the nodes say
 
 
+VERSIONS = {"torch": "2.13.0", "vllm": "0.32.0", "transformer-engine": "2.20.2"}
+
+
 def nodes(*names: str, **changes: Any) -> list[NodeReport]:
     """Healthy reports of trainer nodes; `changes` for all of them."""
     made = []
@@ -409,7 +412,7 @@ def nodes(*names: str, **changes: Any) -> list[NodeReport]:
             gpus=tuple(Gpu(i, "H100", 80_000, 79_000) for i in range(8)),
             devices=8,
             shm=64 << 30,
-            versions={"torch": "2.13.0", "vllm": "0.32.0"},
+            versions=VERSIONS,
             imports={"vllm": ""},
         )
         made.append(msgspec.structs.replace(report, **changes))
@@ -428,6 +431,16 @@ def test_healthy_nodes_are_well() -> None:
     assert said(reports, window=(999.5, 1000.5)) == []
     assert Finding("ok", "n[1-3]", "trainer, 64 CPUs, 256 GiB free, 8 GPUs (H100)") in judge_reports(reports, WANTED)
     assert said(nodes("n1")) == [] and said([]) == ["fail  none of the nodes reported; see the step's log"]
+
+
+def test_no_transformer_engine_is_warned_of() -> None:
+    """Nodes that all lack it in one line, and a node that alone lacks it; a node without GPUs needs none."""
+    bare = {"torch": "2.13.0", "vllm": "0.32.0"}
+    what = "transformer-engine is absent: the trainer's layers are Megatron's own, which are slower; see Transformer Engine"
+    what += " in docs/install.md"
+    assert said(nodes("n1", "n2", versions=bare)) == [f"warn  n[1-2]: {what}"]
+    assert f"warn  n2: {what}" in said([*nodes("n1"), *nodes("n2", versions=bare), *nodes("n3")])
+    assert bad(judge_reports(nodes("n1", versions=bare, gpus=None, devices=0), {}, expected=1)) == []
 
 
 def base(**changes: Any) -> Callable[[NodeReport], NodeReport]:
@@ -449,8 +462,11 @@ FAULTS: list[tuple[Callable[[NodeReport], NodeReport], str]] = [
     (on(tried={"n1": "", "n3": "refused"}), "fail  n2: it cannot connect to n3: refused"),
     (on(tried={"n1": ""}), "warn  1 of 6 connections between nodes were not tried"),
     (base(time=1003.0), "fail  n2: its clock differs by at least 2.5 s from the login node's"),
-    (on(versions={"torch": "2.12.0", "vllm": "0.32.0"}), "fail  n2: torch is 2.12.0, on most nodes 2.13.0"),
-    (on(versions={"torch": "2.13.0"}), "fail  n2: vllm is absent, on most nodes 0.32.0"),
+    (on(versions=VERSIONS | {"torch": "2.12.0"}), "fail  n2: torch is 2.12.0, on most nodes 2.13.0"),
+    (
+        on(versions={"torch": "2.13.0", "transformer-engine": "2.20.2"}),
+        "fail  n2: vllm is absent, on most nodes 0.32.0",
+    ),
     (on(gpus=(), devices=0), "fail  n2: 0 GPUs for trainer, 8 are needed"),
     (on(visible="0,1"), "fail  n2: 2 GPUs for trainer, 8 are needed"),
     (on(gpus=None), "warn  n2: 8 GPUs, but nvidia-smi does not answer"),
