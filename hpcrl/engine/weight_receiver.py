@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import Future
 from typing import Any, Self
 
+import msgspec
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from hpcrl.engine.cpu_build import give_back
-from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join
+from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
 from hpcrl.engine.receivers import register_receivers
 from hpcrl.engine.routed_experts import ExpertTables
 from hpcrl.engine.vllm_layers import Holdings, shown
@@ -24,6 +26,16 @@ from hpcrl.engine.weight_loading import Receiver, UpdateRejected, stock
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.weights.comparison import digest
 from hpcrl.weights.pieces.wire import process_identity, read_join_command
+from hpcrl.weights.worker_calls import AnswerStore, worker_name
+
+#: what `hpcrl_answer` calls
+ANSWERS = ("hpcrl_manifest", "hpcrl_abandon", "hpcrl_check", "hpcrl_check_kept")
+JOINING = 60.0  #: seconds from rank 0's own joining to the last worker's
+
+
+def _close(joined: Future[PieceReceiver]) -> None:
+    if joined.exception() is None:
+        joined.result().close()
 
 
 class WorkerExtension:
@@ -44,14 +56,28 @@ class WorkerExtension:
     weight_transfer_engine: Any
     _weight_update_active: bool
     _hpcrl_experts: ExpertTables | None = None
+    _hpcrl_joining: Future[PieceReceiver] | None = None
     _hpcrl_pieces: PieceReceiver | None = None
+
+    def hpcrl_answer(self, store: str, method: str, *arguments: str) -> None:
+        """Call one of these methods, and put what it returns into a store (`AnswerStore`): vLLM hands on what the first
+        of several data-parallel parts answers alone."""
+        if method not in ANSWERS:
+            raise ValueError(f"{method} is not a method with an answer")
+        where = msgspec.json.decode(store, type=AnswerStore)
+        where.put(store_keys(), self._hpcrl_name, getattr(self, method)(*arguments))
+
+    @property
+    def _hpcrl_name(self) -> str:
+        config = self.weight_transfer_engine.parallel_config
+        return worker_name(getattr(config, "data_parallel_index", 0), self.rank)
 
     def hpcrl_manifest(self) -> dict[str, Any]:
         """Which tensors an update must bring, and which parts of them this worker holds."""
         held = self._hpcrl_held()
         return {
             "backend": self.weight_transfer_engine.config.backend,
-            "rank": self.rank,
+            "worker": self._hpcrl_name,
             "where": process_identity(),
             "tensors": {name: piece.to_wire() for name, piece in held.pieces.items()},
             "opaque": list(held.opaque),
@@ -60,10 +86,16 @@ class WorkerExtension:
         }
 
     def hpcrl_join(self, command: str) -> None:
-        """Join the trainer's ranks and the other workers, and learn which pieces every update will bring
+        """Begin to join the trainer's ranks and the other workers, and learn which pieces every update will bring
         (`WorkerJoinCommand`)."""
         self._hpcrl_leave()
-        self._hpcrl_pieces = join(read_join_command(command), str(self.rank), self._hpcrl_held())
+        self._hpcrl_joining = join(read_join_command(command), self._hpcrl_name, self._hpcrl_held())
+
+    def hpcrl_joined(self) -> dict[str, bool]:
+        """Whether this worker has joined; raises why it cannot."""
+        if self._hpcrl_joining is not None and self._hpcrl_joining.done():
+            self._hpcrl_pieces = self._hpcrl_joining.result()
+        return {"joined": self._hpcrl_pieces is not None}
 
     def hpcrl_take_pieces(self, what: str = "all") -> dict[str, int]:
         """Receive and load an update that was started.
@@ -72,9 +104,9 @@ class WorkerExtension:
             what: all, or changes; bytes: of tensors that had come in part, at most.
         """
         engine = self.weight_transfer_engine
-        if self._hpcrl_pieces is None or not isinstance(engine, Receiver):
+        if self._hpcrl_joining is None or not isinstance(engine, Receiver):
             raise UpdateRejected("the plan of pieces was not made known")
-        reader = self._hpcrl_pieces
+        reader = self._hpcrl_pieces = self._hpcrl_joining.result(JOINING)
         try:
             engine.take_pieces(reader, what == "changes")
         except BaseException:
@@ -83,31 +115,33 @@ class WorkerExtension:
         return {"bytes": reader.assembly.most}
 
     def _hpcrl_leave(self) -> None:
-        if self._hpcrl_pieces is not None:
-            self._hpcrl_pieces.close()
-            self._hpcrl_pieces = None
+        if self._hpcrl_joining is not None:
+            self._hpcrl_joining.add_done_callback(
+                _close
+            )  # one that still waits for others closes as soon as it has come
+        self._hpcrl_joining = self._hpcrl_pieces = None
 
     def hpcrl_check(self, expected: str) -> dict[str, Any]:
-        """Compare what the model multiplies with to {rank of the worker: {name: digest of its part}}, given as JSON.
+        """Compare what the model multiplies with to {name of the worker: {name: digest of its part}}, given as JSON.
 
         Returns:
             How many were compared, which differ, and which were expected and cannot be shown.
         """
-        wanted: dict[str, str] = json.loads(expected)[str(self.rank)]
+        wanted: dict[str, str] = json.loads(expected)[self._hpcrl_name]
         different = []
         compared = 0
         for name, tensor in shown(self._hpcrl_held()):
             compared += 1
             if wanted.pop(name, None) != digest(tensor):
                 different.append(name)
-        return {"rank": self.rank, "compared": compared, "different": different, "unknown": sorted(wanted)}
+        return {"worker": self._hpcrl_name, "compared": compared, "different": different, "unknown": sorted(wanted)}
 
     def hpcrl_check_kept(self, expected: str) -> dict[str, Any]:
         """As `hpcrl_check`, with what was put together out of pieces and changes and is kept for the next update."""
-        wanted: dict[str, str] = json.loads(expected)[str(self.rank)]
+        wanted: dict[str, str] = json.loads(expected)[self._hpcrl_name]
         found = self._hpcrl_pieces.assembly.digests() if self._hpcrl_pieces is not None else {}
         different = [name for name, mine in found.items() if wanted.pop(name, None) != mine]
-        return {"rank": self.rank, "compared": len(found), "different": different, "unknown": sorted(wanted)}
+        return {"worker": self._hpcrl_name, "compared": len(found), "different": different, "unknown": sorted(wanted)}
 
     def hpcrl_see_experts(self) -> None:
         """From now on keep the experts of the requests that ask for them; a second call does nothing."""
@@ -139,7 +173,7 @@ class WorkerExtension:
             engine.put_back()
             mixed = engine.mixed or engine.unfinished
         self._weight_update_active = False
-        return {"rank": self.rank, "mixed": mixed}
+        return {"worker": self._hpcrl_name, "mixed": mixed}
 
     def _hpcrl_held(self) -> Holdings:
         engine = self.weight_transfer_engine

@@ -29,7 +29,7 @@ from hpcrl.trainer.megatron.hf_weights import export, holdings, part_group
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.weights import gloo_group
 from hpcrl.weights.fp8 import Scheme, scheme_of
-from hpcrl.weights.pieces.choose_transport import choose_transport, memory_of
+from hpcrl.weights.pieces.choose_transport import choose_transport, current_device, memory_of
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, prepare_values
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory
 from hpcrl.weights.pieces.messages import pieces_of
@@ -113,7 +113,8 @@ class WeightExporter:
             self.host,
             update_group.seconds,
         )
-        transport = choose_transport(group, self.rank, update_group, self.exported_memory if update_group.ipc else None)
+        exported = self.exported_memory if update_group.ipc else None
+        transport = choose_transport(group, self.rank, update_group, current_device(), exported)
         self.piece_sender = PieceSender(
             transport, pieces, command.names, command.targets[self.rank], command.limit, command.keep
         )

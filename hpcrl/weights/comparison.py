@@ -2,7 +2,7 @@
 
     comparison = Comparison(manifests, ties, model=True, kept=False)
     comparison.note(name, tensor)          # every tensor as it was sent
-    comparison.compare(fleet)              # Differs
+    comparison.compare(calls)              # Differs
 
 Invariants: what an engine is compared with comes from the trainer's whole tensors, whichever way it was sent; two
 tensors of one dtype have the same digest if and only if all their values are bitwise equal (up to blake2b's 128 bits),
@@ -17,9 +17,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.engines.fleet import EngineBroadcast
 from hpcrl.errors import PeerError
 from hpcrl.weights.pieces.wire import span
+from hpcrl.weights.worker_calls import WorkerCalls
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def cut(tensor: torch.Tensor, rows: Sequence[Sequence[int]], columns: Sequence[i
     return tensor if columns is None else tensor.narrow(1, *columns)
 
 
-Expected = list[dict[str, dict[str, str]]]  #: [engine][rank of the worker][name] -> digest
+Expected = list[dict[str, dict[str, str]]]  #: [engine][name of the worker][name] -> digest
 
 
 class Differs(PeerError):
@@ -104,15 +104,14 @@ class Comparison:
                         part = json.dumps([rows, columns])
                         if part not in known:
                             known[part] = digest(cut(tensor, rows, columns))
-                        mine.setdefault(str(worker["rank"]), {})[other] = known[part]
+                        mine.setdefault(worker["worker"], {})[other] = known[part]
 
-    def compare(self, fleet: EngineBroadcast) -> None:
+    def compare(self, calls: WorkerCalls) -> None:
         """Differs names the tensors that an engine does not hold as they were sent."""
         for method, expected in self.found.items():
-            bodies = [{"method": method, "args": [json.dumps(mine)]} for mine in expected]
-            answers = fleet.begin("comparing", "/collective_rpc", bodies).results()
-            for engine, answer in zip(fleet.engines, answers, strict=True):
-                for worker in answer["results"]:
+            answers = calls.each("comparing", method, [[json.dumps(mine)] for mine in expected])
+            for engine, workers in zip(calls.fleet.engines, answers, strict=True):
+                for worker in workers:
                     if wrong := [*worker["different"], *worker["unknown"]]:
                         raise Differs(
                             f"{engine}: after the update {len(wrong)} tensors are not what was sent: "

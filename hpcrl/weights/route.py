@@ -49,9 +49,7 @@ def route(options: Options, plan: Plan, cpu: bool) -> Route:
     name = way.__name__.rpartition(".")[2]
     if options.weight_update == "gathered":
         return Route(name, "--weight-update is gathered")
-    return Route(
-        name, whole_tensors(_backend(options, way), options.engine_data_parallel_size, options.weight_update == "delta")
-    )
+    return Route(name, whole_tensors(_backend(options, way), options.weight_update == "delta"))
 
 
 def backend(options: Options, plan: Plan, cpu: bool) -> str:
@@ -63,20 +61,17 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
     return _backend(options, _way(options, plan, cpu))
 
 
-def whole_tensors(backend: str, data_parallel: int, delta: bool) -> str | None:
+def whole_tensors(backend: str, delta: bool) -> str | None:
     """Why an update cannot be sent in pieces, as the end of a sentence; None if it can.
 
     Args:
         backend: vLLM's name of the engines' end.
-        data_parallel: parts of an engine.
         delta: it is to bring what has changed.
     """
     if backend not in TAKES_PIECES:
         return f"the engines receive with {backend}, which takes whole tensors"
     if backend in (NCCL, IPC) and delta:
         return "changes are found and kept in host memory, and over NCCL and CUDA IPC bytes come from the GPU's"
-    if data_parallel > 1:
-        return "of an engine's data-parallel parts, vLLM lets only the first tell what it holds"
     return None
 
 

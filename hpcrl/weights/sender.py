@@ -34,6 +34,7 @@ from hpcrl.weights.comparison import Comparison, Differs
 from hpcrl.weights.fp8 import quantized, scheme_of
 from hpcrl.weights.pieces.resharded_update import ReshardedUpdate, Source, obstacle
 from hpcrl.weights.transports import Link, Stream, Transport, make_transport
+from hpcrl.weights.worker_calls import WorkerCalls
 
 if TYPE_CHECKING:
     import torch
@@ -97,8 +98,9 @@ class WeightSender:
             raise
 
     def _link(self, fleet: EngineBroadcast) -> None:
-        fleet.call("ending what was under way", "hpcrl_abandon")
-        self.manifests = fleet.call("asking for the manifest", "hpcrl_manifest")
+        calls = self._calls(fleet)
+        calls.call("ending what was under way", "hpcrl_abandon")
+        self.manifests = calls.call("asking for the manifest", "hpcrl_manifest")
         self.needs = self._agreed()
         self.opaque, self.unseen = tuple(self.manifests[0][0]["opaque"]), dict(self.manifests[0][0]["unseen"])
         self.ties: dict[str, list[str]] = {}
@@ -109,6 +111,12 @@ class WeightSender:
         transport = self._transport(self.host)
         transport.connect()
         self.transport = transport
+
+    def _calls(self, fleet: EngineBroadcast) -> WorkerCalls:
+        """Of the workers of all data-parallel parts; with files, for which engines are reached by HTTP alone, of the
+        first."""
+        parts = 1 if self.options.weight_transfer == "disk" else self.options.engine_data_parallel_size
+        return WorkerCalls(fleet, parts, self.host)
 
     def _agreed(self) -> dict[str, dict[str, Any]]:
         """The tensors of an update, by name.
@@ -136,8 +144,7 @@ class WeightSender:
     def _transport(self, host: str) -> Transport:
         assert self.fleet is not None
         limit = self.options.update_weight_buffer_size
-        # of data-parallel parts vLLM asks all, and hands on what the first has said
-        workers = [self.options.engine_data_parallel_size * len(found) for found in self.manifests]
+        workers = [len(found) for found in self.manifests]
         link = Link(self.fleet, limit, host, workers, self.options.update_weight_disk_dir, self.written)
         return make_transport(self.manifests[0][0]["backend"], link)
 
@@ -191,7 +198,7 @@ class WeightSender:
                 self.pieces.send(source)
             self.fleet.post("the weight update's finish", "/finish_weight_update", {"weight_version": str(version)})
             if self.comparison:
-                self.comparison.compare(self.fleet)
+                self.comparison.compare(self._calls(self.fleet))
             if not self.options.takes_turns:
                 self.fleet.post("resuming", "/resume")
         except BaseException as error:
@@ -215,7 +222,7 @@ class WeightSender:
         wish = self.options.weight_update
         if wish == "gathered":
             return None
-        if why := obstacle(tensors, self.manifests, self.options.engine_data_parallel_size, wish == "delta"):
+        if why := obstacle(tensors, self.manifests, wish == "delta"):
             if wish != "auto":
                 raise UsageError(f"--weight-update {wish}: {why}", "use auto or gathered")
             if why not in self.said and isinstance(tensors, Source):
@@ -308,7 +315,9 @@ class WeightSender:
         others = [engine for engine in self._engines if engine not in lost]
         calls = [
             in_thread(
-                lambda e=e: EngineBroadcast(self.rundir, [e], RESUME).call("giving up the update", "hpcrl_abandon")
+                lambda e=e: self._calls(EngineBroadcast(self.rundir, [e], RESUME)).call(
+                    "giving up the update", "hpcrl_abandon"
+                )
             )
             for e in others
         ]
@@ -328,7 +337,7 @@ class WeightSender:
         for engine in self._engines:
             one = EngineBroadcast(self.fleet.rundir, [engine], RESUME)
             try:
-                [workers] = one.call("giving up the update", "hpcrl_abandon")
+                [workers] = self._calls(one).call("giving up the update", "hpcrl_abandon")
                 if isinstance(error, Differs) or any(worker["mixed"] for worker in workers):
                     left.append(str(engine))
                 else:

@@ -518,15 +518,6 @@ def test_what_differs_from_the_defaults() -> None:
             )
             for way in ("gathered", "delta")
         ),
-        (
-            {
-                "weight_transfer": "ipc",
-                "colocate": True,
-                "vllm": {"data_parallel_size": 2},
-                "rollout_num_gpus_per_engine": 2,
-            },
-            "--weight-transfer ipc and --vllm-data-parallel-size 2.*an engine's data-parallel parts",
-        ),
         ({"weight_update_check_interval": 5}, "--weight-update-check-interval has no effect here: --weight-update is"),
         ({"update_weight_disk_dir": "w"}, "--update-weight-disk-dir has no effect here: --weight-transfer is auto"),
     ],

@@ -125,14 +125,6 @@ def check_weights(o: Options) -> None:
         )
     if o.weight_transfer == "ipc":
         _check_ipc(o)
-    pieces = o.weight_update in ("resharded", "delta")
-    if (parts := o.engine_data_parallel_size) > 1 and (pieces or o.weight_transfer == "ipc"):
-        flag, value = ("--weight-update", o.weight_update) if pieces else ("--weight-transfer", o.weight_transfer)
-        raise UsageError(
-            f"{flag} {value} and --vllm-data-parallel-size {parts} (slime's --sglang-dp-size) exclude each other: of "
-            "an engine's data-parallel parts, vLLM lets only the first tell what it holds",
-            f"give {flag} auto",
-        )
 
 
 def _check_ipc(o: Options) -> None:

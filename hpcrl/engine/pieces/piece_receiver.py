@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,11 @@ import torch
 
 from hpcrl.engine.key_guard import KEY_FILE
 from hpcrl.engine.pieces.assembly import Assembly, Held, sizes
+from hpcrl.engines.fleet import in_thread
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.auth import keys_in
+from hpcrl.queue.auth import ClientKeys, keys_in
 from hpcrl.weights import gloo_group
-from hpcrl.weights.pieces.choose_transport import choose_transport
+from hpcrl.weights.pieces.choose_transport import choose_transport, current_device, use_device
 from hpcrl.weights.pieces.elements import WHOLE
 from hpcrl.weights.pieces.peer_transport import MessageMemory, PeerTransport, Transfer
 from hpcrl.weights.pieces.piece_sender import MEMORY
@@ -226,13 +228,22 @@ class PieceReceiver:
         self.transport.close()
 
 
-def join(command: WorkerJoinCommand, rank: str, held: Holdings) -> PieceReceiver:
-    """Join the group.
+def store_keys() -> ClientKeys:
+    """An engine's keys to the stores of those who send and receive weights."""
+    return keys_in(Path(os.environ[KEY_FILE]).parent, 0, "weights")
+
+
+def join(command: WorkerJoinCommand, worker: str, held: Holdings) -> Future[PieceReceiver]:
+    """Begin to join the group, in a thread of its own: a worker that waited in here would hold up those that compute
+    together with it, which then never come to join.
+
+    Args:
+        worker: this one's name within its engine (`worker_name`).
 
     Raises:
         ValueError: if a tensor is not what the model takes, or if not all that this worker needs would come.
     """
-    number, which = command.workers[rank]
+    number, which = command.workers[worker]
     receive_plan = command.receive_plans[which]
     update_group = command.update_group
     for tensor in receive_plan.tensors:
@@ -244,9 +255,25 @@ def join(command: WorkerJoinCommand, rank: str, held: Holdings) -> PieceReceiver
     if missing := held.wanted - {tensor.name for tensor in receive_plan.tensors}:
         raise ValueError(f"{len(missing)} tensors are not to come, the first is {min(missing)}")
     mine = {tensor.name: held.span(tensor.name, tensor.shape) for tensor in receive_plan.tensors}
-    keys = keys_in(Path(os.environ[KEY_FILE]).parent, 0, "weights")
     own_host = os.environ.get("VLLM_HOST_IP") or update_group.host
-    group = gloo_group.join(
-        update_group.host, update_group.port, keys, number, update_group.world, own_host, update_group.seconds
-    )
-    return PieceReceiver(choose_transport(group, number, update_group), receive_plan, mine, command.keep)
+    device = current_device()
+
+    def connect() -> PieceReceiver:
+        with use_device(device):
+            group = gloo_group.join(
+                update_group.host,
+                update_group.port,
+                store_keys(),
+                number,
+                update_group.world,
+                own_host,
+                update_group.seconds,
+            )
+            transport = choose_transport(group, number, update_group, device)
+            try:
+                return PieceReceiver(transport, receive_plan, mine, command.keep)
+            except BaseException:
+                transport.close()
+                raise
+
+    return in_thread(connect)

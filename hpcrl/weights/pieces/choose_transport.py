@@ -6,6 +6,7 @@ Invariant: the group's description decides, not the member's own state: all memb
 from __future__ import annotations
 
 import base64
+import contextlib
 from concurrent.futures import TimeoutError as Late
 
 import torch
@@ -21,11 +22,16 @@ from hpcrl.weights.pieces.wire import UpdateGroup
 
 
 def choose_transport(
-    group: GlooGroup, me: int, update_group: UpdateGroup, exported_memory: ExportedMemory | None = None
+    group: GlooGroup,
+    me: int,
+    update_group: UpdateGroup,
+    device: torch.device,
+    exported_memory: ExportedMemory | None = None,
 ) -> PeerTransport:
     """A member's transport, once it has joined the group; with NCCL the wire as well.
 
     Args:
+        device: of the weights (`current_device`).
         exported_memory: for a sender's memory that other processes open.
 
     Raises:
@@ -37,11 +43,10 @@ def choose_transport(
             me,
             update_group.ranks,
             update_group.seconds,
-            exported_memory=exported_memory or ExportedMemory(memory_of(_current())),
+            exported_memory=exported_memory or ExportedMemory(memory_of(device)),
         )
     if not update_group.nccl:
         return PeerTransport(group, me, update_group.ranks, update_group.seconds)
-    device = _current()
     name = base64.b64decode(update_group.nccl)
     joining = in_thread(lambda: NcclWire(name, me, update_group.world, device))
     try:
@@ -54,9 +59,14 @@ def choose_transport(
         ) from None
 
 
-def _current() -> torch.device:
+def current_device() -> torch.device:
     """This thread's GPU, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def use_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """As the current one of this thread, which began on GPU 0."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def memory_of(device: torch.device) -> DeviceMemory:

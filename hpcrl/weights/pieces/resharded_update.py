@@ -12,16 +12,18 @@ once.
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hpcrl.config.options import Options
 from hpcrl.engines.fleet import GLANCE, EngineBroadcast, EngineLost, PendingCalls, in_thread
-from hpcrl.errors import PeerError, UsageError
+from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.queue.auth import server_keys
 from hpcrl.redistribution.plan import Redistribution
 from hpcrl.rendezvous.server import StoreServer
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.messages import receive_plans, to_bytes
 from hpcrl.weights.pieces.piece_sender import SendTarget
@@ -40,6 +42,8 @@ from hpcrl.weights.transports.nccl import unique_id
 if TYPE_CHECKING:
     import torch
 
+JOIN = "joining the group for weights"
+LOOK = 0.02  #: seconds between two questions whether the workers have joined
 ENDING = 30.0  #: seconds that the ranks may take to notice that an update has failed
 
 
@@ -120,7 +124,7 @@ class ReshardedUpdate:
             self.host, self.store.port, plan.ranks + workers, plan.ranks, self.fleet.seconds, nccl, backend == IPC
         )
         bodies = [{"method": "hpcrl_join", "args": [text]} for text in self._join_commands(plan, plans, update_group)]
-        pending = self.fleet.begin("joining the group for weights", "/collective_rpc", bodies)
+        pending = _Joining(self.fleet, bodies)
         command = {
             "update_group": update_group,
             "names": plan.layouts.names,
@@ -143,7 +147,7 @@ class ReshardedUpdate:
         for engine in self.manifests:
             used = sorted({destination_of[first + at] for at in range(len(engine))})
             places = {
-                str(worker["rank"]): (plan.ranks + first + at, used.index(destination_of[first + at]))
+                worker["worker"]: (plan.ranks + first + at, used.index(destination_of[first + at]))
                 for at, worker in enumerate(engine)
             }
             found.append(
@@ -169,7 +173,7 @@ class ReshardedUpdate:
         pending.results()
         self.current = self.keep
 
-    def _watched(self, source: Source, work: Callable[[], Any], pending: PendingCalls) -> Any:
+    def _watched(self, source: Source, work: Callable[[], Any], pending: PendingCalls | _Joining) -> Any:
         """What `work` returns; if the engines fail meanwhile, `work` is aborted before that is raised."""
         future = in_thread(work)
         try:
@@ -195,6 +199,42 @@ class ReshardedUpdate:
             self.store = None
 
 
+class _Joining:
+    """Calls to engines until all workers have joined; of each round of them, all that `PendingCalls` can do."""
+
+    def __init__(self, fleet: EngineBroadcast, bodies: list[dict[str, Any]]) -> None:
+        self.fleet = fleet
+        self.end = Deadline(fleet.seconds)
+        self.pending = fleet.begin(JOIN, "/collective_rpc", bodies)
+        self.asked = self.there = False
+
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """Of the calls that are under way."""
+        return self.pending.futures
+
+    def check(self) -> None:
+        """Raise as `PendingCalls.check`; ask those that have answered whether they are there."""
+        self.pending.check()
+        if self.there or not all(future.done() for future in self.futures):
+            return
+        answers = [worker for answer in self.pending.results() for worker in answer["results"]]
+        self.there = self.asked and all(worker["joined"] for worker in answers)
+        if not self.there and self.end.over:
+            raise DeadlineError(f"not all workers joined the group for weights within {self.fleet.seconds:.0f} s")
+        if not self.there:
+            self.asked = True
+            body = {"method": "hpcrl_joined", "args": []}
+            self.pending = self.fleet.begin(JOIN, "/collective_rpc", [body] * len(self.fleet.engines))
+
+    def results(self) -> None:
+        """Return once all have joined."""
+        while not self.there:
+            wait(self.futures, timeout=GLANCE / 2)
+            self.check()
+            time.sleep(LOOK)
+
+
 def _send_targets(plan: Redistribution, plans: list[ReceivePlan], rank: int) -> list[SendTarget]:
     return [
         SendTarget(plan.hosts[rank] == destination.host, box.host_leader, box.workers)
@@ -215,24 +255,23 @@ def _check_near(plans: list[ReceivePlan], ranks: int) -> None:
                 )
 
 
-def obstacle(tensors: object, manifests: Manifests, data_parallel: int, delta: bool = False) -> str | None:
+def obstacle(tensors: object, manifests: Manifests, delta: bool = False) -> str | None:
     """Why an update cannot be resharded, as the end of a sentence; None if it can.
 
     Args:
-        data_parallel: parts of an engine.
         delta: it is to bring what has changed.
     """
     first = manifests[0][0]
     if not isinstance(tensors, Source):
         return "the weights do not come from trainer ranks"
-    if why := whole_tensors(first["backend"], data_parallel, delta):
+    if why := whole_tensors(first["backend"], delta):
         return why
     if first["opaque"] and not first["unseen"]:
         return f"how the engines hold {first['opaque'][0]}* is not known"
     return None
 
 
-def _causes(error: PeerError, pending: PendingCalls) -> str:
+def _causes(error: PeerError, pending: PendingCalls | _Joining) -> str:
     """What failed, and what the engines that have answered say of it."""
     said = [str(e) for future in pending.futures if future.done() and (e := future.exception()) is not None]
     return "; ".join(dict.fromkeys([str(error), *said]))

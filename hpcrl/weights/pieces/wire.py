@@ -95,7 +95,7 @@ class WorkerJoinCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """What an engine's workers are told when they join.
 
     Attributes:
-        workers: for each worker's rank its (number in the group, index into receive_plans).
+        workers: for each worker, by its name in the engine, its (number in the group, index into receive_plans).
         keep: what has come is kept, for updates that bring what has changed since.
     """
 

@@ -287,7 +287,7 @@ def test_plan_brings_the_announced_part() -> None:
     held = {"a": HeldTensor((8, 4), (whole((8, 4), (0,)),))}
     unseen = {"a": {"shape": (8, 4), "dtype": "float8_e4m3fn"}}
     workers = [
-        {"rank": rank, "where": "e", "tensors": {}, "opaque": ["a"], "unseen": unseen, "cuts": cuts}
+        {"worker": f"0.{rank}", "where": "e", "tensors": {}, "opaque": ["a"], "unseen": unseen, "cuts": cuts}
         for rank, cuts in enumerate(({"a": {"rows": [[0, 8]], "columns": [0, 2]}}, {}))
     ]
     layouts = layouts_of(held, [workers])

@@ -417,7 +417,7 @@ def test_what_only_one_side_has_is_an_error() -> None:
     def manifest(**shapes: tuple[int, ...]) -> list[list[dict[str, object]]]:
         fields = {"dtype": "float32", "columns": None, "same_as": None}
         tensors = {name: {"shape": list(s), "rows": [[0, s[0]]], **fields} for name, s in shapes.items()}
-        return [[{"rank": 0, "where": "e", "tensors": tensors, "opaque": [], "unseen": {}}]]
+        return [[{"worker": "0.0", "where": "e", "tensors": tensors, "opaque": [], "unseen": {}}]]
 
     assert layouts_of(held, manifest(a=(4, 4))).shapes == [(4, 4)]
     for shapes, message in (

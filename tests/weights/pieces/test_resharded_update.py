@@ -13,6 +13,7 @@ from hpcrl.convert.to_fp8 import convert
 from hpcrl.engines.fleet import EngineBroadcast, EngineLost
 from hpcrl.engines.http import Address
 from hpcrl.engines.registry import Engine
+from hpcrl.errors import HpcrlError
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import client_keys
 from hpcrl.run.rundir import RunDir
@@ -24,6 +25,7 @@ from hpcrl.trainer.weight_export import WeightExporter
 from hpcrl.weights.comparison import digest
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.sender import WeightSender
+from hpcrl.weights.worker_calls import WorkerCalls
 from tests.support.engines import CLOSE, SMALL, Engines, Reference, generate
 from tests.support.forked_engines import Nursery
 from tests.support.ranks import run_ranks
@@ -31,6 +33,7 @@ from tests.support.tiny import make_family
 
 pytestmark = pytest.mark.vllm
 PROMPT = list(range(20, 44))
+DOWN = "model.layers.0.mlp.experts.0.down_proj.weight"
 
 
 def change(policy: Any, seed: int, every: int) -> None:
@@ -205,6 +208,46 @@ def test_two_worker_engines_share_a_host(transfer: str, tmp_path: Path) -> None:
             assert reference.distance(PROMPT, answer) < 1e2 * CLOSE
     finally:
         assert engines.stop() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param("qwen3_moe", TP2 | EP2, id="experts-spread"),
+        pytest.param("qwen3", TP2, id="dense", marks=SOAK),
+    ],
+)
+def test_data_parallel_parts(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    """Of an engine with two data-parallel parts every worker of both says what it holds, gets that, and is compared.
+
+    With experts it is updated as one that sleeps: vLLM's pause computes a batch, which with experts on parts of a CPU it
+    cannot.
+    """
+    model = make_family(tmp_path / "model", name)
+    spread = {"enable_expert_parallel": True} if layout.keys() > TP2.keys() else {}
+    engines = Engines(
+        tmp_path / "run",
+        model,
+        check_weight_update_equal=True,
+        update_weight_buffer_size=SMALL,
+        rollout_num_gpus=2,
+        rollout_num_gpus_per_engine=2,
+        vllm={"data_parallel_size": 2} | spread,
+    )
+    try:
+        address = engines.address()
+        fleet = EngineBroadcast(engines.rundir, [Engine.at(address, 0)], 60)
+        [workers] = WorkerCalls(fleet, 2, "127.0.0.1").call("asking", "hpcrl_manifest")
+        assert [worker["worker"] for worker in workers] == ["0.0", "1.0"]
+        held = [sum(length for _, length in worker["tensors"][DOWN]["rows"]) for worker in workers if spread]
+        assert sorted(held) == ([0, 64] if spread else []), "an expert is in one part"
+        found = update(engines, model, 2, ["resharded", "auto"], **layout, colocate=bool(spread))
+        once = sum(tensor.nbytes for _, tensor in Reference(model).pairs())
+        assert [entry["metrics"]["perf/update_weights_bytes"] for entry in found[0]] == [once, once]
+        with pytest.raises(HpcrlError, match="__class__ is not"):
+            WorkerCalls(fleet, 2, "127.0.0.1").call("asking", "__class__")
+    finally:
+        assert engines.stop() == [0]
 
 
 # ---- engines that end and come

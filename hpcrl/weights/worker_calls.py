@@ -1,0 +1,125 @@
+"""Calls of a method in all workers of all engines, also of those whose engines have data-parallel parts.
+
+    calls = WorkerCalls(fleet, parts=4, host=own_address)
+    calls.call("asking for the manifest", "hpcrl_manifest")        # -> [engine][worker]
+
+vLLM hands a call to every data-parallel part, and its answer is that of the first alone.  Where there are several parts
+each worker therefore puts its answer into a store that rank 0 serves for the time of the call (`AnswerStore`,
+`WorkerExtension.hpcrl_answer`), under the number of its engine and its own name.
+
+Invariants: the store takes answers of holders of the run's keys alone; an engine that has answered has put every answer
+there; workers come in the order of parts, and within one in that of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from hpcrl.engines.fleet import EngineBroadcast
+from hpcrl.errors import PeerError
+from hpcrl.queue.auth import ClientKeys, client_keys, server_keys
+from hpcrl.rendezvous.server import StoreServer
+from hpcrl.rendezvous.store import KeyedStore
+
+LARGEST = 2**30  #: bytes of an answer
+
+
+class AnswerStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where workers put their answers.
+
+    Attributes:
+        engine: its number in the call.
+    """
+
+    host: str
+    port: int
+    engine: int
+    seconds: float
+
+    def put(self, keys: ClientKeys, worker: str, answer: Any) -> None:
+        """Store what a worker answers, plain values."""
+        self._open(keys).set(self._name(worker), zlib.compress(json.dumps(answer).encode(), 1))
+
+    def take(self, keys: ClientKeys, worker: str) -> Any:
+        """The answer of a worker.
+
+        Raises:
+            PeerError: if it is none.
+        """
+        packed = self._open(keys).get(self._name(worker))
+        opened = zlib.decompressobj()
+        try:
+            text = opened.decompress(packed, LARGEST)
+            return json.loads(text) if opened.eof else _refuse(worker)
+        except (zlib.error, ValueError) as error:
+            raise PeerError(f"engine worker {worker} put something else than an answer into the store") from error
+
+    def _open(self, keys: ClientKeys) -> KeyedStore:
+        return KeyedStore(self.host, self.port, keys, timedelta(seconds=self.seconds))
+
+    def _name(self, worker: str) -> str:
+        return f"answer {self.engine} {worker}"
+
+
+def _refuse(worker: str) -> Any:
+    raise PeerError(f"engine worker {worker} answers with more than {LARGEST} bytes")
+
+
+def worker_name(part: int, rank: int) -> str:
+    """How a worker is called within its engine: its data-parallel part, and its rank there."""
+    return f"{part}.{rank}"
+
+
+class WorkerCalls:
+    """Calls to the workers of a fleet.
+
+    Attributes:
+        parts: data-parallel parts that each engine has, 1 for engines that are reached by HTTP alone.
+        host: this process's address, where workers of several parts put their answers.
+    """
+
+    def __init__(self, fleet: EngineBroadcast, parts: int, host: str) -> None:
+        self.fleet = fleet
+        self.parts = parts
+        self.host = host
+
+    def call(self, phase: str, method: str, *arguments: str) -> list[list[Any]]:
+        """Call a method with the same arguments everywhere; [engine][worker] -> what it returned."""
+        return self.each(phase, method, [list(arguments)] * len(self.fleet.engines))
+
+    def each(self, phase: str, method: str, arguments: Sequence[list[str]]) -> list[list[Any]]:
+        """Call a method with the arguments of each engine.
+
+        Raises:
+            PeerError, DeadlineError: as of `EngineBroadcast`.
+        """
+        if self.parts == 1:
+            bodies = [{"method": method, "args": mine} for mine in arguments]
+            return [answer["results"] for answer in self.fleet.begin(phase, "/collective_rpc", bodies).results()]
+        server = StoreServer(self.host, server_keys(self.fleet.rundir, "weights"))
+        try:
+            stores = [
+                AnswerStore(self.host, server.port, number, self.fleet.seconds) for number in range(len(arguments))
+            ]
+            bodies = [
+                {"method": "hpcrl_answer", "args": [msgspec.json.encode(store).decode(), method, *mine]}
+                for store, mine in zip(stores, arguments, strict=True)
+            ]
+            answers = self.fleet.begin(phase, "/collective_rpc", bodies).results()
+            keys = client_keys(self.fleet.rundir, 0, "weights")
+            return [
+                [
+                    store.take(keys, worker_name(part, rank))
+                    for part in range(self.parts)
+                    for rank in range(len(answer["results"]))
+                ]
+                for store, answer in zip(stores, answers, strict=True)
+            ]
+        finally:
+            server.close()
