@@ -26,6 +26,7 @@ FLOORS = (
     {"engines", "redistribution", "rendezvous"},
     {"weights"},
     {"memory"},
+    {"speed"},
     {"rollout", "engine", "trainer", "launch"},
     {"convert", "doctor"},
     {"slurm", "mpi", "selftest"},
@@ -63,6 +64,7 @@ LIGHT = {
     "shipped_files",
     "slime",
     "slurm",
+    "speed",
     "toolbox",
 }
 MOST = 20  #: files in one room

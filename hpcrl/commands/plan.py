@@ -18,7 +18,7 @@ from hpcrl.config.value_types import Kind
 from hpcrl.errors import DataError, UsageError, raise_together
 from hpcrl.groups import describe
 from hpcrl.launch.preflight import HostView, made_by_run, note_absent, refuse_settings, refuse_what_cannot_run
-from hpcrl.memory.report import GPU, memory_lines
+from hpcrl.memory.report import memory_lines
 from hpcrl.memory.weight_update import LINK, predict, update_lines
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
@@ -26,22 +26,28 @@ from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.slime.verbatim import recipe_and_refusals, split_arguments
+from hpcrl.speed.cards import DEFAULT, named
+from hpcrl.speed.estimate import estimate, speed_lines
 
 USAGE = """\
 usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]
        hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     slime's or vime's, as its scripts give them
 
   --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
-  --gpu-memory GIB   what a GPU has, to warn where the estimate exceeds it; default: 80
+  --gpu NAME         the GPUs, for speed and memory (docs/memory.md lists them); default: h100-sxm
+  --gpu-memory GIB   what a GPU has; default: that of --gpu
   --link-rate GBIT   Gb/s of a card's network link, for the seconds of a weight update; default: 400
+  --mean-response-length TOKENS   for the speed; default: half of --rollout-max-response-len
 
 Memory is estimated where config.json of --hf-checkpoint can be read. Options are those of hpcrl run. Of arguments that
 cannot all be honoured, the plan of the others is shown, then what is wrong."""
 
 OWN = {
     "hostfile": Kind("str"),
+    "gpu": Kind("str"),
     "gpu-memory": Kind("float", bounds="> 0"),
     "link-rate": Kind("float", bounds="> 0"),
+    "mean-response-length": Kind("int", bounds="> 0"),
     "help": Kind("bool"),
 }
 
@@ -56,7 +62,9 @@ def plan(argv: list[str]) -> int:
     if len(words) + (arguments is not None) != 1:
         raise UsageError(f"{len(words)} recipes given", "name one: hpcrl plan RECIPE.toml [--hostfile FILE]")
     hosts = _hosts(own["hostfile"]) if "hostfile" in own else None
-    card = GpuCard(own.get("gpu-memory", GPU), own.get("link-rate", LINK))
+    gpu = own.get("gpu", DEFAULT)
+    memory = own.get("gpu-memory", named(gpu).memory)
+    card = GpuCard(gpu, memory, own.get("link-rate", LINK), own.get("mean-response-length"))
     if arguments is None:
         show(load_recipe(words[0]), overrides, hosts, card)
         return 0
@@ -81,10 +89,19 @@ def _hosts(file: str) -> list[Host]:
 
 @dataclass(frozen=True)
 class GpuCard:
-    """One GPU: its memory in GiB, and the rate of its network link in Gb/s."""
+    """What the estimates take for given.
 
+    Attributes:
+        name: of the GPU in `hpcrl.speed.cards`.
+        memory: its GiB.
+        link: the rate of its network link in Gb/s.
+        response: tokens of a response in the mean; None: a share of the longest.
+    """
+
+    name: str
     memory: float
     link: float
+    response: int | None
 
 
 def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, card: GpuCard) -> None:
@@ -101,13 +118,19 @@ def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None,
 
 
 def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
-    """Memory and weight updates, or why there is no estimate."""
+    """Memory, weight updates and speed, or why there is no estimate."""
     try:
         config = read_config(options.hf_checkpoint or "")
         family = find_family(config, options.hf_checkpoint or "")
         lines = list(memory_lines(options, family, config, card.memory))
+        update = 0.0
         if made.engines and not options.debug_rollout_only:
-            lines += ["", *update_lines(predict(options, family, config, made, card.link))]
+            moved = predict(options, family, config, made, card.link)
+            update = moved.seconds
+            lines += ["", *update_lines(moved)]
+        if options.bf16:  # whose rates the table has
+            found = estimate(options, family, config, card.name, card.memory, card.response)
+            lines += ["", *speed_lines(found, update)]
         return lines
     except DataError as error:
         return [f"memory: not estimated: {error.what}"]

@@ -118,7 +118,7 @@ def _ends(config: Config, fields: Mapping[str, Any], layout: Layout, stage: int)
 def _layer(family: Family, config: Config, layout: Layout, experts: bool) -> Count:
     fields = family.transformer(config)
     dense = expert = 0
-    for rule in _rules(family, fields, experts):
+    for rule in layer_rules(family, fields, experts):
         size = prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
         if ".experts." in rule.megatron:
             expert += fields["num_moe_experts"] // layout.ep * size
@@ -133,7 +133,7 @@ def largest_module(family: Family, config: Config) -> int:
     fields = family.transformer(config)
     found = [config["vocab_size"] * fields["hidden_size"]]
     for experts in (False, True)[: 1 + bool(fields.get("num_moe_experts"))]:
-        rules = list(_rules(family, fields, experts))
+        rules = list(layer_rules(family, fields, experts))
         sizes = {rule.megatron: prod(part_shape(rule, fields, config["vocab_size"], 1, 1)) for rule in rules}
         stacked = sum(size for name, size in sizes.items() if ".experts." in name)
         found += [
@@ -143,7 +143,7 @@ def largest_module(family: Family, config: Config) -> int:
     return max(found)
 
 
-def _rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Iterator[Rule]:
+def layer_rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Iterator[Rule]:
     """Rules of a layer, each tensor once: Transformer Engine's names and the local layers' stand for the same one."""
     seen: set[Sequence[str]] = set()
     kinds = ("all", "experts" if experts else "dense")

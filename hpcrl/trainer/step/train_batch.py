@@ -42,6 +42,7 @@ from hpcrl.trainer.step import packing, passes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
 from hpcrl.trainer.step.routing_replay import Difference, given_experts
+from hpcrl.trainer.step.speed import card_of, reached
 from hpcrl.trainer.step.sums import Totals, sums_over_samples, total
 
 #: of --max-logprob-diff, without and with bf16
@@ -134,7 +135,9 @@ def train(
             row |= _step(others.critic, ranks, options, micro_batches, name, _value_loss, "critic-")
         found.append(row)
     record(share, [packed for step in steps for packed in step])
-    times = {"perf/train_time": time.monotonic() - begun, "perf/train_preparation_time": prepared - begun}
+    took = time.monotonic() - begun
+    times = {"perf/train_time": took, "perf/train_preparation_time": prepared - begun}
+    times |= reached(policy, options, share, took, bool(policy_steps(options, share)), card_of(ranks.device))
     changed = {} if replay is None or not policy_steps(options, share) else {"train/routing_changed": replay.share()}
     return before | _over_steps(found) | changed | times
 

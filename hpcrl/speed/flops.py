@@ -1,0 +1,80 @@
+"""Floating-point operations of a model's passes, from config.json alone: what the estimate before a run and the trainer
+in it count with.
+
+    model = model_flops(family, config)
+    model.forward(tokens, pairs, rows)        # rows: of the output layer
+    training(...)                             # a forward and a backward pass: three times that
+
+Counted are matrix products: of every layer's matrices, of a token's experts (the chosen ones and the shared), of the
+router, of the output layer at the rows that get logits, and attention's two products over the pairs that a causal mask
+leaves.  A multiplication and its addition are two operations.
+
+Invariants: counted from the family's own rules, tensor by tensor (`hpcrl.memory.parameters`), so a family needs no
+second place that knows its shape; what is computed again (recomputation, padding, blocks above the mask's diagonal) is
+not counted: these are the operations that the mathematics needs, as in MFU (Chowdhery et al. 2022, appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from hpcrl.memory.parameters import layer_rules, part_shape
+from hpcrl.models.family import Config, Family
+
+BACKWARD = 2  #: a backward pass is two products for each of the forward pass's
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What a pass multiplies.
+
+    Attributes:
+        met: elements of the layers' matrices that one token is multiplied with.
+        head: elements of the output layer.
+        pair: operations of one (query, key) pair, in all layers together.
+    """
+
+    met: int
+    head: int
+    pair: int
+
+    def forward(self, tokens: float, pairs: float, rows: float) -> float:
+        """Operations of a forward pass.
+
+        Args:
+            pairs: (query, key) pairs of all samples, see `pairs`.
+            rows: for which there are logits.
+        """
+        return 2.0 * self.met * tokens + self.pair * pairs + 2.0 * self.head * rows
+
+    def training(self, tokens: float, pairs: float, rows: float) -> float:
+        """Operations of a forward and a backward pass."""
+        return (1 + BACKWARD) * self.forward(tokens, pairs, rows)
+
+
+def model_flops(family: Family, config: Config) -> ModelFlops:
+    """What the passes of a model multiply."""
+    fields = family.transformer(config)
+    sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
+    met = sum(_met(family, config, bool(has)) for has in sparse)
+    pair = 4 * fields["num_attention_heads"] * fields["kv_channels"] * fields["num_layers"]
+    return ModelFlops(met, config["vocab_size"] * fields["hidden_size"], pair)
+
+
+def _met(family: Family, config: Config, experts: bool) -> int:
+    """Elements of a layer's matrices that a token meets."""
+    fields = family.transformer(config)
+    found = 0
+    for rule in layer_rules(family, fields, experts):
+        shape = part_shape(rule, fields, config["vocab_size"], 1, 1)
+        if len(shape) > 1:
+            times = fields["moe_router_topk"] if ".experts." in rule.megatron else 1
+            found += times * prod(shape)
+    return found
+
+
+def pairs(lengths: Iterable[float]) -> float:
+    """The (query, key) pairs that a causal mask leaves of samples of these lengths."""
+    return sum(length * (length + 1) / 2 for length in lengths)
