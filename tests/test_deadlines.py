@@ -39,7 +39,6 @@ ENDED = {
     ("rendezvous/server.py", "self._door.recv_multipart()"): READY,
     ("rendezvous/store.py", "connection.recv()"): READY,
     ("selftest/checks/collectives.py", "request.wait()"): WATCHED,
-    ("selftest/checks/stream_order.py", "stream.synchronize()"): WATCHED,
     ("selftest/checks/stream_order.py", "torch.cuda.synchronize()"): WATCHED,
     ("selftest/checks/logprob_memory.py", "torch.cuda.synchronize(device)"): WATCHED,
     ("selftest/here.py", "runs.result()"): WATCHED,
@@ -52,6 +51,9 @@ ENDED = {
     ("trainer/start/network_speed.py", "torch.cuda.synchronize(device)"): GROUP,
     ("engines/fleet.py", "future.result()"): READY,
     ("weights/gloo_group.py", "work.wait()"): READY,
+    ("engine/weight_receiver.py", "joined.result()"): READY,
+    ("engine/weight_receiver.py", "self._hpcrl_joining.result()"): READY,
+    ("weights/pieces/piece_sender.py", "arriving.wait()"): OWN,
     ("weights/pieces/piece_sender.py", "transfer.wait()"): OWN,
     ("weights/pieces/resharded_update.py", "future.result()"): READY,
 }

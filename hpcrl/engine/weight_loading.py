@@ -64,11 +64,6 @@ class UpdateChecklist:
             raise UpdateRejected(f"{len(missing)} tensors are missing, the first is {missing[0]}")
 
 
-def stock(engine: WeightTransferEngine) -> Holdings:
-    """What the model of a weight-transfer engine, ours or vLLM's own, holds."""
-    return holdings(engine.model, listing(engine.model_config.model))
-
-
 class Receiver(WeightTransferEngine):
     """What all receivers share: the checklist, loading, and restoring the old weights."""
 
@@ -84,7 +79,7 @@ class Receiver(WeightTransferEngine):
     def take_stock(self) -> Holdings:
         """What the model holds; found once, before the first update."""
         if self.held is None:
-            self.held = stock(self)
+            self.held = holdings(self.model, listing(self.model_config.model))
         return self.held
 
     def start_weight_update(self) -> None:

@@ -1,6 +1,6 @@
 """The receiving end of weight updates, inside vLLM's workers (loaded there through --worker-extension-cls).
 
-What is loaded is received by vLLM's own NCCL backend or one of receivers/. Here are a few calls for POST
+What is loaded is received by one of receivers/. Here are a few calls for POST
 /collective_rpc: what the engine holds, whether it holds what was sent, giving up an update.
 
 Invariants: those of weight_loading.py; importing this does nothing; nothing from the wire is unpickled or imported by
@@ -15,14 +15,13 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 import msgspec
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from hpcrl.engine.cpu_build import give_back
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
 from hpcrl.engine.receivers import register_receivers
 from hpcrl.engine.routed_experts import ExpertTables
 from hpcrl.engine.vllm_layers import Holdings, shown
-from hpcrl.engine.weight_loading import Receiver, UpdateRejected, stock
+from hpcrl.engine.weight_loading import Receiver, UpdateRejected
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.weights.comparison import digest
 from hpcrl.weights.pieces.wire import process_identity, read_join_command
@@ -53,7 +52,7 @@ class WorkerExtension:
 
     model_runner: Any
     rank: int
-    weight_transfer_engine: Any
+    weight_transfer_engine: Receiver
     _weight_update_active: bool
     _hpcrl_experts: ExpertTables | None = None
     _hpcrl_joining: Future[PieceReceiver] | None = None
@@ -103,12 +102,11 @@ class WorkerExtension:
         Args:
             what: all, or changes; bytes: of tensors that had come in part, at most.
         """
-        engine = self.weight_transfer_engine
-        if self._hpcrl_joining is None or not isinstance(engine, Receiver):
+        if self._hpcrl_joining is None:
             raise UpdateRejected("the plan of pieces was not made known")
         reader = self._hpcrl_pieces = self._hpcrl_joining.result(JOINING)
         try:
-            engine.take_pieces(reader, what == "changes")
+            self.weight_transfer_engine.take_pieces(reader, what == "changes")
         except BaseException:
             self._hpcrl_leave()
             raise
@@ -165,18 +163,10 @@ class WorkerExtension:
         """
         self._hpcrl_leave()
         engine = self.weight_transfer_engine
-        if not isinstance(engine, Receiver):
-            mixed = self._weight_update_active  # vLLM's own backend does not know how far it came
-            if mixed:
-                finalize_layerwise_reload(engine.model, engine.model_config)
-        else:
-            engine.put_back()
-            mixed = engine.mixed or engine.unfinished
+        engine.put_back()
+        mixed = engine.mixed or engine.unfinished
         self._weight_update_active = False
         return {"worker": self._hpcrl_name, "mixed": mixed}
 
     def _hpcrl_held(self) -> Holdings:
-        engine = self.weight_transfer_engine
-        if isinstance(engine, Receiver):
-            return engine.take_stock()
-        return stock(engine)
+        return self.weight_transfer_engine.take_stock()

@@ -30,15 +30,17 @@ from hpcrl.redistribution.plan import Redistribution, busiest, redistribute
 
 LINK = 400.0  #: Gb/s of a card where nothing else is said
 GB = 1e9
+GLOO = "hpcrl_gloo"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 Grid = dict[tuple[int, ...], list[int]]  #: coordinates -> ranks
 
 
 @dataclass(frozen=True)
 class Update:
-    """The plan, and the rate of a card's link in Gb/s."""
+    """The plan, the value of --weight-transfer, and the rate of a card's link in Gb/s."""
 
     plan: Redistribution
+    transfer: str
     link: float
 
     @property
@@ -83,7 +85,7 @@ def predict(options: Options, family: Family, config: Config, plan: Plan, link: 
     found = route(options, plan, cpu=not options.bf16)
     if found.gathered is not None:
         return Gathered(found.transfer, found.gathered, _bytes(options, family, config), link)
-    return in_pieces(options, family, config, plan, found.transfer == "shm", link)
+    return in_pieces(options, family, config, plan, found.backend, link)
 
 
 def _bytes(options: Options, family: Family, config: Config) -> int:
@@ -101,13 +103,16 @@ def _bytes(options: Options, family: Family, config: Config) -> int:
 
 
 def in_pieces(
-    options: Options, family: Family, config: Config, plan: Plan, in_place: bool = False, link: float = LINK
+    options: Options, family: Family, config: Config, plan: Plan, backend: str = GLOO, link: float = LINK
 ) -> Update:
     """The plan of a resharded update.
 
     Args:
-        in_place: whether bytes of a rank's own host are read in place.
+        backend: vLLM's name of the engines' end.
     """
+    from hpcrl.weights.pieces.planning import round_bytes
+    from hpcrl.weights.route import IPC, SHM, TAKES_PIECES
+
     fields = family.transformer(config)
     layouts = Layouts()
     rules = list(_once(family.tensors(config)))
@@ -135,8 +140,11 @@ def in_pieces(
                 mine = number(first)
             layouts.add(name, shape, _item(options, config, rule, name), mine, number(needed.of(rule, which, shape)))
     hosts = [place.host for place in plan.trainers]
-    made = redistribute(layouts, _workers(plan), hosts, options.update_weight_buffer_size // 2, in_place)
-    return Update(made, link)
+    through_ranks = backend == IPC
+    limit = round_bytes(options.update_weight_buffer_size, hosts, through_ranks)
+    workers = _workers(plan, TAKES_PIECES[backend])
+    made = redistribute(layouts, workers, hosts, limit, backend == SHM, through_ranks)
+    return Update(made, backend.removeprefix("hpcrl_"), link)
 
 
 def _item(options: Options, config: Config, rule: Rule, name: str) -> int:
@@ -156,13 +164,14 @@ def _once(tensors: Sequence[tuple[str, Rule]]) -> Iterator[Rule]:
             yield rule
 
 
-def _workers(plan: Plan) -> list[Worker]:
-    return [
-        Worker(number, place.host)
-        for number, engine in enumerate(plan.engines)
-        for place in (engine, *engine.also)
-        for _ in place.slots
-    ]
+def _workers(plan: Plan, sharing: str) -> list[Worker]:
+    from hpcrl.weights.route import destination_host
+
+    found = []
+    for number, engine in enumerate(plan.engines):
+        places = [place.host for place in (engine, *engine.also) for _ in place.slots]
+        found += [Worker(number, destination_host(sharing, number, at, host)) for at, host in enumerate(places)]
+    return found
 
 
 class _Held:
@@ -284,6 +293,7 @@ def update_lines(update: Update | Gathered) -> Iterator[str]:
     landed = np.asarray([len(destination.workers) for destination in plan.destinations])
     received = plan.received() / landed
     yield "weights of one update, resharded: from the ranks that hold them to the workers (planned; docs/weights.md)"
+    yield f"  {SENT[update.transfer]} (--weight-transfer {update.transfer})"
     yield f"  a trainer card sends {sent.max() / GB:.2f} GB at most, {sent.mean() / GB:.2f} on average"
     yield f"  a card of an engine receives {received.max() / GB:.2f} GB at most, {received.mean() / GB:.2f} on average"
     if any(up >= 0 for up in plan.relays):
@@ -302,11 +312,17 @@ def update_lines(update: Update | Gathered) -> Iterator[str]:
     )
 
 
+#: --weight-transfer -> how it carries pieces
+SENT = {
+    "shm": "in memory that ranks and workers of a host share, between hosts through sockets",
+    "gloo": "through sockets",
+    "nccl": "by NCCL, from GPU to GPU",
+    "ipc": "in GPU memory that workers of a host open, between hosts by NCCL from rank to rank",
+}
 #: --weight-transfer -> what it does with rank 0's whole tensors
 CARRIED = {
     "shm": "copied into memory that the engines of its host map",
     "gloo": "broadcast to all workers through sockets, which carry less than the link",
-    "nccl": "broadcast to all workers by NCCL",
     "disk": "written to files, which every engine reads",
 }
 
@@ -320,5 +336,5 @@ def _gathered_lines(update: Gathered) -> Iterator[str]:
     )
     yield f"  since {update.why}"
     yield f"  {size:.1f} GB, {CARRIED[update.transfer]} (--weight-transfer {update.transfer})"
-    if update.transfer in ("gloo", "nccl"):
+    if update.transfer == "gloo":
         yield f"  at least {seconds:.2f} s in and {seconds:.2f} s out through rank 0's link of {update.link:g} Gb/s"

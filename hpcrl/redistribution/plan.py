@@ -46,6 +46,7 @@ class Redistribution:
             then has no pieces), or -1.
         hosts: of each rank.
         in_place: bytes of a destination's own host are read in place.
+        through_ranks: bytes for other hosts go to a rank there (`carriers`), in whose memory they are read.
     """
 
     layouts: Layouts
@@ -54,6 +55,7 @@ class Redistribution:
     hosts: tuple[str, ...]
     limit: int
     in_place: bool
+    through_ranks: bool
     tensor: np.ndarray
     top: np.ndarray
     bottom: np.ndarray
@@ -80,15 +82,23 @@ class Redistribution:
 
     def crossing(self) -> np.ndarray:
         """Bytes that each rank sends to other hosts."""
-        return np.bincount(self.sender, self.nbytes * self._far(), minlength=self.ranks).astype(np.int64)
+        return np.bincount(self.sender, self.nbytes * self.far(), minlength=self.ranks).astype(np.int64)
 
     def arriving(self) -> np.ndarray:
         """Bytes that reach each destination from ranks of other hosts."""
-        return np.bincount(self.destination, self.nbytes * self._far(), minlength=len(self.destinations)).astype(
+        return np.bincount(self.destination, self.nbytes * self.far(), minlength=len(self.destinations)).astype(
             np.int64
         )
 
-    def _far(self) -> np.ndarray:
+    def landing(self) -> np.ndarray:
+        """Bytes that each rank takes in for the destination on its host."""
+        return np.bincount(self.carrier(), self.nbytes * self.far(), minlength=self.ranks).astype(np.int64)
+
+    def carrier(self) -> np.ndarray:
+        """The rank in whose memory the destination reads each piece, where it is read in memory of ranks."""
+        return carriers(self.hosts, self.destinations)[self.sender, self.destination]
+
+    def far(self) -> np.ndarray:
         """Whether each piece goes to another host."""
         places = {
             host: number
@@ -119,8 +129,13 @@ class Redistribution:
         """(most bytes that a rank packs for one round, most that a destination takes in one), with the gaps between
         pieces."""
         packed = padded(self.nbytes)
+        if self.through_ranks:
+            who = np.concatenate([self.sender, self.carrier()])
+            sizes = np.concatenate([packed, packed * self.far()])
+            totals = np.bincount(np.tile(self.round, 2) * self.ranks + who, sizes)
+            return int(totals.max(initial=0)), 0
         found = []
-        taken = packed * self._far() if self.in_place else packed
+        taken = packed * self.far() if self.in_place else packed
         for sizes, who, count in ((packed, self.sender, self.ranks), (taken, self.destination, len(self.destinations))):
             found.append(int(np.bincount(self.round * count + who, sizes).max()) if len(sizes) else 0)
         return found[0], found[1]
@@ -134,8 +149,34 @@ def find_destinations(workers: Sequence[Worker]) -> tuple[DestinationHost, ...]:
     return tuple(DestinationHost(host, tuple(mine)) for host, mine in hosts.items())
 
 
+def carriers(hosts: Sequence[str], destinations: Sequence[DestinationHost]) -> np.ndarray:
+    """int64 [ranks, destinations]: the rank in whose memory a destination reads what a rank sends: the rank itself on
+    its own host, elsewhere the one that has the same place there, so that a host's links share what arrives.
+
+    Raises:
+        ValueError: if there is no rank on a destination's host.
+    """
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(rank)
+    found = np.empty((len(hosts), len(destinations)), dtype=np.int64)
+    for rank, host in enumerate(hosts):
+        place = members[host].index(rank)
+        for number, destination in enumerate(destinations):
+            there = members.get(destination.host)
+            if there is None:
+                raise ValueError(f"no rank is on {destination.host}")
+            found[rank, number] = rank if host == destination.host else there[place % len(there)]
+    return found
+
+
 def redistribute(
-    layouts: Layouts, workers: Sequence[Worker], hosts: Sequence[str], limit: int, in_place: bool = False
+    layouts: Layouts,
+    workers: Sequence[Worker],
+    hosts: Sequence[str],
+    limit: int,
+    in_place: bool = False,
+    through_ranks: bool = False,
 ) -> Redistribution:
     """The plan, the same wherever it is made.
 
@@ -145,24 +186,31 @@ def redistribute(
             preferred.
         in_place: a destination reads bytes of ranks of its own host in place, so they take none of its memory and do
             not count there.
+        through_ranks: what comes from other hosts reaches a destination through a rank of its own, which takes in at
+            most `limit` bytes in one round.
 
     Raises:
-        ValueError: if no rank holds a part that is needed, or `limit` is below 64 bytes.
+        ValueError: if no rank holds a part that is needed, `limit` is below 64 bytes, or a host has no rank to go
+            through.
     """
     if limit < ALIGN:
         raise ValueError(f"a round of {limit} bytes holds no piece")
     destinations = find_destinations(workers)
-    direct = _ordered(layouts, destinations, (-1,) * len(destinations), tuple(hosts), limit, in_place)
+    direct = _ordered(layouts, destinations, (-1,) * len(destinations), tuple(hosts), limit, in_place, through_ranks)
+    if through_ranks:
+        return direct
     chain = _chain(layouts, destinations, set(hosts))
     if max(chain, default=-1) < 0:
         return direct
-    relayed = _ordered(layouts, destinations, chain, tuple(hosts), limit, in_place)
+    relayed = _ordered(layouts, destinations, chain, tuple(hosts), limit, in_place, through_ranks)
     return relayed if busiest(relayed) < busiest(direct) else direct
 
 
 def busiest(plan: Redistribution) -> float:
     """Bytes through the busiest link; a rank has one and each worker has one, with two directions; within a host they
     are free."""
+    if plan.through_ranks:
+        return float(max(plan.crossing().max(initial=0), plan.landing().max(initial=0)))
     relayed = np.asarray([up >= 0 for up in plan.relays])
     arriving = np.where(relayed, plan.received(), plan.arriving())
     there = np.maximum(arriving, plan.handed_on()) / np.asarray(
@@ -197,6 +245,7 @@ def _ordered(
     hosts: tuple[str, ...],
     limit: int,
     in_place: bool,
+    through_ranks: bool,
 ) -> Redistribution:
     """Pieces with senders and rounds."""
     roots = [destination if up < 0 else None for destination, up in zip(destinations, relays, strict=True)]
@@ -206,14 +255,19 @@ def _ordered(
     order = np.lexsort((pieces["left"], pieces["top"], pieces["destination"], pieces["tensor"], pieces["at"]))
     pieces = {name: column[order] for name, column in pieces.items()}
     takes = pieces["destination"]
-    if in_place:  # in the sender's memory, and so within the sender's limit
+    if (
+        through_ranks
+    ):  # in a rank's memory: the sender's, where it is within the sender's limit, or one that takes it in
+        reads = carriers(hosts, destinations)[pieces["sender"], pieces["destination"]]
+        takes = np.where(reads == pieces["sender"], len(hosts) + reads, reads)
+    elif in_place:  # in the sender's memory, and so within the sender's limit
         near = np.asarray([[host == destination.host for destination in destinations] for host in hosts])
         takes = np.where(near[pieces["sender"], takes], len(destinations) + pieces["sender"], takes)
     pieces["round"] = divide(padded(pieces["nbytes"]), pieces["sender"], takes, limit)
     order = np.lexsort((np.arange(len(order)), pieces["destination"], pieces["sender"], pieces["round"]))
     names = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "destination", "round")
     columns = {name: np.ascontiguousarray(pieces[name][order], dtype=np.int64) for name in names}
-    return Redistribution(layouts, tuple(destinations), relays, hosts, limit, in_place, **columns)
+    return Redistribution(layouts, tuple(destinations), relays, hosts, limit, in_place, through_ranks, **columns)
 
 
 def _pieces(

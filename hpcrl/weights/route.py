@@ -23,16 +23,29 @@ IPC = "hpcrl_ipc"
 TAKES_PIECES: dict[str, Sharing] = {SHM: "host", "hpcrl_gloo": "engine", NCCL: "worker", IPC: "host"}
 
 
+def destination_host(sharing: Sharing, engine: int, worker: int, where: str) -> str:
+    """Which workers are one destination of bytes: those with the same answer.
+
+    Args:
+        worker: its place in the engine.
+        where: its host.
+    """
+    apart = {"host": "", "engine": f"engine {engine} on ", "worker": f"worker {worker} of engine {engine} on "}
+    return f"{apart[sharing]}{where}"
+
+
 @dataclass(frozen=True)
 class Route:
     """The way that weights take to the engines.
 
     Attributes:
         transfer: the value of --weight-transfer.
+        backend: vLLM's name of the engines' end.
         gathered: why whole tensors go through rank 0, None where every rank sends its pieces.
     """
 
     transfer: str
+    backend: str
     gathered: str | None
 
 
@@ -48,8 +61,8 @@ def route(options: Options, plan: Plan, cpu: bool) -> Route:
     way = _way(options, plan, cpu)
     name = way.__name__.rpartition(".")[2]
     if options.weight_update == "gathered":
-        return Route(name, "--weight-update is gathered")
-    return Route(name, whole_tensors(_backend(options, way), options.weight_update == "delta"))
+        return Route(name, way.BACKEND, "--weight-update is gathered")
+    return Route(name, way.BACKEND, whole_tensors(way.BACKEND, options.weight_update == "delta"))
 
 
 def backend(options: Options, plan: Plan, cpu: bool) -> str:
@@ -58,7 +71,7 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
     Raises:
         UsageError: when --weight-transfer asks for one that cannot work between these hosts or on this build.
     """
-    return _backend(options, _way(options, plan, cpu))
+    return _way(options, plan, cpu).BACKEND
 
 
 def whole_tensors(backend: str, delta: bool) -> str | None:
@@ -79,8 +92,6 @@ def _way(options: Options, plan: Plan, cpu: bool) -> TransportModule:
     one_host = (
         len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
     )
-    return find_transport(choose(options.weight_transfer, TransportConditions(cpu, one_host, options.colocate)))
-
-
-def _backend(options: Options, way: TransportModule) -> str:
-    return getattr(way, "PIECES", way.BACKEND) if options.weight_update == "resharded" else way.BACKEND
+    from_host = options.weight_update in ("gathered", "delta")
+    site = TransportConditions(cpu, one_host, options.colocate and not plan.external, from_host)
+    return find_transport(choose(options.weight_transfer, site))

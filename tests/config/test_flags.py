@@ -507,10 +507,7 @@ def test_what_differs_from_the_defaults() -> None:
             {"weight_transfer": "ipc"},
             "engines on the trainer's.*--colocate is not given; give --colocate",
         ),
-        (
-            {"weight_transfer": "ipc", "colocate": True, "actor_num_nodes": 2},
-            "--weight-transfer.*memory can be opened.*--actor-num-nodes is 2; use --weight-tr",
-        ),
+        ({"weight_update": "gathered", "weight_transfer": "nccl"}, "over --weight-transfer nccl is pieces"),
         *(
             (
                 {"weight_transfer": "ipc", "colocate": True, "weight_update": way},

@@ -53,7 +53,7 @@ def plan(o: Options, *hosts: Host) -> Plan:
 def test_small_gpu_leaves_room_for_update(tmp_path: Path) -> None:
     """The share of a small GPU leaves room for a weight update."""
     (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3", odd=False)))
-    two_buckets = {"update_weight_buffer_size": 256 << 20}
+    two_buckets = {"update_weight_buffer_size": 256 << 20, "weight_update": "gathered"}
     mine = share_flags(options(str(tmp_path), **two_buckets), 4 << 30)["gpu_memory_utilization"]
     assert mine == 0.87, "7/8 but for a small layer"
     assert share_flags(options(str(tmp_path), **two_buckets), 80 << 30) == {}
@@ -66,12 +66,12 @@ def test_small_gpu_leaves_room_for_update(tmp_path: Path) -> None:
     [
         ("auto", True, 1, "hpcrl_shm"),
         ("auto", True, 2, "hpcrl_gloo"),
-        ("auto", False, 1, "nccl"),
-        ("auto", False, 2, "nccl"),
+        ("auto", False, 1, "hpcrl_nccl"),
+        ("auto", False, 2, "hpcrl_nccl"),
         ("shm", True, 1, "hpcrl_shm"),
         ("gloo", True, 1, "hpcrl_gloo"),
         ("gloo", False, 2, "hpcrl_gloo"),
-        ("nccl", False, 1, "nccl"),
+        ("nccl", False, 1, "hpcrl_nccl"),
         ("shm", True, 2, "--weight-transfer shm needs trainer"),
         ("nccl", True, 1, "--weight-transfer nccl needs CUDA"),
     ],
@@ -101,7 +101,7 @@ def test_flags_on_cpu_and_cuda(model: str) -> None:
     wide = options(model, rollout_num_gpus_per_engine=2)
     cuda = flags(wide, plan(wide), 0, 1, CUDA)
     assert cuda["dtype"] == "bfloat16" and cuda["tensor_parallel_size"] == 2
-    assert cuda["weight_transfer_config"] == {"backend": "nccl"}
+    assert cuda["weight_transfer_config"] == {"backend": "hpcrl_nccl"}
     assert not {"enforce_eager", "kv_cache_memory_bytes", "max_model_len", "distributed_executor_backend"} & set(cuda)
 
 
@@ -137,7 +137,7 @@ def test_an_engine_over_hosts_is_one_vllm(model: str, monkeypatch: pytest.Monkey
     assert [server_environment(o, p, 0, base, CUDA, node)["VLLM_HOST_IP"] for node in range(4)] == [
         h.address for h in hosts[1:]
     ]
-    assert backend(o.model_copy(update={"colocate": True}), p, False) == "hpcrl_gloo", (
+    assert backend(o.model_copy(update={"colocate": True}), p, True) == "hpcrl_gloo", (
         "parts on other hosts share no memory with the trainer"
     )
 
@@ -292,7 +292,7 @@ def test_fields_become_the_servers_own_flags() -> None:
         "disable_log_stats": True,
         "served_model_name": ["a", "b"],
         "allowed_origins": ["x"],
-        "weight_transfer_config": {"backend": "nccl"},
+        "weight_transfer_config": {"backend": "hpcrl_nccl"},
         "middleware": "m.C",
     }
     args = vars(parser().parse_args(command_line(parser(), values)))
@@ -302,7 +302,7 @@ def test_fields_become_the_servers_own_flags() -> None:
         "disable_log_stats": True,
         "served_model_name": ["a", "b"],
         "allowed_origins": ["x"],
-        "weight_transfer_config": {"backend": "nccl"},
+        "weight_transfer_config": {"backend": "hpcrl_nccl"},
         "middleware": ["m.C"],
     }
     assert vars(parser().parse_args(command_line(parser(), {"middleware": ["m.C", "m.D"]})))["middleware"] == [

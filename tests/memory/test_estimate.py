@@ -256,13 +256,14 @@ def test_update_needs_room_outside_share() -> None:
     family, config = model_of(name)
     options = guide(name).model_copy(
         update={"colocate": False, "rollout_num_gpus": 32, "vllm": {"gpu_memory_utilization": 0.92}}
+        | {"weight_update": "gathered"}
     )
     bucket = options.update_weight_buffer_size
     experts = 160 * 3 * 5120 * 1536 * 2
     assert update_bytes(options, family, config) == 2 * bucket + experts
     resharded = options.model_copy(update={"weight_update": "resharded"})
     assert update_bytes(resharded, family, config) == bucket + experts / 32
-    assert update_bytes(options.model_copy(update={"weight_transfer": "ipc"}), family, config) == bucket + experts / 32
+    assert update_bytes(options.model_copy(update={"weight_update": "auto"}), family, config) == bucket + experts / 32
     said = "\n".join(memory_lines(options, family, config))
     assert "weight update takes 8.0" in said and "74 of 80; lower" in said
     assert "--vllm-gpu-memory-utilization to 0.89 or less" in said
@@ -273,7 +274,9 @@ def test_share_leaves_room_for_update() -> None:
     """An engine's share leaves room for a weight update where the user sets none."""
     name = "GLM-4.5-355B, BF16 rollouts"
     family, config = model_of(name)
-    apart = guide(name).model_copy(update={"colocate": False, "rollout_num_gpus": 32, "vllm": {}})
+    apart = guide(name).model_copy(
+        update={"colocate": False, "rollout_num_gpus": 32, "vllm": {}, "weight_update": "gathered"}
+    )
     gpu = 80.0 * GIB
     own, mine = utilization(apart), share(apart, family, config, gpu)
     update = update_bytes(apart, family, config)

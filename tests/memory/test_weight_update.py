@@ -11,6 +11,7 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.memory.parameters import whole_model
 from hpcrl.memory.weight_update import Gathered, Update, in_pieces, predict, update_lines
 from hpcrl.models.family import find_family
@@ -21,6 +22,7 @@ from hpcrl.weights.pieces.wire import UpdateGroup, WorkerJoinCommand, read_join_
 from hpcrl.weights.route import backend
 from tests.support.published_models import MODELS
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 #: a disaggregated 355B: 32 trainer cards and one engine of 32
 LARGE = {"actor_num_nodes": 4, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 32, "rollout_num_gpus_per_engine": 32}
 LARGE |= {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 8}
@@ -45,7 +47,7 @@ def made(name: str, hosts: int, fp8: bool = False, **options: Any) -> tuple[Any,
 
 def update(name: str, hosts: int, fp8: bool = False, **options: Any) -> Update:
     """The plan of pieces, whether or not the run would take that way."""
-    return in_pieces(*made(name, hosts, fp8, **options))
+    return in_pieces(*made(name, hosts, fp8, **options), "hpcrl_ipc" if options.get("colocate") else "hpcrl_gloo")
 
 
 def bytes_of(name: str) -> float:
@@ -125,7 +127,7 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     words = ["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts"), "--link-rate"]
     assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 0
-    assert "weights of one update" in capsys.readouterr().out, "auto is vLLM's own NCCL between GPUs"
+    assert "(--weight-transfer nccl)" in capsys.readouterr().out
     words[-1:-1] = ["--weight-update", "resharded"]
     assert main([*words, "100"]) == 0
     slow = capsys.readouterr().out
@@ -141,8 +143,8 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("options", "transfer", "why"),
     [
         ({"weight_update": "resharded"}, "nccl", None),
-        ({}, "nccl", "engines receive with nccl"),
-        ({"weight_update": "gathered"}, "nccl", "--weight-update is gathered"),
+        ({}, "nccl", None),
+        ({"weight_update": "gathered"}, "gloo", "--weight-update is gathered"),
         ({"weight_transfer": "gloo"}, "gloo", None),
         ({"weight_transfer": "disk"}, "disk", "the engines receive with hpcrl_disk"),
         ({"bf16": False}, "gloo", None),
@@ -156,7 +158,7 @@ def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], 
     cpu = not options.get("bf16", True)
     found = predict(*case)
     text = "\n".join(update_lines(found))
-    assert (f"--weight-transfer {transfer}" in text) is (why is not None)
+    assert f"(--weight-transfer {transfer})" in text
     first = {"backend": backend(resolved, plan, cpu), "opaque": [], "unseen": {}}
     said = obstacle(Ranks(), [[first]])  # what the sender of a run says
     if why is None:
@@ -167,10 +169,50 @@ def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], 
     assert said == found.why or resolved.weight_update == "gathered"
 
 
+#: recipe -> (model, hosts, way)
+RECIPES = {
+    "glm-4.5-355b-64gpu": ("GLM-4.5", 8, "ipc"),
+    "glm-4.5-355b-64gpu-bf16": ("GLM-4.5", 8, "ipc"),
+    "glm-z1-9b-8gpu": ("GLM-4-9B-0414", 1, "nccl"),
+    "glm-z1-9b-8gpu-colocated": ("GLM-4-9B-0414", 1, "ipc"),
+    "qwen3-4b-8gpu": ("Qwen3-4B", 1, "nccl"),
+    "qwen3-4b-8gpu-async": ("Qwen3-4B", 1, "nccl"),
+    "qwen3-4b-8gpu-colocated": ("Qwen3-4B", 1, "ipc"),
+}
+
+
+def test_every_gpu_recipe_is_in_the_table() -> None:
+    assert set(RECIPES) == {path.stem for path in EXAMPLES.glob("*gpu*.toml")}
+
+
+def of_recipe(name: str) -> tuple[Options, Update | Gathered]:
+    """Options of a shipped recipe, and the weight update of its run."""
+    model, hosts, _ = RECIPES[name]
+    config = MODELS[model][1]
+    if name == "glm-4.5-355b-64gpu":
+        config = config | {"quantization_config": {"quant_method": "fp8"}}
+    (options,) = resolve_stages(load_recipe(EXAMPLES / f"{name}.toml"), {}, {})
+    plan = make_plan(options, [Host(f"n{i}", 8) for i in range(hosts)], "run")
+    return options, predict(options, find_family(config, model), config, plan)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_way_of_each_recipe(name: str) -> None:
+    """Way, members and bytes of each shipped recipe: pieces, every byte once over a link, and quick enough by count."""
+    options, found = of_recipe(name)
+    _, hosts, transfer = RECIPES[name]
+    assert isinstance(found, Update) and found.transfer == transfer
+    made = found.plan
+    assert made.ranks == options.world_size
+    assert sum(len(place.workers) for place in made.destinations) == options.engine_gpus
+    assert found.seconds < (5 if hosts > 1 else 1)
+    if transfer == "ipc":
+        assert made.crossing().sum() == made.landing().sum(), "what a host lacks comes once, and is read there"
+        assert bool(made.crossing().any()) is (hosts > 1)
+        assert max(made.largest()) <= options.update_weight_buffer_size // 2
+
+
 def test_the_guides_figures() -> None:
-    """The block of docs/weights.md, of the reference run's layout, with engines of one part."""
-    shared = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 64, "colocate": True}
-    layout = {**LARGE, **shared, "context_parallel_size": 2, "expert_model_parallel_size": 16}
-    found = predict(*made("GLM-4.5", 8, **layout, weight_transfer="gloo", vllm={"enable_expert_parallel": True}))
+    """The block of docs/weights.md."""
     page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
-    assert "".join(f"    {line}\n" for line in update_lines(found)) in page
+    assert "".join(f"    {line}\n" for line in update_lines(of_recipe("glm-4.5-355b-64gpu-bf16")[1])) in page

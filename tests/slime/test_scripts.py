@@ -186,10 +186,8 @@ def test_deltas_are_the_engines_own(transport: str) -> None:
     whole = resolve_stages(recipe_of([*words, "--update-weight-mode", "full"], {}), {}, PLACES)[0]
     ways = {"nccl": ("auto", "auto", None), "disk": ("auto", "disk", "/d")}
     assert (whole.weight_update, whole.weight_transfer, whole.update_weight_disk_dir) == ways[transport]
-    with pytest.raises(
-        UsageError, match=r"--weight-update delta and --vllm-data-parallel-size 2 .* exclude each other"
-    ):
-        resolve_stages(recipe_of([*words, "--sglang-dp-size", "2"], {}), {}, PLACES)
+    parts = resolve_stages(recipe_of([*words, "--sglang-dp-size", "2"], {}), {}, PLACES)[0]
+    assert (parts.weight_update, parts.engine_data_parallel_size) == ("delta", 2)
 
 
 def test_the_specs_are_those_of_the_families() -> None:

@@ -15,7 +15,6 @@ from hpcrl.queue.auth import ClientKeys, ServerKeys
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
 from hpcrl.weights.shared_memory import Region, open_region
-from hpcrl.weights.transports.nccl import grouped
 
 HERE = "127.0.0.1"
 
@@ -109,13 +108,3 @@ def test_a_broadcast_ends_when_the_watch_says_so() -> None:
 
     with pytest.raises(KeyError, match="refused"):
         gloo_group.broadcast(sender, torch.zeros(1 << 26, dtype=torch.uint8), 20, refuse)
-
-
-def test_tensors_in_lists_of_limited_size() -> None:
-    tensors = [(str(i), torch.zeros(size)) for i, size in enumerate([4, 16, 16, 100, 1, 1])]
-    assert [[name for name, _ in group] for group in grouped(iter(tensors), 128)] == [
-        ["0", "1"],
-        ["2"],
-        ["3"],
-        ["4", "5"],
-    ]

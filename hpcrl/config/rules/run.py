@@ -112,6 +112,11 @@ def check_weights(o: Options) -> None:
             f"--weight-transfer {o.weight_transfer} is not a transport",
             TRANSPORTS.hint(o.weight_transfer, also=["auto"]),
         )
+    if o.weight_update == "gathered" and o.weight_transfer == "nccl":
+        raise UsageError(
+            "--weight-update gathered: what goes over --weight-transfer nccl is pieces, from the GPU's memory",
+            "give --weight-update auto or resharded, or --weight-transfer gloo",
+        )
     if o.weight_update == "delta" and o.weight_transfer == "nccl":
         raise UsageError(
             "--weight-update delta finds and keeps what has changed in the host's memory, --weight-transfer nccl sends "
@@ -135,12 +140,6 @@ def _check_ipc(o: Options) -> None:
         raise UsageError(
             "--weight-transfer ipc is for engines on the trainer's GPUs, and --colocate is not given",
             "give --colocate, or --weight-transfer auto",
-        )
-    if o.actor_num_nodes > 1:
-        raise UsageError(
-            "--weight-transfer ipc: no GPU's memory can be opened from another host, and --actor-num-nodes is "
-            f"{o.actor_num_nodes}",
-            "use --weight-transfer auto, or one node",
         )
     if o.weight_update in ("gathered", "delta"):
         raise UsageError(

@@ -91,8 +91,8 @@ class WeightOptions(Base):
     )
     weight_transfer: str = opt(
         "auto",
-        "shm, gloo, nccl, disk, or with --colocate on one host ipc; auto: nccl with CUDA, else or with --colocate shm "
-        "on one host, gloo over several",
+        "shm, gloo, nccl, disk, or with --colocate ipc; auto: nccl with CUDA, with --colocate ipc; without CUDA, and "
+        "for --weight-update gathered and delta, shm on one host, gloo over several",
     )
     update_weight_disk_dir: str | None = opt(
         None, "--weight-transfer disk: a directory that trainer and engines both see; default: of the run", "slime"

@@ -19,8 +19,7 @@ def register_receivers() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name in PluginFolder(Path(__file__).parent).names():
-        way = find_transport(name)
-        backend = getattr(way, "PIECES", way.BACKEND)
+        backend = find_transport(name).BACKEND
         if backend not in WeightTransferEngineFactory._registry:
             receiver = importlib.import_module(f"{__name__}.{name}").RECEIVER
             WeightTransferEngineFactory.register_engine(backend, receiver)

@@ -37,22 +37,28 @@ def choose_transport(
     Raises:
         DeadlineError: if NCCL takes too long.
     """
+    members = group, me, update_group.ranks, update_group.seconds
     if update_group.ipc:
-        return IpcTransport(
-            group,
-            me,
-            update_group.ranks,
-            update_group.seconds,
-            exported_memory=exported_memory or ExportedMemory(memory_of(device)),
+        wire = (
+            _joined(update_group, me, update_group.ranks, device)
+            if update_group.nccl and me < update_group.ranks
+            else None
         )
+        return IpcTransport(*members, wire=wire, exported_memory=exported_memory or ExportedMemory(memory_of(device)))
     if not update_group.nccl:
-        return PeerTransport(group, me, update_group.ranks, update_group.seconds)
-    name = base64.b64decode(update_group.nccl)
-    joining = in_thread(lambda: NcclWire(name, me, update_group.world, device))
+        return PeerTransport(*members)
+    return DeviceTransport(*members, wire=_joined(update_group, me, update_group.world, device))
+
+
+def _joined(update_group: UpdateGroup, me: int, world: int, device: torch.device) -> NcclWire:
+    """NCCL's wire.
+
+    Raises:
+        DeadlineError: if not all members come to it in time.
+    """
+    joining = in_thread(lambda: NcclWire(base64.b64decode(update_group.nccl), me, world, device))
     try:
-        return DeviceTransport(
-            group, me, update_group.ranks, update_group.seconds, wire=joining.result(update_group.seconds)
-        )
+        return joining.result(update_group.seconds)
     except Late:
         raise DeadlineError(
             f"not all members of the weight update came to NCCL within {update_group.seconds:.0f} s"

@@ -5,8 +5,8 @@
 
 Every member starts one group for each round in which it takes part, in the order of rounds, and what two members have
 for one another is in the same group of both: so no order of groups waits for itself, however few run at a time.  The
-wire is NcclWire, which uses vLLM's own binding of NCCL at both ends, as --weight-update gathered does; rank 0 creates
-NCCL's unique id and sends it under each engine's key.  It has run on no GPU yet; the tests use a wire of gloo, which
+wire is NcclWire, which uses vLLM's own binding of NCCL at both ends; rank 0 creates NCCL's unique id and sends it under
+each engine's key.  It has run on no GPU yet; the tests use a wire of gloo, which
 runs groups strictly one after another, as a stream does.
 
 Invariants: nothing is sent before `flush`; groups start on the stream on which tensors are packed and loaded, so only
@@ -168,6 +168,16 @@ class DeviceTransport(PeerTransport):
         if wire is not None:
             wire.close()
         super().close()
+
+
+def unique_id() -> bytes:
+    """A new name for a group, 128 bytes of NCCL's, which holds where its members meet and the secret that they show
+    there."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    with unpinned_nccl_env():
+        return bytes(memoryview(NCCLLibrary().ncclGetUniqueId().internal))
 
 
 class NcclWire:

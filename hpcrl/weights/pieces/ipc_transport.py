@@ -3,7 +3,9 @@ copy out of it.
 
     transport = IpcTransport(group, me, ranks, seconds, exported_memory=ExportedMemory(memory))
 
-Control messages go over gloo; of the bytes only the name of the memory does, once for each update group.  A sender says
+Control messages go over gloo; of the bytes only the name of the memory does, once for each update group.  What workers
+of another host need goes over the wire to a rank there, in whose memory they read it: NCCL takes a GPU once, so engine
+workers on the trainer's GPUs cannot be members of its group, and the ranks can.  A sender says
 READY once its device has packed a message, a worker says DONE once its own has copied it (`settle`), so neither touches
 what the other still works on.
 
@@ -26,7 +28,8 @@ import torch
 
 from hpcrl.errors import PeerError
 from hpcrl.weights.pieces.device_memory import NAME_BYTES, Block, DeviceMemory, HostMemory, settle
-from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
+from hpcrl.weights.pieces.device_transport import DeviceTransport
+from hpcrl.weights.pieces.peer_transport import Transfer
 from hpcrl.weights.pieces.wire import DATA
 
 FIX = "use --weight-transfer shm"
@@ -96,8 +99,9 @@ class IpcMessageMemory:
 
 
 @dataclass
-class IpcTransport(PeerTransport):
-    """As `PeerTransport`, with the bytes of messages in memory of the senders' devices."""
+class IpcTransport(DeviceTransport):
+    """As `DeviceTransport`, with the bytes of messages in memory of ranks that the workers of their host open; the
+    wire, if there is one, is between ranks."""
 
     exported_memory: ExportedMemory = field(default_factory=lambda: ExportedMemory(HostMemory()))
     _opened: list[Block] = field(default_factory=list)
@@ -127,7 +131,7 @@ class IpcTransport(PeerTransport):
         settle(self.exported_memory.memory, self.seconds)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
-        if tag == DATA:
+        if tag == DATA and self.wire is None:
             raise PeerError(f"{self._name(to)} is on another host, where no memory of this device can be opened", FIX)
         return super().send(tensor, to, tag)
 

@@ -18,14 +18,32 @@ from hpcrl.redistribution.loads import padded
 from hpcrl.redistribution.plan import Redistribution
 from hpcrl.weights.pieces.wire import HALVES, Message, ReceivePlan, WireTensor
 
-COLUMNS = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "destination", "round")
+PLANNED = ("tensor", "top", "bottom", "left", "right", "nbytes", "sender", "destination", "round")
+#: sender: the rank in whose memory a piece lies in its round; source: the rank that packed it.  They differ where a
+#: rank takes a piece in for its host, which is then there twice, once in the memory of each.
+COLUMNS = (*PLANNED, "source")
 AREA = slice(0, 5)  #: of COLUMNS: the tensor and the rectangle
-NBYTES, SENDER, DESTINATION, ROUND = range(5, 9)
+NBYTES, SENDER, DESTINATION, ROUND, SOURCE = range(5, 10)
+
+
+def pieces_in_memory(plan: Redistribution) -> np.ndarray:
+    """Every piece in the memory of every rank: int64 [pieces, COLUMNS], in order of (round, sender, destination,
+    source); of the sources the rank itself is first, as what it packs is ready first: the order of messages is that in
+    which they are announced."""
+    found = np.column_stack([getattr(plan, name) for name in (*PLANNED, "sender")])
+    if not plan.through_ranks:
+        return found
+    landed = found.copy()
+    landed[:, SENDER] = plan.carrier()
+    found = np.concatenate([found, landed[plan.far()]])
+    taken_in = found[:, SOURCE] != found[:, SENDER]
+    keys = (found[:, SOURCE], taken_in, found[:, DESTINATION], found[:, SENDER], found[:, ROUND])
+    return np.ascontiguousarray(found[np.lexsort((np.arange(len(found)), *keys))])
 
 
 def to_bytes(plan: Redistribution) -> bytes:
     """The pieces, for the other ranks."""
-    return np.stack([getattr(plan, name) for name in COLUMNS]).astype("<i8").tobytes()
+    return np.ascontiguousarray(pieces_in_memory(plan).T).astype("<i8").tobytes()
 
 
 def pieces_of(rank: int, data: bytes) -> np.ndarray:
@@ -39,10 +57,10 @@ class MessageTable:
     """Columns over the messages of `pieces`, in its order; all int64.
 
     Attributes:
-        pieces: [pieces, COLUMNS], in order of (round, sender, destination).
+        pieces: [pieces, COLUMNS], in order of (round, sender, destination, source).
         places: [pieces], where each begins in its message.
         edges: [messages + 1], the first piece of each message.
-        sender, destination, round, nbytes: [messages].
+        sender, destination, round, source, nbytes: [messages].
         offset: [messages], where each begins in a half of its sender's memory.
         half: [messages], which half: a sender's rounds take turns.
     """
@@ -53,6 +71,7 @@ class MessageTable:
     sender: np.ndarray
     destination: np.ndarray
     round: np.ndarray
+    source: np.ndarray
     nbytes: np.ndarray
     offset: np.ndarray
     half: np.ndarray
@@ -61,9 +80,9 @@ class MessageTable:
     def of(cls, pieces: np.ndarray) -> MessageTable:
         """The table of some rows of a plan, in its order."""
         sizes = padded(pieces[:, NBYTES])
-        begin = _starts(pieces[:, [ROUND, SENDER, DESTINATION]])
+        begin = _starts(pieces[:, [ROUND, SENDER, DESTINATION, SOURCE]])
         edges = np.append(begin, len(pieces))
-        sender, destination, number = (pieces[begin, column] for column in (SENDER, DESTINATION, ROUND))
+        sender, destination, number, source = (pieces[begin, column] for column in (SENDER, DESTINATION, ROUND, SOURCE))
         ends = np.append(0, np.cumsum(sizes))
         nbytes = np.diff(ends[edges])
         turn = _starts(np.column_stack([number, sender]))  # the first message of each sender's round
@@ -75,6 +94,7 @@ class MessageTable:
             sender=sender,
             destination=destination,
             round=number,
+            source=source,
             nbytes=nbytes,
             offset=ends[begin] - ends[begin[turn]][which],
             half=_counted(sender[turn])[which] % HALVES,
@@ -102,11 +122,13 @@ class PackedShards:
     """What a rank has for one destination host in one round.
 
     Attributes:
+        source: the rank that packs it: this one, or one of another host, for whose bytes this one has room.
         half, offset: of its memory, and where in that half.
         pieces: rows of `pieces_of`.
         places: where each piece begins in it.
     """
 
+    source: int
     destination: int
     half: int
     offset: int
@@ -116,7 +138,7 @@ class PackedShards:
 
 
 def packed_shards(own: np.ndarray) -> list[list[PackedShards]]:
-    """A rank's rounds, in order: only those in which it sends."""
+    """A rank's rounds, in order: only those in which it sends, or takes something in for its host."""
     table = MessageTable.of(own)
     rounds: list[list[PackedShards]] = []
     last = -1
@@ -125,7 +147,9 @@ def packed_shards(own: np.ndarray) -> list[list[PackedShards]]:
             rounds.append([])
             last = number
         mine = slice(table.edges[at], table.edges[at + 1])
-        message = (int(column[at]) for column in (table.destination, table.half, table.offset, table.nbytes))
+        message = (
+            int(column[at]) for column in (table.source, table.destination, table.half, table.offset, table.nbytes)
+        )
         rounds[-1].append(PackedShards(*message, own[mine], table.places[mine]))
     return rounds
 
@@ -136,14 +160,16 @@ def receive_plans(
     """What each destination host is told; members: the ranks, then the workers."""
     first = plan.ranks
     tensors = tuple(WireTensor(name, dtypes[name], shapes[name]) for name in plan.layouts.names)
-    table = MessageTable.of(np.column_stack([getattr(plan, name) for name in COLUMNS]))
+    table = MessageTable.of(pieces_in_memory(plan))
     pieces = list(map(tuple, np.column_stack([table.pieces[:, AREA], table.places]).tolist()))
     host_leaders = [first + destination.workers[0] for destination in plan.destinations]
     found = []
     for number, destination in enumerate(plan.destinations):
         up = plan.relays[number]
-        mine = np.flatnonzero(table.destination == plan.root(number))
-        near = np.asarray([host == destination.host for host in plan.hosts])[table.sender[mine]]
+        there = np.asarray([host == destination.host for host in plan.hosts])
+        reaches = table.destination == plan.root(number)
+        mine = np.flatnonzero(reaches & there[table.sender] if plan.through_ranks else reaches)
+        near = there[table.sender[mine]]
         rounds = _rounds(table, mine, near, pieces, host_leaders[up] if up >= 0 else None)
         onward = tuple(host_leaders[other] for other, above in enumerate(plan.relays) if above == number)
         workers = tuple(first + worker for worker in destination.workers)

@@ -1,4 +1,5 @@
-"""A trainer rank's side of a resharded update: its pieces, round by round.
+"""A trainer rank's side of a resharded update: its pieces, round by round, and those of ranks of other hosts that the
+workers of its host read in its memory.
 
 Invariants: a half of the message memory is packed again only when every receiver has what was in it, so memory in
 addition to the weights is two rounds, at most --update-weight-buffer-size; with `keep` it is also a copy of all that
@@ -26,11 +27,11 @@ MEMORY = "memory of "  #: under which a member shows where its memory is
 
 @dataclass(frozen=True)
 class SendTarget:
-    """A destination host as a rank sees it: whether it can open this rank's memory (near), its leader and all of its
-    workers, by member."""
+    """A destination host as a rank sees it: whether it can open this rank's memory (near), who takes in what comes from
+    other hosts (a worker, its leader, or a rank there), and all of its workers, by member."""
 
     near: bool
-    host_leader: int
+    taker: int
     workers: tuple[int, ...]
 
 
@@ -82,12 +83,18 @@ class PieceSender:
             half = turn % HALVES
             _wait(under_way[half])
             under_way[half] = []
+            landing = [(packed, self._take_in(packed)) for packed in found if packed.source != self.transport.me]
             for packed in found:
+                if packed.source != self.transport.me:
+                    continue
                 counts, nbytes = (self._pack_changes if changes else self._pack)(numbers, packed, kept)
                 under_way[half] += self._dispatch(packed, counts, nbytes)
                 sent += nbytes if changes else int(packed.pieces[:, NBYTES].sum())
                 kept += packed.nbytes
             self.transport.flush()
+            for packed, arriving in landing:
+                arriving.wait()
+                under_way[half] += self._announce(packed, None)
         for transfers in under_way:
             _wait(transfers)
         return sent
@@ -133,12 +140,21 @@ class PieceSender:
     def _dispatch(self, packed: PackedShards, counts: torch.Tensor | None, nbytes: int) -> list[Transfer]:
         to = self.targets[packed.destination]
         if not to.near:
-            announced = [self.transport.tell(to.host_leader, READY, counts)] if counts is not None else []
+            announced = [self.transport.tell(to.taker, READY, counts)] if counts is not None else []
             return [
                 *announced,
-                *([self.transport.send(self._bytes(packed)[:nbytes], to.host_leader, DATA)] if nbytes else []),
+                *([self.transport.send(self._bytes(packed)[:nbytes], to.taker, DATA)] if nbytes else []),
             ]
         self.transport.settle()
+        return self._announce(packed, counts)
+
+    def _take_in(self, packed: PackedShards) -> Transfer:
+        """Begin to receive what another host's rank has for workers of this one."""
+        return self.transport.receive(self._bytes(packed), packed.source, DATA)
+
+    def _announce(self, packed: PackedShards, counts: torch.Tensor | None) -> list[Transfer]:
+        """Tell the workers of this host that a message is in this rank's memory; it is read once all have answered."""
+        to = self.targets[packed.destination]
         told = [self.transport.tell(worker, READY, counts) for worker in to.workers]
         return told + [self.transport.hear(worker, DONE) for worker in to.workers]
 

@@ -16,7 +16,7 @@ from hpcrl.redistribution.layouts import Layouts, Pattern, Worker, merged, neede
 from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.wire import HALVES, span
-from hpcrl.weights.route import Sharing
+from hpcrl.weights.route import Sharing, destination_host
 
 Manifests = Sequence[Sequence[Mapping[str, Any]]]  #: [engine][worker]
 
@@ -105,6 +105,7 @@ def make(
     limit: int,
     sharing: Sharing,
     in_place: bool = False,
+    through_ranks: bool = False,
 ) -> Redistribution:
     """The plan.
 
@@ -116,12 +117,16 @@ def make(
         sharing: which workers receive bytes once together: all of a host, where processes may open each other's memory;
             those of an engine on a host; or none.
         in_place: workers load what is in memory of their host from there.
+        through_ranks: they read all of it in memory of ranks of their host.
     """
     workers = []
     for number, engine in enumerate(manifests):
         for at, worker in enumerate(engine):
-            apart = {"host": "", "engine": f"engine {number} on ", "worker": f"worker {at} of engine {number} on "}[
-                sharing
-            ]
-            workers.append(Worker(number, f"{apart}{worker['where']}"))
-    return redistribute(layouts_of(held, manifests), workers, hosts, limit // HALVES, in_place)
+            workers.append(Worker(number, destination_host(sharing, number, at, worker["where"])))
+    each = round_bytes(limit, hosts, through_ranks)
+    return redistribute(layouts_of(held, manifests), workers, hosts, each, in_place, through_ranks)
+
+
+def round_bytes(limit: int, hosts: Sequence[str], through_ranks: bool) -> int:
+    """What a rank packs in a round, and takes in for its host, if `limit` is to hold all rounds that are under way."""
+    return limit // HALVES // (2 if through_ranks and len(set(hosts)) > 1 else 1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -21,10 +21,11 @@ from hpcrl.config.options import Options
 from hpcrl.engines.fleet import GLANCE, EngineBroadcast, EngineLost, PendingCalls, in_thread
 from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.queue.auth import server_keys
-from hpcrl.redistribution.plan import Redistribution
+from hpcrl.redistribution.plan import Redistribution, carriers
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.fp8 import Scheme
+from hpcrl.weights.pieces.device_transport import unique_id
 from hpcrl.weights.pieces.messages import receive_plans, to_bytes
 from hpcrl.weights.pieces.piece_sender import SendTarget
 from hpcrl.weights.pieces.planning import (
@@ -37,7 +38,6 @@ from hpcrl.weights.pieces.planning import (
 )
 from hpcrl.weights.pieces.wire import ReceivePlan, UpdateGroup, WorkerJoinCommand, write_join_command
 from hpcrl.weights.route import IPC, NCCL, SHM, TAKES_PIECES, whole_tensors
-from hpcrl.weights.transports.nccl import unique_id
 
 if TYPE_CHECKING:
     import torch
@@ -107,19 +107,26 @@ class ReshardedUpdate:
         limit = self.options.update_weight_buffer_size
         needs = needed_tensors(self.manifests)
         check_codes(held, needs, self.scheme)
+        if backend == IPC:
+            _check_hosts(self.manifests, hosts)
         plan = make(
-            coded(held, self.scheme), self.manifests, hosts, limit, TAKES_PIECES[backend], in_place=backend == SHM
+            coded(held, self.scheme),
+            self.manifests,
+            hosts,
+            limit,
+            TAKES_PIECES[backend],
+            in_place=backend == SHM,
+            through_ranks=backend == IPC,
         )
         dtypes = {n: need.dtype for n, need in needs.items()}
         shapes = {n: need.shape for n, need in needs.items()}
         plans = receive_plans(plan, dtypes, shapes)
-        if backend == IPC:
-            _check_near(plans, plan.ranks)
         self._leave()
         self.current = False
         self.store = StoreServer(self.host, server_keys(self.fleet.rundir, "weights"))
         workers = sum(len(engine) for engine in self.manifests)
-        nccl = base64.b64encode(unique_id()).decode() if backend == NCCL else ""
+        wired = backend == NCCL or (backend == IPC and bool(plan.far().any()))
+        nccl = base64.b64encode(unique_id()).decode() if wired else ""
         update_group = UpdateGroup(
             self.host, self.store.port, plan.ranks + workers, plan.ranks, self.fleet.seconds, nccl, backend == IPC
         )
@@ -129,7 +136,7 @@ class ReshardedUpdate:
             "update_group": update_group,
             "names": plan.layouts.names,
             "dtypes": dtypes,
-            "targets": [_send_targets(plan, plans, rank) for rank in range(plan.ranks)],
+            "targets": [send_targets(plan, plans, rank) for rank in range(plan.ranks)],
             "limit": plan.limit,
             "keep": self.keep,
         }
@@ -235,23 +242,26 @@ class _Joining:
             time.sleep(LOOK)
 
 
-def _send_targets(plan: Redistribution, plans: list[ReceivePlan], rank: int) -> list[SendTarget]:
+def send_targets(plan: Redistribution, plans: list[ReceivePlan], rank: int) -> list[SendTarget]:
+    """The destination hosts as a rank sees them."""
+    takers = [box.host_leader for box in plans]
+    if plan.through_ranks:
+        takers = carriers(plan.hosts, plan.destinations)[rank].tolist()
     return [
-        SendTarget(plan.hosts[rank] == destination.host, box.host_leader, box.workers)
-        for destination, box in zip(plan.destinations, plans, strict=True)
+        SendTarget(plan.hosts[rank] == destination.host, taker, box.workers)
+        for destination, taker, box in zip(plan.destinations, takers, plans, strict=True)
     ]
 
 
-def _check_near(plans: list[ReceivePlan], ranks: int) -> None:
-    """Raise UsageError unless every message is where its workers can open it."""
-    for box in plans:
-        for message in box.messages():
-            if not message.near:
+def _check_hosts(manifests: Manifests, hosts: Sequence[str]) -> None:
+    """Raise UsageError unless every worker is where it can open a trainer rank's memory."""
+    for number, engine in enumerate(manifests):
+        for worker in engine:
+            if worker["where"] not in hosts:
                 raise UsageError(
-                    f"--weight-transfer ipc: engine worker {box.host_leader - ranks} cannot open the memory of "
-                    f"trainer rank {message.sender}: "
-                    "they are on different hosts, or in containers that do not share their processes",
-                    "use --weight-transfer auto",
+                    f"--weight-transfer ipc: worker {worker['worker']} of engine {number} cannot open the memory of "
+                    "any trainer rank: it is on another host than all of them, or in a container of its own",
+                    "use --weight-transfer gloo",
                 )
 
 

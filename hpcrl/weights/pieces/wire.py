@@ -2,7 +2,8 @@
 
 Members have numbers: trainer ranks first, then workers.  A *destination host* is a host with workers; a message is what
 one sender has for one of them in one round.  It is *near* if it is in memory of the sender, on the same host;
-otherwise it comes over a socket to one of the host's workers, the *host leader*, into memory that the others there map.
+otherwise it comes over a socket to one of the host's workers, the *host leader*, into memory that the others there map,
+or to a rank there, whose message it then is.
 A *manifest* is what a worker says of itself before the first update (`WorkerExtension.hpcrl_manifest`).
 
 Invariants: a receive plan that came over the wire is checked in full before a byte is received; there is one answer to
@@ -78,8 +79,9 @@ class UpdateGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The store at which the members of an update meet: `world` members, trainer ranks below `ranks`.
 
     Attributes:
-        nccl: NCCL's unique id of the group over which bytes go (base64), or "" if they go over gloo.
-        ipc: bytes are in memory of the ranks' devices, which the workers open.
+        nccl: NCCL's unique id of the group over which bytes go (base64), or "" if they go over gloo. With ipc its
+            members are the ranks alone.
+        ipc: bytes are in memory of the ranks' devices, which the workers of their host open.
     """
 
     host: str

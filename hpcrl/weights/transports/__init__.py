@@ -3,12 +3,12 @@
     shm     copied once into memory that all engines of the host map; done before generation is paused.
             Holds one copy of the whole model in host memory.
     gloo    broadcast over TCP, a bucket at a time; holds one bucket.
-    nccl    vLLM's own backend: packed broadcasts between GPUs, a bucket at a time.
+    nccl    pieces alone, from GPU to GPU.
     disk    a directory of safetensors on a file system that the engines have too; done before generation is paused.
     ipc     pieces alone, in GPU memory that engines on the same GPUs open.
 
-To add a way, add a file with `BACKEND` (vLLM's name of the weight-transfer backend), `obstacle` and `make`; unless the
-receiving end is vLLM's own, that end is a file of the same name in engine/receivers/.
+To add a way, add a file with `BACKEND` (vLLM's name of the weight-transfer backend), `obstacle` and `make`; the
+receiving end is a file of the same name in engine/receivers/.
 
 Invariant of every way: a bucket's memory is not touched again before every engine has what it needs of it.
 """
@@ -64,11 +64,13 @@ class TransportConditions:
         cpu: the engines run vLLM's CPU build.
         one_host: all of the run is on one.
         colocate: trainer and engines share GPUs.
+        from_host: what is sent is in host memory: whole tensors, or what has changed.
     """
 
     cpu: bool
     one_host: bool
     colocate: bool
+    from_host: bool = False
 
 
 class Transport(Protocol):
@@ -91,7 +93,7 @@ class Transport(Protocol):
 class TransportModule(Protocol):
     """What a file of this room holds."""
 
-    BACKEND: str  #: vLLM's name of the weight-transfer backend; PIECES: of another, which takes pieces alone
+    BACKEND: str  #: vLLM's name of the weight-transfer backend
 
     def obstacle(self, site: TransportConditions) -> str | None:
         """Why it cannot work at this site, as the end of the sentence "--weight-transfer NAME ..."; None if it can."""
@@ -122,9 +124,10 @@ def choose(wish: str, site: TransportConditions) -> str:
         UsageError: when `wish` asks for one that cannot work at this site.
     """
     if wish == "auto":
-        shared = site.cpu or site.colocate  # NCCL takes a GPU once, not as the sender's and as a receiver's
-        # CUDA IPC, which could be the way for both at once, is asked for by name until it has run on a GPU
-        wish = ("shm" if site.one_host else "gloo") if shared else "nccl"
+        if site.cpu or site.from_host:
+            wish = "shm" if site.one_host else "gloo"
+        else:
+            wish = "ipc" if site.colocate else "nccl"
     if why := find_transport(wish).obstacle(site):
         others = [name for name in names() if not find_transport(name).obstacle(site)]
         raise UsageError(f"--weight-transfer {wish} {why}", f"use auto or {' or '.join(others)}")
@@ -136,8 +139,6 @@ def make_transport(backend: str, link: Link) -> Transport:
     for way in map(find_transport, names()):
         if backend == way.BACKEND:
             return way.make(link)
-        if backend == getattr(way, "PIECES", None):
-            return NoTransport(link)
     raise PeerError(f"the engines receive with {backend}, which is not one of ours")
 
 
@@ -153,10 +154,7 @@ class NoTransport:
         self.fleet.post("the weight transfer's init", "/init_weight_transfer_engine", {"init_info": {}})
 
     def stage(self, tensors: Stream, version: int) -> None:
-        raise UsageError(
-            "the engines take pieces alone",
-            "they were started with --weight-update resharded or --weight-transfer ipc: keep it",
-        )
+        raise UsageError("the engines take pieces alone", "start them with --weight-update gathered")
 
     def send(self) -> None:
         pass

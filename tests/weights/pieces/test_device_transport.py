@@ -3,11 +3,13 @@ after another."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -156,17 +158,37 @@ def test_waiting_peers_and_leaving_peers() -> None:
         late.flush()
 
 
-def test_only_resharded_updates_take_pieces() -> None:
-    """Only resharded updates have engines that take pieces alone."""
-    options = Options(
-        hf_checkpoint="x",
-        actor_num_gpus_per_node=1,
-        rollout_num_gpus=1,
-        weight_transfer="nccl",
-        weight_update="resharded",
-    )
-    plan = make_plan(options, [Host("n0", 2)], "run")
-    assert backend(options, plan, cpu=False) == "hpcrl_nccl"
-    assert backend(options.model_copy(update={"weight_update": "auto"}), plan, cpu=False) == "nccl"
-    with pytest.raises(UsageError, match="--weight-transfer nccl needs CUDA"):
-        backend(options, plan, cpu=True)
+@pytest.mark.parametrize(
+    ("options", "cpu", "way"),
+    [
+        ({}, False, "hpcrl_nccl"),
+        ({"weight_update": "resharded"}, False, "hpcrl_nccl"),
+        ({"colocate": True}, False, "hpcrl_ipc"),
+        ({"weight_update": "gathered"}, False, "hpcrl_shm"),
+        ({"weight_update": "delta", "colocate": True}, False, "hpcrl_shm"),
+        ({}, True, "hpcrl_shm"),
+        ({"weight_transfer": "nccl"}, True, "--weight-transfer nccl needs CUDA"),
+        ({"weight_transfer": "nccl", "colocate": True}, False, "--weight-transfer nccl takes.*once"),
+    ],
+)
+def test_the_way_of_pieces(options: dict[str, Any], cpu: bool, way: str) -> None:
+    """Pieces from GPU to GPU are the default; what is sent out of host memory goes another way."""
+    both = options.get("colocate", False)
+    resolved = Options(hf_checkpoint="x", actor_num_gpus_per_node=1, rollout_num_gpus=1, **options)
+    plan = make_plan(resolved, [Host("n0", 1 if both else 2)], "run")
+    if way.startswith("--"):
+        with pytest.raises(UsageError, match=way):
+            backend(resolved, plan, cpu)
+    else:
+        assert backend(resolved, plan, cpu) == way
+
+
+def test_vllms_binding_is_as_it_is_called() -> None:
+    """The names of its arguments, the size of NCCL's name, and what ends a communicator, in the vLLM that is here."""
+    common = pytest.importorskip("vllm.distributed.weight_transfer.nccl_common")
+    assert list(inspect.signature(common.uid_init_process_group).parameters)[1:] == ["rank", "world_size", "device"]
+    wrapper = pytest.importorskip("vllm.distributed.device_communicators.pynccl_wrapper")
+    assert len(bytes(memoryview(wrapper.ncclUniqueId().internal))) == 128
+    assert {"ncclCommAbort", "ncclCommDestroy"} <= {
+        function.name for function in wrapper.NCCLLibrary.exported_functions
+    }

@@ -30,7 +30,7 @@ from hpcrl.weights.comparison import cut, digest
 from hpcrl.weights.pieces.device_memory import NAME_BYTES, HostMemory, Runtime, tensor_at
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory, IpcTransport, read_exported
 from hpcrl.weights.pieces.peer_transport import Transfer
-from hpcrl.weights.pieces.resharded_update import _check_near
+from hpcrl.weights.pieces.resharded_update import _check_hosts
 from hpcrl.weights.pieces.wire import DATA, DONE, READY
 from hpcrl.weights.route import backend
 from tests.support.layouts import Case, random_case
@@ -246,11 +246,9 @@ def test_waits_end_and_stay_on_the_host() -> None:
         transport.settle()
     with pytest.raises(PeerError, match="engine worker 0 is on another host.*--weight-transfer shm"):
         transport.send(torch.zeros(4, dtype=torch.uint8), 1, DATA)
-    case, plan = simple(engines=2)
-    with pytest.raises(
-        UsageError, match=r"--weight-transfer ipc: engine worker \d cannot open .* rank 0: .*; use --weight-transfer"
-    ):
-        _check_near(boxes_of(case, plan), 1)
+    workers = [{"worker": "0.0", "where": "a"}, {"worker": "0.1", "where": "c"}]
+    with pytest.raises(UsageError, match=r"worker 0.1 of engine 0 cannot open .*; use --weight-transfer gloo"):
+        _check_hosts([workers], ["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -265,7 +263,7 @@ def test_waits_end_and_stay_on_the_host() -> None:
             False,
             "--weight-transfer ipc is for engines.*--colocate",
         ),
-        ({"actor_num_nodes": 2}, [Host("a", 2), Host("b", 2)], False, "needs trainer and engines"),
+        ({"actor_num_nodes": 2, "rollout_num_gpus": 4}, [Host("a", 2), Host("b", 2)], False, "hpcrl_ipc"),
     ],
 )
 def test_where_it_can_be(change: dict[str, Any], hosts: list[Host], cpu: bool, found: str) -> None:

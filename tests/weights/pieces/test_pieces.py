@@ -31,8 +31,9 @@ from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, largest_values, prepare_values
 from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
-from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
+from hpcrl.weights.pieces.piece_sender import PieceSender
 from hpcrl.weights.pieces.planning import HeldTensor, coded, layouts_of
+from hpcrl.weights.pieces.resharded_update import send_targets
 from hpcrl.weights.pieces.wire import (
     HALVES,
     READY,
@@ -75,10 +76,7 @@ def members(count: int, ranks: int) -> list[PeerTransport]:
 def rank_side(
     case: Case, plan: Redistribution, plans: list[ReceivePlan], transport: PeerTransport, keep: bool = False
 ) -> tuple[PieceSender, PieceValues]:
-    to = [
-        SendTarget(case.hosts[transport.me] == destination.host, box.host_leader, box.workers)
-        for destination, box in zip(plan.destinations, plans, strict=True)
-    ]
+    to = send_targets(plan, plans, transport.me)
     own = {
         name: OwnTensor(torch.from_numpy(part).float(), places, which, tuple(case.tensors[name].shape))
         for (rank, name), (part, places, which) in case.parts.items()
