@@ -357,6 +357,8 @@ class WeightSender:
             if self.transport is not None:
                 self.transport.close()
         self.transport = None
+        if self.pieces is not None:
+            self.pieces.forget()  # its store ends, which tells members that still wait for one another
 
 
 def _outline(manifest: dict[str, Any]) -> tuple[Any, ...]:

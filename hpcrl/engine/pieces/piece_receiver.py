@@ -72,7 +72,8 @@ class PieceReceiver:
                 whatever fails, this member leaves, so that no other waits for it.
         """
         try:
-            self._receive(load, changes)
+            with self.transport.update():
+                self._receive(load, changes)
         except BaseException:
             self.close()
             raise

@@ -27,11 +27,9 @@ import torch
 
 from hpcrl.errors import PeerError
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer, named
+from hpcrl.weights.pieces.peer_transport import GLANCE, LEFT, PeerTransport, Transfer, named
 from hpcrl.weights.pieces.wire import DATA
 
-LEFT = "a member left"  #: the key under which a member says so
-GLANCE = 0.5  #: seconds between two looks at it
 PAUSE = 5e-4  #: seconds between two looks at the device
 
 

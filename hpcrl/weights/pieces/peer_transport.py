@@ -1,24 +1,37 @@
 """Messages between members of a resharded update: sends and receives of a gloo group, each with a deadline.
 
-Invariant: nothing waits longer than `seconds`; what a pending transfer reads or writes is kept until it has ended.
+A member that waits for another learns of its end from gloo only where its own connection to it breaks, and of a send
+that was written in part not even then (torch 2.13: it waits until its timeout).  So during an update each member looks
+at the store now and then: one that fails leaves a sign there, and the store itself ends with rank 0's part in the
+update.  A send is waited for by a thread, which is left behind if that comes.
+
+Invariant: nothing waits longer than `seconds`, and no longer than some seconds once a member has left; what a pending
+transfer reads or writes is kept until it has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
+from hpcrl.engines.fleet import in_thread
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.weights.gloo_group import GlooGroup
+from hpcrl.weights.pieces.wire import DATA
 from hpcrl.weights.shared_memory import Region, open_region
 
 LEAVING = 99  #: a kind of message that is never sent
 LATE = ("timed out", "timeout")  #: gloo's words
+LEFT = "a member left"  #: the key under which a member says so
+GLANCE = 0.5  #: seconds between two looks at it; of many members more
+MEMBERS = 200  #: that may look within a second
 
 
 @dataclass
@@ -27,18 +40,37 @@ class Transfer:
 
     Attributes:
         what: for the error.
+        left: set when this member leaves the group.
+        apart: gloo may not end it then, so a thread waits for it.
     """
 
     work: Any
     tensor: torch.Tensor
     what: str
     seconds: float
+    left: threading.Event = field(default_factory=threading.Event)
+    apart: bool = False
 
     def wait(self) -> torch.Tensor:
         """Its tensor, once it has ended.  DeadlineError or PeerError say who did not take part."""
         with named(self.what, self.seconds):
-            self.work.wait(timedelta(seconds=self.seconds))
+            try:
+                (self._wait_apart if self.apart else self._end)()
+            except RuntimeError as error:
+                if self.left.is_set():
+                    raise RuntimeError("a member left") from error
+                raise
         return self.tensor
+
+    def _wait_apart(self) -> None:
+        ending = in_thread(self._end)
+        while wait([ending], timeout=GLANCE).not_done:
+            if self.left.is_set():
+                raise RuntimeError("a member left")
+        ending.result()
+
+    def _end(self) -> None:
+        self.work.wait(timedelta(seconds=self.seconds))
 
 
 class MessageMemory(Protocol):
@@ -75,19 +107,23 @@ class PeerTransport:
     me: int
     ranks: int
     seconds: float
+    _left: threading.Event = field(default_factory=threading.Event)
+    _active: threading.Event = field(default_factory=threading.Event)
+    _watch: threading.Thread | None = None
     _token: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.uint8))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
         """Begin to send a contiguous uint8 tensor."""
         what = f"sending weights to {self._name(to)}"
         with named(what, self.seconds):
-            return Transfer(self.group.group.send([tensor], to, tag), tensor, what, self.seconds)
+            work = self._open_group().send([tensor], to, tag)
+        return Transfer(work, tensor, what, self.seconds, self._left, tag == DATA)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
         """Begin to receive one into `tensor`."""
         what = f"receiving weights from {self._name(source)}"
         with named(what, self.seconds):
-            return Transfer(self.group.group.recv([tensor], source, tag), tensor, what, self.seconds)
+            return Transfer(self._open_group().recv([tensor], source, tag), tensor, what, self.seconds, self._left)
 
     def tell(self, to: int, tag: int, counts: torch.Tensor | None = None) -> Transfer:
         """Begin to send a control message: empty, or change counts (int32)."""
@@ -133,6 +169,46 @@ class PeerTransport:
     def flush(self) -> None:
         """Start the sends and receives that were collected, for transports that collect them."""
 
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        """Around an update: ends it for all members where it fails for one.
+
+        Raises:
+            PeerError: if another member has left.
+        """
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._look, args=(self.group.store,), daemon=True)
+            self._watch.start()
+        store = self.group.store
+        self._active.set()
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the store may have gone with rank 0
+                store.set(LEFT, str(self.me))
+            raise
+        finally:
+            self._active.clear()
+
+    def _look(self, store: Any) -> None:
+        """Until this member leaves: leave once another has, or the store has ended, in the middle of an update."""
+        pause = threading.Event()
+        while self.group.group is not None:
+            pause.wait(max(GLANCE, self.group.group.size() / MEMBERS))
+            if not self._active.is_set():
+                continue
+            try:
+                left = store.check([LEFT])
+            except RuntimeError:
+                left = True
+            if left:
+                self.close()
+
+    def _open_group(self) -> Any:
+        if self.group.group is None:
+            raise PeerError("the group for weights was left")
+        return self.group.group
+
     def show(self, name: str, text: str) -> None:
         """Let all members read a text under a name."""
         self.group.store.set(name, text)
@@ -146,11 +222,13 @@ class PeerTransport:
 
     def close(self) -> None:
         """Leave the group: what is under way here fails, and members that wait for this one get an error."""
-        if self.group.group is None:
+        group = self.group.group
+        if group is None:
             return
+        self._left.set()
         other = 0 if self.me else 1
         with contextlib.suppress(
             RuntimeError
         ):  # a wait that comes to its end has gloo close all connections of a member
-            self.group.group.recv([torch.zeros(1, dtype=torch.uint8)], other, LEAVING).wait(timedelta(milliseconds=1))
+            group.recv([torch.zeros(1, dtype=torch.uint8)], other, LEAVING).wait(timedelta(milliseconds=1))
         self.group.close()

@@ -77,6 +77,10 @@ class PieceSender:
         Raises:
             PeerError, DeadlineError: name the member that did not take part.
         """
+        with self.transport.update():
+            return self._send(numbers, changes)
+
+    def _send(self, numbers: PieceValues, changes: bool) -> int:
         under_way: list[list[Transfer]] = [[] for _ in range(HALVES)]
         sent = kept = 0
         for turn, found in enumerate(self.rounds):

@@ -177,7 +177,12 @@ class ReshardedUpdate:
         body = {"method": "hpcrl_take_pieces", "args": ["changes"] if changes else []}
         pending = self.fleet.begin("the weight update", "/collective_rpc", [body] * len(self.fleet.engines))
         self.bytes = self._watched(source, lambda: source.send(changes), pending)
-        pending.results()
+        try:
+            pending.results()
+        except BaseException:  # the ranks have sent all: workers may still wait for one another
+            self.plan = None
+            source.abort()
+            raise
         self.current = self.keep
 
     def _watched(self, source: Source, work: Callable[[], Any], pending: PendingCalls | _Joining) -> Any:

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -307,6 +309,38 @@ def test_leaving_member_ends_the_update() -> None:
 
         with pytest.raises(PeerError, match="weights .* engine worker 0 failed"):
             again()
+
+
+def test_send_that_never_ends_is_left_behind() -> None:
+    """gloo does not end a send that was written in part when its receiver is killed: whoever leaves does not wait."""
+    forever, left = Event(), Event()
+    work = SimpleNamespace(wait=lambda _: forever.wait(60))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Transfer(work, torch.zeros(1), "sending weights", 60.0, left, True).wait)
+        assert not waiting.done()
+        left.set()
+        with pytest.raises(PeerError, match="a member left"):
+            waiting.result(10)
+    forever.set()
+
+
+@pytest.mark.parametrize("sign", ["another member fails", "the store ends"])
+def test_update_ends_with_another_member(sign: str) -> None:
+    """Who waits for a member that lives and says nothing is told by the sign of a third one, or by the store's end."""
+    case, plan = simple(engines=2)
+    plans, posts = boxes_of(case, plan), members(3, 1)
+    reader = worker_side(case, plan, plans, posts[1])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reader.receive, lambda tensors, last: None)
+        if sign == "the store ends":
+            SERVERS.pop().close()
+        else:
+            with pytest.raises(ZeroDivisionError), posts[2].update():
+                raise ZeroDivisionError
+        with pytest.raises(PeerError, match="a member left"):
+            waiting.result(15)
+    with pytest.raises(PeerError, match="was left"):
+        posts[1].tell(0, READY)
 
 
 def test_incomplete_plan_is_refused() -> None:
