@@ -48,34 +48,52 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_model(directory: Path, seed: int = 0) -> Path:
+def make_model(directory: Path, seed: int = 0, **sizes: int) -> Path:
     """config.json, weights in float32 and, where the package for it is installed, the tokenizer in `directory`; returns
-    it."""
+    it.
+
+    Args:
+        sizes: in place of CONFIG's.
+    """
     import torch
     from safetensors.torch import save_file
 
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    config = write_config(directory, **sizes)
     generator = torch.Generator().manual_seed(seed)
-    save_file(dict(_tensors(generator)), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(_tensors(generator, config)), directory / "model.safetensors", metadata={"format": "pt"})
     if importlib.util.find_spec("tokenizers") is not None:
         _write_tokenizer(directory)
     return directory
 
 
-def _tensors(generator: torch.Generator) -> Any:
+def write_config(directory: Path, **sizes: int) -> dict[str, Any]:
+    """config.json alone; returns what it holds."""
+    config = CONFIG | sizes
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    return config
+
+
+def parameters(config: dict[str, Any]) -> tuple[int, int]:
+    """(how many a layer has, how many all else has)."""
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    attention = 2 * hidden * head * (config["num_attention_heads"] + config["num_key_value_heads"])
+    return attention + 3 * hidden * inner + 2 * (hidden + head), 2 * config["vocab_size"] * hidden + hidden
+
+
+def _tensors(generator: torch.Generator, config: dict[str, Any]) -> Any:
     """(name, tensor) of every weight, under Hugging Face's names of a Qwen3."""
     import torch
 
-    hidden = CONFIG["hidden_size"]
-    inner = CONFIG["intermediate_size"]
-    head = CONFIG["head_dim"]
-    queries = CONFIG["num_attention_heads"] * head
-    keys = CONFIG["num_key_value_heads"] * head
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
+    head = config["head_dim"]
+    queries = config["num_attention_heads"] * head
+    keys = config["num_key_value_heads"] * head
     matrix = lambda *shape: WIDE * torch.randn(*shape, generator=generator)  # noqa: E731
     norm = lambda size: 0.8 + 0.4 * torch.rand(size, generator=generator)  # noqa: E731  (not all ones: a mix-up would not show)
     yield "model.embed_tokens.weight", matrix(VOCABULARY, hidden)
-    for number in range(CONFIG["num_hidden_layers"]):
+    for number in range(config["num_hidden_layers"]):
         layer = f"model.layers.{number}"
         for name, rows, columns in (
             ("self_attn.q_proj", queries, hidden),

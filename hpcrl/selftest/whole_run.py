@@ -110,24 +110,26 @@ def sampling_run(directory: Path, gpus: int) -> Path:
     root = directory / "sampling"
     if (root / "summary.json").exists():
         return root
-    recipe = write_recipe(
-        directory,
-        "sampling",
-        gpus,
-        colocate=gpus == 1,
-        rollout_num_gpus=1,
-        num_rollout=2,
-        n_samples_per_prompt=4,
-        rollout_max_response_len=16,
-        rollout_max_context_len=64,
-        rm_type="random",
-        advantage_estimator="grpo",
-        check_weight_update_equal=True,
-        rollout_timeout=LONG,
-        engine_start_timeout=LONG,
-    )
+    recipe = recipe_with_engines(directory, "sampling", gpus, colocate=gpus == 1)
     run([str(recipe), "--run-dir", str(root)], directory / "sampling.log")
     return root
+
+
+def recipe_with_engines(directory: Path, name: str, gpus: int, **values: Any) -> Path:
+    """Two steps of GRPO with an engine, every update compared tensor by tensor, where `values` do not say otherwise."""
+    common = {
+        "rollout_num_gpus": 1,
+        "num_rollout": 2,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 16,
+        "rollout_max_context_len": 64,
+        "rm_type": "random",
+        "advantage_estimator": "grpo",
+        "check_weight_update_equal": True,
+        "rollout_timeout": LONG,
+        "engine_start_timeout": LONG,
+    }
+    return write_recipe(directory, name, gpus, **common | values)
 
 
 def gpu_count() -> int:

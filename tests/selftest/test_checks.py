@@ -76,7 +76,8 @@ def test_engine_checks_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, check in find_checks().items()
     }
     skipped = {name: found.said for name, found in outcomes.items() if found.result == "skipped"}
-    assert skipped == dict.fromkeys(("engine_update", "engine_logprobs"), "vllm is not installed")
+    with_engines = ("engine_update", "large_update", "engine_logprobs", "engine_loss")
+    assert skipped == dict.fromkeys(with_engines, "vllm is not installed")
 
 
 def test_check_that_ended_its_process(tmp_path: Path) -> None:
