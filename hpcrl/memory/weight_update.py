@@ -252,12 +252,12 @@ class _Needed:
 
     def _spans(
         self, rule: Rule, shape: Shape, owner: int | None, repeated: bool
-    ) -> Iterator[tuple[int, list[tuple[int, int]], tuple[int, int] | None]]:
+    ) -> Iterator[tuple[range, list[tuple[int, int]], tuple[int, int] | None]]:
         parts = self.tp if rule.expert is None else self.size
-        for worker in range(self.size * self.engines):
-            local = worker % self.size
+        for local in range(self.size):
+            workers = range(local, self.size * self.engines, self.size)  # the same one of each engine
             if owner is not None or rule.kind == "same":
-                yield worker, [(0, shape[0])] if owner in (None, local) else [], None
+                yield workers, [(0, shape[0])] if owner in (None, local) else [], None
                 continue
             place = local % parts
             pieces = parts
@@ -265,12 +265,12 @@ class _Needed:
                 place = place * self.groups // parts
                 pieces = self.groups
             if rule.kind == "row":
-                yield worker, [(0, shape[0])], _part(shape[1], place, pieces)
+                yield workers, [(0, shape[0])], _part(shape[1], place, pieces)
             elif rule.kind == "fused_gate_up":
                 begin, length = _part(shape[0] // 2, place, pieces)
-                yield worker, [(begin, length), (shape[0] // 2 + begin, length)], None
+                yield workers, [(begin, length), (shape[0] // 2 + begin, length)], None
             else:
-                yield worker, [_part(shape[0], place, pieces)], None
+                yield workers, [_part(shape[0], place, pieces)], None
 
 
 def _part(size: int, place: int, pieces: int) -> tuple[int, int]:

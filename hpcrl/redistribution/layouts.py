@@ -245,16 +245,16 @@ def merged(parts: Iterable[TensorPart]) -> Pattern:
     return tuple(found)
 
 
-def needed_parts(shape: Shape, spans: Iterable[tuple[int, Sequence[Span], Span | None]]) -> Pattern:
+def needed_parts(shape: Shape, spans: Iterable[tuple[Sequence[int], Sequence[Span], Span | None]]) -> Pattern:
     """What workers need of a tensor.
 
     Args:
-        spans: (worker, rows that it holds, its columns or None for all), as a manifest has them.
+        spans: (workers, rows that each of them holds, their columns or None for all), as a manifest has them.
     """
     width = shape[1] if len(shape) > 1 else 1
     who: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
-    for worker, rows, columns in spans:
+    for workers, rows, columns in spans:
         across = (columns[0], columns[0] + columns[1]) if columns is not None else (0, width)
         for start, length in rows:
-            who.setdefault(((start, start + length), across), []).append(worker)
-    return tuple(TensorPart(rows, columns, tuple(workers)) for (rows, columns), workers in who.items())
+            who.setdefault(((start, start + length), across), []).extend(workers)
+    return tuple(TensorPart(rows, columns, tuple(sorted(workers))) for (rows, columns), workers in who.items())

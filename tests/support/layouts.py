@@ -107,7 +107,7 @@ def random_case(family: str, chance: Random) -> Case:
         spans = [wants(chance, case, rule, which, full, fields, worker) for worker in range(len(case.workers))]
         for worker, span in enumerate(spans):
             case.spans[worker, hf] = span
-        needed = needed_parts(full, [(worker, *span) for worker, span in enumerate(spans)])
+        needed = needed_parts(full, [((worker,), *span) for worker, span in enumerate(spans)])
         case.layouts.add(hf, full, ITEM, case.layouts.pattern(merged(some)), case.layouts.pattern(needed))
     return case
 

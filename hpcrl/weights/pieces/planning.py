@@ -6,7 +6,7 @@ only one side has is an error here, before anything is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,7 @@ def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
     if missing := sorted(needs.keys() - held.keys()):
         raise HpcrlError(f"the trainer lacks {len(missing)} tensors of the engines, the first is {missing[0]}")
     numbers: dict[int, int] = {}
+    alike = _alike(manifests)
     for name, tensor in held.items():
         need = needs[name]
         if tensor.shape != need.shape:
@@ -87,15 +88,25 @@ def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
             )
         if id(tensor.parts) not in numbers:
             numbers[id(tensor.parts)] = layouts.pattern(merged(tensor.parts))
-        needed = layouts.pattern(needed_parts(need.shape, _spans(name, need.shape, manifests)))
+        spans = ((workers, *span(worker, name, need.shape)) for worker, workers in alike)
+        needed = layouts.pattern(needed_parts(need.shape, spans))
         layouts.add(name, need.shape, ITEM_BYTES[need.dtype], numbers[id(tensor.parts)], needed)
     return layouts
 
 
-def _spans(name: str, shape: tuple[int, ...], manifests: Manifests) -> Iterator[tuple[int, Any, Any]]:
-    workers = [worker for engine in manifests for worker in engine]
-    for number, worker in enumerate(workers):
-        yield number, *span(worker, name, shape)
+def _alike(manifests: Manifests) -> list[tuple[Mapping[str, Any], list[int]]]:
+    """Manifests with the workers that they are of: engines that are alike hold the same in the same places."""
+    found: list[tuple[Mapping[str, Any], list[int]]] = []
+    number = 0
+    for engine in manifests:
+        for at, worker in enumerate(engine):
+            twin = found[at] if at < len(manifests[0]) and at < len(found) else None
+            if twin and twin[0]["tensors"] == worker["tensors"] and twin[0].get("cuts") == worker.get("cuts"):
+                twin[1].append(number)
+            else:
+                found.append((worker, [number]))
+            number += 1
+    return found
 
 
 def make(

@@ -460,3 +460,17 @@ def test_what_only_one_side_has_is_an_error() -> None:
             layouts_of(held, manifest(**shapes, **({} if shapes else {"c": (1,)})))
     with pytest.raises(HpcrlError, match=r"shape \[4, 4\], the engines need \[4, 5\]"):
         layouts_of(held, manifest(a=(4, 5)))
+
+
+def test_engines_that_are_alike_are_read_once() -> None:
+    """Workers with the same manifest need the same, at any place; one that differs needs what it says."""
+
+    def worker(*rows: list[int]) -> dict[str, object]:
+        held = {"shape": [4, 4], "dtype": "float32", "rows": list(rows), "columns": None, "same_as": None}
+        return {"where": "e", "tensors": {"a": held}, "opaque": [], "unseen": {}}
+
+    top, bottom = worker([0, 2]), worker([2, 2])
+    manifests = [[top, bottom], [top, bottom], [top, worker([3, 1])], [top, bottom, worker([0, 4])]]
+    made = layouts_of({"a": HeldTensor((4, 4), (whole((4, 4), (0,)),))}, manifests)
+    needed = {(part.rows, part.who) for part in made.patterns[made.needed[0]]}
+    assert needed == {((0, 2), (0, 2, 4, 6)), ((2, 4), (1, 3, 7)), ((3, 4), (5,)), ((0, 4), (8,))}
