@@ -2,12 +2,14 @@
 
 Invariant: nothing is written and nothing is started.  What the run would refuse is refused here, by the same checks;
 but a plan may be made where the files of the run are not, so what `plan` does not find is a note.
+A trainer that does not fit its GPUs is an error, after the whole plan, with what makes it fit.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hpcrl.config.flags import parse_flags
@@ -15,10 +17,10 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, changed, load_recipe, resolve_stages
 from hpcrl.config.setting_names import spell
 from hpcrl.config.value_types import Kind
-from hpcrl.errors import DataError, UsageError, raise_together
+from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.groups import describe
 from hpcrl.launch.preflight import HostView, made_by_run, note_absent, refuse_settings, refuse_what_cannot_run
-from hpcrl.memory.report import memory_lines
+from hpcrl.memory.report import memory_lines, refuse_misfit
 from hpcrl.memory.weight_update import LINK, predict, update_lines
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
@@ -115,6 +117,7 @@ def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None,
         title = f"# stage {stage.name}\n" if stage.name else ""
         print(f"{title}{made.table()}\n\n{describe(resolved, made)}\n")
         print("\n".join(_estimates(resolved, made, card)) + "\n")
+    raise_together([wrong for resolved in options for wrong in failures([partial(_refuse, card)], resolved)])
 
 
 def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
@@ -134,6 +137,17 @@ def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
         return lines
     except DataError as error:
         return [f"memory: not estimated: {error.what}"]
+
+
+def _refuse(card: GpuCard, options: Options) -> None:
+    """Raise UsageError for a trainer that cannot fit such cards."""
+    try:
+        config = read_config(options.hf_checkpoint or "")
+        family = find_family(config, options.hf_checkpoint or "")
+    except DataError:
+        return  # said instead of an estimate
+    if not options.debug_rollout_only and options.bf16:  # in fp32 it is on CPUs
+        refuse_misfit(options, family, config, card.memory)
 
 
 def preview(recipe: Recipe, overrides: dict[str, Any]) -> None:

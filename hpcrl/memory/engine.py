@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import settings
 from hpcrl.config.rules.sampling import OWN_LAYERS, layers_behind
+from hpcrl.memory.activations import longest_sample
 from hpcrl.memory.parameters import largest_module, whole_model
-from hpcrl.memory.training import GIB, longest_sample
+from hpcrl.memory.training import GIB
 from hpcrl.models.family import Config, Family
 
 #: what vLLM's forward passes need in addition to weights and cache: not computed, an allowance

@@ -6,6 +6,7 @@ shape.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -152,6 +153,28 @@ def layer_rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Ite
         if mine and rule.hf not in seen and not rule.megatron.endswith("expert_bias"):  # which is a buffer
             seen.add(rule.hf)
             yield rule
+
+
+def hidden_norms(family: Family, fields: Mapping[str, Any], experts: bool) -> int:
+    """Norms of a layer over the hidden size."""
+    return sum(
+        rule.kind == "same" and rule.hf[0].endswith("layernorm.weight") for rule in layer_rules(family, fields, experts)
+    )
+
+
+def sizes_on_stage(
+    family: Family, config: Config, layout: Layout, stage: int, megatron: Mapping[str, Any]
+) -> Iterator[int]:
+    """Elements of every parameter of a rank on a pipeline stage."""
+    fields = family.transformer(config)
+    sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
+    for layer in stage_layers(fields["num_layers"], layout, stage, megatron):
+        for rule in layer_rules(family, fields, bool(sparse[layer])):
+            times = fields["num_moe_experts"] // layout.ep if ".experts." in rule.megatron else 1
+            size = prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
+            yield from itertools.repeat(size, times)
+    width = -(-config["vocab_size"] // layout.tp) * fields["hidden_size"]
+    yield from itertools.repeat(width, _ends(config, fields, layout, stage) // width)
 
 
 def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: int) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""The estimate as lines to read, with shared GPUs (--colocate) turn by turn, and a warning where a GPU cannot hold it,
-with what to change.
+"""The estimate as lines to read, phase by phase, with shared GPUs (--colocate) turn by turn, and a warning or an error
+where a GPU cannot hold it, with what to change.
 
-Invariants: the warning names the largest of the terms that a flag can reduce; a turn holds what `hpcrl.handover` allows
-to be there.
+Invariants: what does not fit whatever the allowances are is an error; a turn holds what `hpcrl.handover` allows to be
+there.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hpcrl.config.options import Options
+from hpcrl.errors import UsageError
 from hpcrl.memory.engine import EngineTerms, engine_terms, share, utilization
-from hpcrl.memory.training import GIB, MemoryTerms, fullest_rank, tokens_per_gpu
+from hpcrl.memory.fits import Misfit, misfit
+from hpcrl.memory.training import GIB, STATE, MemoryTerms, fullest_rank
 from hpcrl.models.family import Config, Family
 
 GPU = 80.0  #: GiB of a GPU where nothing else is said
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 def memory_lines(options: Options, family: Family, config: Config, gpu: float = GPU) -> Iterator[str]:
@@ -24,7 +25,10 @@ def memory_lines(options: Options, family: Family, config: Config, gpu: float = 
     engine = engine_terms(options, family, config, gpu * GIB) if options.num_engines else None
     yield f"memory, GiB (estimated; docs/memory.md), of {gpu:g} a GPU"
     of = f" of stage {trainer.stage}" if options.pipeline_model_parallel_size > 1 else ""
-    yield f"  trainer rank{of}: {_sum(trainer.gpu)}"
+    yield f"  trainer rank{of}: {trainer.total / GIB:.1f} in {trainer.fullest}"
+    yield f"    always: {_sum({name: trainer.gpu[name] for name in STATE})}"
+    yield f"    for a time: {_each({name: size for name, size in trainer.gpu.items() if name not in STATE})}"
+    yield f"    by phase: {_each(trainer.phases)}"
     if engine:
         yield f"  GPU of an engine: {_sum(engine.gpu)}"
         if (mine := share(options, family, config, gpu * GIB)) < (own := utilization(options)):
@@ -40,7 +44,22 @@ def memory_lines(options: Options, family: Family, config: Config, gpu: float = 
     if any(host.values()):
         ranks = options.actor_num_gpus_per_node
         yield f"  host, for {ranks} ranks: {_sum({name: ranks * value for name, value in host.items()})}"
+    found = misfit(options, family, config, gpu)
+    if found and not found.certain:
+        yield f"warn: {found.what}; without allowances for CUDA and NCCL it fits: {advice(found)}"
     yield from warnings(options, trainer, engine, gpu)
+
+
+def refuse_misfit(options: Options, family: Family, config: Config, gpu: float) -> None:
+    """Raise UsageError if a trainer rank cannot fit `gpu` GiB, whatever the allowances are."""
+    found = misfit(options, family, config, gpu)
+    if found and found.certain:
+        raise UsageError(f"{found.what} (docs/memory.md)", advice(found))
+
+
+def advice(found: Misfit) -> str:
+    """What makes it fit."""
+    return f"give {found.change}" if found.change else "no flag makes it fit: give the trainer more GPUs"
 
 
 def _sum(terms: Mapping[str, float]) -> str:
@@ -61,10 +80,6 @@ def warnings(options: Options, trainer: MemoryTerms, engine: EngineTerms | None,
             "warn: an engine's KV cache does not hold one sample of full length; raise --rollout-num-gpus-per-engine "
             "or --vllm-gpu-memory-utilization"
         )
-    if trainer.total > gpu * GIB:
-        term = heaviest(trainer)
-        total = f"{trainer.total / GIB:.0f} of {gpu:g} GiB"
-        yield f"warn: a trainer rank takes {total}; {term} weigh most: {advice(options, term)}"
     if engine and not options.takes_turns:
         yield from _warn_of_update(options, engine, gpu)
     elif engine and trainer.total <= gpu * GIB:
@@ -103,43 +118,19 @@ def _warn_of_sharing(options: Options, taken: Mapping[str, float], engine: Engin
         yield f"{what}; raise --tensor-model-parallel-size or --rollout-num-gpus-per-engine"
 
 
-def heaviest(trainer: MemoryTerms) -> str:
-    """The term that weighs most of those that a flag can lessen."""
-    return max((name for name in trainer.gpu if name != "libraries"), key=lambda name: trainer.gpu[name])
-
-
-def advice(options: Options, term: str) -> str:
-    """Which flag lessens a term."""
-    if term in ("weights", "gradients"):
-        experts = " or --expert-model-parallel-size" if options.expert_model_parallel_size > 1 else ""
-        return f"raise --tensor-model-parallel-size, --pipeline-model-parallel-size{experts}"
-    if term == "optimizer":
-        return "give --optimizer-cpu-offload with --use-precision-aware-optimizer, or more data-parallel ranks"
-    if term == "logits":
-        return "give --log-probs-chunk-size 1024"
-    if term == "weight update":
-        return "lower --update-weight-buffer-size"
-    if options.megatron.get("recompute_granularity") != "full":
-        return f"give {RECOMPUTE}"
-    longest = tokens_per_gpu(options)
-    if options.max_tokens_per_gpu and longest > options.max_tokens_per_gpu:
-        return f"a sample of full length alone is {longest} tokens a GPU: raise --context-parallel-size"
-    return "lower --max-tokens-per-gpu, or raise --context-parallel-size"
-
-
 #: what a sleeping vLLM keeps on a GPU: not computed, an allowance for its CUDA context, NCCL and graphs
 ASLEEP = 2 * GIB
 TRAINS = "the trainer trains"
 SAMPLES = "the engines sample"
 UPDATES = "weights are updated"
-STATE = ("weights", "gradients", "optimizer")
+OWN = ("weights", "gradients", "optimizer")  #: what --offload-train takes off the GPU
 
 
 def turns(options: Options, trainer: MemoryTerms, engine: EngineTerms) -> dict[str, float]:
     """Bytes on one GPU while ..., by turn."""
-    state = sum(trainer.gpu[name] for name in STATE)
-    stays = trainer.gpu["libraries"] + (0.0 if options.offloads_train else state)
-    exports = trainer.gpu["libraries"] + trainer.gpu["weight update"]
+    state = sum(trainer.gpu[name] for name in OWN)
+    stays = trainer.allowed + (0.0 if options.offloads_train else state)
+    exports = trainer.allowed + trainer.gpu["weight update"]
     exports += trainer.gpu["weights"] if options.offloads_train else state
     asleep = ASLEEP if options.sleep_level else engine.total
     loads = ASLEEP + engine.gpu["weights"] + engine.gpu["weight update"] if options.sleep_level else engine.total

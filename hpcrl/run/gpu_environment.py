@@ -71,6 +71,9 @@ def _network(w: Where) -> dict[str, str]:
     return socket_names(Location("", (), "", w.interface))
 
 
+#: torch rounds what it keeps for another use, and would give a block of pinned memory that it did not round to a larger
+#: request (its pinned_max_round_threshold_mb): so larger blocks are not kept either
+HOST = "pinned_max_cached_size_mb:64"
 BOTH: tuple[Role, ...] = ("trainer", "engine")
 TABLE: tuple[Variable, ...] = (
     Variable(
@@ -84,10 +87,11 @@ TABLE: tuple[Variable, ...] = (
     Variable(
         "PYTORCH_ALLOC_CONF",
         ("trainer",),
-        lambda w: None if w.options.megatron.get("nccl_ub") else "expandable_segments:True",
+        lambda w: HOST if w.options.megatron.get("nccl_ub") else f"expandable_segments:True,{HOST}",
         "every micro-batch has other lengths, and blocks of fixed segments that fitted the last one stay unused in "
-        "the next; a trainer that shares its GPU gives whole segments back. Not with --nccl-ub, which registers "
-        "memory where it is. Not for engines: vLLM has its own pools",
+        "the next; a trainer that shares its GPU gives whole segments back (not with --nccl-ub, which registers "
+        "memory where it is). Pinned host memory is rounded to powers of two up to 64 MiB alone, not the buffers of "
+        "a model, which would take up to twice their size. Not for engines: vLLM has its own pools",
         also=("PYTORCH_CUDA_ALLOC_CONF",),
     ),
     Variable(

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.memory.activations import tokens_per_gpu
 from hpcrl.memory.engine import engine_terms, gpu_weights, token_bytes
 from hpcrl.memory.parameters import Layout, whole_model
-from hpcrl.memory.training import GIB, tokens_per_gpu
+from hpcrl.memory.training import GIB
 from hpcrl.models.family import Config, Family
 from hpcrl.speed.cards import named
 from hpcrl.speed.flops import ModelFlops, model_flops, pairs

@@ -86,7 +86,10 @@ def test_one_hardware_queue_for_megatron() -> None:
     """One hardware queue where Megatron relies on it."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     for_megatron = lambda o: wanted("trainer", Where(o))  # noqa: E731
-    assert wanted("trainer", Where(options())) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **SAFE}
+    assert wanted("trainer", Where(options())) == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_cached_size_mb:64",
+        **SAFE,
+    }
     assert for_megatron(options(tensor_model_parallel_size=2))[name] == "1"
     assert for_megatron(options(context_parallel_size=2))[name] == "1"
     assert name not in for_megatron(options(pipeline_model_parallel_size=2, expert_model_parallel_size=2))
@@ -105,7 +108,8 @@ def test_what_flags_of_megatrons_ask_for() -> None:
     blocks = options(megatron={"fp8": "e4m3", "fp8_recipe": "blockwise"})
     assert wanted("trainer", Where(blocks))["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "1"
     assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" not in wanted("trainer", Where(options()))
-    assert "PYTORCH_ALLOC_CONF" not in wanted("trainer", Where(options(megatron={"nccl_ub": True})))
+    registers = wanted("trainer", Where(options(megatron={"nccl_ub": True})))
+    assert registers["PYTORCH_ALLOC_CONF"] == "pinned_max_cached_size_mb:64"
     assert "PYTORCH_ALLOC_CONF" not in wanted("engine", Where(options())), "vLLM's sleep has pools of its own"
 
 

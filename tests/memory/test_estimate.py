@@ -11,19 +11,21 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
+from hpcrl.errors import UsageError
+from hpcrl.memory.activations import logits_bytes, micro_batches, tokens_per_gpu
 from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, share, token_bytes, update_bytes, utilization
+from hpcrl.memory.nccl import communicators, nccl_bytes
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
-from hpcrl.memory.report import SAMPLES, TRAINS, memory_lines, put_away, turns
+from hpcrl.memory.report import ASLEEP, SAMPLES, TRAINS, memory_lines, put_away, refuse_misfit, turns
 from hpcrl.memory.training import (
     GIB,
+    ROUNDED,
     checkpoint_bytes,
     fullest_rank,
     gradient_bytes,
-    logits_bytes,
-    micro_batches,
     optimizer_bytes,
+    pinned,
     rank_on,
-    tokens_per_gpu,
 )
 from hpcrl.models.family import find_family
 from hpcrl.slime.arguments import translate
@@ -120,8 +122,10 @@ def test_tokens_and_logits() -> None:
     assert tokens_per_gpu(guide("GLM4-9B, 4 + 4", rollout_max_response_len=32768)) == 16384
     family, config = model_of("GLM4-9B")
     layout = Layout.of(options, 40)
-    assert logits_bytes(options, config, layout) == 4608 * 151552 / 2 * 10
-    assert logits_bytes(guide("GLM4-9B, 4 + 4", log_probs_chunk_size=512), config, layout) == 512 * 151552 / 2 * 10
+    ends = 4608 * 4096 * 2 * 2 / 2
+    assert logits_bytes(options, config, layout) == 4608 * 151552 / 2 * 10 + ends
+    chunks = guide("GLM4-9B, 4 + 4", log_probs_chunk_size=512)
+    assert logits_bytes(chunks, config, layout) == 512 * 151552 / 2 * 10 + ends
     assert family.model_type == "glm4"
 
 
@@ -147,21 +151,62 @@ def test_memory_of_355b() -> None:
     assert fullest_rank(without, family, config).total > 80 * GIB
 
 
-def test_a_warning_names_the_term_and_what_to_change() -> None:
+def refused(options: Options, family: Any, config: dict[str, Any], gpu: float = 80.0) -> str:
+    try:
+        refuse_misfit(options, family, config, gpu)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_cheapest_change_is_named() -> None:
+    """A trainer that does not fit is refused with the first change in order of cost whose estimate fits."""
     name = "GLM4-9B, 4 + 4"
     family, config = model_of(name)
 
-    def warned(options: Options, gpu: float = 80.0) -> str:
-        return "\n".join(line for line in memory_lines(options, family, config, gpu) if line.startswith("warn"))
+    def said(gpu: float = 80.0, **changes: Any) -> str:
+        return refused(guide(name, **changes), family, config, gpu)
 
-    options = guide(name)
-    assert warned(options) == ""
-    assert "optimizer weigh most: give --optimizer-cpu-offload" in warned(options, 40)
-    wide = guide(name, max_tokens_per_gpu=65536)
-    assert "logits weigh most: give --log-probs-chunk-size 1024" in warned(wide)
-    chunked = guide(name, max_tokens_per_gpu=131072, log_probs_chunk_size=512, megatron={})
-    assert "activations weigh most: give --recompute-granularity full" in warned(chunked)
-    assert "do not fit into" in warned(guide(name, vllm={"gpu_memory_utilization": 0.05}))
+    assert said() == ""
+    assert "optimizer weigh most" in said(40) and said(40).endswith(
+        "give --optimizer-cpu-offload --use-precision-aware-optimizer"
+    )
+    assert said(max_tokens_per_gpu=49152).endswith("give --log-probs-chunk-size 1024"), "which costs nothing"
+    long = said(max_tokens_per_gpu=32768, log_probs_chunk_size=512, megatron={})
+    assert "activations weigh most" in long
+    assert "give --recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in long
+    assert "more GPUs" in said(5)
+    fixed = guide(name, max_tokens_per_gpu=49152, log_probs_chunk_size=1024)
+    assert refused(fixed, family, config) == "", "the change makes it fit"
+    assert "do not fit into" in "\n".join(
+        memory_lines(guide(name, vllm={"gpu_memory_utilization": 0.05}), family, config)
+    )
+
+
+def test_allowances_alone_only_warn() -> None:
+    """Where it would fit without the allowances for CUDA and NCCL, the plan warns, and refuses nothing."""
+    name = "GLM4-9B, 4 + 4"
+    family, config = model_of(name)
+    terms = fullest_rank(guide(name), family, config)
+    gpu = (terms.total - terms.allowed / 2) / GIB
+    assert refused(guide(name), family, config, gpu) == ""
+    assert any(line.startswith("warn: a trainer rank takes") for line in memory_lines(guide(name), family, config, gpu))
+
+
+def test_communicators_of_a_layout() -> None:
+    """Those of one rank alone are not counted; the others as far as they reach, and an all-to-all's peers."""
+    small = guide("Qwen3-4B, 2 + 6")
+    assert communicators(small) == {"tp": (2, False), "world": (2, False)}
+    big = communicators(guide("GLM-4.5-355B, BF16 rollouts"))
+    assert big["tp"] == (8, False) and big["mp"] == (32, True) and big["ep"] == (16, True)
+    assert 8 * GIB < nccl_bytes(guide("GLM-4.5-355B, BF16 rollouts")) < 12 * GIB, "over 10 GB is others' experience"
+    assert nccl_bytes(small) < GIB
+
+
+def test_pinned_blocks_are_rounded() -> None:
+    assert pinned(33 * 2**20) == 64 * 2**20
+    assert pinned(ROUNDED) == ROUNDED and pinned(ROUNDED + 1) == ROUNDED + 1
+    assert pinned(1000) == 1024
 
 
 def test_of_a_shared_gpu_every_turn_is_looked_at() -> None:
@@ -211,6 +256,10 @@ def test_the_reference_recipes_fit(name: str) -> None:
     family, config = of(EXAMPLES[name])
     config = quantized(config) if name == "glm-4.5-355b-64gpu" else config
     assert not [line for line in memory_lines(options, family, config) if line.startswith("warn")]
+    terms = fullest_rank(options, family, config)
+    usable = 79.1  # GiB of an H100 of 80 GB
+    asleep = ASLEEP if options.takes_turns else 0.0
+    assert terms.phases["save"] + asleep <= (usable - 5) * GIB, "the first save, with 5 GiB to spare"
 
 
 def test_an_engines_cache() -> None:
@@ -311,8 +360,10 @@ def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         and "host, for 2 ranks: " in said
         and "warn" not in said
     )
-    assert main(["plan", "--gpu-memory", "30", "--", *words]) == 0
-    assert "trainer rank takes" in capsys.readouterr().out
+    assert main(["plan", "--gpu-memory", "30", "--", *words]) == 2, "it does not fit"
+    found = capsys.readouterr()
+    assert "trainer rank: " in found.out and "trainer rank takes 44 of 30 GiB" in found.err
+    assert "give --optimizer-cpu-offload" in found.err
     assert main(["plan", "--", *GUIDES["Qwen3-4B, 2 + 6"][0]]) == 0
     assert "memory: not estimated: --hf-checkpoint /scratch/Qwen3-4B" in capsys.readouterr().out
 

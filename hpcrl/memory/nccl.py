@@ -1,0 +1,46 @@
+"""Bytes that NCCL takes of a trainer rank's GPU: the buffers of every communicator that a layout makes.
+
+Invariant: the groups are those of `hpcrl.groups`, which equal Megatron's; what a communicator takes is an allowance,
+from NCCL's own defaults, which no run has confirmed.
+"""
+
+from __future__ import annotations
+
+from hpcrl import groups
+from hpcrl.config.options import Options
+
+#: of one connection and channel: NCCL's Simple, LL and LL128 buffers as its sources have them
+BUFFERS = 2**22 + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8
+#: channels of a communicator, and connections of each: a ring inside a host; over hosts a ring and a tree, with buffers
+#: on the GPU at both ends
+INSIDE = 24 * 1
+ACROSS = 16 * 4 * 2
+PER_PEER = 2  #: channels to each other rank in an all-to-all
+
+
+def communicators(options: Options) -> dict[str, tuple[int, bool]]:
+    """kind -> (ranks, whether they are on several hosts), of those that a rank has besides itself alone."""
+    found = {kind: members[0] for kind, members in groups.planned(options).items()}
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    found["world"] = list(range(options.world_size))
+    if pp > 1:
+        found["first and last stage"] = [found["pp"][0], found["pp"][-1]]
+    if tp > 1 and pp > 1:  # else it is one of the two
+        found["mp"] = [a + b for a in found["tp"] for b in found["pp"]]
+    if options.context_parallel_size == 1:
+        found.pop("dp-cp")  # it is dp
+    a_host = options.actor_num_gpus_per_node
+    return {
+        kind: (len(members), len({rank // a_host for rank in members}) > 1)
+        for kind, members in found.items()
+        if len(members) > 1
+    }
+
+
+def nccl_bytes(options: Options) -> float:
+    """Of all communicators of a rank."""
+    found = communicators(options)
+    total = sum(ACROSS if across else INSIDE for _, across in found.values())
+    if "ep" in found:
+        total += (found["ep"][0] - 1) * PER_PEER
+    return float(total * BUFFERS)
