@@ -59,13 +59,13 @@ Times = tuple[float, float]  #: seconds on the clock, seconds of the CPU
 # ---- the work
 
 
-def batch() -> SampleBatch:
-    """Long-tailed samples: prompts of 16 to 64 tokens, responses of 16 to 448 (lognormal)."""
+def batch(low: int = 16, high: int = 448) -> SampleBatch:
+    """Long-tailed samples: prompts of 16 to 64 tokens, responses of `low` to `high` (lognormal around 100 from 16)."""
     rng = np.random.default_rng(0)
     found = []
     for number in range(SAMPLES):
         prompt = int(rng.integers(16, 65))
-        response = int(np.clip(rng.lognormal(4.6, 0.8), 16, 448))
+        response = int(np.clip(low / 16 * rng.lognormal(4.6, 0.8), low, high))
         found.append(
             Sample(
                 group=number // 8,
@@ -82,9 +82,9 @@ def batch() -> SampleBatch:
     return SampleBatch.of(found)
 
 
-def share_of(rank: int, ranks: int) -> Share:
+def share_of(rank: int, ranks: int, data: SampleBatch | None = None) -> Share:
     """What the queue gives one data-parallel rank."""
-    data = batch()
+    data = data or batch()
     schedule = make_schedule(data.rows["length"].tolist(), dp=ranks, max_tokens_per_gpu=LIMIT)
     (own,) = schedule.steps[rank]
     rows = [i for micro in own for i in micro]
@@ -127,6 +127,7 @@ def bare_step(policy: Any, share: Share) -> Callable[[], None]:
         ids, targets, mask = (torch.cat([*parts, parts[0].new_zeros(pad)])[None] for parts in (tokens, labels, weights))
         ends = torch.tensor(bounds, dtype=torch.int32)
         longest = int((ends[1:] - ends[:-1]).max())
+        ids, targets, mask, ends = (each.to(policy.ranks.device) for each in (ids, targets, mask, ends))
         return ids, torch.zeros_like(ids), targets, mask, boundaries(ends, tuple(bounds), longest)
 
     packed = [pack(rows) for rows in share.micro_batches[0]]

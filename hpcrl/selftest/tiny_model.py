@@ -92,7 +92,7 @@ def _tensors(generator: torch.Generator, config: dict[str, Any]) -> Any:
     keys = config["num_key_value_heads"] * head
     matrix = lambda *shape: WIDE * torch.randn(*shape, generator=generator)  # noqa: E731
     norm = lambda size: 0.8 + 0.4 * torch.rand(size, generator=generator)  # noqa: E731  (not all ones: a mix-up would not show)
-    yield "model.embed_tokens.weight", matrix(VOCABULARY, hidden)
+    yield "model.embed_tokens.weight", matrix(config["vocab_size"], hidden)
     for number in range(config["num_hidden_layers"]):
         layer = f"model.layers.{number}"
         for name, rows, columns in (
@@ -110,7 +110,7 @@ def _tensors(generator: torch.Generator, config: dict[str, Any]) -> Any:
         for name in ("q_norm", "k_norm"):
             yield f"{layer}.self_attn.{name}.weight", norm(head)
     yield "model.norm.weight", norm(hidden)
-    yield "lm_head.weight", matrix(VOCABULARY, hidden)
+    yield "lm_head.weight", matrix(config["vocab_size"], hidden)
 
 
 def _write_tokenizer(directory: Path) -> None:
