@@ -24,10 +24,12 @@ Models and data
 
 Stand-ins where the real part cannot be had, or must misbehave
     fake_device        an accelerator of shapes without numbers, on which one process is any rank of a layout
+    fused_layers       what Transformer Engine's layers keep for the backward pass, on that device
     fake_engine, http_server, queues    servers that answer what a test says
     own_generates, own_rewards          functions as users write them, good and bad
 
 Looking
     prompt_walk        which files a process enters between two calls
     rundirs, screens, live_bytes        run directories as launchers leave them; what a terminal shows; bytes of tensors alive
+    device_bytes       bytes that are alive on the fake device, by phase
 """

@@ -1,0 +1,110 @@
+"""The estimate against bytes counted on a device that knows shapes alone (tests/support/fake_device.py), phase by phase.
+
+Attention, rotary embedding and norms are stand-ins that keep what Transformer Engine's do (tests/support/fused_layers.py);
+all else is what a GPU runs.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.memory.parameters import Layout
+from hpcrl.memory.training import ALLOWANCES, rank_on
+from hpcrl.models.family import find_family
+from tests.support import families
+from tests.support.ranks import on_fake_device
+
+pytestmark = pytest.mark.process
+
+TOKENS = 1024
+SIZES = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 4}
+SIZES |= {"moe_intermediate_size": 192, "vocab_size": 2050}
+FULL = {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+#: name -> family, ranks, the one that is looked at, options
+CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    **{name: (name, 1, 0, {}) for name in families.SIZES},
+    "recompute": ("qwen3", 1, 0, FULL),
+    "tp2 sp": ("qwen3", 2, 0, TP2),
+    "tp2 sp recompute": ("glm4", 2, 0, TP2 | FULL),
+    "tp2 sp experts": ("glm4_moe", 2, 0, TP2),
+    "ep2": ("glm4_moe", 2, 1, {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    "cp2": ("qwen3", 2, 0, {"context_parallel_size": 2}),
+    "dp2": ("qwen3", 2, 1, {}),
+    "dp2 alone": ("qwen3", 2, 0, {"megatron": {"use_distributed_optimizer": False}}),
+    "pp2 first": ("qwen3", 2, 0, {"pipeline_model_parallel_size": 2}),
+    "pp2 last": ("qwen3", 2, 1, {"pipeline_model_parallel_size": 2}),
+}
+NEAR = 0.05  #: relative
+
+
+def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, int]:
+    """On a rank: bytes that are there between steps, and the peaks of its phases."""
+    from hpcrl.trainer.checkpoint.save_load import Position, everything
+    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.step import packing, passes, train_batch
+    from tests.support import fake_device
+    from tests.support.device_bytes import DeviceBytes
+    from tests.support.fused_layers import fused
+    from tests.support.shares import plain_sample, share_of
+
+    opts = options(path, n, fields)
+    split = opts.tensor_model_parallel_size if opts.sequence_parallel else 1
+    sent = (TOKENS // opts.context_parallel_size // split, 1, SIZES["hidden_size"])
+    with fake_device.FakeDevice(), fused(sent), DeviceBytes() as live:
+        policy = model.build(opts, fake_device.join(opts, rank))
+        batch = share_of([plain_sample(8, TOKENS - 8, group=i, index=0) for i in range(4)]).batch
+        packed = [packing.pack(batch, [row], policy.ranks, opts.sequence_parallel) for row in range(4)]
+        step = train_batch.StepTotals("a step", 4, 4 * (TOKENS - 8), True)
+        for _ in range(2):  # the first makes the optimizer's moments
+            live.peaks.clear()
+            with live.phase("log-probs"):
+                passes.logprobs(policy, opts, packed)
+            with live.phase("forward and backward"):
+                policy.model.zero_grad_buffer()
+                policy.optimizer.zero_grad()
+                passes.run(policy, packed, partial(train_batch._loss, policy, opts, step), forward_only=False)
+            with live.phase("optimizer step"):
+                policy.optimizer.prepare_grads()
+                model.take_step(policy.optimizer, 1.0)
+        found = {"state": live.now}
+        with live.phase("save"):
+            everything(policy, policy.ranks, Position(1, 1))
+    return found | live.peaks
+
+
+def options(path: str, n: int, fields: dict[str, Any]) -> Options:
+    return Options(
+        hf_checkpoint=path,
+        actor_num_gpus_per_node=n,
+        lr=1e-6,
+        loss_type="sft_loss",
+        rollout_max_response_len=TOKENS,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_phases_take_what_is_estimated(tmp_path: Path, case: str) -> None:
+    """What stays, and the peak of every phase that takes more, within 5 %; a save takes nothing of the device."""
+    family, n, rank, fields = CASES[case]
+    path = str(families.make(tmp_path, family, **SIZES))
+    found = on_fake_device(counted, path, n, rank, fields)
+    config = json.loads(Path(path, "config.json").read_text())
+    opts = options(path, n, fields)
+    stage = rank if opts.pipeline_model_parallel_size > 1 else 0
+    kind = find_family(config, "")
+    terms = rank_on(opts, kind, config, Layout.of(opts, SIZES["num_hidden_layers"]), stage)
+    allowed = sum(terms.gpu[name] for name in ALLOWANCES)
+    state = sum(terms.gpu[name] for name in ("weights", "gradients", "optimizer"))
+    assert state == pytest.approx(found["state"], rel=NEAR), "state"
+    assert found["save"] == found["state"], "a save gathers nothing on the device"
+    assert found["log-probs"] + allowed <= terms.total, "never the most"
+    for phase in ("forward and backward", "optimizer step"):
+        assert terms.phases[phase] - allowed == pytest.approx(found[phase], rel=NEAR), phase
