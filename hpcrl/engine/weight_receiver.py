@@ -1,10 +1,11 @@
 """The receiving end of weight updates, inside vLLM's workers (loaded there through --worker-extension-cls).
 
-What is loaded is received by one of receivers/. Here are a few calls for POST
-/collective_rpc: what the engine holds, whether it holds what was sent, giving up an update.
+What is loaded is received by one of receivers/. Here are a few calls for POST /collective_rpc: what the engine holds,
+whether it holds what was sent, giving up an update.
 
-Invariants: those of weight_loading.py; importing this does nothing; nothing from the wire is unpickled or imported by
-name; no worker outlives its server.
+Invariants: those of weight_loading.py; what loads or puts back weights does so with vLLM's configuration set, as in
+vLLM's own update, since kernels of FP8 experts are made again with each load and ask for it; importing this does
+nothing; nothing from the wire is unpickled or imported by name; no worker outlives its server.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 import msgspec
+from vllm.config import VllmConfig, set_current_vllm_config
 
 from hpcrl.engine.cpu_build import give_back
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
@@ -51,6 +53,7 @@ class WorkerExtension:
         return super().__new__(cls)
 
     model_runner: Any
+    vllm_config: VllmConfig
     rank: int
     weight_transfer_engine: Receiver
     _weight_update_active: bool
@@ -106,7 +109,8 @@ class WorkerExtension:
             raise UpdateRejected("the plan of pieces was not made known")
         reader = self._hpcrl_pieces = self._hpcrl_joining.result(JOINING)
         try:
-            self.weight_transfer_engine.take_pieces(reader, what == "changes")
+            with set_current_vllm_config(self.vllm_config):
+                self.weight_transfer_engine.take_pieces(reader, what == "changes")
         except BaseException:
             self._hpcrl_leave()
             raise
@@ -163,7 +167,8 @@ class WorkerExtension:
         """
         self._hpcrl_leave()
         engine = self.weight_transfer_engine
-        engine.put_back()
+        with set_current_vllm_config(self.vllm_config):
+            engine.put_back()
         mixed = engine.mixed or engine.unfinished
         self._weight_update_active = False
         return {"worker": self._hpcrl_name, "mixed": mixed}
