@@ -49,7 +49,7 @@ def rollouts(policy: Any, others: Any, opts: Options, first: int, last: int) -> 
     for rollout in range(first, last):
         metrics = train_batch.train(policy, policy.ranks, opts, mine, others.of_share(rollout, rollout))
         others.trained(rollout + 1)
-        found.append({name: value for name, value in metrics.items() if "time" not in name})
+        found.append({name: value for name, value in metrics.items() if not name.startswith("perf/")})
     return found
 
 
@@ -224,6 +224,6 @@ def test_old_actor_is_the_sampling_policy(tmp_path: Path, model: Path) -> None:
     difference = "train/train_rollout_logprob_abs_diff"
     assert late[difference] == first[difference], "of the weights that sampled"
     assert abs(late["train/ppo_kl"]) > 1e-3 and first["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
-    names = [name for name in late if "time" not in name]
+    names = [name for name in late if not name.startswith("perf/")]
     assert [resumed[name] for name in names] == [late[name] for name in names]
     assert "sampled under policy version 0, the trainer is at 2" in error and "older ones it keeps 1, 2" in error

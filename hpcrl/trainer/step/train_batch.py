@@ -91,8 +91,8 @@ def train(
         version: of the policy; None: that which sampled the share.
 
     Returns:
-        Metrics, the same on every rank but for the time: of several steps the mean, of tokens the sum, of a maximum the
-        maximum, of the learning rate the last.
+        Metrics, the same on every rank but for the time and what is divided by it: of several steps the mean, of tokens
+        the sum, of a maximum the maximum, of the learning rate the last.
 
     Raises:
         HpcrlError: before a weight changes, if the batch does not fit the model, loss or gradient is not finite, or the

@@ -457,9 +457,14 @@ def _correction(log_ratio: torch.Tensor, mask: torch.Tensor, opts: Options) -> t
 # ---- the loss depends on the batch alone
 
 
+RATES = ("perf/train_tokens_per_sec", "perf/mfu")
+
+
 def same_everywhere(found: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """The metrics, which must be equal on every rank but for the time."""
-    rows = [[{k: v for k, v in row.items() if "time" not in k} for row in rank] for rank in found]
+    """The metrics, which must be equal on every rank but for the time, and for what is divided by it."""
+    rows = [
+        [{k: v for k, v in row.items() if "time" not in k and not k.endswith(RATES)} for row in rank] for rank in found
+    ]
     assert all(row == rows[0] for row in rows)
     return rows[0]
 
