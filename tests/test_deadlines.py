@@ -56,6 +56,10 @@ ENDED = {
     ("weights/pieces/piece_sender.py", "arriving.wait()"): OWN,
     ("weights/pieces/piece_sender.py", "transfer.wait()"): OWN,
     ("weights/pieces/resharded_update.py", "future.result()"): READY,
+    ("weights/pieces/peer_transport.py", "ending.result()"): READY,
+    ("selftest/checks/large_save.py", "torch.cuda.synchronize(device)"): WATCHED,
+    ("weights/pieces/device_transport.py", "starting.result()"): READY,
+    ("weights/pieces/choose_transport.py", "joined.result()"): READY,
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 
 import torch
@@ -60,9 +61,15 @@ def _joined(update_group: UpdateGroup, me: int, world: int, device: torch.device
     try:
         return joining.result(update_group.seconds)
     except Late:
+        joining.add_done_callback(_close)  # NCCL has no deadline: what comes of it after all is ended
         raise DeadlineError(
             f"not all members of the weight update came to NCCL within {update_group.seconds:.0f} s"
         ) from None
+
+
+def _close(joined: Future[NcclWire]) -> None:
+    if joined.exception() is None:
+        joined.result().close()
 
 
 def current_device() -> torch.device:

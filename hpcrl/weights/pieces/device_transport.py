@@ -19,12 +19,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
+from hpcrl.engines.fleet import in_thread
 from hpcrl.errors import PeerError
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.pieces.peer_transport import GLANCE, LEFT, PeerTransport, Transfer, named
@@ -147,9 +149,32 @@ class DeviceTransport(PeerTransport):
         if self.wire is None:
             raise PeerError("the group for weights was left")
         with named("exchanging weights", self.seconds):
-            done = self.wire.exchange([pair[:2] for pair in sends], [pair[:2] for pair in receives])
+            done = self._started(self.wire, [pair[:2] for pair in sends], [pair[:2] for pair in receives])
         for *_, part in (*sends, *receives):
             part.done = done
+
+    def _started(
+        self, wire: Wire, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> DeviceEvent:
+        """The group under way.
+
+        The first one of two members connects them, inside NCCL's call, for as long as it takes the other to come.  So
+        it is made in a thread, which `close` ends by aborting the wire; RuntimeError at the deadline, PeerError when a
+        member has left.
+        """
+        stream = torch.cuda.current_stream(wire.device) if wire.device.type == "cuda" else None
+
+        def start() -> DeviceEvent:
+            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                return wire.exchange(sends, receives)
+
+        starting = in_thread(start)
+        end = Deadline(self.seconds)
+        while wait([starting], timeout=GLANCE).not_done:
+            if end.over:
+                raise RuntimeError("timed out")
+            self.check()
+        return starting.result()
 
     def check(self) -> None:
         """Raise PeerError if a member has left."""
