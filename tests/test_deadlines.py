@@ -53,6 +53,7 @@ ENDED = {
     ("weights/gloo_group.py", "work.wait()"): READY,
     ("engine/weight_receiver.py", "joined.result()"): READY,
     ("engine/weight_receiver.py", "self._hpcrl_joining.result()"): READY,
+    ("weights/pieces/choose_transport.py", "joining.result()"): "it is done: the loop before ends when it is",
     ("weights/pieces/piece_sender.py", "arriving.wait()"): OWN,
     ("weights/pieces/piece_sender.py", "transfer.wait()"): OWN,
     ("weights/pieces/resharded_update.py", "future.result()"): READY,

@@ -134,10 +134,16 @@ def leave(seconds: float = LEAVING) -> bool:
     A thread of NCCL's asks the store once a second, and ours is Python's: at the interpreter's end that thread may wait
     for ever, or abort the process.
     """
-    leaving = threading.Thread(target=shutdown, daemon=True)
+    ended = threading.Event()
+
+    def end() -> None:
+        shutdown()
+        ended.set()
+
+    leaving = threading.Thread(target=end, daemon=True)
     leaving.start()
     leaving.join(seconds)
-    return not leaving.is_alive()
+    return ended.is_set()
 
 
 def check_world(options: Options, world: int) -> None:

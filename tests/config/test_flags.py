@@ -504,6 +504,16 @@ def test_what_differs_from_the_defaults() -> None:
         ({"weight_update": "delta", "weight_transfer": "nccl"}, "--weight-transfer nccl sends from"),
         ({"weight_update": "delta", "weight_transfer": "disk"}, "over --weight-transfer disk is whole tensors"),
         (
+            {
+                "weight_transfer": "disk",
+                "check_weight_update_equal": True,
+                "rollout_num_gpus": 2,
+                "rollout_num_gpus_per_engine": 2,
+                "vllm": {"data_parallel_size": 2},
+            },
+            "data-parallel parts alone",
+        ),
+        (
             {"weight_transfer": "ipc"},
             "engines on the trainer's.*--colocate is not given; give --colocate",
         ),

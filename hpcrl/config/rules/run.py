@@ -128,6 +128,12 @@ def check_weights(o: Options) -> None:
             f"--weight-update {o.weight_update}: what goes over --weight-transfer disk is whole tensors",
             "leave one of them out",
         )
+    if o.weight_transfer == "disk" and o.check_weight_update_equal and o.engine_data_parallel_size > 1:
+        raise UsageError(
+            "--check-weight-update-equal: over --weight-transfer disk the first of an engine's data-parallel parts "
+            "alone could be asked",
+            "leave one of them out",
+        )
     if o.weight_transfer == "ipc":
         _check_ipc(o)
 

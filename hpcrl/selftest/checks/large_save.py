@@ -66,21 +66,22 @@ def work(place: CheckContext) -> Outcome:
     write_config(path, **sizes)
     options = trainer_model.alone_options(path, gpu)
     policy = model.build(options, parallel_state.initialize(options, torch.distributed.HashStore()))
-    trainer_model.backward(policy)
-    policy.optimizer.step()
+    _step(policy)
     before = _digest(policy)
     numbers: dict[str, Number] = {"parameters": sum(p.numel() for p in policy.module.parameters())}
     target = place.directory / "checkpoints"
     saved = lambda: save_load.save(policy, policy.ranks, target, save_load.Position(1, 1), "selftest")  # noqa: E731
     numbers |= _measured("save", place.device, saved)
-    with torch.no_grad():
-        for parameter in policy.module.parameters():
-            parameter.zero_()
+    _step(policy)  # changes weights, their fp32 copies and moments
+    after = _digest(policy)
     loaded = lambda: save_load.load_checkpoint(policy, policy.ranks, save_load.step(target, 1), "selftest")  # noqa: E731
     numbers |= _measured("load", place.device, loaded)
     shutil.rmtree(target, ignore_errors=True)
     if _digest(policy) != before:
         return Outcome("failed", "the weights that were read are not those that were written", numbers)
+    _step(policy)
+    if _digest(policy) != after:
+        return Outcome("failed", "the optimizer's state that was read is not that which was written", numbers)
     return judge(numbers, gpu)
 
 
@@ -95,6 +96,12 @@ def judge(numbers: dict[str, Number], gpu: bool) -> Outcome:
     ]
     fits = all(numbers[f"{name}_extra_bytes"] <= SPARE for name in ("save", "load"))  # type: ignore[operator]
     return Outcome("passed" if fits else "failed", "; ".join([shown, *parts]), numbers)
+
+
+def _step(policy: Any) -> None:
+    """The same gradient for the same weights, so the same step for the same state."""
+    trainer_model.backward(policy)
+    policy.optimizer.step()
 
 
 def _digest(policy: Any) -> list[float]:

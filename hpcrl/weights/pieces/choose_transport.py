@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import Future, wait
 
 import torch
 
 from hpcrl.engines.fleet import in_thread
-from hpcrl.errors import DeadlineError
+from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.gloo_group import GlooGroup
 from hpcrl.weights.pieces.device_memory import DeviceMemory, HostMemory
 from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory, IpcTransport
-from hpcrl.weights.pieces.peer_transport import PeerTransport
+from hpcrl.weights.pieces.peer_transport import GLANCE, PeerTransport, has_left
 from hpcrl.weights.pieces.wire import UpdateGroup
 
 
@@ -41,30 +41,37 @@ def choose_transport(
     members = group, me, update_group.ranks, update_group.seconds
     if update_group.ipc:
         wire = (
-            _joined(update_group, me, update_group.ranks, device)
+            _joined(update_group, me, update_group.ranks, device, group)
             if update_group.nccl and me < update_group.ranks
             else None
         )
         return IpcTransport(*members, wire=wire, exported_memory=exported_memory or ExportedMemory(memory_of(device)))
     if not update_group.nccl:
         return PeerTransport(*members)
-    return DeviceTransport(*members, wire=_joined(update_group, me, update_group.world, device))
+    return DeviceTransport(*members, wire=_joined(update_group, me, update_group.world, device, group))
 
 
-def _joined(update_group: UpdateGroup, me: int, world: int, device: torch.device) -> NcclWire:
+def _joined(update_group: UpdateGroup, me: int, world: int, device: torch.device, group: GlooGroup) -> NcclWire:
     """NCCL's wire.
+
+    Args:
+        group: in whose store a member that will not come says so.
 
     Raises:
         DeadlineError: if not all members come to it in time.
+        PeerError: if one has left.
     """
     joining = in_thread(lambda: NcclWire(base64.b64decode(update_group.nccl), me, world, device))
-    try:
-        return joining.result(update_group.seconds)
-    except Late:
-        joining.add_done_callback(_close)  # NCCL has no deadline: what comes of it after all is ended
-        raise DeadlineError(
-            f"not all members of the weight update came to NCCL within {update_group.seconds:.0f} s"
-        ) from None
+    end = Deadline(update_group.seconds)
+    while wait([joining], timeout=GLANCE).not_done:
+        if end.over or has_left(group.store):
+            joining.add_done_callback(_close)  # NCCL has no deadline: what comes of it after all is ended
+            if end.over:
+                raise DeadlineError(
+                    f"not all members of the weight update came to NCCL within {update_group.seconds:.0f} s"
+                )
+            raise PeerError("a member left before all had come to NCCL")
+    return joining.result()
 
 
 def _close(joined: Future[NcclWire]) -> None:

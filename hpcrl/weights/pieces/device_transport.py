@@ -181,7 +181,7 @@ class DeviceTransport(PeerTransport):
         if self.group.group is None or self.group.store.check([LEFT]):
             raise PeerError("a member left")
 
-    def close(self) -> None:
+    def leave(self) -> None:
         if self.group.group is None:
             return
         with contextlib.suppress(RuntimeError):  # the store may have gone with rank 0
@@ -190,7 +190,7 @@ class DeviceTransport(PeerTransport):
         self.wire = None
         if wire is not None:
             wire.close()
-        super().close()
+        super().leave()
 
 
 def unique_id() -> bytes:

@@ -87,6 +87,14 @@ class MessageMemory(Protocol):
     def close(self) -> None: ...
 
 
+def has_left(store: Any) -> bool:
+    """Whether a member of the group that meets in a store has left, or the store has ended."""
+    try:
+        return store.check([LEFT])
+    except RuntimeError:
+        return True
+
+
 @contextlib.contextmanager
 def named(what: str, seconds: float) -> Iterator[None]:
     """Turn gloo's errors into DeadlineError and PeerError."""
@@ -176,6 +184,7 @@ class PeerTransport:
         Raises:
             PeerError: if another member has left.
         """
+        self._open_group()
         if self._watch is None:
             self._watch = threading.Thread(target=self._look, args=(self.group.store,), daemon=True)
             self._watch.start()
@@ -193,16 +202,10 @@ class PeerTransport:
     def _look(self, store: Any) -> None:
         """Until this member leaves: leave once another has, or the store has ended, in the middle of an update."""
         pause = threading.Event()
-        while self.group.group is not None:
-            pause.wait(max(GLANCE, self.group.group.size() / MEMBERS))
-            if not self._active.is_set():
-                continue
-            try:
-                left = store.check([LEFT])
-            except RuntimeError:
-                left = True
-            if left:
-                self.close()
+        while (group := self.group.group) is not None:
+            pause.wait(max(GLANCE, group.size() / MEMBERS))
+            if self._active.is_set() and has_left(store):
+                self.leave()  # memory stays open: the update's own thread may be reading it
 
     def _open_group(self) -> Any:
         if self.group.group is None:
@@ -221,7 +224,12 @@ class PeerTransport:
         return f"trainer rank {member}" if member < self.ranks else f"engine worker {member - self.ranks}"
 
     def close(self) -> None:
-        """Leave the group: what is under way here fails, and members that wait for this one get an error."""
+        """Leave the group and give up what of others' memory was opened; called by who uses it."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the group: what is under way here fails, and members that wait for this one get an error.  From any
+        thread."""
         group = self.group.group
         if group is None:
             return

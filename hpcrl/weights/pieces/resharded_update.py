@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hpcrl.config.options import Options
 from hpcrl.engines.fleet import GLANCE, EngineBroadcast, EngineLost, PendingCalls, in_thread
-from hpcrl.errors import DeadlineError, PeerError, UsageError
+from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.queue.auth import server_keys
 from hpcrl.redistribution.plan import Redistribution, carriers
 from hpcrl.rendezvous.server import StoreServer
@@ -195,7 +195,10 @@ class ReshardedUpdate:
         except BaseException as error:
             self.plan = None  # a group in which something failed is not used again
             source.abort()
+            self._leave()  # members that meet in the store, or look at it, learn that nothing will come
             wait([future, *pending.futures], timeout=ENDING)
+            if not future.done():  # it may still be in a collective of the ranks, where nothing else can begin
+                raise HpcrlError(f"the ranks did not give up an update within {ENDING:.0f} s: {error}") from error
             if isinstance(error, PeerError) and not isinstance(error, EngineLost):
                 raise MemberFailed(_causes(error, pending)) from error
             raise

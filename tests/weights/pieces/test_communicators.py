@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.pieces.choose_transport import choose_transport
 from hpcrl.weights.pieces.device_transport import DeviceTransport, NcclWire
+from hpcrl.weights.pieces.peer_transport import LEFT
 from hpcrl.weights.pieces.wire import DATA, UpdateGroup
 from tests.weights.pieces.test_pieces import closed, members  # noqa: F401
 
@@ -27,13 +29,14 @@ class Nccl:
     """All communicators of a test.
 
     Attributes:
-        open: those that were made and not aborted.
+        open: those that were made and not aborted; made: how many there were.
         hangs: their calls return only once they are aborted, as those of a member whose peer never comes.
         late: seconds until one is made.
     """
 
     def __init__(self) -> None:
         self.open = set[Communicator]()
+        self.made = 0
         self.hangs = False
         self.late = 0.0
 
@@ -41,6 +44,7 @@ class Nccl:
         time.sleep(self.late)
         made = Communicator(self)
         self.open.add(made)
+        self.made += 1
         return made
 
 
@@ -137,3 +141,16 @@ def test_a_communicator_that_comes_too_late(nccl: Nccl) -> None:
     assert len(nccl.open) == 1, "the first one is gone"
     made.close()
     assert not nccl.open
+
+
+def test_joining_ends_when_a_member_leaves(nccl: Nccl) -> None:
+    """Of members of which one will never come to NCCL, the others know from the store, long before the deadline."""
+    nccl.late = 2.0
+    mine, other = members(2, 1)
+    other.group.store.set(LEFT, "1")
+    with pytest.raises(PeerError, match="a member left"):
+        choose_transport(mine.group, 0, UpdateGroup("h", 1, 1, 1, 60, base64.b64encode(bytes(128)).decode()), DEVICE)
+    deadline = Deadline(20)
+    while (nccl.made == 0 or nccl.open) and not deadline.over:
+        time.sleep(0.05)
+    assert nccl.made == 1 and not nccl.open, "what came of it after all is ended"

@@ -319,3 +319,23 @@ def test_cuda_functions_as_declared(tmp_path: Path) -> None:
     ):
         with pytest.raises(PeerError, match=f"{message}.*--weight-transfer shm"):
             what()
+
+
+def test_memory_stays_open_until_its_user_closes_it() -> None:
+    """The thread that sees another member leave ends the group alone: the update's own may still be reading."""
+
+    class Recorded(HostMemory):
+        closed = 0
+
+        def close(self, block: object) -> None:
+            self.closed += 1
+
+    memory = Recorded()
+    rank, other = members(2, 1)
+    mine = IpcTransport(rank.group, 0, 1, 20, exported_memory=ExportedMemory(memory))
+    mine._opened.append(memory.allocate(64))
+    mine.leave()
+    assert memory.closed == 0 and mine.group.group is None
+    mine.close()
+    other.close()
+    assert memory.closed == 1

@@ -17,9 +17,11 @@ import pytest
 import torch
 import zmq
 
+from hpcrl.config.options import Options
 from hpcrl.engine.pieces.assembly import Assembly
 from hpcrl.engine.pieces.part_tensor import PartMissing, PartTensor, part_tensor
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver
+from hpcrl.engines.fleet import EngineLost
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.models.slicing import SourceRectangle
 from hpcrl.queue.auth import ClientKeys, ServerKeys
@@ -35,7 +37,7 @@ from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
 from hpcrl.weights.pieces.piece_sender import PieceSender
 from hpcrl.weights.pieces.planning import HeldTensor, coded, layouts_of
-from hpcrl.weights.pieces.resharded_update import send_targets
+from hpcrl.weights.pieces.resharded_update import ReshardedUpdate, send_targets
 from hpcrl.weights.pieces.wire import (
     HALVES,
     READY,
@@ -341,6 +343,32 @@ def test_update_ends_with_another_member(sign: str) -> None:
             waiting.result(15)
     with pytest.raises(PeerError, match="was left"):
         posts[1].tell(0, READY)
+
+
+def test_an_engine_lost_while_joining_ends_the_joins() -> None:
+    """Ranks that wait in the group's store for an engine that is gone are told, before rank 0 asks anything else of
+    them."""
+    (member,) = members(1, 1)
+    store = member.group.store
+    update = ReshardedUpdate(SimpleNamespace(), [], Options(), None, HERE)
+    update.store = SERVERS.pop()
+    ended = Event()
+
+    def join() -> None:
+        try:
+            store.wait(["of an engine that never comes"])
+        finally:
+            ended.set()
+
+    class Pending:
+        futures = ()
+
+        def check(self) -> None:
+            raise EngineLost("engine 1 died", [])
+
+    with pytest.raises(EngineLost, match="engine 1 died"):
+        update._watched(SimpleNamespace(abort=lambda: None), join, Pending())
+    assert ended.is_set() and update.store is None
 
 
 def test_incomplete_plan_is_refused() -> None:
