@@ -18,7 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 #: the house from the ground up: a room (or a file of the ground floor) imports only what lies on floors below its own
 FLOORS = (
     {"__init__", "errors", "plain_text"},
-    {"untrusted_files", "findings", "shipped_files", "toolbox"},
+    {"untrusted_files", "findings", "shipped_files", "toolbox", "device_copies"},
     {"config", "heartbeat", "pickles", "processors", "sample", "token_frames"},
     {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},

@@ -80,7 +80,7 @@ def _with_kl(batch: RolloutBatch, options: Options, name: str) -> RolloutBatch:
     declared = find_algorithm_file("estimators", name)
     if declared is None or declared.kl == "token":
         return replace(batch, kl_penalty=penalty)
-    owner = torch.repeat_interleave(batch.own, batch.lengths)
+    owner = batch.spread(batch.own)
     sums = batch.total(torch.zeros_like(batch.reward).index_add_(0, owner, penalty))
     return replace(batch, reward=batch.reward - batch.response_sum(sums), kl_penalty=none)
 

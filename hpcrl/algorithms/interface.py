@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +74,13 @@ class RolloutBatch:
         """For each sample the sum of `values` over the responses of its group, each the mean of its samples."""
         if self.response is not None:
             values = values * self._share
-        _, place = torch.unique(self.group, return_inverse=True)
-        sums = values.new_zeros(int(place.max()) + 1 if len(place) else 0).index_add_(0, place, values)
-        return sums[place]
+        place = self._places
+        return values.new_zeros(len(values)).index_add_(0, place, values)[place]  # no more groups than samples
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """int64 [n]: of the groups, numbered from 0, the one that each sample is of."""
+        return torch.unique(self.group, return_inverse=True)[1]
 
     @property
     def group_size(self) -> Tensor:
@@ -111,13 +116,17 @@ class RolloutBatch:
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """[n] -> [t]: each own token gets its sample's value."""
-        return torch.repeat_interleave(values[self.own], self.lengths)
+        return self.spread(values[self.own])
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[m] -> [t]: each own token gets its own sample's value."""
+        return torch.repeat_interleave(values, self.lengths, output_size=len(self.mask))  # else the device is asked
 
     @property
     def last(self) -> Tensor:
         """bool [t]: the last trained token of each own response, where its reward is paid; none where nothing is
         trained."""
-        owner = torch.repeat_interleave(torch.arange(len(self.own), device=self.mask.device), self.lengths)[self.mask]
+        owner = self.spread(torch.arange(len(self.own), device=self.mask.device))[self.mask]
         places = self.mask.nonzero()[:, 0]
         ends = torch.cat([owner[1:] != owner[:-1], owner.new_ones(min(1, len(owner)), dtype=torch.bool)])
         found = torch.zeros_like(self.mask)
@@ -155,7 +164,7 @@ class TokenBatch:
         reference: [r], the reference's log-probs, or None.
         divergence: [r], the KL to the teacher over the whole vocabulary, or None.
         pg_weights: [r], as weights, for the policy-gradient term alone (a custom reducer), or None: `weights`.
-        group: int64 [m] of the samples; only a loss that compares samples (dpo) reads it.
+        group: int64 [m] of the samples, in host memory; only a loss that compares samples (dpo) reads it.
         reward: float [m] of the samples, for the same.
         comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of
             mismatch.

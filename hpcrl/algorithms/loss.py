@@ -21,6 +21,7 @@ from hpcrl.config.custom_functions import guarded
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own
 from hpcrl.config.rules.algorithm_needs import policy_loss_name
+from hpcrl.device_copies import to_device
 from hpcrl.errors import DataError, HpcrlError, UsageError
 
 DIFFERENCE = "train_rollout_logprob_abs_diff"
@@ -262,7 +263,7 @@ def _pairs(tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
     is)."""
     if tokens.group is None or tokens.reward is None:
         raise UsageError("--loss-type dpo_loss needs group and reward of each sample")
-    order = torch.argsort(tokens.group, stable=True)
+    order = torch.argsort(tokens.group, stable=True)  # on the host, as all of it: a GPU would be waited for
     pairs = order.view(-1, 2) if len(order) % 2 == 0 else order[:0].view(-1, 2)
     groups = tokens.group[pairs]
     if (
@@ -275,6 +276,7 @@ def _pairs(tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         )
     partner = torch.empty_like(order)
     partner[pairs[:, 0]], partner[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
+    partner = to_device(partner, tokens.reward.device)
     return partner, tokens.reward > tokens.reward[partner], tokens.reward == tokens.reward[partner]
 
 

@@ -46,5 +46,5 @@ def discounted_sums(batch: RolloutBatch, values: Tensor, factor: float) -> Tenso
 
 def _steps(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Places of the trained tokens in [t], and which own response each belongs to."""
-    owner = torch.repeat_interleave(torch.arange(len(batch.own), device=batch.mask.device), batch.lengths)
+    owner = batch.spread(torch.arange(len(batch.own), device=batch.mask.device))
     return batch.mask.nonzero()[:, 0], owner[batch.mask]

@@ -31,5 +31,7 @@ Stand-ins where the real part cannot be had, or must misbehave
 Looking
     prompt_walk        which files a process enters between two calls
     rundirs, screens, live_bytes        run directories as launchers leave them; what a terminal shows; bytes of tensors alive
+    trained_on_fake    one rollout trained on the fake device, and the waits that it took
+    allowed_waits      where the host may wait for the device, how often, and why
     device_bytes       bytes that are alive on the fake device, by phase
 """

@@ -36,6 +36,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -44,7 +45,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 NAME = "acc"  #: not "cuda": torch for the CPU has no guard for CUDA devices, views and backward passes fail there
 BACKEND = "fake"
@@ -77,13 +78,35 @@ class Sync:
 Answer = Callable[[FrameType, torch.Tensor], Any]
 
 
+def balanced(total: int, parts: torch.Tensor) -> torch.Tensor:
+    """`total` laid out over as many parts as evenly as it can be, in the shape of `parts`."""
+    each, rest = divmod(total, parts.numel())
+    return torch.tensor([each + (part < rest) for part in range(parts.numel())]).view(parts.shape)
+
+
+def _of_experts(frame: FrameType, counts: torch.Tensor) -> torch.Tensor:
+    """How many rows go to each expert or rank, in Megatron's dispatcher of tokens: equally many."""
+    dispatcher = frame.f_locals["self"]
+    own = counts is dispatcher.input_splits or counts is dispatcher.output_splits
+    return balanced(dispatcher.num_out_tokens * (1 if own else dispatcher.tp_size), counts)
+
+
+#: what Megatron reads, so that its layers go on with amounts that fit together
+MEGATRONS: dict[tuple[str, str], Answer] = {
+    ("moe/token_dispatcher.py", "_maybe_dtoh_and_synchronize"): _of_experts,
+    ("moe/moe_utils.py", "permute"): lambda frame, _: frame.f_locals["num_out_tokens"],
+}
+
+
 def install() -> None:
     """Make the device, once in a process and before anything imports Megatron."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
     from hpcrl.trainer.megatron import cpu_shim
 
-    _setup_privateuseone_for_python_backend(NAME)
+    module = _DummyBackendModule()
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # type: ignore[attr-defined]
+    _setup_privateuseone_for_python_backend(NAME, module)
     cpu_shim.install(NAME)
     dist.Backend.backend_capability[BACKEND].append(NAME)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes a CPU tensor and copies it
@@ -121,7 +144,7 @@ class FakeDevice:
         """Args: packages: of `capabilities.PARTS` that the machine is to have."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.syncs: list[Sync] = []
-        self.answers: dict[tuple[str, str], Answer] = {}
+        self.answers: dict[tuple[str, str], Answer] = dict(MEGATRONS)
         self._packages = frozenset(packages)
         self._pinned: dict[int, torch.UntypedStorage] = {}
 
@@ -218,6 +241,8 @@ class _Operations(TorchDispatchMode):
             return float(found or 0) if args[0].dtype.is_floating_point else found or 0
         if func in (aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default):
             self._masked(*args)
+        if func.namespace == "c10d" and len(func._schema.returns) == 1:  # of some there is no fake one
+            return FakeWork().boxed()
         try:
             with self.owner.fake:
                 return func(*args, **kwargs)
@@ -274,17 +299,23 @@ class _Operations(TorchDispatchMode):
         """What has a size, or a value, that only the device knows."""
         tensor = next(a for a in tree_flatten(args)[0] if isinstance(a, FakeTensor))
         found = self.owner.read(str(func), tensor)
-        if found is None and func is aten._unique2.default:  # of numbers that are all different
-            with self.owner.fake:
+        with self.owner.fake:
+            if func is aten._unique2.default:  # of numbers that are all different
                 places = torch.empty(tensor.shape, dtype=torch.int64, device=device())
                 return tensor.flatten(), places, places.flatten()
-        if found is None:
-            raise RuntimeError(f"only the device knows what is read: {self.owner.syncs[-1]}")
-        return found
+            if func is aten.nonzero.default:  # masks are full
+                return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.int64, device=device())
+            if func is aten.masked_select.default:
+                return tensor.new_empty(tensor.numel() if found is None else found)
+            if func is aten.index.Tensor and len(args[1]) == 1:
+                return tensor.clone()
+            if func is aten.bincount.default:
+                return tensor.new_empty(tensor.numel())
+        raise RuntimeError(f"only the device knows what is read: {self.owner.syncs[-1]}")
 
 
 class _Functions(TorchFunctionMode):
-    """What never reaches an operation, or in which a device of Python's differs from CUDA's."""
+    """What never reaches an operation.  In the thread that asked alone: torch's engine takes no such mode along."""
 
     def __init__(self, owner: FakeDevice) -> None:
         super().__init__()
@@ -292,14 +323,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.is_cuda.__get__:
-            return args[0].device.type == NAME
-        if func is torch.Tensor.record_stream:
-            return None
-        if func is torch.Tensor.is_pinned:
-            return self.owner.is_pinned(args[0])
-        if func is torch.Tensor.pin_memory:
-            return args[0] if self.owner.is_pinned(args[0]) else self.owner.pin(args[0].clone())
+        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple)):
+            args = (tree_map_only(FakeTensor, torch.Tensor.item, args[0]), *args[1:])  # asks where no mode looks
         if kwargs.pop("pin_memory", False):
             return self.owner.pin(func(*args, **kwargs))
         return func(*args, **kwargs)
@@ -308,13 +333,21 @@ class _Functions(TorchFunctionMode):
 def _replaced(owner: FakeDevice, packages: frozenset[str]) -> Callable[[], None]:
     """Let the machine have a GPU with `packages`, groups of any backend be fake, and synchronize() be seen; gives what
     puts all of it back."""
+    from hpcrl.trainer.megatron import host_memory
     from hpcrl.trainer.megatron.capabilities import Machine
 
     stock_group = dist.new_group
     changes: list[tuple[Any, str, Any]] = [
         (Machine, "here", staticmethod(lambda: Machine(True, packages))),
         (dist, "new_group", lambda *args, **more: stock_group(*args, **more | {"backend": BACKEND})),
+        (host_memory, "is_plain", lambda tensor: type(tensor) in (torch.Tensor, FakeTensor)),
         (torch.nn.Module, "_apply", _apply),
+        (torch.Tensor, "record_stream", lambda *_: None),
+        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (torch.Tensor, "is_pinned", lambda tensor, *_: owner.is_pinned(tensor)),
+        (torch.Tensor, "pin_memory", lambda tensor, *_: tensor if tensor.is_pinned() else owner.pin(tensor.clone())),
+        (FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == NAME)),
+        (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),  # its own asks for every number
         (torch.cuda, "synchronize", lambda *_: owner.wait("synchronize the device")),
         (torch.cuda.Stream, "synchronize", lambda *_: owner.wait("synchronize a stream")),
         (torch.cuda.Event, "synchronize", lambda *_: owner.wait("synchronize an event")),

@@ -5,8 +5,9 @@ Megatron-core (0.16 to 0.19) is written for CUDA: it asks torch.cuda for the cur
 there is no CUDA it puts the CPU in its place, or in tests a device that knows shapes alone
 (tests/support/fake_device.py).
 
-Invariants: where CUDA is present nothing of torch or of Megatron's computing is replaced; every replacement below says
-what breaks without it; no other module of hpcrl replaces anything in a third-party package of the trainer.
+Invariants: where CUDA is present nothing of torch is replaced, and of Megatron's computing the rotary embedding of
+packed sequences alone (packed_rope.py); every replacement says what breaks without it; no other module of hpcrl
+replaces anything in a third-party package of the trainer.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ def install(device: str = CPU) -> None:
         _megatron_on(device)
         if device == CPU:
             _megatron_on_cpu()
+    from hpcrl.trainer.megatron import packed_rope
+
+    packed_rope.install()
     _router_repair()
     _checkpoint_repairs()
 
@@ -177,7 +181,7 @@ def _megatron_on(device: str) -> None:
 def _megatron_on_cpu() -> None:
     """Replace the functions that have no CPU meaning, or that gloo cannot do."""
     from hpcrl.trainer import collectives
-    from hpcrl.trainer.megatron import thd
+    from hpcrl.trainer.megatron import packed_rope
 
     moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
@@ -194,10 +198,7 @@ def _megatron_on_cpu() -> None:
     mappings._reduce_scatter_along_first_dim = _unless_equal(scatter, collectives.reduce_scatter_uneven)
 
     # The stock function pins memory, which needs CUDA.
-    rope.get_pos_emb_on_this_cp_rank = embedding.get_pos_emb_on_this_cp_rank = thd.rotary_table_of_cp_rank
-    # The stock function slices the table once per sequence, in Python, in every layer: 100 short sequences cost more
-    # than the attention itself.
-    rope._apply_rotary_pos_emb_thd = thd.rotate_packed
+    rope.get_pos_emb_on_this_cp_rank = embedding.get_pos_emb_on_this_cp_rank = packed_rope.rotary_table_of_cp_rank
 
 
 def _unless_equal(stock: Callable[..., Any], unequal: Callable[..., Any]) -> Callable[..., Any]:

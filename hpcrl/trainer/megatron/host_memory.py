@@ -51,7 +51,7 @@ class HostWeights:
 
     def __init__(self, policy: Policy, fill: Callable[[], object] | None = None, *, average: bool = False) -> None:
         self._policy = policy
-        if odd := next((name for name, value in weights(policy).items() if type(value) is not torch.Tensor), None):
+        if odd := next((name for name, value in weights(policy).items() if not is_plain(value)), None):
             raise UsageError(
                 f"{odd} is not a plain tensor, and of such weights no second set can be held",
                 "leave out fp8_param, or the reference model and the old actor",
@@ -114,6 +114,11 @@ class HostWeights:
             self._host[name].copy_(value)
             if self._average:
                 self._average[name].copy_(value)
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether all of the tensor is in its one piece of memory, as none is that Transformer Engine quantises."""
+    return type(value) is torch.Tensor
 
 
 def weights(policy: Policy) -> dict[str, torch.Tensor]:
@@ -192,7 +197,7 @@ class DeviceState:
         self._policies = tuple(policies)
         self._parked: dict[int, Parked] = {}
         for policy in self._policies:
-            if odd := next((name for name, value in weights(policy).items() if type(value) is not torch.Tensor), None):
+            if odd := next((name for name, value in weights(policy).items() if not is_plain(value)), None):
                 raise UsageError(
                     f"{odd} is not a plain tensor, and cannot be offloaded",
                     "leave out fp8_param, or give --no-offload-train",

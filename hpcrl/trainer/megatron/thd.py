@@ -1,12 +1,11 @@
-"""Packed sequences: which rows a rank holds, which keys each may see, how to batch them; attention and rotary embedding
-over them.  Pure: imports nothing of Megatron, so cpu_shim.py can use it before Megatron is patched.
+"""Packed sequences: which rows a rank holds, which keys each may see, how to batch them; attention over them.  Pure:
+imports nothing of Megatron.
 
 A packed micro-batch is a row of tokens; `cu` [0, end of sequence 1, end of sequence 2, ...] counts them over all
 context-parallel (CP) ranks, padding included.  Under CP every sequence is cut into 2 x CP chunks and rank r holds
 chunks r and 2 CP - 1 - r of each (zig-zag: causal attention then costs every rank the same).
 
-Invariants: a plan computes the same attention and gradients however it groups the sequences; rotary embeddings have
-Megatron's values.
+Invariant: a plan computes the same attention and gradients however it groups the sequences.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from hpcrl.device_copies import to_device
 
 #: measured on one core for heads x head size = 128, in microseconds: one attention call, one row, one (query, key) pair
 CALL = 150.0
@@ -45,13 +45,6 @@ def cp_indices(cu: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
     sizes = chunk.repeat_interleave(2)
     within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     return pieces.repeat_interleave(sizes) + within
-
-
-def positions(cu: tuple[int, ...], cp_size: int = 1, cp_rank: int = 0) -> torch.Tensor:
-    """Position of each row of a CP rank within its own sequence [rows / cp_size], int64."""
-    bounds = torch.tensor(cu)
-    starts = torch.repeat_interleave(bounds[:-1], bounds[1:] - bounds[:-1])
-    return (torch.arange(cu[-1]) - starts)[cp_indices(cu, cp_size, cp_rank)]
 
 
 @dataclass(frozen=True)
@@ -169,9 +162,13 @@ def plan(
         places[queries[real]] = offset + torch.arange(real.numel()).view_as(real)[real]
         offset += real.numel()
         buckets.append(
-            LengthBucket(queries.to(device), sources.to(device), mask.to(device) if mask is not None else None)
+            LengthBucket(
+                to_device(queries, device),
+                to_device(sources, device),
+                None if mask is None else to_device(mask, device),
+            )
         )
-    return AttentionPlan(tuple(buckets), places.to(device))
+    return AttentionPlan(tuple(buckets), to_device(places, device))
 
 
 @dataclass
@@ -205,9 +202,6 @@ def _key_rows(cu: tuple[int, ...], cp_size: int) -> torch.Tensor:
     return inverse
 
 
-# ---- attention
-
-
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
@@ -230,41 +224,3 @@ def _rows(x: torch.Tensor, index: torch.Tensor, whole: bool) -> torch.Tensor:
     """Rows of x [t, h, d] as [n, h, longest, d]."""
     rows = x if whole else x.index_select(0, index.flatten())
     return rows.view(*index.shape, *x.shape[1:]).transpose(1, 2)
-
-
-def rotary_table_of_cp_rank(table: Any, dim: int, group: Any) -> Any:
-    """The two zig-zag chunks of a rotary table along `dim` that this context-parallel rank holds."""
-    size = group.size()
-    rank = group.rank()
-    chunks = table.chunk(2 * size, dim)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
-
-
-def rotate_packed(
-    t: Any,
-    cu_seqlens: Any,
-    freqs: Any,
-    rotary_interleaved: bool = False,
-    multi_latent_attention: bool | None = None,
-    mscale: float = 1.0,
-    cp_group: Any = None,
-    mla_rotary_interleaved: bool = False,
-) -> Any:
-    """Rotary embedding of packed rows t [t, heads, d]; freqs [longest, 1, 1, rotary d]; cu_seqlens padded, not split by
-    CP.
-
-    The arguments for multi-latent attention have one name up to Megatron-core 0.18, and another from 0.19 on.
-    """
-    assert not (multi_latent_attention or mla_rotary_interleaved), "multi-latent attention takes another path"
-    rows = positions(tuple(cu_seqlens.tolist()), cp_group.size(), cp_group.rank())
-    cos, sin = ((f(freqs[:, 0]) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))  # [longest, 1, rotary d]
-    rotated = t[..., : cos.size(-1)]
-    rest = t[..., cos.size(-1) :]
-    if rotary_interleaved:  # pairs (0, 1), (2, 3), ...
-        other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
-    else:  # pairs (0, d/2), (1, d/2 + 1), ...: the sign goes into the table, the halves change places
-        half = cos.size(-1) // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        other = rotated.roll(half, -1)
-    rotated = rotated * cos[rows] + other * sin[rows]
-    return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated

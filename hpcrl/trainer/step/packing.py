@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from hpcrl.device_copies import to_device
 from hpcrl.errors import DataError
 from hpcrl.sample import SampleBatch
 from hpcrl.trainer.megatron.thd import cp_indices
@@ -51,7 +52,7 @@ class Packed:
         source: int64 [r], which of the share's response tokens it is.
         rollout: float32 [r], the engine's log-prob.
         counts: int64 [m], the mask sum of the response that each sample is of, whatever rank its tokens are on.
-        group: int64 [m].
+        group: int64 [m], in host memory.
         reward: float32 [m].
         bounds: int32 [m + 1], where each sequence ends with its padding, over all CP ranks.
         ends: the same on the host.
@@ -138,11 +139,20 @@ def pack(
         routed = routed[part]
     if sequence_parallel and experts is not None:  # a router sees its TP rank's rows
         routed = np.split(routed, ranks.tp_size)[ranks.tp_rank]
-    put = lambda array: torch.from_numpy(array).to(ranks.device)  # noqa: E731
-    of_samples = counts, batch.rows["group"][rows], batch.rows["reward"][rows].astype(np.float32)
-    of_rows = put(tokens)[None], put(positions)[None], *map(put, (places, *columns, *of_samples))
+    put = lambda array: to_device(array, ranks.device)  # noqa: E731
+    group = torch.from_numpy(batch.rows["group"][rows])
+    of_rows = put(tokens)[None], put(positions)[None], *map(put, (places, *columns, counts))
+    reward = put(batch.rows["reward"][rows].astype(np.float32))
     choices = None if experts is None else GivenChoices(experts, routed)
-    return Packed(*of_rows, put(bounds.astype(np.int32)), tuple(bounds.tolist()), int(padded.max()), choices=choices)
+    return Packed(
+        *of_rows,
+        group,
+        reward,
+        put(bounds.astype(np.int32)),
+        tuple(bounds.tolist()),
+        int(padded.max()),
+        choices=choices,
+    )
 
 
 def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.ndarray:

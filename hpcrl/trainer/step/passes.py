@@ -92,7 +92,7 @@ def hidden_states(policy: Policy, micro_batches: Sequence[Packed]) -> list[torch
 
     def body(packed: Packed, head: Head, _: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
         assert head.hidden is not None
-        return head.hidden.cpu()
+        return head.hidden.to("cpu", non_blocking=True)  # read by copies back, which come after it
 
     return run(policy, micro_batches, body, forward_only=True)
 

@@ -20,6 +20,7 @@ from hpcrl.algorithms.advantages import compute_advantages
 from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import Needs, needs, routing
+from hpcrl.device_copies import to_device
 from hpcrl.errors import DataError
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import PENDING, STATUSES, TRUNCATED, responses_of
@@ -123,7 +124,7 @@ def prepare(
             if column is not None:
                 columns[name] = column
                 _give(micro_batches, name, to_rows(column, micro_batches))
-    mask = torch.tensor(share.batch.loss_mask != 0, device=policy.ranks.device)
+    mask = to_device(share.batch.loss_mask != 0, policy.ranks.device)
     return Prepared(share, steps, _means(columns, mask) if columns else {})
 
 
@@ -163,7 +164,7 @@ def _teacher_column(
         raise DataError(
             f"the samples of rollout {share.rollout_id} bring no log-probs of a teacher, --use-opd needs them"
         )
-    return torch.tensor(share.batch.extra["teacher_logprobs"], device=policy.ranks.device)
+    return to_device(np.array(share.batch.extra["teacher_logprobs"]), policy.ranks.device)
 
 
 def _teacher_rows(
@@ -183,21 +184,21 @@ def _teacher_rows(
 
 def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor], wanted: Needs) -> RolloutBatch:
     """What an estimator sees: the table of all samples, and this data-parallel rank's responses."""
-    device = policy.ranks.device
     table = share.table
+    put = lambda array, kind=None: to_device(np.array(array, kind), policy.ranks.device)  # noqa: E731
     return RolloutBatch(
-        reward=torch.tensor(table["reward"], dtype=torch.float64, device=device),
-        group=torch.tensor(table["group"], device=device),
-        length=torch.tensor(table["response_length"], dtype=torch.int64, device=device),
-        truncated=torch.tensor(table["status"] == STATUSES.index(TRUNCATED), device=device),
-        own=torch.tensor(share.own, dtype=torch.int64, device=device),
-        mask=torch.tensor(share.batch.loss_mask != 0, device=device),
+        reward=put(table["reward"], np.float64),
+        group=put(table["group"]),
+        length=put(table["response_length"], np.int64),
+        truncated=put(table["status"] == STATUSES.index(TRUNCATED)),
+        own=put(share.own, np.int64),
+        mask=put(share.batch.loss_mask != 0),
         old=columns.get("log_probs"),
         reference=columns.get("ref_log_probs"),
         teacher=columns.get("teacher_log_probs"),
         values=columns.get("values"),
-        response=_responses(table, device),
-        baseline=torch.tensor(table["baseline"], dtype=torch.float64, device=device) if wanted.greedy else None,
+        response=_responses(table, policy.ranks.device),
+        baseline=put(table["baseline"], np.float64) if wanted.greedy else None,
         total=_over_data_parallel,
     )
 
@@ -207,7 +208,7 @@ def _responses(table: np.ndarray, device: torch.device) -> torch.Tensor | None:
     numbers = responses_of(table)
     if len(numbers) == 0 or numbers[-1] + 1 == len(numbers):
         return None
-    return torch.tensor(np.where(table["status"] == STATUSES.index(PENDING), -1, numbers), device=device)
+    return to_device(np.where(table["status"] == STATUSES.index(PENDING), -1, numbers), device)
 
 
 def _over_data_parallel(sums: torch.Tensor) -> torch.Tensor:

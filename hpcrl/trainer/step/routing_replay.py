@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpcrl.device_copies import to_device
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.models.routing import Routing
 from hpcrl.sample import SampleBatch
@@ -39,49 +40,85 @@ class Choices(Protocol):
     nothing is known, padding for instance.
     """
 
-    def of(self, layer: int) -> torch.Tensor:
-        """Integers [rows, experts a token], on the host."""
+    def table(self, layers: Sequence[int]) -> torch.Tensor:
+        """Integers [layers, rows, experts a token], on the host."""
 
 
 @dataclass(frozen=True)
 class GivenChoices:
     """Those that came with the samples.
 
-    Nothing is copied before a layer is asked for.
+    Nothing is copied before a pass asks for it.
 
     Attributes:
-        table: uint8 or uint16 [tokens of the share, layers, experts a token].
-        source: int64 [rows], which token of the table each row is, -1: none.
+        experts: uint8 or uint16 [tokens of the share, layers, experts a token].
+        source: int64 [rows], which of these tokens each row is, -1: none.
     """
 
-    table: np.ndarray
+    experts: np.ndarray
     source: np.ndarray
 
-    def of(self, layer: int) -> torch.Tensor:
-        found = np.zeros(
-            (len(self.source), self.table.shape[2]), np.uint8 if self.table.dtype == np.uint8 else np.int32
-        )
+    def table(self, layers: Sequence[int]) -> torch.Tensor:
+        narrow = np.uint8 if self.experts.dtype == np.uint8 else np.int32  # torch indexes by no uint16
+        found = np.zeros((len(layers), len(self.source), self.experts.shape[2]), narrow)
         known = self.source >= 0
-        found[known] = self.table[self.source[known], layer]
+        found[:, known] = self.experts[self.source[known]][:, layers].swapaxes(0, 1)
         return torch.from_numpy(found)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecordedChoices:
     """Those that a pass has made.
 
+    They are on the device until all of this rank's layers have chosen, and go to the host in one copy, which nothing
+    waits for: what reads it is a copy back, in the same stream.
+
     Attributes:
         dtype: the narrowest that holds them.
+        expected: layers of this rank with experts, in their order.
     """
 
     dtype: torch.dtype
-    layers: dict[int, torch.Tensor] = field(default_factory=dict)
+    expected: Sequence[int]
+    _of_layers: dict[int, torch.Tensor] = field(default_factory=dict)
+    _table: torch.Tensor | None = None
 
-    def of(self, layer: int) -> torch.Tensor:
-        return self.layers[layer]
+    def table(self, layers: Sequence[int]) -> torch.Tensor:
+        assert self._table is not None and list(layers) == list(self.expected), "the pass is over"
+        return self._table
 
     def put(self, layer: int, experts: torch.Tensor) -> None:
-        self.layers[layer] = experts.to(self.dtype).cpu()
+        self._of_layers[layer] = experts.to(self.dtype)
+        if len(self._of_layers) == len(self.expected):
+            whole = torch.stack([self._of_layers[layer] for layer in self.expected])
+            self._table = whole.to("cpu", non_blocking=True)
+            self._of_layers.clear()
+
+
+@dataclass
+class Tables:
+    """The choices of the latest micro-batches of a pass on the device, each copied once for all layers.
+
+    Attributes:
+        layers: this rank's layers with experts.
+        most: micro-batches that are kept; one that a recomputation needs again later is copied again.
+    """
+
+    batches: Sequence[Any]
+    layers: Sequence[int]
+    device: torch.device
+    most: int = 4
+    _held: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def of(self, number: int, layer: int) -> torch.Tensor:
+        """Integers [rows, experts a token] of a layer in micro-batch `number`."""
+        held = self._held.pop(number, None)
+        if held is None:
+            held = to_device(self.batches[number].choices.table(self.layers), self.device)
+        self._held[number] = held  # the latest is last
+        while len(self._held) > self.most:
+            del self._held[next(iter(self._held))]
+        return held[self.layers.index(layer)]
 
 
 @dataclass
@@ -114,9 +151,9 @@ class Chooser:
         difference: where to count what the replay changes, in the pass that is trained.
     """
 
-    def __init__(self, layer: int, batches: Sequence[Any], record: bool, difference: Difference | None) -> None:
+    def __init__(self, layer: int, tables: Tables, record: bool, difference: Difference | None) -> None:
         self.layer = layer
-        self._batches = batches
+        self._tables = tables
         self._record = record
         self._difference = difference
         self.calls: Counter[bool] = Counter()  # without and with gradients
@@ -134,28 +171,30 @@ class Chooser:
         RouterReplay."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        choices = self._next()
+        number = self._next()
         if self._record:
-            choices.put(self.layer, own)
+            self._tables.batches[number].choices.put(self.layer, own)
             return values, own
-        given = choices.of(self.layer)
+        given = self._tables.of(number, self.layer)
         if given.shape != own.shape:
             raise HpcrlError(
                 f"routing replay: experts of {list(given.shape)} for a router that chooses {list(own.shape)}"
             )
-        given = given.to(scores.device).long()
+        given = given.long()
         known = given[:, 0] != given[:, 1]
         if self._difference is not None and torch.is_grad_enabled():
             self._difference.add(own, given, known)
         taken = torch.where(known[:, None], given, own)
         return scores.gather(1, taken), taken
 
-    def _next(self) -> Any:
+    def _next(self) -> int:
+        """The number of the micro-batch that this call is for."""
         number = self.calls[torch.is_grad_enabled()]
         self.calls[torch.is_grad_enabled()] += 1
-        if number >= len(self._batches):
-            raise HpcrlError(f"routing replay: a router was asked for more than the {len(self._batches)} micro-batches")
-        return self._batches[number].choices
+        most = len(self._tables.batches)
+        if number >= most:
+            raise HpcrlError(f"routing replay: a router was asked for more than the {most} micro-batches")
+        return number
 
 
 def routing_of(policy: Policy) -> Routing:
@@ -195,12 +234,14 @@ def routed(
         yield
         return
     routing = routing_of(policy)
+    routers = {routing.layers.index(router.layer_number - 1): router for router in _routers(policy)}
     if how == "record":
         for batch in batches:
-            batch.choices = RecordedChoices(torch.uint8 if routing.dtype.itemsize == 1 else torch.int32)
+            batch.choices = RecordedChoices(torch.uint8 if routing.dtype.itemsize == 1 else torch.int32, list(routers))
+    tables = Tables(batches, list(routers), policy.ranks.device)
     choosers = []
-    for router in _routers(policy):
-        chooser = Chooser(routing.layers.index(router.layer_number - 1), batches, how == "record", difference)
+    for layer, router in routers.items():
+        chooser = Chooser(layer, tables, how == "record", difference)
         choosers.append((router, chooser))
         router.router_replay = chooser
     try:

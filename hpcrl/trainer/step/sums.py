@@ -165,19 +165,19 @@ def _over_data(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
     summed = names[0] + names[1]
     peaks = names[2]
     rows = torch.stack([_row(report, names, ranks) for report in reports])
-    count = torch.tensor([tokens], dtype=torch.float64, device=ranks.device)
+    count = torch.full((1,), tokens, dtype=torch.float64, device=ranks.device)
     mine = torch.cat([count, rows[:, : len(summed)].sum(0), rows[:, len(summed) :].amax(0)])
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     every = mine.new_empty(dist.get_world_size(group) * len(mine))
     dist.all_gather_into_tensor(every, mine, group=group)
     every = every.view(-1, len(mine))
-    sums = every[:, : 1 + len(summed)].sum(0).tolist()
-    maxima = every[:, 1 + len(summed) :].amax(0).tolist()
-    values = dict(zip(summed, sums[1:], strict=True))
+    values = torch.cat([every[:, : 1 + len(summed)].sum(0), every[:, 1 + len(summed) :].amax(0)])
+    sums, maxima = np.split(values.cpu().numpy(), [1 + len(summed)])  # the only look at the device in a step's report
+    found = dict(zip(summed, sums[1:].tolist(), strict=True))
     return Totals(
-        {name: values[name] for name in names[0]},
-        {name: values[name] for name in names[1]},
-        dict(zip(peaks, maxima, strict=True)),
+        {name: found[name] for name in names[0]},
+        {name: found[name] for name in names[1]},
+        dict(zip(peaks, maxima.tolist(), strict=True)),
         int(sums[0]),
     )
 

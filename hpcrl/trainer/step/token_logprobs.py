@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from hpcrl.device_copies import to_device
+
 
 class TokenScores(NamedTuple):
     """Of each row's distribution, [r]: log-prob of the label, entropy (nats), whether the label is the likeliest token,
@@ -70,7 +72,7 @@ def tokens_of(
         if teacher is None or theirs is None:
             return found
         with torch.no_grad():
-            wanted = logits(theirs.to(own.device), teacher.weight)
+            wanted = logits(to_device(theirs, own.device), teacher.weight)
         return found._replace(divergence=divergence(own, wanted, vocabulary, temperature, teacher.direction))
 
     whole = (hidden, labels) if teacher is None else (hidden, labels, teacher.hidden)

@@ -30,6 +30,7 @@ from hpcrl.algorithms.loss import (
 )
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import routing
+from hpcrl.device_copies import to_device
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import responses_of
@@ -144,8 +145,8 @@ def train(
 
 def _sampled_under(version: int, share: Share, device: torch.device) -> torch.Tensor | None:
     """Which tokens of a share were sampled under that policy version, as bool on `device`; None: all."""
-    current = torch.from_numpy(share.batch.versions == version)
-    return None if bool(current.all()) else current.to(device)
+    current = share.batch.versions == version
+    return None if current.all() else to_device(current, device)
 
 
 def policy_steps(options: Options, share: Share) -> int:
@@ -243,7 +244,7 @@ def _value_loss(
 
 def _counted(model: Policy, options: Options, packed: Packed, found: Loss) -> tuple[torch.Tensor, torch.Tensor, Report]:
     count = len(packed.rows) if divides_by_tokens(options) else packed.samples * (model.ranks.cp_rank == 0)
-    return found.total, torch.tensor(count, dtype=torch.int, device=model.ranks.device), found.report
+    return found.total, torch.full((), count, dtype=torch.int, device=model.ranks.device), found.report
 
 
 def _token_batch(policy: Policy, options: Options, step: StepTotals, packed: Packed, head: Head) -> TokenBatch:

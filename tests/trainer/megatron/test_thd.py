@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hpcrl.trainer.megatron import thd
+from hpcrl.trainer.megatron import packed_rope, thd
 
 LAYOUTS = {
     "equal": [24] * 7,
@@ -39,7 +39,7 @@ def test_zig_zag_gives_every_row_to_one_rank(cp: int) -> None:
 def test_zig_zag_of_two_ranks() -> None:
     assert thd.cp_indices([0, 8, 12], 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert thd.cp_indices([0, 8, 12], 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
-    assert thd.positions((0, 8, 12), 2, 1).tolist() == [2, 3, 4, 5, 1, 2]
+    assert packed_rope.positions(torch.tensor([0, 8, 12]), 6, 2, 1).tolist() == [2, 3, 4, 5, 1, 2]
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused() -> None:

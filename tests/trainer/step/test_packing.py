@@ -115,7 +115,7 @@ def test_experts_of_the_routers_rows(sizes: list, cut: tuple[int, int], seed: in
         of_rank = [layout(tp, cp, cp_rank, tp_rank) for tp_rank in range(tp)]
         packed = [pack(data, range(len(sizes)), ranks, tp > 1, experts) for ranks in of_rank]
         for number in range(2):
-            found = np.concatenate([np.asarray(p.choices.of(number)) for p in packed])
+            found = np.concatenate([np.asarray(p.choices.table([number])[0]) for p in packed])
             real = packed[0].tokens[0].numpy()
             wanted = np.where(real[:, None] > 0, np.stack([real, real + 100], 1) + number, 0)
             assert np.array_equal(found, wanted)

@@ -173,8 +173,8 @@ def replayed_on_rank(every: list[Options], name: str) -> list[dict[str, float]]:
             routing = Routing.of_fields(vars(policy.config))
             alone = [packing.pack(data, [i], ranks, False) for i in range(len(data))]
             passes.logprobs(policy, opts, alone, "record")
-            every_layer = [torch.cat([p.choices.of(layer) for p in alone]) for layer in range(len(routing.layers))]
-            data = data_of(name, routing.column(torch.stack(every_layer, 1).numpy()))
+            every_layer = torch.cat([p.choices.table(range(len(routing.layers))) for p in alone], 1)
+            data = data_of(name, routing.column(every_layer.transpose(0, 1).numpy()))
         mine = ShareExchange(ranks).exchange(whole.shares(opts, data)[ranks.dp_rank])
         found.append(train_batch.train(policy, ranks, opts, mine))
     return found

@@ -1,0 +1,117 @@
+"""While a rollout is trained on, the host waits for the device only where tests/support/allowed_waits.py says so.
+
+Every family and kind of loss, and layouts without pipeline stages, on a device that knows shapes alone
+(tests/support/fake_device.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.sample import SampleBatch
+from tests.support import families
+from tests.support.allowed_waits import ALLOWED, Wait
+from tests.support.ranks import on_fake_device
+from tests.support.trained_on_fake import Waits, trained
+from tests.trainer.step import test_invariance as whole
+from tests.trainer.step import test_routing_replay as replay
+from tests.trainer.test_critic import PPO
+
+pytestmark = pytest.mark.process
+
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+ETP1 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+
+
+def check(waits: Waits) -> None:
+    """Fail with the line of every wait that is not allowed, or not so often."""
+    found: Counter[Wait] = Counter()
+    wrong = []
+    for sync, times in waits.of.items():
+        where = [w for w in ALLOWED if sync.file.endswith(w.file) and sync.function == w.function]
+        if not where:
+            wrong.append(f"{times} x {sync}")
+        found.update(dict.fromkeys(where, times))
+    for wait, times in found.items():
+        most = wait.times * waits.units[wait.each]
+        if times > most:
+            wrong.append(f"{times} x {wait.file} {wait.function}, allowed: {most} ({wait.times} a {wait.each})")
+    assert not wrong, "the host waits for the device:\n" + "\n".join(wrong)
+
+
+KINDS = sorted({"grpo", "gspo", "reinforce++", "kl loss", "gmpo", "sapo"} & (whole.EVERY | whole.FURTHER).keys())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    sizes = {"vocab_size": whole.VOCAB, "num_hidden_layers": 4}
+    return {kind: families.make(root / kind, kind, **sizes) for kind in families.SIZES}
+
+
+def options(model: Path, n: int = 1, **values: Any) -> Options:
+    return whole.options(model, n, **{"clip_grad": 1.0, "micro_batch_size": 8, **values})
+
+
+def alike() -> SampleBatch:
+    """The batch with responses of one length."""
+    from tests.support.shares import plain_sample
+
+    made = [
+        plain_sample(9, 11, group=i // 4, index=i % 4, reward=float(i % 3), tokens=np.arange(20, dtype=np.int32) + i)
+        for i in range(whole.SAMPLES)
+    ]
+    return SampleBatch.of(made)
+
+
+@pytest.mark.parametrize("kind", families.SIZES)
+def test_no_layer_of_a_family_waits(models: dict[str, Path], kind: str) -> None:
+    """Forward and backward, in a pass of old log-probs and in the step; every second one recomputes its layers."""
+    odd = sorted(families.SIZES).index(kind) % 2
+    fields = {"megatron": whole.RECOMPUTE["uniform"]} if odd else {"num_steps_per_rollout": 2}
+    check(on_fake_device(trained, options(models[kind], **fields)))
+
+
+@pytest.mark.parametrize("loss", KINDS)
+def test_no_loss_waits(models: dict[str, Path], loss: str) -> None:
+    fields = (whole.EVERY | whole.FURTHER)[loss]
+    check(on_fake_device(trained, options(models["qwen2"], **fields)))
+
+
+def test_neither_do_pairs_nor_a_critic(models: dict[str, Path]) -> None:
+    dpo = {"loss_type": "dpo_loss", "dpo_beta": 0.1, "ref_load": str(models["qwen2"]), "n_samples_per_prompt": 2}
+    check(on_fake_device(trained, options(models["qwen2"], **dpo), 0, whole.pairs()))
+    check(on_fake_device(trained, options(models["qwen2"], **PPO)))
+
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tp2 sp": ("glm4", 2, SP),
+    "cp2": ("glm4", 2, {"context_parallel_size": 2}),
+    "tp2 sp cp2 dp2": ("qwen3", 8, SP | {"context_parallel_size": 2}),
+    "tp2 sp ep2 etp1": ("glm4_moe", 4, SP | ETP1),
+    "ep4": ("qwen3_moe", 4, {"expert_model_parallel_size": 4}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_waits(models: dict[str, Path], layout: str) -> None:
+    """The last rank of each."""
+    kind, n, fields = LAYOUTS[layout]
+    opts = options(models[kind], n, **fields | {"micro_batch_size": 2})
+    check(on_fake_device(trained, opts, n - 1, alike()))
+
+
+@pytest.mark.parametrize("kind", families.EXPERTS)
+def test_replay_of_experts_waits_for_nothing(tmp_path: Path, kind: str) -> None:
+    """Neither the engine's experts nor those of the old policy's pass, recomputed or not, cost a wait."""
+    model = families.make(tmp_path / kind, kind, odd=True, num_hidden_layers=4)
+    recompute = whole.RECOMPUTE["uniform"] if kind == families.EXPERTS[0] else {}
+    old = options(model, use_routing_replay=True, num_steps_per_rollout=2, megatron=recompute)
+    check(on_fake_device(trained, old, 0, replay.data_of(kind)))
+    check(on_fake_device(trained, options(model, **replay.R3, megatron=recompute), 0, replay.data_of(kind)))
