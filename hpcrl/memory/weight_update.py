@@ -110,7 +110,7 @@ def in_pieces(
     Args:
         backend: vLLM's name of the engines' end.
     """
-    from hpcrl.weights.pieces.planning import round_bytes
+    from hpcrl.weights.pieces.wire import round_bytes
     from hpcrl.weights.route import IPC, SHM, TAKES_PIECES
 
     fields = family.transformer(config)

@@ -359,13 +359,9 @@ def work(context: RoleContext, rank: int) -> int:
         from hpcrl.trainer.megatron import cpu_shim
 
         cpu_shim.install()
-        from hpcrl.trainer.parallel_state import leave
-
         timeline = trainer_timeline(context.rundir, context.plan, rank)
         Trainer(context, timeline).run()
         timeline.close()
-        if not leave():
-            say("the process groups could not be left in time; the run itself has ended")
 
     return act("trainer", context, rank, body, late)
 

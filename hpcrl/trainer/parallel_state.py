@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,8 +27,6 @@ from hpcrl.groups import planned
 from hpcrl.pickles.writer import refuse_foreign_pickles
 from hpcrl.plan import NO_GPUS
 from hpcrl.processors import SYSTEM, bind_beside
-
-LEAVING = 30.0  #: seconds that a rank takes at most to leave its groups
 
 
 @dataclass(frozen=True)
@@ -126,24 +123,6 @@ def shutdown() -> None:
     """Leave all process groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def leave(seconds: float = LEAVING) -> bool:
-    """As `shutdown`, at the end of a process, for at most so many seconds; whether it came to its end.
-
-    A thread of NCCL's asks the store once a second, and ours is Python's: at the interpreter's end that thread may wait
-    for ever, or abort the process.
-    """
-    ended = threading.Event()
-
-    def end() -> None:
-        shutdown()
-        ended.set()
-
-    leaving = threading.Thread(target=end, daemon=True)
-    leaving.start()
-    leaving.join(seconds)
-    return ended.is_set()
 
 
 def check_world(options: Options, world: int) -> None:

@@ -15,7 +15,7 @@ from hpcrl.model_files.safetensors_files import ITEM_BYTES
 from hpcrl.redistribution.layouts import Layouts, Pattern, Worker, merged, needed_parts, whole
 from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights.fp8 import Scheme
-from hpcrl.weights.pieces.wire import HALVES, span
+from hpcrl.weights.pieces.wire import round_bytes, span
 from hpcrl.weights.route import Sharing, destination_host
 
 Manifests = Sequence[Sequence[Mapping[str, Any]]]  #: [engine][worker]
@@ -136,8 +136,3 @@ def make(
             workers.append(Worker(number, destination_host(sharing, number, at, worker["where"])))
     each = round_bytes(limit, hosts, through_ranks)
     return redistribute(layouts_of(held, manifests), workers, hosts, each, in_place, through_ranks)
-
-
-def round_bytes(limit: int, hosts: Sequence[str], through_ranks: bool) -> int:
-    """What a rank packs in a round, and takes in for its host, if `limit` is to hold all rounds that are under way."""
-    return limit // HALVES // (2 if through_ranks and len(set(hosts)) > 1 else 1)

@@ -30,6 +30,11 @@ DATA = 2
 HALVES = 2  #: rounds that may be under way
 
 
+def round_bytes(limit: int, hosts: Sequence[str], through_ranks: bool) -> int:
+    """What a rank packs in a round, and takes in for its host, if `limit` is to hold all rounds that are under way."""
+    return limit // HALVES // (2 if through_ranks and len(set(hosts)) > 1 else 1)
+
+
 class WireTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole tensor, of which pieces are sent: name, dtype (torch's name), shape."""
 
