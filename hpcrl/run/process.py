@@ -2,23 +2,25 @@
 answer within a deadline.
 
 Invariants: we end only what we started, found by process id, never by name.  A role dies with the process that started
-it, and a launcher that ends takes along all its descendants, also those that left its process group.  Whatever a short
+it, and a launcher that ends takes along all its descendants, also those that left its process group.  A process that
+computes with torch ends with the status of its work, whatever its threads wait for.  Whatever a short
 command does is an answer, never an exception: a program that is missing, fails or is too slow included; nothing that it
 started outlives a question that was given up.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import psutil
 
@@ -120,6 +122,31 @@ def die_with_parent(forks: bool = False) -> None:
     if os.getppid() != parent:
         os._exit(1)
     os.environ[PARENT] = str(os.getpid())
+
+
+def exit_after(main: Callable[[], int]) -> NoReturn:
+    """End this process with the status of `main()`, and without the interpreter's own end; to be called first.
+
+    A thread that waits in torch's C++ code, in a store or in gloo, asks for the interpreter's lock when it returns.  At
+    the interpreter's end CPython 3.11 ends such a thread there, which aborts the process ("terminate called without an
+    active exception"), and a later one lets it wait for ever.  What was registered with atexit after this call still
+    runs.
+    """
+    status = 1
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+    atexit.register(leave)  # the first to be registered is the last to run
+    try:
+        status = main()
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    sys.exit(status)
 
 
 def raise_file_limit() -> None:

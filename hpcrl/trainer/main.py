@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +37,7 @@ from hpcrl.report.timeline.spans import (
     trainer_timeline,
 )
 from hpcrl.run.peers import TrainerPeer, publish
-from hpcrl.run.process import die_with_parent
+from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
 
@@ -367,4 +366,4 @@ def work(context: RoleContext, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_after(main)

@@ -77,3 +77,34 @@ def test_what_a_role_has_forked_dies_with_it() -> None:
     process.kill()
     process.wait()
     assert all(gone(pid) for pid in pids)
+
+
+WAITS_IN_TORCH = """
+import sys, threading, time
+from hpcrl.run.process import exit_after
+
+def main():
+    import atexit
+    from datetime import timedelta
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+    def look():
+        while True:
+            store.check(["never"])
+
+    atexit.register(print, "the end")
+    threading.Thread(target=look, daemon=True).start()
+    time.sleep(0.2)
+    return 3
+
+exit_after(main)
+"""
+
+
+@pytest.mark.process
+def test_a_thread_in_torch_does_not_abort_an_end() -> None:
+    for _ in range(3):  # four of five were aborted
+        done = subprocess.run([sys.executable, "-c", WAITS_IN_TORCH], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (3, "the end\n"), done.stderr

@@ -8,9 +8,8 @@ Invariant: the rank sees the environment that torchrun would have set, so nothin
 from __future__ import annotations
 
 import os
-import sys
 
-from hpcrl.run.process import die_with_parent
+from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role
 from hpcrl.trainer.start.torchrun import prepare_environment
 
@@ -46,4 +45,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_after(main)

@@ -11,6 +11,7 @@ transfer reads or writes is kept until it has ended.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ LEAVING = 99  #: a kind of message that is never sent
 LATE = ("timed out", "timeout")  #: gloo's words
 LEFT = "a member left"  #: the key under which a member says so
 GLANCE = 0.5  #: seconds between two looks at it; of many members more
+END = 10.0  #: seconds that the look under way may take
 MEMBERS = 200  #: that may look within a second
 
 
@@ -188,6 +190,7 @@ class PeerTransport:
         if self._watch is None:
             self._watch = threading.Thread(target=self._look, args=(self.group.store,), daemon=True)
             self._watch.start()
+            atexit.register(self._end_watch)
         store = self.group.store
         self._active.set()
         try:
@@ -201,10 +204,8 @@ class PeerTransport:
 
     def _look(self, store: Any) -> None:
         """Until this member leaves: leave once another has, or the store has ended, in the middle of an update."""
-        pause = threading.Event()
         while (group := self.group.group) is not None:
-            pause.wait(max(GLANCE, group.size() / MEMBERS))
-            if self._active.is_set() and has_left(store):
+            if not self._left.wait(max(GLANCE, group.size() / MEMBERS)) and self._active.is_set() and has_left(store):
                 self.leave()  # memory stays open: the update's own thread may be reading it
 
     def _open_group(self) -> Any:
@@ -240,3 +241,11 @@ class PeerTransport:
         ):  # a wait that comes to its end has gloo close all connections of a member
             group.recv([torch.zeros(1, dtype=torch.uint8)], other, LEAVING).wait(timedelta(milliseconds=1))
         self.group.close()
+        atexit.unregister(self._end_watch)
+        self._end_watch()
+
+    def _end_watch(self) -> None:
+        """A thread that waits in the store when the interpreter ends would abort the process."""
+        self._left.set()
+        if self._watch is not None and self._watch is not threading.current_thread():
+            self._watch.join(END)
