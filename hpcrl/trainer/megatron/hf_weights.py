@@ -7,6 +7,7 @@ pickled between ranks.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.weights.pieces.elements import OwnTensor
 from hpcrl.weights.pieces.planning import HeldTensor
 
+PACE = 1 << 30  #: bytes that rank 0 is behind the ranks that send to it, at most
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOATS = ("F32", "BF16", "F16", "F64")
 #: a parameter of one expert, in its layer: those of Megatron's own experts, and of Transformer Engine's grouped ones
@@ -120,13 +122,21 @@ def export(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     Tensors are valid on global rank 0 and only until the next is asked for; other ranks get tensors on "meta".  A tied
     output layer is not a separate tensor.  The parts of one parameter at a time (of an expert: of one linear layer)
     go from the ranks that hold them to rank 0; no other rank has more than its own.
+
+    A rank does not begin to send long before rank 0 can take what it sends: a send that waits counts against the
+    timeout of the groups from its first moment, and the last of a large model is taken many minutes after the first.
     """
     mine = _own(policy)
     rows = {held.rule.hf: held for held in reversed(_table(policy))}  # of a tied pair, the embedding
     if missing := _expected(policy) - {name for names in rows for name in names}:
         raise HpcrlError(f"no rank holds {_some(sorted(missing))}")
+    ahead = 0
     for held in reversed(rows.values()):
         own = mine.get(held.rule.megatron)
+        if ahead >= PACE:
+            dist.barrier()  # holds the host, as waiting for a send of NCCL's does not
+            ahead = 0
+        ahead += held.nbytes
         yield from zip(held.rule.hf, _collect(policy, held, own[1] if own else None), strict=True)
 
 
@@ -169,6 +179,11 @@ class HeldParameter:
     def owners(self) -> tuple[int, ...]:
         """The first that holds each part: who sends it to rank 0."""
         return tuple(ranks[0] for ranks in self.copies)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts together."""
+        return math.prod(self.shape) * self.dtype.itemsize * len(self.copies)
 
 
 def _table(policy: Policy) -> list[HeldParameter]:

@@ -33,6 +33,8 @@ ODD = {
 }
 ONE_GROUP = {"num_attention_heads": 4, "num_key_value_heads": 1}  # fewer key-value heads than TP ranks
 
+PACE = 20_000  #: bytes
+
 LAYOUTS = {
     "one rank": (1, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
@@ -194,6 +196,29 @@ def exported(policy: Any) -> list[tuple[str, torch.Tensor]]:
     if policy.ranks.rank:
         assert all(tensor.device.type == "meta" for _, tensor in found)
         return []
+    return found
+
+
+def ahead_at_each_send(opts: Options, counter: Path) -> list[int]:
+    """By how many bytes this rank was ahead of rank 0 when it began each of its sends of an export."""
+    from hpcrl.trainer.megatron import hf_weights
+
+    policy = start(opts)
+    found, passed = [], 0
+    send = hf_weights._exchange
+
+    def noted(*args: Any) -> None:
+        found.append(passed - counter.stat().st_size)
+        send(*args)
+
+    if policy.ranks.rank:
+        hf_weights._exchange = noted
+    hf_weights.PACE = PACE
+    for _, tensor in hf_weights.export(policy):
+        passed += tensor.nbytes
+        if policy.ranks.rank == 0:
+            with counter.open("ab") as file:
+                file.write(bytes(tensor.nbytes))
     return found
 
 
@@ -423,3 +448,12 @@ def test_failing_rank_is_named() -> None:
 def test_ranks_that_hang_are_ended() -> None:
     with pytest.raises(RankError, match=r"ranks \[0, 1\] did not end within 1 s"):
         run_ranks(2, sleeps, timeout=1.0)
+
+
+def test_a_stage_sends_once_rank_0_can_take(models: dict[str, Path], tmp_path: Path) -> None:
+    """A send that waits counts against the groups' timeout."""
+    (counter := tmp_path / "taken").touch()
+    ahead = run_ranks(2, ahead_at_each_send, options(models["untied"], 2, LAYOUTS["pp2"][1]), counter)[1]
+    largest = 128 * 64 * 4
+    assert len(ahead) > 5
+    assert max(ahead) <= PACE + largest < counter.stat().st_size // 4
