@@ -35,6 +35,10 @@ class Ranks:
 
     Experts are laid over the same ranks in their own way: etp ranks share one expert, ep ranks share out the
     experts of a layer.
+
+    Attributes:
+        stages: the ranks of this one's pipeline over gloo, for what is in host memory anyway; None where there is one
+            stage.
     """
 
     rank: int
@@ -52,6 +56,7 @@ class Ranks:
     etp_rank: int
     etp_size: int
     device: torch.device
+    stages: dist.ProcessGroup | None = None
 
     @property
     def first_stage(self) -> bool:
@@ -112,11 +117,19 @@ def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         device=device,
+        stages=_stages(options, timeout),
     )
     _seed(options.seed, ranks)
     if options.deterministic_mode:
         _deterministic()
     return ranks
+
+
+def _stages(options: Options, timeout: timedelta) -> dist.ProcessGroup | None:
+    if options.pipeline_model_parallel_size == 1:
+        return None
+    mine, _ = dist.new_subgroups_by_enumeration(planned(options)["pp"], timeout=timeout, backend="gloo")
+    return mine
 
 
 def shutdown() -> None:

@@ -1,7 +1,8 @@
 """Where the host may wait for the device while a rollout is trained on, how often, and why it may.
 
-What is not here is a mistake: tests/trainer/step/test_host_waits.py names its line.  On a GPU each wait empties the queue of kernels: once in a step that takes minutes costs nothing, once in a layer
-is a tenth of the step.
+What is not here is a mistake: tests/trainer/step/test_host_waits.py names its line, and an entry that nothing meets is
+one too.  On a GPU each wait empties the queue of kernels: once in a step that takes minutes costs nothing, once in a
+layer is a tenth of the step.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ class Wait:
         file: the end of its path.
         function: in it.
         times: at most so often for each unit.
-        each: rollout, step (of the optimizer, of policy or critic), parameter (in a step), micro-batch, or expert layer
-            (each call of it).
+        each: rollout, step (of the optimizer, of policy or critic), chunk (of a pipeline rank's layers, in a step),
+            parameter (in a step), pass (of a micro-batch through a chunk), or expert layer (each call of it).
         why: the reason.
     """
 
@@ -33,19 +34,18 @@ OURS = (
     Wait("step/prepare.py", "_means", 1, "rollout", "the rollout's metrics"),
     Wait("step/sums.py", "_over_data", 1, "step", "the step's metrics, of which some end the run"),
     Wait("step/routing_replay.py", "share", 1, "rollout", "a metric"),
-    Wait("step/passes.py", "body", 1, "micro-batch", "a teacher's states, which are kept in host memory"),
     Wait("algorithms/interface.py", "_places", 1, "rollout", "groups are numbered"),
     Wait("algorithms/interface.py", "last", 3, "rollout", "of responses the last trained token: places, no numbers"),
     Wait("algorithms/returns.py", "_steps", 4, "rollout", "the trained tokens of all responses: places, no numbers"),
     Wait("algorithms/returns.py", "discounted_sums", 2, "rollout", "how many doublings the longest response takes"),
 )
 MEGATRONS = (
-    Wait("distributed/finalize_model_grads.py", "finalize_model_grads", 1, "step", "whether there was a token at all"),
+    Wait("distributed/finalize_model_grads.py", "finalize_model_grads", 1, "chunk", "whether there was a token at all"),
     Wait(
         "optimizer/clip_grads.py", "get_grad_norm_fp32", 1, "step", "the norm; hpcrl ends the run if it is not finite"
     ),
     Wait("core/utils.py", "local_multi_tensor_l2_norm", 2, "parameter", "without Transformer Engine and Apex alone"),
-    Wait("pipeline_parallel/p2p_communication.py", "_communicate_shapes", 8, "micro-batch", "micro-batches differ"),
+    Wait("pipeline_parallel/p2p_communication.py", "_communicate_shapes", 8, "pass", "micro-batches differ"),
     Wait("moe/token_dispatcher.py", "_maybe_dtoh_and_synchronize", 1, "expert layer", "how many rows go to which rank"),
     Wait("moe/moe_utils.py", "permute", 2, "expert layer", "without moe_permute_fusion, which Transformer Engine has"),
 )

@@ -333,13 +333,24 @@ class _Functions(TorchFunctionMode):
 def _replaced(owner: FakeDevice, packages: frozenset[str]) -> Callable[[], None]:
     """Let the machine have a GPU with `packages`, groups of any backend be fake, and synchronize() be seen; gives what
     puts all of it back."""
+    from hpcrl.trainer import collectives
     from hpcrl.trainer.megatron import host_memory
     from hpcrl.trainer.megatron.capabilities import Machine
 
     stock_group = dist.new_group
+    asked: dict[Any, str] = {}  # group -> its backend, as whoever makes it wants it; NCCL where nothing is said
+
+    def new_group(*args: Any, **more: Any) -> Any:
+        made = stock_group(*args, **more | {"backend": BACKEND})
+        asked[made] = more.get("backend") or "nccl"
+        return made
+
     changes: list[tuple[Any, str, Any]] = [
         (Machine, "here", staticmethod(lambda: Machine(True, packages))),
-        (dist, "new_group", lambda *args, **more: stock_group(*args, **more | {"backend": BACKEND})),
+        (collectives, "device", device),
+        (dist, "new_group", new_group),
+        (dist.distributed_c10d, "new_group", new_group),
+        (dist, "get_backend", lambda group=None: asked.get(group, "nccl")),
         (host_memory, "is_plain", lambda tensor: type(tensor) in (torch.Tensor, FakeTensor)),
         (torch.nn.Module, "_apply", _apply),
         (torch.Tensor, "record_stream", lambda *_: None),

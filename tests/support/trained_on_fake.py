@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
+from unittest import mock
 
+import msgspec
 import torch
+import torch.distributed as dist
 
 from hpcrl.config.options import Options
 from hpcrl.sample import SampleBatch
@@ -47,16 +50,43 @@ def trained(options: Options, rank: int = 0, data: SampleBatch | None = None, pa
         policy = model.build(options, ranks)
         others = _others(policy, options)
         share = shares(options, data)[ranks.dp_rank]
-        steps = iter(share.step_tokens * (1 + (others.critic is not None)))
-
-        def report(_: FrameType, sums: torch.Tensor) -> list[float]:
-            return [next(steps), *[0.0] * (len(sums) - 1)]  # all ranks train on as many tokens as the batch has
-
-        device.answers["step/sums.py", "_over_data"] = report
+        report = _Report(share.step_tokens * (1 + (others.critic is not None)))
+        device.answers["step/sums.py", "_over_data"] = report.sums
         device.answers["p2p_communication.py", "_communicate_shapes"] = partial(_sent, _shape(policy, share))
         device.syncs.clear()
-        train_batch.train(policy, ranks, options, share, others)
+        with mock.patch.object(dist, "broadcast", partial(_broadcast, report, dist.broadcast)):
+            train_batch.train(policy, ranks, options, share, others)
     return Waits(Counter(device.syncs), _units(policy, others, share))
+
+
+class _Report:
+    """Of each step in turn: all ranks train on as many tokens as the batch has."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = iter(tokens)
+        self._text = b""
+
+    def sums(self, _: FrameType, sums: torch.Tensor) -> list[float]:
+        """What the ranks with the loss read."""
+        return [next(self._tokens), *[0.0] * (len(sums) - 1)]
+
+    def length(self) -> int:
+        """Bytes of what they send to the other stages."""
+        from hpcrl.trainer.step.sums import Totals
+
+        self._text = msgspec.msgpack.encode(Totals({}, {}, {}, next(self._tokens)))
+        return len(self._text)
+
+    def text(self) -> list[int]:
+        """These bytes."""
+        return list(self._text)
+
+
+def _broadcast(report: _Report, stock: Any, tensor: torch.Tensor, src: int, *args: Any, **more: Any) -> Any:
+    """In groups that are fake nothing comes from another rank: in place of what the stage with the loss says."""
+    if tensor.device.type == "cpu" and src != dist.get_rank():
+        tensor.copy_(torch.tensor(report.length() if tensor.dtype == torch.int64 else report.text()))
+    return stock(tensor, src, *args, **more)
 
 
 def _sent(shape: list[int], _: FrameType, sizes: torch.Tensor) -> list[int]:
@@ -97,8 +127,9 @@ def _units(policy: Any, others: Any, share: Any) -> dict[str, int]:
     return {
         "rollout": 1,
         "step": steps * len(models),
+        "chunk": steps * sum(len(each.chunks) for each in models),
         "parameter": parameters * steps,
-        "micro-batch": micro_batches,
+        "pass": micro_batches * len(policy.chunks),
         # the pass of old log-probs, those under other weights, forward, and forward again in a recomputation
         "expert layer": len(routers) * micro_batches * 4,
     }

@@ -99,7 +99,7 @@ class HostWeights:
     def counterpart(self, weight: torch.Tensor) -> torch.Tensor:
         """This set's tensor for one of the policy's weights, in new memory where that one is."""
         name = next(name for name, value in weights(self._policy).items() if value.data_ptr() == weight.data_ptr())
-        return self._host[name].to(weight.device, copy=True)
+        return self._host[name].to(weight.device, copy=True, non_blocking=True)
 
     # ---- in and out of checkpoints
 

@@ -261,6 +261,9 @@ def pipeline_fields(options: Options, fields: Mapping[str, Any], cuda: bool) -> 
         "virtual_pipeline_model_parallel_size": stages,
         "overlap_p2p_comm": overlap,
         "batch_p2p_comm": not overlap,
+        # Megatron holds the host until the GPU is idle after each message, for versions of torch whose batched messages
+        # did not wait for the stream
+        "batch_p2p_sync": False,
         "variable_seq_lengths": size > 1,  # packed micro-batches differ in length
         # As Megatron-LM: an activation that was sent is not needed any more.  But the messages of virtual stages may
         # still be under way then: a CUDA stream keeps the order, gloo would send what has taken the activation's place.

@@ -155,7 +155,7 @@ def total(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
         return found
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     data = msgspec.msgpack.encode(found) if found is not None else None
-    sent = broadcast_bytes(data, last, parallel_state.get_pipeline_model_parallel_group())
+    sent = broadcast_bytes(data, last, ranks.stages)  # from host to host: no stage's GPU is waited for
     return msgspec.msgpack.decode(sent, type=Totals)
 
 

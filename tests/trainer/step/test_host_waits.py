@@ -1,6 +1,6 @@
 """While a rollout is trained on, the host waits for the device only where tests/support/allowed_waits.py says so.
 
-Every family and kind of loss, and layouts without pipeline stages, on a device that knows shapes alone
+Every family and kind of loss, layouts, pipeline stages with and without the loss, on a device that knows shapes alone
 (tests/support/fake_device.py).
 """
 
@@ -29,6 +29,10 @@ SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 ETP1 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 
 
+MET: set[Wait] = set()  #: of the allowed ones
+RAN: set[str] = set()  #: names of tests
+
+
 def check(waits: Waits) -> None:
     """Fail with the line of every wait that is not allowed, or not so often."""
     found: Counter[Wait] = Counter()
@@ -38,6 +42,7 @@ def check(waits: Waits) -> None:
         if not where:
             wrong.append(f"{times} x {sync}")
         found.update(dict.fromkeys(where, times))
+    MET.update(found)
     for wait, times in found.items():
         most = wait.times * waits.units[wait.each]
         if times > most:
@@ -45,7 +50,15 @@ def check(waits: Waits) -> None:
     assert not wrong, "the host waits for the device:\n" + "\n".join(wrong)
 
 
-KINDS = sorted({"grpo", "gspo", "reinforce++", "kl loss", "gmpo", "sapo"} & (whole.EVERY | whole.FURTHER).keys())
+@pytest.fixture(autouse=True)
+def ran(request: pytest.FixtureRequest) -> None:
+    RAN.add(request.function.__name__)
+
+
+KINDS = sorted(
+    {"distill sampled", "distill reverse", "distill forward", "grpo", "gspo", "reinforce++", "kl loss", "gmpo", "sapo"}
+    & (whole.EVERY | whole.FURTHER).keys()
+)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +94,8 @@ def test_no_layer_of_a_family_waits(models: dict[str, Path], kind: str) -> None:
 @pytest.mark.parametrize("loss", KINDS)
 def test_no_loss_waits(models: dict[str, Path], loss: str) -> None:
     fields = (whole.EVERY | whole.FURTHER)[loss]
+    if loss in whole.WITH_TEACHER:
+        fields = fields | {"opd_teacher_load": str(models["qwen2"])}
     check(on_fake_device(trained, options(models["qwen2"], **fields)))
 
 
@@ -97,6 +112,17 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tp2 sp ep2 etp1": ("glm4_moe", 4, SP | ETP1),
     "ep4": ("qwen3_moe", 4, {"expert_model_parallel_size": 4}),
 }
+PP2 = {"pipeline_model_parallel_size": 2}
+STAGES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "pp2": ("qwen3", 2, PP2),
+    "pp2 alone": ("qwen3", 2, PP2 | {"megatron": {"use_distributed_optimizer": False}}),
+    "pp2 vpp2 recompute": (
+        "glm4",
+        2,
+        PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "megatron": whole.RECOMPUTE["uniform"]},
+    ),
+    "tp2 sp pp2 ep2 etp1 experts": ("glm4_moe", 4, SP | ETP1 | PP2 | {"num_steps_per_rollout": 2}),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -107,6 +133,15 @@ def test_no_layout_waits(models: dict[str, Path], layout: str) -> None:
     check(on_fake_device(trained, opts, n - 1, alike()))
 
 
+@pytest.mark.parametrize("stage", ["first", "last"])
+@pytest.mark.parametrize("layout", STAGES)
+def test_neither_does_a_pipeline_stage(models: dict[str, Path], layout: str, stage: str) -> None:
+    """With the loss and without it; what a stage is told of the loss comes from host to host."""
+    kind, n, fields = STAGES[layout]
+    opts = options(models[kind], n, **fields | {"micro_batch_size": 2})
+    check(on_fake_device(trained, opts, 0 if stage == "first" else n - 1, alike()))
+
+
 @pytest.mark.parametrize("kind", families.EXPERTS)
 def test_replay_of_experts_waits_for_nothing(tmp_path: Path, kind: str) -> None:
     """Neither the engine's experts nor those of the old policy's pass, recomputed or not, cost a wait."""
@@ -115,3 +150,12 @@ def test_replay_of_experts_waits_for_nothing(tmp_path: Path, kind: str) -> None:
     old = options(model, use_routing_replay=True, num_steps_per_rollout=2, megatron=recompute)
     check(on_fake_device(trained, old, 0, replay.data_of(kind)))
     check(on_fake_device(trained, options(model, **replay.R3, megatron=recompute), 0, replay.data_of(kind)))
+
+
+def test_every_allowed_wait_is_met(request: pytest.FixtureRequest) -> None:
+    """An entry that nothing meets would let a new wait pass."""
+    module = vars(request.module)
+    if missing := {name for name in module if name.startswith("test_")} - RAN:
+        pytest.skip(f"not all of this module ran: {', '.join(sorted(missing))}")
+    unused = [f"{wait.file} {wait.function}: {wait.why}" for wait in ALLOWED if wait not in MET]
+    assert not unused, "unused entries of allowed_waits.py:\n" + "\n".join(unused)
