@@ -16,6 +16,7 @@ BUFFERS = 2**22 + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8
 INSIDE = 24 * 1
 ACROSS = 16 * 4 * 2
 PER_PEER = 2  #: channels to each other rank in an all-to-all
+A_NODE = 8  #: GPUs of a node, which trainer and engines may share between them
 
 
 def communicators(options: Options) -> dict[str, tuple[int, bool]]:
@@ -37,9 +38,29 @@ def communicators(options: Options) -> dict[str, tuple[int, bool]]:
     }
 
 
+def pieces_from_gpu(options: Options) -> bool:
+    """Whether weight updates go in pieces out of GPU memory: over NCCL, or over CUDA IPC where GPUs are shared."""
+    in_pieces = options.weight_update in ("auto", "resharded") and options.weight_transfer in ("auto", "nccl", "ipc")
+    return in_pieces and options.bf16 and options.num_engines > 0
+
+
+def update_members(options: Options) -> tuple[int, bool] | None:
+    """(members, whether they are on several hosts) of the communicator that pieces travel over, None for none: of all
+    ranks and workers, or with shared GPUs of the ranks, where these are on several hosts."""
+    if not pieces_from_gpu(options):
+        return None
+    ranks, a_host = options.world_size, options.actor_num_gpus_per_node
+    if options.colocate:
+        return (ranks, True) if ranks > a_host else None
+    members = ranks + options.engine_gpus
+    return members, members > max(a_host, A_NODE)
+
+
 def nccl_bytes(options: Options) -> float:
     """Of all communicators of a rank."""
     found = communicators(options)
+    if update := update_members(options):
+        found["weight update"] = update
     total = sum(ACROSS if across else INSIDE for _, across in found.values())
     if "ep" in found:
         total += (found["ep"][0] - 1) * PER_PEER

@@ -129,8 +129,9 @@ OWN = ("weights", "gradients", "optimizer")  #: what --offload-train takes off t
 def turns(options: Options, trainer: MemoryTerms, engine: EngineTerms) -> dict[str, float]:
     """Bytes on one GPU while ..., by turn."""
     state = sum(trainer.gpu[name] for name in OWN)
-    stays = trainer.allowed + (0.0 if options.offloads_train else state)
-    exports = trainer.allowed + trainer.gpu["weight update"]
+    kept = trainer.allowed + trainer.gpu["update buffers"]
+    stays = kept + (0.0 if options.offloads_train else state)
+    exports = kept + trainer.gpu["weight update"]
     exports += trainer.gpu["weights"] if options.offloads_train else state
     asleep = ASLEEP if options.sleep_level else engine.total
     loads = ASLEEP + engine.gpu["weights"] + engine.gpu["weight update"] if options.sleep_level else engine.total

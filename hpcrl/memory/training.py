@@ -16,7 +16,7 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.memory.activations import activation_bytes, logits_bytes, weight_bytes
-from hpcrl.memory.nccl import nccl_bytes
+from hpcrl.memory.nccl import nccl_bytes, pieces_from_gpu
 from hpcrl.memory.parameters import Count, Layout, on_stage, sizes_on_stage
 from hpcrl.models.family import Config, Family
 
@@ -28,7 +28,7 @@ ROUNDED = 64 * 2**20
 #: what is an allowance, and not computed from the model
 ALLOWANCES = ("CUDA", "NCCL")
 #: what is there in every phase
-STATE = ("weights", "gradients", "optimizer", *ALLOWANCES)
+STATE = ("weights", "gradients", "optimizer", "update buffers", *ALLOWANCES)
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -93,6 +93,7 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "activations": kept,
         "one layer": passing,
         "logits": logits_bytes(options, config, layout) if stage == layout.pp - 1 else 0.0,
+        "update buffers": kept_buffers(options),
         "weight update": update_bytes(options, config, fields),
         "checkpoint": saved_here,
         "step": 8.0 * max(sizes),
@@ -146,10 +147,16 @@ def _moment(told: Mapping[str, Any], name: str, careful: bool) -> int:
 
 
 def update_bytes(options: Options, config: Config, fields: Mapping[str, Any]) -> float:
-    """A bucket, and the largest tensor whole in addition to its parts."""
+    """A bucket, unless it is there all the time, and the largest tensor whole in addition to its parts."""
     hidden = fields["hidden_size"]
     largest = hidden * max(config["vocab_size"], 2 * fields["ffn_hidden_size"])
-    return options.update_weight_buffer_size + 2.0 * largest * weight_bytes(options)
+    bucket = options.update_weight_buffer_size - kept_buffers(options)
+    return bucket + 2.0 * largest * weight_bytes(options)
+
+
+def kept_buffers(options: Options) -> float:
+    """What a rank sends pieces from, which it keeps from one update to the next (`weights/pieces/piece_sender.py`)."""
+    return float(options.update_weight_buffer_size) if pieces_from_gpu(options) else 0.0
 
 
 SAVED = 12  #: bytes of a parameter: its fp32 copy and Adam's two moments, in fp32 whatever they are kept in

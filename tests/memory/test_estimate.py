@@ -14,7 +14,7 @@ from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
 from hpcrl.errors import UsageError
 from hpcrl.memory.activations import logits_bytes, micro_batches, tokens_per_gpu
 from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, share, token_bytes, update_bytes, utilization
-from hpcrl.memory.nccl import communicators, nccl_bytes
+from hpcrl.memory.nccl import communicators, nccl_bytes, update_members
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.memory.report import ASLEEP, SAMPLES, TRAINS, memory_lines, put_away, refuse_misfit, turns
 from hpcrl.memory.training import (
@@ -203,6 +203,27 @@ def test_communicators_of_a_layout() -> None:
     assert nccl_bytes(small) < GIB
 
 
+def test_what_updates_keep_is_there_in_every_phase() -> None:
+    """The memory that pieces are sent from, and the communicator that they travel over."""
+    family, config = model_of(name := "GLM4-9B, 4 + 4")
+    pieces = guide(name)
+    gathered = guide(name, weight_update="gathered")
+    kept, none = fullest_rank(pieces, family, config), fullest_rank(gathered, family, config)
+    bucket = pieces.update_weight_buffer_size
+    assert kept.gpu["update buffers"] == bucket and none.gpu["update buffers"] == 0
+    wire = nccl_bytes(pieces) - nccl_bytes(gathered)
+    assert wire > 0
+    assert kept.phases["save"] == none.phases["save"] + bucket + wire
+    assert kept.phases["weight update"] == none.phases["weight update"] + wire, "the bucket counts once"
+
+
+def test_the_updates_communicator() -> None:
+    assert update_members(guide("GLM4-9B, 4 + 4")) == (8, False)
+    assert update_members(guide("GLM4-9B, colocated")) is None, "CUDA IPC within a host"
+    assert update_members(guide("GLM-4.5-355B, BF16 rollouts")) == (64, True)
+    assert update_members(guide("GLM4-9B, 4 + 4", weight_transfer="disk")) is None
+
+
 def test_pinned_blocks_are_rounded() -> None:
     assert pinned(33 * 2**20) == 64 * 2**20
     assert pinned(ROUNDED) == ROUNDED and pinned(ROUNDED + 1) == ROUNDED + 1
@@ -222,7 +243,8 @@ def test_of_a_shared_gpu_every_turn_is_looked_at() -> None:
     engine = engine_terms(options, family, config, 80 * GIB)
     found = turns(options, trainer, engine)
     assert trainer.total < found[TRAINS] < trainer.total + 3 * GIB, "all but a sleeping engine's rest is the trainer's"
-    assert engine.total < found[SAMPLES] < engine.total + 4 * GIB
+    kept = trainer.gpu["update buffers"]
+    assert kept and engine.total + trainer.allowed + kept == found[SAMPLES] < engine.total + 4 * GIB
     assert put_away(options, trainer, engine) == trainer.gpu["weights"] + trainer.gpu["optimizer"]
     light = options.model_copy(update={"rollout_sleep_level": 1})
     assert put_away(light, trainer, engine) == put_away(options, trainer, engine) + engine.gpu["weights"]
