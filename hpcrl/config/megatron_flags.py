@@ -97,7 +97,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "Transformer Engine": ("transformer_engine",),
     "flash-attn or Transformer Engine": ("flash_attn", "transformer_engine"),
     "DeepEP": ("deep_ep",),
-    "Apex": ("apex",),
+    "Transformer Engine or Apex": ("transformer_engine", "apex"),
 }
 
 _CUDA = """
@@ -114,7 +114,8 @@ NEEDS: dict[str, str] = (
     dict.fromkeys(_CUDA.split(), "")
     | dict.fromkeys(_ENGINE.split(), "Transformer Engine")
     | {
-        "gradient_accumulation_fusion": "Apex",  # the output layer is Megatron's own, whatever the others are
+        # layers of Transformer Engine's fuse it themselves, Megatron's own with Apex's kernel
+        "gradient_accumulation_fusion": "Transformer Engine or Apex",
         "moe_enable_deepep": "DeepEP",
         "persist_layer_norm": "Transformer Engine",
     }

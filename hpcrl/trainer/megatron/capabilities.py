@@ -17,20 +17,24 @@ from hpcrl.config.megatron_flags import INFERENCE, NEEDS, PARTS, VALUE_NEEDS
 from hpcrl.config.passthrough import as_flag
 from hpcrl.config.rules.passed_through import check_megatron
 from hpcrl.errors import UsageError
+from hpcrl.trainer.megatron.kernels import find_kernels
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What settings ask of a machine: CUDA, and packages of PARTS."""
+    """What settings ask of a machine: CUDA, packages of PARTS, and the kernels that these have (kernels.py)."""
 
     cuda: bool
     packages: frozenset[str]
+    kernels: frozenset[str] = frozenset()
 
     @classmethod
     def here(cls) -> Machine:
         """This one."""
         known = {package for packages in PARTS.values() for package in packages}
-        return cls(torch.cuda.is_available(), frozenset(name for name in known if importlib.util.find_spec(name)))
+        cuda = torch.cuda.is_available()
+        packages = frozenset(name for name in known if importlib.util.find_spec(name))
+        return cls(cuda, packages, find_kernels() if cuda else frozenset())
 
     def has(self, part: str) -> bool:
         """Whether there is CUDA, and the part ("": CUDA alone)."""
@@ -69,42 +73,6 @@ def check_capabilities(given: Mapping[str, Any], defaults: Mapping[str, Any], ma
             _need(machine, name, value, part)
     check_megatron({name: getattr(value, "name", value) for name, value in given.items()})
     _combinations(given, machine)
-
-
-def rope_fusion(given: Mapping[str, Any], model: Mapping[str, Any], machine: Machine) -> bool:
-    """Whether the rotary embedding is fused where the user does not say.
-
-    Megatron's fused kernel for packed sequences rotates the two halves of a head, and leaves unread that a model
-    rotates neighbouring columns: UsageError if the user asks for it there.
-    """
-    interleaved = bool(model.get("rotary_interleaved"))
-    if interleaved and given.get("apply_rope_fusion"):
-        _refuse(
-            "apply_rope_fusion",
-            True,
-            "for packed sequences it rotates halves of a head, this model neighbouring columns",
-        )
-    return machine.engine and not interleaved
-
-
-def check_replay(given: Mapping[str, Any], flag: str) -> None:
-    """Raise UsageError if the user's settings have a router that does not ask whose choice of experts is replayed.
-
-    Args:
-        flag: for which.
-    """
-    if given.get("moe_router_fusion"):
-        _refuse(
-            "moe_router_fusion",
-            True,
-            f"Transformer Engine's fused router replays no choice of experts, as {flag} wants",
-        )
-    kinds = given.get("moe_router_load_balancing_type")
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind in ("sinkhorn", "quantile_balancing"):
-            _refuse(
-                "moe_router_load_balancing_type", kind, f"that router replays no choice of experts, as {flag} wants"
-            )
 
 
 def _combinations(given: Mapping[str, Any], machine: Machine) -> None:

@@ -37,6 +37,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.routing import find_routing, replay_flag
+from hpcrl.trainer.megatron.fusions import NOTHING, Fusions
 from hpcrl.trainer.megatron.output_head import give_values
 from hpcrl.trainer.megatron.packed_attention import block_spec
 from hpcrl.trainer.megatron.settings import Settings, construct, refusals, resolve_settings
@@ -55,6 +56,7 @@ class Policy:
         hf_config: config.json.
         optimizer, scheduler: Megatron's; the schedule counts optimizer steps.
         value_head: it is a critic, whose output layer gives one number for each row.
+        fusions: what its layers fuse.
     """
 
     chunks: tuple[DistributedDataParallel, ...]
@@ -65,6 +67,7 @@ class Policy:
     scheduler: OptimizerParamScheduler
     ranks: Ranks
     value_head: bool = False
+    fusions: Fusions = NOTHING
 
     @property
     def modules(self) -> tuple[GPTModel, ...]:
@@ -144,13 +147,17 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     if value_head:
         for module in modules:
             give_values(module, ranks.device)
+    if trainable:
+        for module in modules:
+            settings.fusions.apply(module)
     if options.bf16:
         modules = [Float16Module(config, module) for module in modules]
     if not trainable:
         return Policy(
             tuple(modules), config, family, hf_config, cast(Any, NoOptimizer()), cast(Any, None), ranks, value_head
         )
-    return replace(_wrap(modules, config, family, hf_config, settings, options, ranks), value_head=value_head)
+    policy = _wrap(modules, config, family, hf_config, settings, options, ranks)
+    return replace(policy, value_head=value_head, fusions=settings.fusions)
 
 
 def _module(

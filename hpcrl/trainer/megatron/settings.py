@@ -39,6 +39,7 @@ from hpcrl.models.model_args import check_model_args
 from hpcrl.models.routing import replay_flag
 from hpcrl.trainer.megatron import capabilities
 from hpcrl.trainer.megatron.capabilities import Machine
+from hpcrl.trainer.megatron.fusions import Fusions, check_replay, choose_fusions
 
 CLASSES = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 ACTIVATIONS: dict[str, Callable] = {"silu": F.silu, "gelu": F.gelu}
@@ -47,11 +48,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Keyword arguments of the three dataclasses."""
+    """Keyword arguments of the three dataclasses, and what is fused."""
 
     transformer: dict[str, Any]
     optimizer: dict[str, Any]
     ddp: dict[str, Any]
+    fusions: Fusions
 
 
 def resolve_settings(
@@ -71,15 +73,15 @@ def resolve_settings(
     given = {name: _coerced(name, value) for name, value in check_model_args(settled, model, gpt).items()}
     capabilities.check_capabilities(given, _dataclass_defaults(), machine)
     if flag := replay_flag(options):
-        capabilities.check_replay(given, flag)
-    fused = capabilities.rope_fusion(given, model, machine)
+        check_replay(given, flag)
+    fusions = choose_fusions(given, model, machine, flag or "", options.log_probs_chunk_size > 0)
     fixed = {**_fixed(options), **pipeline_fields(options, {**model, **given}, machine.cuda)}
     for name in given.keys() & fixed.keys():
         if given[name] != fixed[name]:
             raise UsageError(f"{as_flag(name, given[name])} cannot be: hpcrl needs {fixed[name]}")
-    merged = {**_defaults(machine, given), "apply_rope_fusion": fused, **model, **given, **fixed}
+    merged = {**_defaults(machine, given), **model, **given, **fusions.settings, **fixed}
     merged["activation_func"] = ACTIVATIONS[merged["activation_func"]]
-    return Settings(*({k: v for k, v in merged.items() if k in _fields(cls)} for cls in CLASSES))
+    return Settings(*({k: v for k, v in merged.items() if k in _fields(cls)} for cls in CLASSES), fusions)
 
 
 def construct(cls: type, values: Mapping[str, Any]) -> Any:
@@ -109,7 +111,6 @@ def _defaults(machine: Machine, given: Mapping[str, Any]) -> dict[str, Any]:
         "bias_activation_fusion": machine.cuda,
         "bias_dropout_fusion": machine.cuda,
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "init_method_std": 0.02,
         "use_cpu_initialization": False,

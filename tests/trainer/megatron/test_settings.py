@@ -16,6 +16,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import UsageError
+from hpcrl.trainer.megatron.kernels import GRADIENTS, INTERLEAVED, PERMUTE, ROPE, ROUTER
 from tests.support.published_models import MODELS
 from tests.support.ranks import run_ranks
 
@@ -197,7 +198,7 @@ def test_what_needs_no_megatron_to_be_refused(line: str) -> None:
 #: a recipe of examples/ -> its model, and some of what its settings become where all that they need is there
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-4b-8gpu": ("Qwen3-4B", {"recompute_method": "uniform", "sequence_parallel": True, "num_layers": 36}),
-    "glm-z1-9b-8gpu": ("GLM-4-9B-0414", {"context_parallel_size": 2, "num_layers": 40, "apply_rope_fusion": False}),
+    "glm-z1-9b-8gpu": ("GLM-4-9B-0414", {"context_parallel_size": 2, "num_layers": 40, "apply_rope_fusion": True}),
     "glm-4.5-355b-64gpu": (
         "GLM-4.5",
         {
@@ -215,9 +216,13 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_grouped_gemm": True,
             "moe_router_num_groups": None,
             "apply_rope_fusion": True,
+            "moe_permute_fusion": True,
+            "moe_router_fusion": True,
+            "gradient_accumulation_fusion": False,  # Megatron's own layers', which is Apex's
         },
     ),
 }
+KERNELS = frozenset({ROPE, INTERLEAVED, PERMUTE, ROUTER, GRADIENTS})
 #: packages beside CUDA, a command line -> a part of the error, or "" if it is taken
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("", "--moe-grouped-gemm"): "--moe-grouped-gemm needs Transformer Engine, which is not installed here",
@@ -228,7 +233,8 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("", "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"): "",
     ("", "--attention-backend flash"): "flash-attn or Transformer Engine, which is not installed",
     ("flash_attn", "--attention-backend flash"): "",
-    ("transformer_engine", "--gradient-accumulation-fusion"): "--gradient-accumulation-fusion needs Apex",
+    ("", "--gradient-accumulation-fusion"): "needs Transformer Engine or Apex, which is not installed here",
+    ("transformer_engine", "--gradient-accumulation-fusion"): "",
     ("apex", "--gradient-accumulation-fusion"): "",
     ("transformer_engine", "--tp-comm-overlap"): "hpcrl does not set up Transformer Engine's user buffers",
     ("transformer_engine", "--tp-comm-bootstrap-backend gloo"): "has no effect without --tp-comm-overlap",
@@ -247,8 +253,6 @@ GROUPED = {
     ("transformer_engine", "--no-moe-grouped-gemm"): False,
     ("transformer_engine", "--transformer-impl local"): False,
 }
-#: what the kernel for packed sequences would do wrong, without a word, with GLM-4-0414's neighbouring columns
-INTERLEAVED = "--apply-rope-fusion"
 
 
 def on_other_machines(every: list[tuple[Options, str, set[str]]]) -> list[dict[str, Any] | str]:
@@ -266,7 +270,10 @@ def on_other_machines(every: list[tuple[Options, str, set[str]]]) -> list[dict[s
             model = family.transformer(config)
             gpt = {**family.gpt(config), **family.facts}
         try:
-            settings = settings_of(options, model, gpt, Machine(True, frozenset(packages)))
+            found_kernels = KERNELS if "transformer_engine" in packages else KERNELS & {GRADIENTS}
+            if "apex" not in packages:
+                found_kernels -= {GRADIENTS}
+            settings = settings_of(options, model, gpt, Machine(True, frozenset(packages), found_kernels))
             values = {**settings.ddp, **settings.optimizer, **settings.transformer}
             found.append(
                 {name: value for name, value in values.items() if isinstance(value, (str, int, float, type(None)))}
@@ -282,7 +289,6 @@ def elsewhere() -> dict[Any, dict[str, Any] | str]:
     asked: dict[Any, tuple[Options, str, set[str]]] = {
         key: (read(key[1]), "", set(key[0].split())) for key in (*ELSEWHERE, *GROUPED)
     }
-    asked[INTERLEAVED] = (read(INTERLEAVED), "GLM-4-9B-0414", {"transformer_engine"})
     for name, (model, _) in EXAMPLES.items():
         recipe = load_recipe(ROOT / "examples" / f"{name}.toml")
         options = resolve_stages(recipe, {}, {"run": "/run", "prepared": "/run/prepared"})[0]
@@ -312,11 +318,6 @@ def test_grouped_experts(elsewhere: dict[Any, Any]) -> None:
     """Experts are grouped where Transformer Engine does it."""
     grouped = {key: found["moe_grouped_gemm"] for key, found in elsewhere.items() if key in GROUPED}
     assert grouped == GROUPED
-
-
-def test_fused_rotary_columns(elsewhere: dict[Any, Any]) -> None:
-    """No kernel rotates other columns than the model."""
-    assert "this model neighbouring columns" in elsewhere[INTERLEAVED]
 
 
 # ---- what options say together
