@@ -42,6 +42,7 @@ from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
 
 if TYPE_CHECKING:
+    from hpcrl.trainer.megatron.model import Policy
     from hpcrl.weights.updates import Updates
 
 T = TypeVar("T")
@@ -64,7 +65,6 @@ class Trainer:
         from hpcrl.trainer.collectives import make_patient
         from hpcrl.trainer.custom_hooks import TrainerHooks
         from hpcrl.trainer.gpu_sharing import GpuSharing
-        from hpcrl.trainer.megatron import model
         from hpcrl.trainer.parallel_state import initialize, verify_groups
         from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
         from hpcrl.trainer.rollout_calls import RolloutCalls
@@ -84,8 +84,7 @@ class Trainer:
         self.patient = make_patient(context.options)
         if self.gpu_sharing:
             self.gpu_sharing.begin(self.driver, self._together)
-        with timeline.span("build the model"):
-            self.policy = model.build(context.options, self.ranks)
+        self.policy = self._build()
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
         save_load.writable(self.checkpoints)
         with timeline.span("restore"):
@@ -113,6 +112,19 @@ class Trainer:
         self.published = 0  # the policy version that the engines have
         self.weights = self.at.version  # the policy version of the weights that this rank holds
         self._begin()
+
+    def _build(self) -> Policy:
+        """The model; rank 0 says what it runs with, and before that which hosts differ in what they build it of."""
+        from hpcrl.trainer.megatron import model, running_parts
+
+        versions = running_parts.exchange_versions(self.store, self.context.plan, self.ranks.rank)
+        if warning := running_parts.differing(versions):
+            say(warning)
+        with self.timeline.span("build the model"):
+            policy = model.build(self.options, self.ranks)
+        if self.driver:
+            say(running_parts.line(running_parts.running_parts(policy, versions)))
+        return policy
 
     def _begin(self) -> None:
         """Tell the rollout process where the run starts or resumes, and wait for the engines: the run is ready then."""

@@ -101,6 +101,16 @@ def test_the_run_directory_holds_what_it_promises(uncut: Path) -> None:
     assert [row["rollout_id"] for row in evaluations] == [-1, 1, 3, 4]
 
 
+def test_the_trainer_says_what_it_runs_with(uncut: Path) -> None:
+    """Once, of the model that was built, by rank 0 alone."""
+    logs = [path.read_text() for path in sorted((uncut / "logs").glob("attempt-*/trainer-*.log"))]
+    said = [line.partition(" ")[2] for log in logs for line in log.splitlines() if " runs on " in line]
+    assert said == [
+        "runs on the CPU: layers Megatron-core's own; attention torch's scaled_dot_product_attention; rotary embedding "
+        "of hpcrl; optimizer torch's AdamW, distributed; gradient accumulation fusion off"
+    ]
+
+
 def test_what_every_process_did_is_recorded(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracks = read_stage(uncut)
     assert [track.name for track in tracks] == ["engine-0", "host of 127.0.0.1", "rollout-0", "trainer-0", "trainer-1"]

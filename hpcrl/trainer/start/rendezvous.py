@@ -4,7 +4,8 @@ torchrun's own rendezvous listens on every interface, finds its host by guessing
 rank is where is decided before, by `plan.py`.
 
 Invariant: ours binds one address of the plan, port 0, publishes the port in the run directory, admits peers that have
-the ranks' key of this attempt, and holds only what torch.distributed puts there.
+the ranks' key of this attempt, and holds only what torch.distributed puts there, and what each host's first rank says
+of its packages (`trainer/megatron/running_parts.py`).
 """
 
 from __future__ import annotations
