@@ -204,8 +204,8 @@ class PeerTransport:
 
     def _look(self, store: Any) -> None:
         """Until this member leaves: leave once another has, or the store has ended, in the middle of an update."""
-        while (group := self.group.group) is not None:
-            if not self._left.wait(max(GLANCE, group.size() / MEMBERS)) and self._active.is_set() and has_left(store):
+        while (group := self.group.group) is not None and not self._left.wait(max(GLANCE, group.size() / MEMBERS)):
+            if self._active.is_set() and has_left(store):
                 self.leave()  # memory stays open: the update's own thread may be reading it
 
     def _open_group(self) -> Any:

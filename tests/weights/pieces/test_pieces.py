@@ -326,6 +326,16 @@ def test_send_that_never_ends_is_left_behind() -> None:
     forever.set()
 
 
+def test_the_look_ends_with_the_process() -> None:
+    """What runs at the interpreter's end ends the thread that looks at the store, also where the group was not left."""
+    (member,) = members(1, 1)
+    with member.update():
+        pass
+    member._end_watch()
+    assert member._watch is not None and not member._watch.is_alive()
+    member.leave()
+
+
 @pytest.mark.parametrize("sign", ["another member fails", "the store ends"])
 def test_update_ends_with_another_member(sign: str) -> None:
     """Who waits for a member that lives and says nothing is told by the sign of a third one, or by the store's end."""
