@@ -45,6 +45,7 @@ ENDED = {
     ("selftest/whole_run.py", "process.wait()"): "the process was killed in the line before",
     ("trainer/checkpoint/saver.py", "self.mine.recv()"): READY,
     ("trainer/megatron/hf_weights.py", "work.wait()"): GROUP,
+    ("trainer/megatron/hf_weights.py", "torch.cuda.current_stream().synchronize()"): GROUP,
     ("trainer/megatron/host_memory.py", "torch.cuda.synchronize()"): GROUP,
     ("selftest/checks/save_resume.py", "each.result()"): WATCHED,
     ("trainer/main.py", "self.updates.wait()"): "its own deadline: --engine-start-timeout",

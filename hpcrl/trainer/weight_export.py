@@ -171,7 +171,7 @@ class WeightStream:
     def gathered(self) -> Pairs:
         """Every whole tensor."""
         self._say("gather")
-        yield from export(self.exporter.policy)
+        yield from export(self.exporter.policy, self.exporter.patient)
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         self._say("describe")
@@ -212,7 +212,7 @@ class WeightStream:
             if word == "end":
                 return
             if word == "gather":
-                yield from export(self.exporter.policy)
+                yield from export(self.exporter.policy, self.exporter.patient)
             elif word == "join":
                 plan = broadcast_bytes(None, group=self.exporter.patient)
                 command = msgspec.convert(what, JoinCommand)

@@ -116,7 +116,7 @@ def _some(items: list[str], between: str = ", ") -> str:
 
 
 @torch.no_grad()
-def export(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+def export(policy: Policy, patient: dist.ProcessGroup | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, full tensor) of every tensor, once; collective: all ranks iterate to the end.
 
     Tensors are valid on global rank 0 and only until the next is asked for; other ranks get tensors on "meta".  A tied
@@ -125,6 +125,9 @@ def export(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
 
     A rank does not begin to send long before rank 0 can take what it sends: a send that waits counts against the
     timeout of the groups from its first moment, and the last of a large model is taken many minutes after the first.
+
+    Args:
+        patient: a gloo group of all ranks, in which they wait for what rank 0 does with the tensors; None: the world.
     """
     mine = _own(policy)
     rows = {held.rule.hf: held for held in reversed(_table(policy))}  # of a tied pair, the embedding
@@ -134,10 +137,16 @@ def export(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     for held in reversed(rows.values()):
         own = mine.get(held.rule.megatron)
         if ahead >= PACE:
-            dist.barrier()  # holds the host, as waiting for a send of NCCL's does not
+            _wait_for_rank_0(policy, patient)
             ahead = 0
         ahead += held.nbytes
         yield from zip(held.rule.hf, _collect(policy, held, own[1] if own else None), strict=True)
+
+
+def _wait_for_rank_0(policy: Policy, patient: dist.ProcessGroup | None) -> None:
+    if policy.ranks.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()  # waiting for a send of NCCL's does not hold the host
+    dist.barrier(group=patient)
 
 
 def _collect(policy: Policy, held: HeldParameter, parameter: torch.Tensor | None) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,26 @@ def exported(policy: Any) -> list[tuple[str, torch.Tensor]]:
         assert all(tensor.device.type == "meta" for _, tensor in found)
         return []
     return found
+
+
+def exported_to_a_slow_reader(opts: Options) -> int:
+    """Two ranks that hold the same, groups that give up after 2 s, and a reader that takes 4 s for a tensor."""
+    import time
+
+    from torch.distributed import distributed_c10d
+
+    from hpcrl.trainer.collectives import make_patient
+    from hpcrl.trainer.megatron import hf_weights
+
+    policy = start(opts)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    patient = make_patient(opts)
+    hf_weights.PACE = PACE
+    number = 0
+    for number, _ in enumerate(hf_weights.export(policy, patient), 1):
+        if number == 3 and policy.ranks.rank == 0:
+            time.sleep(4)
+    return number
 
 
 def ahead_at_each_send(opts: Options, counter: Path) -> list[int]:
@@ -457,3 +478,9 @@ def test_a_stage_sends_once_rank_0_can_take(models: dict[str, Path], tmp_path: P
     largest = 128 * 64 * 4
     assert len(ahead) > 5
     assert max(ahead) <= PACE + largest < counter.stat().st_size // 4
+
+
+def test_ranks_wait_patiently_for_an_exports_reader(models: dict[str, Path]) -> None:
+    """However long an engine takes for what rank 0 has, as long as that is allowed."""
+    counts = run_ranks(2, exported_to_a_slow_reader, options(models["untied"], 2, LAYOUTS["dp2"][1]))
+    assert counts[0] == counts[1] > 5
