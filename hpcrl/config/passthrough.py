@@ -112,7 +112,7 @@ OWNED: dict[Table, dict[str, str]] = {
         "perform_initialization": "weights come from --hf-checkpoint or --load",
         "pipeline_dtype": "use --bf16 or --no-bf16",
         "variable_seq_lengths": "samples are packed, so lengths always vary",
-        "batch_p2p_sync": "torch's batched messages wait for the stream, so the GPU need not be idle after each",
+        "batch_p2p_sync": "torch's batched messages wait for the stream by themselves",
     },
     "vllm": {
         "api_key": "every route of an engine asks for the key of the run",

@@ -124,6 +124,8 @@ def _no_router(given: Mapping[str, Any], machine: Machine, replay: str) -> str:
     # with `fused`, topk_routing_with_score_function returns before it asks its RouterReplay
     if replay:
         return f"Transformer Engine's fused router replays no choice of experts, as {replay} wants"
+    if given.get("moe_router_dtype") == "fp64":
+        return "Transformer Engine's fused router takes no fp64, as --moe-router-dtype wants"
     kinds = given.get("moe_router_load_balancing_type")
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind in OWN_CHOICE:

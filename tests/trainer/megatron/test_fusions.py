@@ -128,9 +128,16 @@ def test_a_replay_needs_megatrons_router() -> None:
         choose_fusions({"moe_router_fusion": True}, MOE, machine(), "--use-routing-replay")
 
 
-@pytest.mark.parametrize("kind", ["sinkhorn", ["none", "quantile_balancing"]])
-def test_routers_that_have_no_fused_kernel(kind: Any) -> None:
-    assert not choose_fusions({"moe_router_load_balancing_type": kind}, MOE, machine()).settings["moe_router_fusion"]
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        {"moe_router_load_balancing_type": ["none", "quantile_balancing"]},
+        {"moe_router_dtype": "fp64"},
+    ],
+)
+def test_routers_that_have_no_fused_kernel(given: dict[str, Any]) -> None:
+    assert not choose_fusions(given, MOE, machine()).settings["moe_router_fusion"]
 
 
 # ---- weight gradients
