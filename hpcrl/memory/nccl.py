@@ -16,7 +16,6 @@ BUFFERS = 2**22 + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8
 INSIDE = 24 * 1
 ACROSS = 16 * 4 * 2
 PER_PEER = 2  #: channels to each other rank in an all-to-all
-A_NODE = 8  #: GPUs of a node, which trainer and engines may share between them
 
 
 def communicators(options: Options) -> dict[str, tuple[int, bool]]:
@@ -52,8 +51,7 @@ def update_members(options: Options) -> tuple[int, bool] | None:
     ranks, a_host = options.world_size, options.actor_num_gpus_per_node
     if options.colocate:
         return (ranks, True) if ranks > a_host else None
-    members = ranks + options.engine_gpus
-    return members, members > max(a_host, A_NODE)
+    return ranks + options.engine_gpus, True  # or on one, which takes less
 
 
 def nccl_bytes(options: Options) -> float:

