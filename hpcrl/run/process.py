@@ -3,7 +3,7 @@ answer within a deadline.
 
 Invariants: we end only what we started, found by process id, never by name.  A role dies with the process that started
 it, and a launcher that ends takes along all its descendants, also those that left its process group.  A process that
-computes with torch ends with the status of its work, whatever its threads wait for.  Whatever a short
+computes with torch ends with the status of its work, whatever its daemon threads wait for.  Whatever a short
 command does is an answer, never an exception: a program that is missing, fails or is too slow included; nothing that it
 started outlives a question that was given up.
 """
@@ -130,15 +130,17 @@ def exit_after(main: Callable[[], int]) -> NoReturn:
     A thread that waits in torch's C++ code, in a store or in gloo, asks for the interpreter's lock when it returns.  At
     the interpreter's end CPython 3.11 ends such a thread there, which aborts the process ("terminate called without an
     active exception"), and a later one lets it wait for ever.  What was registered with atexit after this call still
-    runs.
+    runs; what was before it does not.
     """
     status = 1
 
     def leave() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(status)
+        try:
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+        finally:
+            os._exit(status)
 
     atexit.register(leave)  # the first to be registered is the last to run
     try:
