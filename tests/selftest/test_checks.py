@@ -15,7 +15,7 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.errors import HpcrlError
-from hpcrl.selftest.checks import ipc
+from hpcrl.selftest.checks import ipc, sleep_wake
 from hpcrl.selftest.checks.bandwidth import nvlink
 from hpcrl.selftest.here import watch
 from hpcrl.selftest.registry import (
@@ -76,8 +76,20 @@ def test_engine_checks_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, check in find_checks().items()
     }
     skipped = {name: found.said for name, found in outcomes.items() if found.result == "skipped"}
-    with_engines = ("engine_update", "large_update", "engine_logprobs", "engine_loss")
+    with_engines = ("sleep_wake", "engine_update", "large_update", "engine_logprobs", "engine_loss")
     assert skipped == dict.fromkeys(with_engines, "vllm is not installed")
+
+
+def test_what_a_sleeping_engine_may_keep() -> None:
+    """No more than `hpcrl plan` counts with, and once awake no more than before."""
+
+    def of(awake: float, asleep: float, again: float) -> Outcome:
+        gib = {"awake": awake, "asleep": asleep, "weights": 20.0, "awake_again": again}
+        return sleep_wake.judge({f"{name}_bytes": int(value * 2**30) for name, value in gib.items()})
+
+    assert of(40, 1.5, 40.5).result == "passed"
+    assert of(40, 2.5, 40).said.endswith("GiB: hpcrl plan allows 2 GiB to one that sleeps")
+    assert of(40, 1.5, 41.5).said.endswith("GiB: more than before it slept")
 
 
 def test_check_that_ended_its_process(tmp_path: Path) -> None:
