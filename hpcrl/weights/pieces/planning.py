@@ -44,6 +44,12 @@ def needed_tensors(manifests: Manifests) -> dict[str, NeededTensor]:
     return {name: NeededTensor(tuple(need["shape"]), need["dtype"]) for name, need in found.items()}
 
 
+def sent_whole(manifests: Manifests) -> list[str]:
+    """The tensors of which every worker gets all, since its layer does not say which part it needs."""
+    first = manifests[0][0]
+    return [name for name in first["unseen"] if name not in first.get("cuts", {})]
+
+
 def coded(held: Mapping[str, HeldTensor], scheme: Scheme | None) -> dict[str, HeldTensor]:
     """The tensors as they are sent: a quantised matrix comes with scales, known to every rank that holds some of it."""
     found: dict[str, HeldTensor] = {}

@@ -23,6 +23,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.queue.auth import server_keys
 from hpcrl.redistribution.plan import Redistribution, carriers
 from hpcrl.rendezvous.server import StoreServer
+from hpcrl.run.role import say
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.pieces.device_transport import unique_id
@@ -35,6 +36,7 @@ from hpcrl.weights.pieces.planning import (
     coded,
     make,
     needed_tensors,
+    sent_whole,
 )
 from hpcrl.weights.pieces.wire import ReceivePlan, UpdateGroup, WorkerJoinCommand, write_join_command
 from hpcrl.weights.route import IPC, NCCL, SHM, TAKES_PIECES, whole_tensors
@@ -109,6 +111,11 @@ class ReshardedUpdate:
         check_codes(held, needs, self.scheme)
         if backend == IPC:
             _check_hosts(self.manifests, hosts)
+        if names := sent_whole(self.manifests):
+            say(
+                f"{len(names)} of {len(needs)} tensors go whole to every worker, since vLLM's layers do not say which "
+                f"part they need: {names[0]}{' and others' if len(names) > 1 else ''}"
+            )
         plan = make(
             coded(held, self.scheme),
             self.manifests,

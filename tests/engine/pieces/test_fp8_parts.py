@@ -15,7 +15,7 @@ from hpcrl.engine.pieces.part_tensor import PartTensor, part_tensor
 from hpcrl.model_files.safetensors_files import Entry
 from hpcrl.redistribution.layouts import whole
 from hpcrl.weights.comparison import cut
-from hpcrl.weights.pieces.planning import HeldTensor, layouts_of
+from hpcrl.weights.pieces.planning import HeldTensor, layouts_of, sent_whole
 
 pytestmark = pytest.mark.vllm
 BLOCK = (32, 32)
@@ -293,3 +293,4 @@ def test_plan_brings_the_announced_part() -> None:
     layouts = layouts_of(held, [workers])
     needed = {part.who: (part.rows, part.columns) for part in layouts.patterns[layouts.needed[0]]}
     assert needed == {(0,): ((0, 8), (0, 2)), (1,): ((0, 8), (0, 4))}
+    assert sent_whole([workers]) == [] and sent_whole([workers[1:]]) == ["a"]
