@@ -96,7 +96,7 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "update buffers": kept_buffers(options),
         "weight update": update_bytes(options, config, fields),
         "checkpoint": saved_here,
-        "step": 8.0 * max(sizes),
+        "step": step_bytes(options, max(sizes)),
         "CUDA": float(CUDA),
         "NCCL": nccl_bytes(options),
     }
@@ -140,6 +140,14 @@ def optimizer_bytes(options: Options, count: Count, layout: Layout) -> tuple[flo
     share = told.get("optimizer_offload_fraction", 1.0)
     here = own * ((1 - share) * (master + moments) + (0 if careful else share * master))
     return here, own * share * (4 + 4 + 8)  # there in fp32: weights, gradients, moments
+
+
+def step_bytes(options: Options, largest: int) -> float:
+    """What torch's Adam makes of the largest parameter as it takes a step; of one that takes it on the host, a copy on
+    its way."""
+    told = options.megatron
+    there = told.get("optimizer_cpu_offload") and told.get("optimizer_offload_fraction", 1.0) == 1
+    return (4.0 if there else 8.0) * largest
 
 
 def _moment(told: Mapping[str, Any], name: str, careful: bool) -> int:

@@ -27,6 +27,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8,
 SIZES |= {"moe_intermediate_size": 192, "vocab_size": 2050}
 FULL = {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+VIRTUAL = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+OFFLOAD = {"megatron": {"optimizer_cpu_offload": True}}
 #: name -> family, ranks, the one that is looked at, options
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     **{name: (name, 1, 0, {}) for name in families.SIZES},
@@ -40,6 +42,8 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "dp2 alone": ("qwen3", 2, 0, {"megatron": {"use_distributed_optimizer": False}}),
     "pp2 first": ("qwen3", 2, 0, {"pipeline_model_parallel_size": 2}),
     "pp2 last": ("qwen3", 2, 1, {"pipeline_model_parallel_size": 2}),
+    "pp2 vpp2 first": ("qwen3", 2, 0, VIRTUAL),
+    "offload": ("qwen3", 1, 0, OFFLOAD),
 }
 NEAR = 0.05  #: relative
 
@@ -67,7 +71,8 @@ def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, i
             with live.phase("log-probs"):
                 passes.logprobs(policy, opts, packed)
             with live.phase("forward and backward"):
-                policy.model.zero_grad_buffer()
+                for chunk in policy.chunks:
+                    chunk.zero_grad_buffer()
                 policy.optimizer.zero_grad()
                 passes.run(policy, packed, partial(train_batch._loss, policy, opts, step), forward_only=False)
             with live.phase("optimizer step"):
