@@ -12,6 +12,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.memory.nccl import pieces_from_gpu
 from hpcrl.memory.parameters import whole_model
 from hpcrl.memory.weight_update import Gathered, Update, in_pieces, predict, update_lines
 from hpcrl.models.family import find_family
@@ -202,6 +203,7 @@ def test_the_way_of_each_recipe(name: str) -> None:
     options, found = of_recipe(name)
     _, hosts, transfer = RECIPES[name]
     assert isinstance(found, Update) and found.transfer == transfer
+    assert pieces_from_gpu(options), "the estimate of memory knows of it"
     made = found.plan
     assert made.ranks == options.world_size
     assert sum(len(place.workers) for place in made.destinations) == options.engine_gpus

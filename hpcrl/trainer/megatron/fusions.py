@@ -126,10 +126,8 @@ def _no_router(given: Mapping[str, Any], machine: Machine, replay: str) -> str:
         return f"Transformer Engine's fused router replays no choice of experts, as {replay} wants"
     if given.get("moe_router_dtype") == "fp64":
         return "Transformer Engine's fused router takes no fp64, as --moe-router-dtype wants"
-    kinds = given.get("moe_router_load_balancing_type")
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind in OWN_CHOICE:
-            return f"{as_flag('moe_router_load_balancing_type', kind)} has a router of its own"
+    if own := _own_choice(given):
+        return f"{own} has a router of its own"
     return _no_kernel(machine, kernels.ROUTER, "Transformer Engine 2.7 or later has it")
 
 
@@ -167,11 +165,15 @@ def check_replay(given: Mapping[str, Any], flag: str) -> None:
     Args:
         flag: for which.
     """
+    if own := _own_choice(given):
+        raise UsageError(
+            f"{own} cannot be set: that router replays no choice of experts, as {flag} wants",
+            "leave it out",
+        )
+
+
+def _own_choice(given: Mapping[str, Any]) -> str:
+    """The flag of a router that chooses experts by itself, "" for none."""
     kinds = given.get("moe_router_load_balancing_type")
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind in OWN_CHOICE:
-            raise UsageError(
-                f"{as_flag('moe_router_load_balancing_type', kind)} cannot be set: that router replays no choice of "
-                f"experts, as {flag} wants",
-                "leave it out",
-            )
+    own = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind in OWN_CHOICE]
+    return as_flag("moe_router_load_balancing_type", own[0]) if own else ""
