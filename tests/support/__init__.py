@@ -11,6 +11,7 @@ Whole runs
     runs               `hpcrl run` of a tiny model, and what it left behind
     slurm, batch       runs submitted to Slurm; to any scheduler (`local_queue` is a small second one)
     ledger_account     from what a run wrote of its groups, what became of each
+    small_recipes      the shipped recipes for GPUs with small models
     twins              tiny twins of the reference runs of slime's guides
     faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards
 
@@ -24,6 +25,9 @@ Models and data
 
 Stand-ins where the real part cannot be had, or must misbehave
     fake_device        an accelerator of shapes without numbers, on which one process is any rank of a layout
+    engine_stand_in, engine_stand_in_kernels, fused_router    Transformer Engine as Megatron finds it: its layers and
+                       optimizer, their kernels, and the formula of its router
+    deepep_stand_in    DeepEP as Megatron finds it
     fused_layers       what Transformer Engine's layers keep for the backward pass, on that device
     fake_engine, http_server, queues    servers that answer what a test says
     own_generates, own_rewards          functions as users write them, good and bad

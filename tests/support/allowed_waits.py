@@ -7,7 +7,13 @@ layer is a tenth of the step.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.support.trained_on_fake import Waits
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,41 @@ MEGATRONS = (
     Wait(
         "optimizer/clip_grads.py", "get_grad_norm_fp32", 1, "step", "the norm; hpcrl ends the run if it is not finite"
     ),
-    Wait("core/utils.py", "local_multi_tensor_l2_norm", 2, "parameter", "without Transformer Engine and Apex alone"),
-    Wait("pipeline_parallel/p2p_communication.py", "_communicate_shapes", 8, "pass", "micro-batches differ"),
+    Wait("pipeline_parallel/p2p_communication.py", "_communicate_shapes", 16, "pass", "micro-batches differ"),
     Wait("moe/token_dispatcher.py", "_maybe_dtoh_and_synchronize", 1, "expert layer", "how many rows go to which rank"),
+)
+#: where neither Transformer Engine nor Apex is installed
+WITHOUT_PACKAGES = (
+    Wait("core/utils.py", "local_multi_tensor_l2_norm", 2, "parameter", "Transformer Engine's norm asks for nothing"),
     Wait("moe/moe_utils.py", "permute", 2, "expert layer", "without moe_permute_fusion, which Transformer Engine has"),
 )
-ALLOWED = OURS + MEGATRONS
+#: with DeepEP and an offloaded optimizer
+OF_RECIPES = (
+    Wait("moe/fused_a2a.py", "forward", 1, "expert layer", "DeepEP: how many rows come from all ranks"),
+    Wait("cpu_offloading/hybrid_optimizer.py", "step", 1, "parameter", "the CPU needs its gradient"),
+    Wait(
+        "cpu_offloading/hybrid_optimizer.py",
+        "param_copy_back_gpu_hook",
+        1,
+        "parameter",
+        "its fp32 copy is not pinned, and is made bf16 on the way",
+    ),
+)
+ALLOWED = OURS + MEGATRONS + WITHOUT_PACKAGES
+
+
+def check(waits: Waits, allowed: Sequence[Wait]) -> set[Wait]:
+    """Fail with the line of every wait that is not allowed, or not so often; those that are met."""
+    found: Counter[Wait] = Counter()
+    wrong = []
+    for sync, times in waits.of.items():
+        where = [w for w in allowed if sync.file.endswith(w.file) and sync.function == w.function]
+        if not where:
+            wrong.append(f"{times} x {sync}")
+        found.update(dict.fromkeys(where, times))
+    for wait, times in found.items():
+        most = wait.times * waits.units[wait.each]
+        if times > most:
+            wrong.append(f"{times} x {wait.file} {wait.function}, allowed: {most} ({wait.times} a {wait.each})")
+    assert not wrong, "the host waits for the device:\n" + "\n".join(wrong)
+    return set(found)

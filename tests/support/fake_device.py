@@ -23,6 +23,7 @@ one at all, `synchronize()` of a stream, an event or the device; each with the i
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -46,6 +47,8 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from hpcrl.config.megatron_flags import PARTS
 
 NAME = "acc"  #: not "cuda": torch for the CPU has no guard for CUDA devices, views and backward passes fail there
 BACKEND = "fake"
@@ -108,6 +111,8 @@ def install() -> None:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # type: ignore[attr-defined]
     _setup_privateuseone_for_python_backend(NAME, module)
     cpu_shim.install(NAME)
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    cpu_shim._retarget(dispatcher, cpu_shim.literals(NAME))  # a table that is on "cuda" with moe_permute_fusion alone
     dist.Backend.backend_capability[BACKEND].append(NAME)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes a CPU tensor and copies it
 
@@ -140,12 +145,13 @@ class FakeDevice:
         answers: (end of the file's path, function) -> what is read there.
     """
 
-    def __init__(self, packages: Sequence[str] = ()) -> None:
-        """Args: packages: of `capabilities.PARTS` that the machine is to have."""
+    def __init__(self, packages: Sequence[str] | None = None) -> None:
+        """Args: packages: of `capabilities.PARTS` that the machine is to have (None: the stand-ins of this process)."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.syncs: list[Sync] = []
         self.answers: dict[tuple[str, str], Answer] = dict(MEGATRONS)
-        self._packages = frozenset(packages)
+        stood_in = {name for names in PARTS.values() for name in names if name in sys.modules}
+        self._packages = frozenset(stood_in if packages is None else packages)
         self._pinned: dict[int, torch.UntypedStorage] = {}
 
     def __enter__(self) -> FakeDevice:
@@ -336,7 +342,9 @@ def _replaced(owner: FakeDevice, packages: frozenset[str]) -> Callable[[], None]
     from hpcrl.trainer import collectives
     from hpcrl.trainer.megatron import host_memory
     from hpcrl.trainer.megatron.capabilities import Machine
+    from hpcrl.trainer.megatron.kernels import find_kernels
 
+    machine = Machine(True, packages, find_kernels())
     stock_group = dist.new_group
     asked: dict[Any, str] = {}  # group -> its backend, as whoever makes it wants it; NCCL where nothing is said
 
@@ -346,7 +354,7 @@ def _replaced(owner: FakeDevice, packages: frozenset[str]) -> Callable[[], None]
         return made
 
     changes: list[tuple[Any, str, Any]] = [
-        (Machine, "here", staticmethod(lambda: Machine(True, packages))),
+        (Machine, "here", staticmethod(lambda: machine)),
         (collectives, "device", device),
         (dist, "new_group", new_group),
         (dist.distributed_c10d, "new_group", new_group),

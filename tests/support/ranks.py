@@ -10,6 +10,7 @@ How: importing torch and Megatron takes seconds, so one clean process per test s
 then forks ranks on demand.  A fork is only safe from a process that has never run a backward pass or opened gloo, so
 the zygote does neither, and the store where ranks meet lives in the test process.  A second zygote, started when it is
 first asked for, is for `on_fake_device`: what it has done to torch (tests/support/fake_device.py) no other rank may see.
+A third is for `on_fake_gpu`, in which Megatron finds stand-ins for the packages that a GPU's machine has.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ ENVIRONMENT = {
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
 }
 FAKE = "fake"  #: the argument of the zygote whose device only knows shapes
-_zygotes: dict[str, subprocess.Popen[bytes]] = {}
+PACKAGES = "packages"  #: that of the one which has stand-ins for Transformer Engine and DeepEP as well
+_zygotes: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
 
 
 class RankError(Exception):
@@ -68,17 +70,31 @@ def on_fake_device(function: Callable[..., Any], *args: Any, timeout: float = 12
     Raises:
         RankError: with its traceback.
     """
-    answer = _ask((1, function.__module__, function.__qualname__, args, 0, timeout, list(sys.path)), FAKE)
+    return _on_fake((FAKE,), function, args, timeout)
+
+
+def on_fake_gpu(function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
+    """The same where Megatron finds Transformer Engine and DeepEP, held by tests/support/engine_stand_in.py and
+    deepep_stand_in.py.
+
+    Raises:
+        RankError: with its traceback.
+    """
+    return _on_fake((FAKE, PACKAGES), function, args, timeout)
+
+
+def _on_fake(kind: tuple[str, ...], function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
+    answer = _ask((1, function.__module__, function.__qualname__, args, 0, timeout, list(sys.path)), kind)
     if isinstance(answer, str):
         raise RankError(answer)
     return answer[0]
 
 
-def _ask(request: tuple[Any, ...], kind: str = "") -> Any:
+def _ask(request: tuple[Any, ...], kind: tuple[str, ...] = ()) -> Any:
     zygote = _zygotes.get(kind)
     if zygote is None or zygote.poll() is not None:
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        command = [sys.executable, os.path.abspath(__file__), *([kind] if kind else [])]
+        command = [sys.executable, os.path.abspath(__file__), *kind]
         zygote = _zygotes[kind] = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
@@ -116,6 +132,11 @@ def _serve() -> None:
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what ranks print must not end among the answers
+    if PACKAGES in sys.argv:
+        from tests.support import deepep_stand_in, engine_stand_in
+
+        engine_stand_in.install()
+        deepep_stand_in.install()
     if FAKE in sys.argv:
         from tests.support import fake_device
 

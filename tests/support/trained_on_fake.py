@@ -28,24 +28,25 @@ class Waits:
     Attributes:
         of: every wait's line, and how often.
         units: how many there were of what `allowed_waits.Wait.each` names.
+        parts: what the policy ran with, as a run's log says it.
     """
 
     of: Counter[fake_device.Sync] = field(default_factory=Counter)
     units: dict[str, int] = field(default_factory=dict)
+    parts: str = ""
 
 
-def trained(options: Options, rank: int = 0, data: SampleBatch | None = None, packages: tuple[str, ...] = ()) -> Waits:
-    """Train on a batch as `rank` of the options' layout.
+def trained(options: Options, rank: int = 0, data: SampleBatch | None = None) -> Waits:
+    """Train on a batch as `rank` of the options' layout, with the packages that this process has stand-ins for.
 
     Args:
         data: None: the one of tests/trainer/step/test_invariance.py.
-        packages: that the machine is to have.
     """
-    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.megatron import model, running_parts
     from hpcrl.trainer.step import train_batch
     from tests.trainer.step.test_invariance import shares
 
-    with fake_device.FakeDevice(packages) as device:
+    with fake_device.FakeDevice() as device:
         ranks = fake_device.join(options, rank)
         policy = model.build(options, ranks)
         others = _others(policy, options)
@@ -56,7 +57,8 @@ def trained(options: Options, rank: int = 0, data: SampleBatch | None = None, pa
         device.syncs.clear()
         with mock.patch.object(dist, "broadcast", partial(_broadcast, report, dist.broadcast)):
             train_batch.train(policy, ranks, options, share, others)
-    return Waits(Counter(device.syncs), _units(policy, others, share))
+        parts = running_parts.line(running_parts.running_parts(policy, {}))
+    return Waits(Counter(device.syncs), _units(policy, others, share), parts)
 
 
 class _Report:

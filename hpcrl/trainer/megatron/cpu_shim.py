@@ -5,9 +5,10 @@ Megatron-core (0.16 to 0.19) is written for CUDA: it asks torch.cuda for the cur
 there is no CUDA it puts the CPU in its place, or in tests a device that knows shapes alone
 (tests/support/fake_device.py).
 
-Invariants: where CUDA is present nothing of torch is replaced, and of Megatron's computing the rotary embedding of
-packed sequences alone (packed_rope.py); every replacement says what breaks without it; no other module of hpcrl
-replaces anything in a third-party package of the trainer.
+Invariants: where CUDA is present nothing of torch is replaced, and of Megatron's computing alone what would wait for
+the device in every layer: the rotary embedding of packed sequences (packed_rope.py) and the table of experts of rows
+that DeepEP brought (expert_table.py); every replacement says what breaks without it; no other module of hpcrl replaces
+anything in a third-party package of the trainer.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ def install(device: str = CPU) -> None:
         _megatron_on(device)
         if device == CPU:
             _megatron_on_cpu()
-    from hpcrl.trainer.megatron import packed_rope
+    from hpcrl.trainer.megatron import expert_table, packed_rope
 
     packed_rope.install()
+    expert_table.install()
     _router_repair()
     _checkpoint_repairs()
 
@@ -98,6 +100,9 @@ def _quiet() -> None:
         "ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning
     )  # its zero_grad
     warnings.filterwarnings("ignore", ".*but tensor model parallel size is 1", UserWarning)  # of experts, with ETP 1
+    warnings.filterwarnings(
+        "ignore", "moe_enable_deepep is deprecated", UserWarning
+    )  # slime's scripts and recipes have it
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # "Implicit initialization"
     saving = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
     saving.addFilter(

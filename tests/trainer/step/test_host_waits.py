@@ -6,7 +6,6 @@ Every family and kind of loss, layouts, pipeline stages with and without the los
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.sample import SampleBatch
-from tests.support import families
+from tests.support import allowed_waits, families
 from tests.support.allowed_waits import ALLOWED, Wait
 from tests.support.ranks import on_fake_device
 from tests.support.trained_on_fake import Waits, trained
@@ -35,19 +34,7 @@ RAN: set[str] = set()  #: names of tests
 
 def check(waits: Waits) -> None:
     """Fail with the line of every wait that is not allowed, or not so often."""
-    found: Counter[Wait] = Counter()
-    wrong = []
-    for sync, times in waits.of.items():
-        where = [w for w in ALLOWED if sync.file.endswith(w.file) and sync.function == w.function]
-        if not where:
-            wrong.append(f"{times} x {sync}")
-        found.update(dict.fromkeys(where, times))
-    MET.update(found)
-    for wait, times in found.items():
-        most = wait.times * waits.units[wait.each]
-        if times > most:
-            wrong.append(f"{times} x {wait.file} {wait.function}, allowed: {most} ({wait.times} a {wait.each})")
-    assert not wrong, "the host waits for the device:\n" + "\n".join(wrong)
+    MET.update(allowed_waits.check(waits, ALLOWED))
 
 
 @pytest.fixture(autouse=True)
