@@ -128,6 +128,15 @@ def test_a_replay_needs_megatrons_router() -> None:
         choose_fusions({"moe_router_fusion": True}, MOE, machine(), "--use-routing-replay")
 
 
+def test_a_correction_bias_needs_megatrons_router() -> None:
+    """Whose fused one would lose small scores; a user who asks for it is told."""
+    model = MOE | {"moe_router_enable_expert_bias": True}
+    chosen = choose_fusions({}, model, machine())
+    assert chosen.settings["moe_permute_fusion"] and not chosen.settings["moe_router_fusion"]
+    with pytest.raises(UsageError, match="correction bias"):
+        choose_fusions({"moe_router_fusion": True}, model, machine())
+
+
 @pytest.mark.parametrize(
     "given",
     [

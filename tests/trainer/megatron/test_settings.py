@@ -217,7 +217,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_router_num_groups": None,
             "apply_rope_fusion": True,
             "moe_permute_fusion": True,
-            "moe_router_fusion": True,
+            "moe_router_fusion": False,  # the model has a correction bias
             "gradient_accumulation_fusion": False,  # Megatron's own layers', which is Apex's
         },
     ),
