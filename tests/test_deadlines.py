@@ -44,6 +44,7 @@ ENDED = {
     ("selftest/here.py", "runs.result()"): WATCHED,
     ("selftest/whole_run.py", "process.wait()"): "the process was killed in the line before",
     ("trainer/checkpoint/saver.py", "self.mine.recv()"): READY,
+    ("trainer/checkpoint/writers.py", "torch.cuda.synchronize()"): GROUP,
     ("trainer/megatron/hf_weights.py", "work.wait()"): GROUP,
     ("trainer/megatron/hf_weights.py", "torch.cuda.current_stream().synchronize()"): GROUP,
     ("trainer/megatron/host_memory.py", "torch.cuda.synchronize()"): GROUP,

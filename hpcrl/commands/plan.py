@@ -38,6 +38,7 @@ usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]
   --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
   --gpu NAME         the GPUs, for speed and memory (docs/memory.md lists them); default: h100-sxm
   --gpu-memory GIB   what a GPU has; default: that of --gpu
+  --host-memory GIB  what a host has for the run: more is refused; default: a warning above 2000
   --link-rate GBIT   Gb/s of a card's network link, for the seconds of a weight update; default: 400
   --mean-response-length TOKENS   for the speed; default: half of --rollout-max-response-len
 
@@ -48,6 +49,7 @@ OWN = {
     "hostfile": Kind("str"),
     "gpu": Kind("str"),
     "gpu-memory": Kind("float", bounds="> 0"),
+    "host-memory": Kind("float", bounds="> 0"),
     "link-rate": Kind("float", bounds="> 0"),
     "mean-response-length": Kind("int", bounds="> 0"),
     "help": Kind("bool"),
@@ -66,7 +68,7 @@ def plan(argv: list[str]) -> int:
     hosts = _hosts(own["hostfile"]) if "hostfile" in own else None
     gpu = own.get("gpu", DEFAULT)
     memory = own.get("gpu-memory", named(gpu).memory)
-    card = GpuCard(gpu, memory, own.get("link-rate", LINK), own.get("mean-response-length"))
+    card = GpuCard(gpu, memory, own.get("link-rate", LINK), own.get("mean-response-length"), own.get("host-memory"))
     if arguments is None:
         show(load_recipe(words[0]), overrides, hosts, card)
         return 0
@@ -98,12 +100,14 @@ class GpuCard:
         memory: its GiB.
         link: the rate of its network link in Gb/s.
         response: tokens of a response in the mean; None: a share of the longest.
+        host: GiB of a host, if that is known.
     """
 
     name: str
     memory: float
     link: float
     response: int | None
+    host: float | None
 
 
 def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None, card: GpuCard) -> None:
@@ -125,7 +129,7 @@ def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
     try:
         config = read_config(options.hf_checkpoint or "")
         family = find_family(config, options.hf_checkpoint or "")
-        lines = list(memory_lines(options, family, config, card.memory))
+        lines = list(memory_lines(options, family, config, card.memory, card.host))
         update = 0.0
         if made.engines and not options.debug_rollout_only:
             moved = predict(options, family, config, made, card.link)
@@ -140,14 +144,14 @@ def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
 
 
 def _refuse(card: GpuCard, options: Options) -> None:
-    """Raise UsageError for a trainer that cannot fit such cards."""
+    """Raise UsageError for a trainer that cannot fit such cards, or their hosts."""
     try:
         config = read_config(options.hf_checkpoint or "")
         family = find_family(config, options.hf_checkpoint or "")
     except DataError:
         return  # said instead of an estimate
     if not options.debug_rollout_only and options.bf16:  # in fp32 it is on CPUs
-        refuse_misfit(options, family, config, card.memory)
+        refuse_misfit(options, family, config, card.memory, card.host)
 
 
 def preview(recipe: Recipe, overrides: dict[str, Any]) -> None:

@@ -96,7 +96,8 @@ def _divides(options: Options, family: Family, config: Config) -> bool:
 # ---- changes
 
 
-def _megatron(options: Options, **fields: Any) -> Options:
+def with_megatron(options: Options, **fields: Any) -> Options:
+    """The options with other settings of Megatron's."""
     return options.model_copy(update={"megatron": {**options.megatron, **fields}})
 
 
@@ -114,12 +115,12 @@ def _bucket(options: Options) -> Iterator[Change]:
 def _recompute(options: Options) -> Iterator[Change]:
     if options.megatron.get("recompute_granularity") != "full":
         flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        yield flags, _megatron(options, **RECOMPUTE)
+        yield flags, with_megatron(options, **RECOMPUTE)
 
 
 def _spread(options: Options) -> Iterator[Change]:
     if not options.megatron.get("use_distributed_optimizer", True):
-        yield "--use-distributed-optimizer", _megatron(options, use_distributed_optimizer=True)
+        yield "--use-distributed-optimizer", with_megatron(options, use_distributed_optimizer=True)
 
 
 def _fewer_tokens(options: Options) -> Iterator[Change]:
@@ -134,7 +135,7 @@ def _precise(options: Options) -> Iterator[Change]:
     if options.bf16 and not options.megatron.get("use_precision_aware_optimizer"):
         flags = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
         told = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-        yield flags, _megatron(options, **told)
+        yield flags, with_megatron(options, **told)
 
 
 def _doubled(kind: str) -> Callable[[Options], Iterator[Change]]:
@@ -156,7 +157,7 @@ def _doubled(kind: str) -> Callable[[Options], Iterator[Change]]:
 def _offload(options: Options) -> Iterator[Change]:
     if not options.megatron.get("optimizer_cpu_offload"):
         told = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
-        yield "--optimizer-cpu-offload --use-precision-aware-optimizer", _megatron(options, **told)
+        yield "--optimizer-cpu-offload --use-precision-aware-optimizer", with_megatron(options, **told)
 
 
 #: from the cheapest to the dearest

@@ -13,14 +13,21 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.memory.engine import EngineTerms, engine_terms, share, utilization
 from hpcrl.memory.fits import Misfit, misfit
+from hpcrl.memory.host_fits import HOST, host_misfit, on_host
 from hpcrl.memory.training import GIB, STATE, MemoryTerms, fullest_rank
 from hpcrl.models.family import Config, Family
 
 GPU = 80.0  #: GiB of a GPU where nothing else is said
 
 
-def memory_lines(options: Options, family: Family, config: Config, gpu: float = GPU) -> Iterator[str]:
-    """Memory of trainer and engine per GPU of `gpu` GiB, and per host; warnings last."""
+def memory_lines(
+    options: Options, family: Family, config: Config, gpu: float = GPU, host: float | None = None
+) -> Iterator[str]:
+    """Memory of trainer and engine per GPU of `gpu` GiB, and per host; warnings last.
+
+    Args:
+        host: GiB of a host, if that is known: then `refuse_misfit` says that it is too little.
+    """
     trainer = fullest_rank(options, family, config)
     engine = engine_terms(options, family, config, gpu * GIB) if options.num_engines else None
     yield f"memory, GiB (estimated; docs/memory.md), of {gpu:g} a GPU"
@@ -37,29 +44,31 @@ def memory_lines(options: Options, family: Family, config: Config, gpu: float = 
                 "so that a weight update fits as well"
             )
         yield f"    its KV cache holds {engine.cached_tokens:,} tokens, {engine.at_once} samples of full length at once"
-    host = dict(trainer.host)
     if engine and options.takes_turns:
         yield f"  of both on one GPU while {_each(turns(options, trainer, engine))}"
-        host["put away"] = put_away(options, trainer, engine)
-    if any(host.values()):
-        ranks = options.actor_num_gpus_per_node
-        yield f"  host, for {ranks} ranks: {_sum({name: ranks * value for name, value in host.items()})}"
+    taken = on_host(options, trainer, engine)
+    yield f"  host, for {options.actor_num_gpus_per_node} ranks: {_sum(taken)}"
+    if host is None and (lacks := host_misfit(options, family, config, gpu, HOST)):
+        yield f"warn: {lacks.what}: {advice(lacks, 'hosts')}, or give --host-memory if hosts have more"
     found = misfit(options, family, config, gpu)
     if found and not found.certain:
         yield f"warn: {found.what}; without allowances for CUDA and NCCL it fits: {advice(found)}"
     yield from warnings(options, trainer, engine, gpu)
 
 
-def refuse_misfit(options: Options, family: Family, config: Config, gpu: float) -> None:
-    """Raise UsageError if a trainer rank cannot fit `gpu` GiB, whatever the allowances are."""
+def refuse_misfit(options: Options, family: Family, config: Config, gpu: float, host: float | None = None) -> None:
+    """Raise UsageError if a trainer rank cannot fit `gpu` GiB, whatever the allowances are, or all of a host's `host`
+    GiB."""
     found = misfit(options, family, config, gpu)
     if found and found.certain:
         raise UsageError(f"{found.what} (docs/memory.md)", advice(found))
+    if host is not None and (found := host_misfit(options, family, config, gpu, host)):
+        raise UsageError(f"{found.what} (docs/memory.md)", advice(found, "hosts"))
 
 
-def advice(found: Misfit) -> str:
+def advice(found: Misfit, of: str = "GPUs") -> str:
     """What makes it fit."""
-    return f"give {found.change}" if found.change else "no flag makes it fit: give the trainer more GPUs"
+    return f"give {found.change}" if found.change else f"no flag makes it fit: give the trainer more {of}"
 
 
 def _sum(terms: Mapping[str, float]) -> str:
@@ -136,9 +145,3 @@ def turns(options: Options, trainer: MemoryTerms, engine: EngineTerms) -> dict[s
     asleep = ASLEEP if options.sleep_level else engine.total
     loads = ASLEEP + engine.gpu["weights"] + engine.gpu["weight update"] if options.sleep_level else engine.total
     return {TRAINS: trainer.total + asleep, SAMPLES: engine.total + stays, UPDATES: exports + loads}
-
-
-def put_away(options: Options, trainer: MemoryTerms, engine: EngineTerms) -> float:
-    """Bytes of host memory for one GPU's trainer and engine while they are not on it."""
-    away = trainer.gpu["weights"] + trainer.gpu["optimizer"] if options.offloads_train else 0.0
-    return away + (engine.gpu["weights"] if options.sleep_level == 1 else 0.0)

@@ -10,6 +10,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -28,7 +29,7 @@ SIZES |= {"moe_intermediate_size": 192, "vocab_size": 2050}
 FULL = {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 VIRTUAL = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
-OFFLOAD = {"megatron": {"optimizer_cpu_offload": True}}
+OFFLOAD = {"megatron": {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}}
 #: name -> family, ranks, the one that is looked at, options
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     **{name: (name, 1, 0, {}) for name in families.SIZES},
@@ -50,8 +51,10 @@ NEAR = 0.05  #: relative
 
 def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, int]:
     """On a rank: bytes that are there between steps, and the peaks of its phases."""
+    from megatron.core.optimizer import optimizer_config
+
     from hpcrl.trainer.checkpoint.save_load import Position, everything
-    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.megatron import capabilities, model
     from hpcrl.trainer.step import packing, passes, train_batch
     from tests.support import fake_device
     from tests.support.device_bytes import DeviceBytes
@@ -62,7 +65,9 @@ def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, i
     split = opts.tensor_model_parallel_size if opts.sequence_parallel else 1
     sent = (TOKENS // opts.context_parallel_size // split, 1, SIZES["hidden_size"])
     with fake_device.FakeDevice(), fused(sent), DeviceBytes() as live:
-        policy = model.build(opts, fake_device.join(opts, rank))
+        # of an optimizer on the CPU, whose Adam is torch's, Megatron looks for Transformer Engine
+        with mock.patch.object(capabilities, "_need"), mock.patch.object(optimizer_config, "is_te_min_version"):
+            policy = model.build(opts, fake_device.join(opts, rank))
         batch = share_of([plain_sample(8, TOKENS - 8, group=i, index=0) for i in range(4)]).batch
         packed = [packing.pack(batch, [row], policy.ranks, opts.sequence_parallel) for row in range(4)]
         step = train_batch.StepTotals("a step", 4, 4 * (TOKENS - 8), True)

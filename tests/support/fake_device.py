@@ -27,6 +27,7 @@ import importlib
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -152,7 +153,7 @@ class FakeDevice:
         self.answers: dict[tuple[str, str], Answer] = dict(MEGATRONS)
         stood_in = {name for names in PARTS.values() for name in names if name in sys.modules}
         self._packages = frozenset(stood_in if packages is None else packages)
-        self._pinned: dict[int, torch.UntypedStorage] = {}
+        self._pinned: set[int] = set()
 
     def __enter__(self) -> FakeDevice:
         self._stack = ExitStack()
@@ -198,7 +199,9 @@ class FakeDevice:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let the CPU tensor count as pinned."""
         storage = tensor.untyped_storage()
-        self._pinned[storage._cdata] = storage
+        if storage._cdata not in self._pinned:
+            self._pinned.add(storage._cdata)
+            weakref.finalize(storage, self._pinned.discard, storage._cdata)
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -340,6 +343,7 @@ def _replaced(owner: FakeDevice, packages: frozenset[str]) -> Callable[[], None]
     """Let the machine have a GPU with `packages`, groups of any backend be fake, and synchronize() be seen; gives what
     puts all of it back."""
     from hpcrl.trainer import collectives
+    from hpcrl.trainer.checkpoint import writers
     from hpcrl.trainer.megatron import host_memory
     from hpcrl.trainer.megatron.capabilities import Machine
     from hpcrl.trainer.megatron.kernels import find_kernels
@@ -353,12 +357,20 @@ def _replaced(owner: FakeDevice, packages: frozenset[str]) -> Callable[[], None]
         asked[made] = more.get("backend") or "nccl"
         return made
 
+    write_file = writers._write_file
+
+    def in_thread(*arguments: Any) -> Any:  # which has modes of its own
+        with _Operations(owner):
+            return write_file(*arguments)
+
     changes: list[tuple[Any, str, Any]] = [
         (Machine, "here", staticmethod(lambda: machine)),
         (collectives, "device", device),
         (dist, "new_group", new_group),
         (dist.distributed_c10d, "new_group", new_group),
         (dist, "get_backend", lambda group=None: asked.get(group, "nccl")),
+        (writers, "_write_file", in_thread),
+        (torch.cuda.nccl, "version", lambda: (2, 29, 7)),  # torch asks as a checkpoint is loaded
         (host_memory, "is_plain", lambda tensor: type(tensor) in (torch.Tensor, FakeTensor)),
         (torch.nn.Module, "_apply", _apply),
         (torch.Tensor, "record_stream", lambda *_: None),

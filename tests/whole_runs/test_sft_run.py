@@ -55,7 +55,7 @@ def resume(root: Path) -> None:
 
 
 def test_ranks_agree_on_what_is_common(uncut: Path) -> None:
-    """What was gathered on the first data-parallel rank leaves nothing on the others, of which Megatron would warn."""
+    """Ranks have different parts of the optimizer's state, of which Megatron would warn."""
     logs = [path.read_text() for path in uncut.glob("logs/*/trainer-*.log")]
     assert logs and not any("common state dict differs" in text for text in logs)
 

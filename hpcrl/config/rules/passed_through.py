@@ -128,6 +128,11 @@ def _optimizer(given: Mapping[str, Any]) -> None:
             True,
             "it is a distributed optimizer's; leave out --no-use-distributed-optimizer",
         )
+    if given.get("optimizer_cpu_offload") and not given.get("use_precision_aware_optimizer"):
+        what = (
+            "--optimizer-cpu-offload without --use-precision-aware-optimizer: Megatron could not load its checkpoints"
+        )
+        raise UsageError(what, "give both")
     if given.get("optimizer_cpu_offload") and given.get("decoupled_weight_decay") is False:
         _refuse("optimizer_cpu_offload", True, "it is AdamW's: leave --no-decoupled-weight-decay out")
 

@@ -189,6 +189,17 @@ def optimizer_parts(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
     return [optimizer[number] for number in numbers] or [optimizer]
 
 
+def drop_classes(part: dict[str, Any]) -> None:
+    """Take what is no plain value out of the parameter groups, in place.
+
+    An optimizer that is partly on the CPU keeps there which classes it is made of: no reader of ours takes a class from
+    a file or another rank, and a layout that loads it has its own.
+    """
+    for group in part["optimizer"]["param_groups"]:
+        for name in [name for name, value in group.items() if isinstance(value, type)]:
+            del group[name]
+
+
 def as_chained(loaded: dict[Any, Any], own: list[dict[str, Any]]) -> dict[Any, Any]:
     """What was loaded, chained as this layout's optimizer is: with expert parallelism experts have one of their own.
 
@@ -207,5 +218,5 @@ def as_chained(loaded: dict[Any, Any], own: list[dict[str, Any]]) -> dict[Any, A
             keep = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
             group.update({k: v for k, v in (same or stored)[0].items() if k not in keep})
         tensors = loaded[i] if len(own) > 1 else loaded
-        parts.append({**part, "param_state": tensors["param_state"]})
+        parts.append({**part, "param_state": tensors.get("param_state")})
     return dict(enumerate(parts)) if len(parts) > 1 else parts[0]

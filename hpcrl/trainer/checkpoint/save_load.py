@@ -39,9 +39,8 @@ from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.torch_dist import TorchDist, latest, step
 from hpcrl.run import storage_errors
 from hpcrl.run.rundir import TRACKER, flush, write_atomic
-from hpcrl.trainer.checkpoint import contents
+from hpcrl.trainer.checkpoint import contents, writers
 from hpcrl.trainer.checkpoint.contents import megatron_args
-from hpcrl.trainer.checkpoint.writers import write_here
 from hpcrl.trainer.collectives import agree, agree_in_step, broadcast_json
 from hpcrl.trainer.megatron import cpu_shim
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
@@ -53,12 +52,10 @@ __all__ = ["Position", "latest", "load_checkpoint", "load_weights", "save", "sav
 RECORD = "hpcrl.json"
 #: the output layer, of which a critic has another kind
 HEAD = ("output_layer.weight", "output_layer.bias")
-#: optimizer state that any data-parallel size can read (Megatron's name for it), gathered over gloo on the first
-#: data-parallel rank: over NCCL it would take the GPU 12 bytes of a parameter more than training does
-#: (memory/training.py counts what it takes)
+#: optimizer state that any layout can read (Megatron's name for it), of which each rank writes and reads its own part
+#: (optimizer_shards.py)
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
@@ -179,7 +176,7 @@ def write(state: dict[str, Any], staging: Path) -> None:
             alone, and the others end with it.
     """
     request = plan(state, staging)
-    agree(lambda: write_here(request))
+    agree(lambda: writers.write_here(request))
     for finalize in request.finalize_fns:  # gathers what was written where, and writes .metadata
         agree_in_step(finalize)
 
@@ -189,6 +186,7 @@ def plan(state: dict[str, Any], staging: Path) -> Any:
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
     )  # what data-parallel ranks hold equally is divided among them
+    writers.write_in_place(state)
     how: dict[str, Any] = {"content_metadata": dict(SHARDING), "async_sharded_save": True}
     if (
         "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
@@ -364,8 +362,10 @@ def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: boo
         {k: v for k, v in model.items() if k.startswith("model")}, is_loading=loading, metadata=metadata()
     )
     for part in contents.optimizer_parts(optimizer):
-        if part.get("param_state", "") is None:  # gathered on another rank; Megatron would warn that ranks differ
+        if part.get("param_state", "") is None:  # this rank has no part; Megatron would warn that ranks differ
             del part["param_state"]
+        if not loading:
+            contents.drop_classes(part)
     return model | {
         "iteration": position.rollout_id,
         "optimizer": optimizer,

@@ -33,7 +33,7 @@ from hpcrl.run.process import die_with_parent
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.save_load import Position
-from hpcrl.trainer.checkpoint.writers import killed_writers_told
+from hpcrl.trainer.checkpoint.writers import killed_writers_told, private
 from hpcrl.trainer.collectives import agree, agree_in_step, device
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
@@ -161,9 +161,8 @@ class CheckpointWriter:
     def __init__(self, request: Any) -> None:
         write, (rank, buckets, self.results) = request.async_fn, request.async_fn_args
         if request.preload_fn is not None:
-            buckets = (
-                request.preload_fn()
-            )  # GPU tensors into host memory; those on the CPU are shared until one side writes
+            # GPU tensors into host memory; those on the CPU are shared until one side writes
+            buckets = private(request.preload_fn())
         context = multiprocessing.get_context("fork")
         self.mine, theirs = context.Pipe(duplex=False)
         self.process = context.Process(target=_write, args=(write, rank, buckets, theirs), daemon=False)

@@ -1,5 +1,5 @@
-"""Watching the processes that write a checkpoint: Megatron forks one for each file (a later release uses threads), and
-would wait for ever for one that is killed.
+"""Writing the files of a checkpoint: here, tensor by tensor; or in the background, where the processes are watched.
+Megatron forks one for each file (a later release uses threads), and would wait for ever for one that is killed.
 
 Invariant: a process that waits for such a process learns within a second that it was killed, and by what; one that
 fails reports its own error.
@@ -10,14 +10,22 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import queue
 import selectors
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from hpcrl.errors import HpcrlError
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended
@@ -29,19 +37,67 @@ WAITING = (
 )  #: whose code waits for such processes
 
 
+def write_in_place(state: dict[str, Any]) -> None:
+    """Let Megatron's writer copy nothing of a sharded state dict that is on the host."""
+    apply_factories(state)
+    dict_list_map_inplace(_alone, state)
+
+
+def _alone(value: Any) -> Any:
+    """A tensor on the host with a storage of its own, in the same memory; anything else as it is.
+
+    Of one that is a part of a larger storage Megatron's writer would make a copy, since torch.save writes all of a
+    storage.
+    """
+    if not isinstance(value, ShardedTensor) or value.data.device.type != "cpu" or not value.data.is_contiguous():
+        return value
+    data = value.data.detach()
+    if data.nbytes in (0, data.untyped_storage().nbytes()):
+        return value
+    # not `data.numpy()`: its memory could not be resized any more, by which a rank that takes turns puts its state away
+    interface = {"version": 3, "typestr": "|u1", "shape": (data.nbytes,), "data": (data.data_ptr(), False)}
+    flat = torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface, owner=data)))
+    return replace(value, data=flat.view(data.dtype).view(data.shape))
+
+
+def private(buckets: list[Any]) -> list[Any]:
+    """The same files, with copies of what a forked process would see change: pinned memory is the driver's, and stays
+    shared after a fork."""
+    return [
+        (path, name, (objects, [(item, t.clone() if t.is_pinned() else t) for item, t in tensors]))
+        for path, name, (objects, tensors) in buckets
+    ]
+
+
 def write_here(request: Any) -> None:
     """Write this rank's part of a checkpoint: what Megatron's AsyncRequest asks for, if anything.
 
-    Raises:
-        HpcrlError: if a writer is killed.
+    One thread a file, in this process: of what is on the GPU each has one tensor at a time in host memory. What goes
+    wrong is put among the results, which Megatron's finalize functions look at on all ranks.
     """
     if request.async_fn is None:
         return
-    arguments = list(request.async_fn_args)
-    if request.preload_fn is not None:
-        arguments[1] = request.preload_fn()  # GPU tensors into host memory
-    with killed_writers_told():
-        request.async_fn(*arguments, **request.async_fn_kwargs)
+    _, buckets, results = request.async_fn_args
+    transforms = request.async_fn.args[0]  # torch's, which Megatron's writer has bound
+    torch.cuda.synchronize()  # the threads copy on streams of their own
+    with ThreadPoolExecutor(len(buckets), "checkpoint") as threads:
+        written = dict(threads.map(lambda job: _write_file(transforms, *job), enumerate(buckets)))
+    failed = [result for result in written.values() if isinstance(result, Exception)]
+    results.put(failed[0] if failed else written)
+
+
+def _write_file(transforms: list[Any], number: int, bucket: Any) -> tuple[int, Any]:
+    """Write one file as Megatron does, with tensors that come from the GPU one after another; (its number, what was
+    written or the exception)."""
+    path, name, (objects, tensors) = bucket
+    answer: queue.Queue[tuple[int, Any]] = queue.Queue()
+    running: queue.Queue[int] = queue.Queue()
+    running.put(number)
+    one_by_one = ((item, tensor.cpu()) for item, tensor in tensors)
+    FileSystemWriterAsync.write_preloaded_data(
+        transforms, number, (path, name, (objects, one_by_one)), answer, running, use_fsync=True
+    )
+    return answer.get_nowait()
 
 
 @contextlib.contextmanager

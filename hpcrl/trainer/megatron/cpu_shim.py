@@ -270,8 +270,12 @@ def _router_repair() -> None:
 
 
 def _checkpoint_repairs() -> None:
-    """Two repairs that also hold with CUDA: they act only where Adam is torch's, or a save is synchronous."""
+    """Repairs that also hold with CUDA."""
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    shards = importlib.import_module("hpcrl.trainer.checkpoint.optimizer_shards")
+    # Megatron gathers the state of all data-parallel ranks on the first of them, in host memory; to load it, on each.
+    optimizer.sharded_param_state_fully_reshardable = shards.param_state
+    optimizer.load_parameter_state_from_fully_reshardable = shards.take
     stock = optimizer._set_main_param_and_optimizer_states
 
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
@@ -291,12 +295,13 @@ NO_PARAMETER = "no parameter"  #: in place of one, in the state of an Adam that 
 
 
 def _torch_adams(optimizer: Any) -> Iterator[Any]:
-    """The torch Adam(W) optimizers inside a Megatron optimizer."""
+    """The torch Adam(W) optimizers inside a Megatron optimizer; of one that is partly on the CPU, those in it."""
     import torch
 
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(leaf.optimizer, torch.optim.Adam):
-            yield leaf.optimizer
+        for inner in getattr(leaf.optimizer, "sub_optimizers", [leaf.optimizer]):
+            if isinstance(inner, torch.optim.Adam):
+                yield inner
 
 
 def before_load(optimizer: Any) -> None:
@@ -320,6 +325,9 @@ def before_load(optimizer: Any) -> None:
     for adam, full in zip(adams, filled, strict=True):
         if not full:
             adam.state[NO_PARAMETER] = {"step": steps[0].clone() if steps else torch.tensor(0.0)}
+    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(leaf.optimizer, "sub_optimizers"):
+            leaf.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def after_load(optimizer: Any) -> None:

@@ -14,6 +14,7 @@ optimizer steps: `scheduler.step(1)` after each.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -244,7 +245,10 @@ def make_optimizer(chunks: list[Any], values: dict[str, Any]) -> MegatronOptimiz
     """AdamW over the chunks' DDP buffers; norms and biases without weight decay (Megatron-LM's rule)."""
     config = construct(OptimizerConfig, values)
     with refusals("the optimizer"):
-        return get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
+        made = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
+    if config.optimizer_cpu_offload:
+        gc.collect()  # Megatron makes one for the whole parameters first, whose copies only Python's collector finds
+    return made
 
 
 def take_step(optimizer: MegatronOptimizer, norm: float) -> bool:
