@@ -6,9 +6,10 @@ there is no CUDA it puts the CPU in its place, or in tests a device that knows s
 (tests/support/fake_device.py).
 
 Invariants: where CUDA is present nothing of torch is replaced, and of Megatron's computing alone what would wait for
-the device in every layer: the rotary embedding of packed sequences (packed_rope.py) and the table of experts of rows
-that DeepEP brought (expert_table.py); every replacement says what breaks without it; no other module of hpcrl replaces
-anything in a third-party package of the trainer.
+the device in every layer or with every message: the rotary embedding of packed sequences (packed_rope.py), the table of
+experts of rows that DeepEP brought (expert_table.py), shapes that pipeline stages exchange (pipeline_shapes.py); every
+replacement says what breaks without it; no other module of hpcrl replaces anything in a third-party package of the
+trainer.
 """
 
 from __future__ import annotations
@@ -78,10 +79,7 @@ def install(device: str = CPU) -> None:
         _megatron_on(device)
         if device == CPU:
             _megatron_on_cpu()
-    from hpcrl.trainer.megatron import expert_table, packed_rope
-
-    packed_rope.install()
-    expert_table.install()
+    _without_waits()
     _router_repair()
     _checkpoint_repairs()
 
@@ -254,6 +252,15 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 # ---- with CUDA too
+
+
+def _without_waits() -> None:
+    """Put what asks nothing of the device in place of what holds the host in every layer, or with every message."""
+    from hpcrl.trainer.megatron import expert_table, packed_rope, pipeline_shapes
+
+    packed_rope.install()
+    expert_table.install()
+    pipeline_shapes.install()
 
 
 def _router_repair() -> None:

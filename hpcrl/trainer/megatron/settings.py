@@ -263,7 +263,7 @@ def pipeline_fields(options: Options, fields: Mapping[str, Any], cuda: bool) -> 
         "overlap_p2p_comm": overlap,
         "batch_p2p_comm": not overlap,
         # Megatron would hold the host until the GPU is idle after each message, for versions of torch whose batched
-        # messages did not wait for the stream; it still does so once for the shapes of each
+        # messages did not wait for the stream; with virtual stages it still does so once for the shapes of each
         "batch_p2p_sync": False,
         "variable_seq_lengths": size > 1,  # packed micro-batches differ in length
         # As Megatron-LM: an activation that was sent is not needed any more.  But the messages of virtual stages may

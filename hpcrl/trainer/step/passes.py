@@ -6,6 +6,7 @@ Invariant: a pass sees packed sequences as the attention does, and only rows tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from hpcrl.config.options import Options
 from hpcrl.trainer.megatron.model import Policy, inner
 from hpcrl.trainer.megatron.output_head import Head, apart
 from hpcrl.trainer.megatron.packed_attention import boundaries
+from hpcrl.trainer.megatron.pipeline_shapes import known_shapes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.routing_replay import Difference, How, routed
 from hpcrl.trainer.step.token_logprobs import TokenScores, Vocabulary, tokens_of
@@ -45,17 +47,26 @@ def run(
             output = model(packed.tokens, packed.positions, None, packed_seq_params=sequences)
         return output, partial(body, packed, head)
 
-    with routed(policy, micro_batches, experts, not forward_only, difference):
+    with routed(policy, micro_batches, experts, not forward_only, difference), _shapes(policy, micro_batches):
         return get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(micro_batches) for _ in policy.chunks],  # each chunk sees every micro-batch, in order
             model=list(policy.chunks),
             num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].tokens.size(1),  # unread: variable_seq_lengths exchanges the shapes
+            seq_length=micro_batches[0].tokens.size(1),  # unread, with variable_seq_lengths
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+
+def _shapes(policy: Policy, micro_batches: Sequence[Packed]) -> AbstractContextManager[None]:
+    """What is known of the shapes that go between pipeline stages in a pass; with virtual stages nothing."""
+    config = policy.config
+    if config.virtual_pipeline_model_parallel_size is not None:
+        return nullcontext()
+    parts = policy.ranks.tp_size if config.sequence_parallel else 1
+    return known_shapes([packed.tokens.size(1) // parts for packed in micro_batches], config.hidden_size)
 
 
 def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -> TokenScores:

@@ -49,6 +49,7 @@ def test_router_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, cuda
         "_torch_cuda_is",
         "_megatron_on",
         "_megatron_on_cpu",
+        "_without_waits",
         "_checkpoint_repairs",
     ):
         monkeypatch.setattr(cpu_shim, name, lambda *_: None)
@@ -65,6 +66,7 @@ def test_stream_advice_needs_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA_DEVICE_MAX_CONNECTIONS: Megatron warns when it is not as it wants it."""
     monkeypatch.setattr(cpu_shim, "_router_repair", lambda: None)
     monkeypatch.setattr(cpu_shim, "_checkpoint_repairs", lambda: None)
+    monkeypatch.setattr(cpu_shim, "_without_waits", lambda: None)
     for name in ("_torch_cuda_is", "_megatron_on", "_megatron_on_cpu"):
         monkeypatch.setattr(cpu_shim, name, lambda *_: None)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
