@@ -215,6 +215,7 @@ def test_the_host_holds_what_is_estimated(tmp_path: Path, where: str) -> None:
         found |= on_fake_device(on_the_device, opts, tmp_path / "c", "load")
     few = checkpoint_bytes(Options(), Count(0, 0), Layout.of(opts, 1), BIG["vocab_size"] * BIG["hidden_size"])
     assert found["save"] <= few + OTHER < 0.5 * found["states"], found
-    assert found["load"] <= terms["save or load"] + terms["optimizer"] + OTHER, found
+    loading = terms["save or load"] + terms["optimizer"]
+    assert found["load"] <= 1.1 * loading + OTHER, found
     if where == "offloaded":
-        assert found["load"] >= 0.8 * (terms["save or load"] + terms["optimizer"]), "an estimate, not a bound"
+        assert found["load"] >= 0.9 * loading, "an estimate, not a bound"
