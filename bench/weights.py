@@ -72,12 +72,11 @@ def run(way: str, near: bool, tensors: int, rounds: int, hosts: tuple[Host, ...]
     context = mp.get_context("fork")
     own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
     store = BRIDGE if hosts else HERE
-    servers = [StoreServer(store, ServerKeys(*own, (mine[0],))) for _ in range(2)]
+    server = StoreServer(store, ServerKeys(*own, (mine[0],)))
     engines = 2 if hosts else 1
     count = RANKS + 2 * engines
-    shared = (context.Barrier(count), context.Queue(), context.Queue())
-    ports = (servers[0].port, servers[1].port)
-    stage = Stage(way, tensors, rounds, engines, store, ports, (*mine, own[0]), near, bucket, hosts, *shared)
+    shared = (context.Barrier(count), context.Queue())
+    stage = Stage(way, tensors, rounds, engines, store, server.port, (*mine, own[0]), near, bucket, hosts, *shared)
     processes = [context.Process(target=member, args=(stage, me), daemon=True) for me in range(count)]
     for process in processes:
         process.start()
@@ -86,8 +85,7 @@ def run(way: str, near: bool, tensors: int, rounds: int, hosts: tuple[Host, ...]
         process.join(60)
         if process.exitcode:
             raise SystemExit(f"{way}: a process ended with {process.exitcode}")
-    for server in servers:
-        server.close()
+    server.close()
     seconds, pause = min(next(found for me, found, _ in told if me == 0))
     return Result(seconds, pause, sum(busy for *_, busy in told), os.getloadavg()[0])
 
@@ -144,9 +142,7 @@ def over_hosts(tensors: int, rounds: int, rate: int, answers: Any) -> None:
     found: dict[str, Any] = {}
     for way in ("gathered", "resharded", "delta"):
         found[way] = run(way, False, tensors, rounds, hosts, BUCKET // 4)
-    plan = plan_of(
-        Stage("resharded", tensors, 1, 2, "", (0, 0), ("", "", ""), False, BUCKET // 4, hosts, None, None, None)
-    )
+    plan = plan_of(Stage("resharded", tensors, 1, 2, "", 0, ("", "", ""), False, BUCKET // 4, hosts, None, None))
     busiest = max(plan.crossing().max(), plan.arriving().max(), plan.handed_on().max())
     found["least"] = Result(float(busiest) * 8 / (rate * 1e6), None, 0.0, 0.0)
     answers.put(found)

@@ -72,7 +72,7 @@ MOST = 20  #: files in one room
 #: user names
 READERS = {
     "untrusted_files.py": "the one reader",
-    "engine/receivers/disk.py": "safetensors files, as large as a model",
+    "engine/disk_weights.py": "safetensors files, as large as a model",
     "model_files/torch_dist.py": "checkpoints, as large as a model",
     "prompt_files/rows.py": "prompt files, read row by row",
     "toolbox/plugins.py": "the package's own source; lies below the reader",
@@ -100,7 +100,7 @@ WRITERS = {
     "slime/script.py": "a scratch directory",
     "trainer/checkpoint/save_load.py": "a probe",
     "untrusted_files.py": "open_append",
-    "weights/transports/disk.py": "safetensors files, as large as a model",
+    "weights/disk.py": "safetensors files, as large as a model",
 }
 #: rooms of one launcher each, and the files that choose one: from a scheduler's or a command's name to a module's
 CHOSEN = ("hpcrl.slurm", "hpcrl.mpi")

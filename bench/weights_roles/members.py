@@ -1,18 +1,18 @@
 """Trainer ranks (TP 2, two copies; rows are cut) and engine workers (TP 2; columns are cut), each a process with one
 thread.
 
-They are the real sender and receiver of --weight-update resharded and delta, and for gathered what rank 0 and the
-receivers do with shared memory and with gloo.  vLLM's loaders are left out of all: a worker copies its part of what it
-got into its parameters, as they do.
+They are the real sender and receiver of all three ways; for gathered rank 0 alone sends, and collects the other half of
+each tensor from rank 1.  vLLM's loaders are left out of all: a worker copies its part of what it got into its parameters, as
+they do.
 
 Invariant: after the last update every worker holds exactly what the ranks had.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +23,14 @@ from bench.weights_roles.hosts import Host
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 from hpcrl.models.slicing import SourceRectangle
 from hpcrl.queue.auth import ClientKeys
-from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker
+from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker, whole
 from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights import gloo_group
-from hpcrl.weights.bucket import Bucket, fill, views
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
+from hpcrl.weights.pieces.gathered import StreamedValues
 from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.pieces.peer_transport import PeerTransport
 from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
-from hpcrl.weights.shared_memory import Region, open_region
 
 #: BYTES of bf16
 RANKS = 4
@@ -49,7 +48,7 @@ class Stage:
     """What all processes of one way share.
 
     near: ranks and workers on one host map each other's memory; hosts: of each member, ranks first, or none for all on
-    this machine; ports: of the stores where the members, and those of the broadcasts, meet.
+    this machine; port: of the store where they meet.
     """
 
     way: str
@@ -57,14 +56,13 @@ class Stage:
     rounds: int
     engines: int
     store: str
-    ports: tuple[int, int]
+    port: int
     keys: tuple[str, str, str]
     near: bool
     bucket: int
     hosts: tuple[Host, ...]
     barrier: Any
     results: Any
-    regions: Any
 
     @property
     def workers(self) -> int:
@@ -83,26 +81,22 @@ class Stage:
 def plan_of(stage: Stage) -> Redistribution:
     layouts = Layouts()
     halves = [TensorPart((i * ROWS // 2, (i + 1) * ROWS // 2), (0, COLUMNS), (i, i + 2)) for i in range(2)]
-    held = layouts.pattern(halves)
+    gathered = stage.way == "gathered"
+    held = layouts.pattern([whole((ROWS, COLUMNS), (0,))] if gathered else halves)
     each = [TensorPart((0, ROWS), (i * HALF, (i + 1) * HALF), tuple(range(i, stage.workers, TP))) for i in range(TP)]
     needed = layouts.pattern(each)
     for number in range(stage.tensors):
         layouts.add(f"w{number}", (ROWS, COLUMNS), BYTES, held, needed)
     workers = [Worker(i // TP, stage.host(RANKS + i)) for i in range(stage.workers)]
-    return redistribute(layouts, workers, [stage.host(i) for i in range(RANKS)], stage.bucket // 2, stage.near)
+    limit = ROWS * COLUMNS * BYTES * stage.tensors if gathered and stage.near else stage.bucket // 2
+    return redistribute(layouts, workers, [stage.host(i) for i in range(RANKS)], limit, stage.near)
 
 
 def join(stage: Stage, me: int) -> PeerTransport:
     torch.set_num_threads(1)
     keys = ClientKeys(*stage.keys)
-    group = gloo_group.join(stage.store, stage.ports[0], keys, me, RANKS + stage.workers, stage.address(me), LIMIT)
+    group = gloo_group.join(stage.store, stage.port, keys, me, RANKS + stage.workers, stage.address(me), LIMIT)
     return PeerTransport(group, me, RANKS, LIMIT)
-
-
-def join_broadcasts(stage: Stage, me: int) -> gloo_group.GlooGroup:
-    rank = 0 if me == 0 else me - RANKS + 1
-    keys = ClientKeys(*stage.keys)
-    return gloo_group.join(stage.store, stage.ports[1], keys, rank, 1 + stage.workers, stage.address(me), LIMIT)
 
 
 def half_of(number: int, half: int) -> torch.Tensor:
@@ -157,14 +151,12 @@ def member(stage: Stage, me: int) -> None:
     """What a process does."""
     if stage.hosts:
         stage.hosts[me if me < RANKS else RANKS + (me - RANKS) // TP].enter()
-    gathered = stage.way == "gathered"
-    role = (
-        (gathered_rank if gathered else pieces_rank) if me < RANKS else (gathered_worker if gathered else pieces_worker)
-    )
-    role(stage, me)
-
-
-# ---- resharded, and what has changed
+    if me >= RANKS:
+        pieces_worker(stage, me)
+    elif stage.way == "gathered":
+        gathered_rank(stage, me)
+    else:
+        pieces_rank(stage, me)
 
 
 def _boxes(plan: Redistribution) -> list[Any]:
@@ -209,77 +201,38 @@ def pieces_worker(stage: Stage, me: int) -> None:
     check(stage, me, params)
 
 
-# ---- gathered
-
-
 def gathered_rank(stage: Stage, me: int) -> None:
-    post = join(stage, me)
-    group = join_broadcasts(stage, me) if me == 0 and not stage.near else None
+    post, plan = join(stage, me), plan_of(stage)
     parts = [half_of(n, me % 2) for n in range(stage.tensors)]
-    regions: list[Region] = []
+    if me:
+        timed(stage, me, lambda: give(post, parts) if me == 1 else None, lambda turn: change(parts, turn))
+        return
+    to = [
+        SendTarget(stage.near and destination.host == stage.host(me), box.host_leader, box.workers)
+        for destination, box in zip(plan.destinations, _boxes(plan), strict=True)
+    ]
+    pieces = pieces_of(me, to_bytes(plan))
+    sender = PieceSender(post, pieces, plan.layouts.names, to, plan.limit)
+    uses = Counter(plan.layouts.names[tensor] for tensor in pieces[:, 0].tolist())
 
-    def whole() -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for number, part in enumerate(parts):
             other = torch.empty_like(part)
             post.receive(other.view(-1).view(torch.uint8), 1, 5).wait()
             yield f"w{number}", torch.cat([part, other])
 
-    def room(number: int, size: int) -> torch.Tensor:
-        if number == len(regions) and (stage.near or not regions):
-            regions.append(Region(size))
-        return regions[number if stage.near else 0].buffer
-
-    def work() -> float | None:
-        if me == 1:
-            for part in parts:
-                post.send(part.view(-1).view(torch.uint8), 0, 5).wait()
-        if me:
-            return None
-        if group is None:
-            buckets = [bucket.to_wire() for bucket, _, _ in fill(whole(), stage.bucket, room)]
-            still = time.perf_counter()
-            for _ in range(stage.workers):
-                stage.regions.put([buckets, [region.to_wire() for region in regions]])
-            return still
-        for bucket, buffer, last in fill(whole(), stage.bucket, room):
-            for _ in range(stage.workers):  # HTTP, in a run
-                stage.regions.put([bucket.to_wire(), last])
-            gloo_group.broadcast(group, buffer[: bucket.nbytes], LIMIT)
-            for worker in range(stage.workers):
-                post.hear(RANKS + worker, 6).wait()
-        return None
+    def work() -> float:
+        values = StreamedValues(tensors(), dict.fromkeys(uses, "bfloat16"), uses)
+        begin = time.perf_counter()
+        still = time.perf_counter() if sender.stage(values) else begin
+        sender.send(values)
+        values.close()
+        return still
 
     timed(stage, me, work, lambda turn: change(parts, turn))
 
 
-def gathered_worker(stage: Stage, me: int) -> None:
-    post = join(stage, me)
-    group = None if stage.near else join_broadcasts(stage, me)
-    params = {f"w{n}": torch.zeros(ROWS, HALF, dtype=torch.bfloat16) for n in range(stage.tensors)}
-    mapped: dict[str, torch.Tensor] = {}
-    mine = (me - RANKS) % TP
-
-    def take(bucket: Bucket, buffer: torch.Tensor) -> None:
-        for name, tensor in views(buffer, bucket):
-            params[name].copy_(tensor.narrow(1, mine * HALF, HALF))
-
-    def work() -> None:
-        if group is None:
-            buckets, regions = stage.regions.get(timeout=LIMIT)
-            for bucket, wire in zip(buckets, regions, strict=True):
-                key = json.dumps(wire)
-                if key not in mapped:
-                    mapped[key] = open_region(wire)
-                take(Bucket.from_wire(bucket), mapped[key])
-            return
-        last = False
-        while not last:
-            wire, last = stage.regions.get(timeout=LIMIT)
-            bucket = Bucket.from_wire(wire)
-            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
-            gloo_group.broadcast(group, buffer, LIMIT)
-            take(bucket, buffer)
-            post.tell(0, 6).wait()
-
-    timed(stage, me, work)
-    check(stage, me, params)
+def give(post: PeerTransport, parts: list[torch.Tensor]) -> None:
+    """What rank 1 has to rank 0, which collects."""
+    for part in parts:
+        post.send(part.view(-1).view(torch.uint8), 0, 5).wait()

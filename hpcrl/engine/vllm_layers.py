@@ -33,7 +33,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from hpcrl.engine.vllm_experts import Cut, Segment, TensorShard, coded_expert_cuts, experts, in_blocks, is_experts
 from hpcrl.model_files.safetensors_files import Entry
-from hpcrl.weights.bucket import dtype_name
+from hpcrl.weights.comparison import dtype_name
 
 CHUNK = 1024  #: rows of the identity that are multiplied at once
 

@@ -1,5 +1,7 @@
-"""Loading an update into a running vLLM model, strictly: what every receiver of ours has in common, and the receiver of
-engines that take pieces alone (NCCL or CUDA IPC).
+"""Loading an update into a running vLLM model, strictly: pieces as they come, or the files of a directory.
+
+vLLM keeps a table of weight-transfer backends; `register_receiver` adds ours to it, under the names that the trainer's
+side goes by (`hpcrl.weights.route.BACKENDS`).
 
 Invariants: an update brings every tensor of the checkpoint once, by name, shape and dtype, and nothing else; any error
 is raised by `update`, never by `finish` (after which vLLM would believe for ever that an update is going on); an update
@@ -9,19 +11,25 @@ seen, which `mixed` then tells.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hpcrl.engine.cpu_build import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
+from hpcrl.engine.disk_weights import check_digest, tensors
 from hpcrl.engine.vllm_layers import Holdings, holdings
-from hpcrl.model_files.safetensors_files import listing
-from hpcrl.weights.bucket import Slot, dtype_name
+from hpcrl.errors import DataError
+from hpcrl.model_files.safetensors_files import listing, read_header
+from hpcrl.weights.comparison import dtype_name
+from hpcrl.weights.route import BACKENDS
 
 if TYPE_CHECKING:
     from hpcrl.engine.pieces.piece_receiver import PieceReceiver
@@ -41,22 +49,19 @@ class UpdateChecklist:
         self.held = held
         self.seen = set[str]()
 
-    def admit(self, slots: Sequence[Slot]) -> None:
-        """UpdateRejected unless each is wanted, new, and of the right shape and dtype."""
-        for slot in slots:
-            piece = self.held.pieces.get(slot.name)
-            if slot.name in self.seen:
-                raise UpdateRejected(f"{slot.name} came twice")
-            if not self.held.takes(slot.name):
-                near = difflib.get_close_matches(slot.name, [*self.held.pieces, *self.held.unseen], 1)
-                raise UpdateRejected(f"the model has no {slot.name}{f', nearest is {near[0]}' if near else ''}")
-            if piece is not None and piece.same_as:
-                raise UpdateRejected(f"{slot.name} is tied to {piece.same_as}, which alone is to be sent")
-            if (wanted := self.held.wants(slot.name)) is not None and (slot.shape, slot.dtype) != wanted:
-                raise UpdateRejected(
-                    f"{slot.name} is {slot.dtype}{list(slot.shape)}, the model needs {wanted[1]}{list(wanted[0])}"
-                )
-            self.seen.add(slot.name)
+    def admit(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        """UpdateRejected unless a tensor is wanted, new, and of the right shape and dtype."""
+        piece = self.held.pieces.get(name)
+        if name in self.seen:
+            raise UpdateRejected(f"{name} came twice")
+        if not self.held.takes(name):
+            near = difflib.get_close_matches(name, [*self.held.pieces, *self.held.unseen], 1)
+            raise UpdateRejected(f"the model has no {name}{f', nearest is {near[0]}' if near else ''}")
+        if piece is not None and piece.same_as:
+            raise UpdateRejected(f"{name} is tied to {piece.same_as}, which alone is to be sent")
+        if (wanted := self.held.wants(name)) is not None and (shape, dtype) != wanted:
+            raise UpdateRejected(f"{name} is {dtype}{list(shape)}, the model needs {wanted[1]}{list(wanted[0])}")
+        self.seen.add(name)
 
     def close(self) -> None:
         """UpdateRejected if something is missing."""
@@ -64,9 +69,24 @@ class UpdateChecklist:
             raise UpdateRejected(f"{len(missing)} tensors are missing, the first is {missing[0]}")
 
 
-class Receiver(WeightTransferEngine):
-    """What all receivers share: the checklist, loading, and restoring the old weights."""
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand: members join a group when they get the plan."""
 
+
+@dataclass
+class DirectoryInfo(WeightTransferUpdateInfo):
+    """The directory, and the blake2b digest (16 bytes, hex) of each file in it."""
+
+    directory: str
+    files: dict[str, str]
+
+
+class Receiver(WeightTransferEngine):
+    """The checklist, loading, and restoring the old weights."""
+
+    init_info_cls = NoInit
+    update_info_cls = DirectoryInfo
     held: Holdings | None = None
     account: UpdateChecklist | None = None
     loading = False  #: the model is taken apart for loading
@@ -75,6 +95,9 @@ class Receiver(WeightTransferEngine):
     _kernels: Kernels
     _loaded: set[str]
     _parameters: set[str]
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        pass
 
     def take_stock(self) -> Holdings:
         """What the model holds; found once, before the first update."""
@@ -86,20 +109,38 @@ class Receiver(WeightTransferEngine):
         self.account = UpdateChecklist(self.take_stock())
 
     def update_weights(self, update_info: Any) -> None:
-        """Receive and load; any error is raised here, where vLLM ends the update by itself."""
-        try:
+        """Read and load a directory; any error is raised here, where vLLM ends the update by itself."""
+        with self._put_back_unless_loaded():
             self.receive_weights(self.parse_update_info(update_info))
-        except BaseException:
-            self.put_back()
-            raise
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: DirectoryInfo) -> None:
+        account = self._open_account()
+        paths = [Path(update_info.directory) / name for name in update_info.files]
+        if any(path.name != name for path, name in zip(paths, update_info.files, strict=True)):
+            raise UpdateRejected("the update names a file outside of its directory")
+        try:
+            for path, digest in zip(paths, update_info.files.values(), strict=True):
+                check_digest(path, digest)
+                for name, entry in read_header(path).items():
+                    account.admit(name, entry.shape, entry.dtype)
+            account.close()
+            self.load(tensors(paths), last=True)
+        except (OSError, DataError) as error:
+            raise UpdateRejected(
+                f"the weights cannot be read ({error}): --update-weight-disk-dir must lie on a file system that "
+                "engines have too"
+            ) from error
 
     def take_pieces(self, reader: PieceReceiver, changes: bool) -> None:
         """Receive and load all pieces of an update, or what has changed of them; errors as `update_weights`."""
         account = self._open_account()
-        try:
+        with self._put_back_unless_loaded():
             reader.receive(lambda tensors, last: self._load_complete(account, tensors, last), changes)
+
+    @contextlib.contextmanager
+    def _put_back_unless_loaded(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.put_back()
             raise
@@ -107,13 +148,14 @@ class Receiver(WeightTransferEngine):
             torch.accelerator.synchronize()
 
     def _load_complete(self, account: UpdateChecklist, tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
-        account.admit([Slot(name, dtype_name(tensor), tuple(tensor.shape), 0) for name, tensor in tensors])
+        for name, tensor in tensors:
+            account.admit(name, tuple(tensor.shape), dtype_name(tensor))
         self.load(tensors, last)
 
     def finish_weight_update(self) -> None:
         if self.account is not None:
             self.put_back()
-            raise UpdateRejected("the update was finished before its last bucket had come")
+            raise UpdateRejected("the update was finished before its last tensor had come")
         self.unfinished = False
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], last: bool) -> None:
@@ -157,24 +199,8 @@ class Receiver(WeightTransferEngine):
         return self.account
 
 
-@dataclass
-class NoInit(WeightTransferInitInfo):
-    """Nothing to agree on beforehand: members join a group when they get the plan."""
-
-
-@dataclass
-class NoUpdate(WeightTransferUpdateInfo):
-    """Whole tensors do not come this way."""
-
-
-class PiecesReceiver(Receiver):
-    """Takes pieces, which weight_receiver.py hands to it."""
-
-    init_info_cls = NoInit
-    update_info_cls = NoUpdate
-
-    def init_transfer_engine(self, init_info: NoInit) -> None:
-        pass
-
-    def receive_weights(self, update_info: Any) -> None:
-        raise UpdateRejected("this engine takes pieces alone: an update of whole tensors does not reach it")
+def register_receiver() -> None:
+    """Make it known to vLLM in this process, under each of our names; a name that is known already is left as it is."""
+    for backend in BACKENDS:
+        if backend not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(backend, Receiver)

@@ -1,7 +1,7 @@
 """The receiving end of weight updates, inside vLLM's workers (loaded there through --worker-extension-cls).
 
-What is loaded is received by one of receivers/. Here are a few calls for POST /collective_rpc: what the engine holds,
-whether it holds what was sent, giving up an update.
+Here are a few calls for POST /collective_rpc: what the engine holds, which pieces will come, taking them, whether it
+holds what was sent, giving up an update.  weight_loading.py loads them.
 
 Invariants: those of weight_loading.py; what loads or puts back weights does so with vLLM's configuration set, as in
 vLLM's own update, since kernels of FP8 experts are made again with each load and ask for it; importing this does
@@ -20,10 +20,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from hpcrl.engine.cpu_build import give_back
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
-from hpcrl.engine.receivers import register_receivers
 from hpcrl.engine.routed_experts import ExpertTables
 from hpcrl.engine.vllm_layers import Holdings, shown
-from hpcrl.engine.weight_loading import Receiver, UpdateRejected
+from hpcrl.engine.weight_loading import Receiver, UpdateRejected, register_receiver
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.weights.comparison import digest
 from hpcrl.weights.pieces.wire import process_identity, read_join_command
@@ -47,7 +46,7 @@ class WorkerExtension:
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        register_receivers()
+        register_receiver()
         os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
         die_with_parent()  # a worker never outlives who started it, however that one ends
         return super().__new__(cls)

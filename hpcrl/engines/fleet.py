@@ -168,11 +168,3 @@ def in_thread(work: Callable[[], Any]) -> Future[Any]:
 
     threading.Thread(target=target, daemon=True).start()
     return future
-
-
-def joined(work: Callable[[], Any], pending: PendingCalls) -> Any:
-    """What `work` returns, which blocks until the engines take part; meanwhile their answers are watched."""
-    future = in_thread(work)
-    while wait([future], timeout=GLANCE / 2).not_done:
-        pending.check()
-    return future.result()

@@ -39,7 +39,7 @@ from hpcrl.run.job_files import JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
 from hpcrl.shipped_files import shipped
-from hpcrl.weights.transports import TransportConditions, find_transport
+from hpcrl.weights.route import TransportConditions, transfer_obstacle
 
 CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
 ROLLOUT_CPUS = 8  #: cores of the rollout process on a separate node
@@ -87,7 +87,7 @@ def _check_transfer(options: Options, site: SiteProfile) -> None:
     """Raise UsageError for a way of the weights that needs GPUs where the site's slots are processes."""
     way = options.weight_transfer
     nowhere = TransportConditions(cpu=True, one_host=True, colocate=True)
-    if site.trainer.gpus_per_node == 0 and way != "auto" and find_transport(way).obstacle(nowhere):
+    if site.trainer.gpus_per_node == 0 and way != "auto" and transfer_obstacle(way, nowhere):
         raise UsageError(
             f"--weight-transfer {way} needs GPUs, and the site has none (trainer.gpus_per_node = 0)", "use auto"
         )

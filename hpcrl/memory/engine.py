@@ -53,19 +53,18 @@ def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: fl
 
 
 def update_bytes(options: Options, family: Family, config: Config) -> float:
-    """What a weight update takes of an engine's GPU outside its share: buckets, and what vLLM keeps of a layer until it
+    """What a weight update takes of an engine's GPU outside its share: rounds, and what vLLM keeps of a layer until it
     is complete.
 
-    Of whole tensors two buckets, and those of the largest layer, be the engine as large as it may; in pieces one bucket
-    (two rounds of half of it) and this GPU's part of that layer. Over CUDA IPC the bucket is the trainer rank's, which
-    keeps it.
+    In pieces one bucket (two rounds of half of it) and this GPU's part of the largest layer; out of files all of that
+    layer, be the engine as large as it may. Over CUDA IPC the bucket is the trainer rank's, which keeps it.
     """
     layer = largest_module(family, config) * (
         1.0 if config.get("quantization_config") else 2.0 if options.bf16 else 4.0
     )
-    if options.weight_update != "gathered" and options.weight_transfer != "disk":
-        return options.update_weight_buffer_size + layer / options.rollout_num_gpus_per_engine
-    return 2.0 * options.update_weight_buffer_size + layer
+    if options.weight_transfer == "disk":
+        return layer
+    return options.update_weight_buffer_size + layer / options.rollout_num_gpus_per_engine
 
 
 def share(options: Options, family: Family, config: Config, gpu_bytes: float) -> float:

@@ -322,7 +322,7 @@ SENT = {
 #: --weight-transfer -> what it does with rank 0's whole tensors
 CARRIED = {
     "shm": "copied into memory that the engines of its host map",
-    "gloo": "broadcast to all workers through sockets, which carry less than the link",
+    "gloo": "sent to the hosts of the engines through sockets, which carry less than the link",
     "disk": "written to files, which every engine reads",
 }
 

@@ -3,16 +3,15 @@
     exporter = WeightExporter(policy, patient group, address, ...)
     sender.publish(exporter.stream(), version)        # on every rank: rank 0 directs, the others follow its commands
 
-A stream is an iterator of (name, whole tensor), valid on rank 0, as `export` yields it; on rank 0 it is a `Source` too.
-The other ranks, which only iterate, take part in whatever rank 0 asks for.
-
 Invariants: rank 0's command is broadcast before any rank acts; a rank that cannot send keeps its error until rank 0 has
 said how the update ended, so that no rank waits for it in vain; nothing is pickled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -27,31 +26,19 @@ from hpcrl.queue.auth import ClientKeys
 from hpcrl.trainer.collectives import broadcast_bytes, broadcast_json
 from hpcrl.trainer.megatron.hf_weights import export, holdings, part_group
 from hpcrl.trainer.megatron.model import Policy
-from hpcrl.weights import gloo_group
 from hpcrl.weights.fp8 import Scheme, scheme_of
-from hpcrl.weights.pieces.choose_transport import choose_transport, current_device, memory_of
+from hpcrl.weights.pieces.choose_transport import memory_of
 from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, prepare_values
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory
 from hpcrl.weights.pieces.messages import pieces_of
-from hpcrl.weights.pieces.piece_sender import PieceSender, SendTarget
+from hpcrl.weights.pieces.piece_sender import JoinCommand, PieceSender, join_as_rank
 from hpcrl.weights.pieces.planning import HeldTensor
-from hpcrl.weights.pieces.wire import UpdateGroup, process_identity
+from hpcrl.weights.pieces.wire import process_identity
 
 PLACE = 192  #: bytes of a process identity
 TEXT = 512  #: bytes of an error's text
 Word = Literal["gather", "describe", "join", "prepare_values", "send", "end"]
 Pairs = Iterator[tuple[str, torch.Tensor]]
-
-
-class JoinCommand(msgspec.Struct, frozen=True):
-    """What every rank is told when the members of an update form a group."""
-
-    update_group: UpdateGroup
-    names: list[str]
-    dtypes: dict[str, str]
-    targets: list[list[SendTarget]]
-    limit: int
-    keep: bool
 
 
 class WeightExporter:
@@ -103,21 +90,8 @@ class WeightExporter:
 
     def join(self, command: JoinCommand, pieces: np.ndarray) -> None:
         self.leave()
-        update_group = command.update_group
-        group = gloo_group.join(
-            update_group.host,
-            update_group.port,
-            self.keys,
-            self.rank,
-            update_group.world,
-            self.host,
-            update_group.seconds,
-        )
-        exported = self.exported_memory if update_group.ipc else None
-        transport = choose_transport(group, self.rank, update_group, current_device(), exported)
-        self.piece_sender = PieceSender(
-            transport, pieces, command.names, command.targets[self.rank], command.limit, command.keep
-        )
+        exported = self.exported_memory if command.update_group.ipc else None
+        self.piece_sender = join_as_rank(command, pieces, self.rank, self.keys, self.host, exported)
         self.dtypes = command.dtypes
 
     def prepare(self) -> None:
@@ -147,29 +121,21 @@ class WeightExporter:
 
 
 class WeightStream:
-    """One update.  On rank 0 also a `Source` of pieces (`hpcrl/weights/pieces/resharded_update.py`)."""
+    """One update: on rank 0 a `Source` of pieces (`hpcrl/weights/pieces/planning.py`), which the others follow."""
 
     def __init__(self, exporter: WeightExporter) -> None:
         self.exporter = exporter
         self.ended = False
-        self.error = None
-        self._pairs = self._directed() if exporter.rank == 0 else self._following()
-
-    def __iter__(self) -> Pairs:
-        return self
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        return next(self._pairs)
+        self._gathering: Pairs = iter(())
 
     # ---- rank 0
 
-    def _directed(self) -> Pairs:
-        if not self.ended:
-            yield from self.gathered()
-            self.end()
-
     def gathered(self) -> Pairs:
         """Every whole tensor."""
+        self._gathering = self._gathered()
+        return self._gathering
+
+    def _gathered(self) -> Pairs:
         self._say("gather")
         yield from export(self.exporter.policy, self.exporter.patient)
 
@@ -196,9 +162,14 @@ class WeightStream:
         self.exporter.leave()
 
     def end(self) -> None:
-        """Let the other ranks continue; nothing more is asked of them."""
+        """Let the other ranks continue; nothing more is asked of them.
+
+        An export that was begun is gone through to its end first, since it is collective.
+        """
         if not self.ended:
             self.ended = True
+            with contextlib.suppress(ValueError):  # a thread that did not give up is in it: that error says it
+                deque(self._gathering, maxlen=0)
             self._say("end")
 
     def _say(self, word: Word, what: Any = None) -> None:
@@ -206,13 +177,14 @@ class WeightStream:
 
     # ---- the others
 
-    def _following(self) -> Pairs:
+    def follow(self) -> None:
+        """Do what rank 0 asks for until it has nothing more to ask."""
         while True:
             word, what = broadcast_json(None, group=self.exporter.patient)
             if word == "end":
                 return
             if word == "gather":
-                yield from export(self.exporter.policy, self.exporter.patient)
+                deque(export(self.exporter.policy, self.exporter.patient), maxlen=0)
             elif word == "join":
                 plan = broadcast_bytes(None, group=self.exporter.patient)
                 command = msgspec.convert(what, JoinCommand)

@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 _WITH_NEGATIVE_ZERO = {"float64", "float32", "float16", "bfloat16"}
 
 
+def dtype_name(tensor: torch.Tensor) -> str:
+    """torch.float32 -> "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def digest(tensor: torch.Tensor) -> str:
     """Hex digest of shape, dtype and values."""
     import torch
 
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = dtype_name(tensor)
     flat = tensor.detach().cpu().contiguous()
     if name in _WITH_NEGATIVE_ZERO:
         flat = flat + 0.0

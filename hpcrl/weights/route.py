@@ -1,8 +1,12 @@
 """How the weight updates of a run travel, from its options and hosts; `hpcrl plan` prints what a run then does.
 
-Invariant: an update that a run sends in pieces is one that `route` predicts so.  Only an engine can tell that it cannot
-be, since a layer of vLLM's does not say how it holds its weights (`pieces/resharded_update.py`); the run's log then
-says so.
+    shm     memory that processes of one host share
+    gloo    sockets
+    nccl    NCCL between GPUs
+    ipc     memory of the GPUs that trainer and engines share, between hosts NCCL
+    disk    a directory of safetensors, which every engine reads
+
+Invariant: an update that a run sends in pieces is one that `route` predicts so.
 """
 
 from __future__ import annotations
@@ -11,16 +15,70 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config.options import Options
+from hpcrl.errors import UsageError
 from hpcrl.plan import Plan
-from hpcrl.weights.transports import TransportConditions, TransportModule, choose, find_transport
 
 Sharing = Literal["host", "engine", "worker"]
 
 SHM = "hpcrl_shm"
 NCCL = "hpcrl_nccl"
 IPC = "hpcrl_ipc"
-#: the engines' ends that can take pieces, and who gets bytes once together
+DISK = "hpcrl_disk"
+#: the engines' ends that take pieces, and who gets bytes once together
 TAKES_PIECES: dict[str, Sharing] = {SHM: "host", "hpcrl_gloo": "engine", NCCL: "worker", IPC: "host"}
+#: vLLM's names of all of them: "hpcrl_" and the value of --weight-transfer
+BACKENDS = (*TAKES_PIECES, DISK)
+
+
+@dataclass(frozen=True)
+class TransportConditions:
+    """What decides whether a way can work.
+
+    Attributes:
+        cpu: the engines run vLLM's CPU build.
+        one_host: all of the run is on one.
+        colocate: trainer and engines share GPUs.
+        from_host: what is sent is in host memory: whole tensors, or what has changed.
+    """
+
+    cpu: bool
+    one_host: bool
+    colocate: bool
+    from_host: bool = False
+
+
+def transfer_obstacle(transfer: str, site: TransportConditions) -> str | None:
+    """Why a way cannot work at this site, as the end of the sentence "--weight-transfer NAME ..."; None if it can."""
+    if transfer in ("nccl", "ipc") and site.cpu:
+        return "needs CUDA, but vLLM's CPU build is installed"
+    if transfer == "nccl" and site.colocate:
+        return "takes a GPU once, and with --colocate trainer and engines share theirs"
+    if transfer == "ipc" and not site.colocate:
+        return "is for engines on the trainer's GPUs: it needs --colocate"
+    if transfer == "shm" and not site.one_host:
+        return "needs trainer and engines on one host"
+    return None
+
+
+def choose(wish: str, site: TransportConditions) -> str:
+    """The name of the way to take.
+
+    Raises:
+        UsageError: when `wish` asks for one that cannot work at this site.
+    """
+    if wish == "auto":
+        if site.cpu or site.from_host:
+            wish = "shm" if site.one_host else "gloo"
+        else:
+            wish = "ipc" if site.colocate else "nccl"
+    if why := transfer_obstacle(wish, site):
+        others = [name for name in sorted(_names()) if not transfer_obstacle(name, site)]
+        raise UsageError(f"--weight-transfer {wish} {why}", f"use auto or {' or '.join(others)}")
+    return wish
+
+
+def _names() -> list[str]:
+    return [backend.removeprefix("hpcrl_") for backend in BACKENDS]
 
 
 def destination_host(sharing: Sharing, engine: int, worker: int, where: str) -> str:
@@ -58,11 +116,10 @@ def route(options: Options, plan: Plan, cpu: bool) -> Route:
     Raises:
         UsageError: as of `backend`.
     """
-    way = _way(options, plan, cpu)
-    name = way.__name__.rpartition(".")[2]
+    name = _way(options, plan, cpu)
     if options.weight_update == "gathered":
-        return Route(name, way.BACKEND, "--weight-update is gathered")
-    return Route(name, way.BACKEND, whole_tensors(way.BACKEND, options.weight_update == "delta"))
+        return Route(name, f"hpcrl_{name}", "--weight-update is gathered")
+    return Route(name, f"hpcrl_{name}", pieces_obstacle(f"hpcrl_{name}", options.weight_update))
 
 
 def backend(options: Options, plan: Plan, cpu: bool) -> str:
@@ -71,27 +128,29 @@ def backend(options: Options, plan: Plan, cpu: bool) -> str:
     Raises:
         UsageError: when --weight-transfer asks for one that cannot work between these hosts or on this build.
     """
-    return _way(options, plan, cpu).BACKEND
+    return f"hpcrl_{_way(options, plan, cpu)}"
 
 
-def whole_tensors(backend: str, delta: bool) -> str | None:
+def pieces_obstacle(backend: str, wish: str) -> str | None:
     """Why an update cannot be sent in pieces, as the end of a sentence; None if it can.
 
     Args:
         backend: vLLM's name of the engines' end.
-        delta: it is to bring what has changed.
+        wish: --weight-update.
     """
     if backend not in TAKES_PIECES:
         return f"the engines receive with {backend}, which takes whole tensors"
-    if backend in (NCCL, IPC) and delta:
-        return "changes are found and kept in host memory, and over NCCL and CUDA IPC bytes come from the GPU's"
+    if backend in (NCCL, IPC) and wish in ("gathered", "delta"):
+        return "it sends from host memory, and over NCCL and CUDA IPC bytes come from the GPU's"
     return None
 
 
-def _way(options: Options, plan: Plan, cpu: bool) -> TransportModule:
+def _way(options: Options, plan: Plan, cpu: bool) -> str:
     one_host = (
         len({host for place in (*plan.trainers, *plan.engines) for host in place.hosts}) == 1 and not plan.external
     )
     from_host = options.weight_update in ("gathered", "delta")
-    site = TransportConditions(cpu, one_host, options.colocate and not plan.external, from_host)
-    return find_transport(choose(options.weight_transfer, site))
+    return choose(
+        options.weight_transfer,
+        TransportConditions(cpu, one_host, options.colocate and not plan.external, from_host),
+    )

@@ -1,43 +1,36 @@
 """The trainer's side of a weight update: its tensors into all running engines, under a new version.
 
 One update goes through vLLM's own phases, on all engines at the same time:
-    pause (requests are kept) -> reset the prefix cache -> start -> update, by bucket -> finish, with the version ->
+    pause (requests are kept) -> reset the prefix cache -> start -> update -> finish, with the version ->
     (compare, on request) -> resume (the KV cache of kept requests is recomputed with the new weights)
 Engines that take turns with the trainer sleep meanwhile: they are neither paused nor resumed here (`hpcrl.handover`).
 
 Invariants: what the engines hold is checked by name, shape and dtype before and, with --check-weight-update-equal, bit
 for bit after an update; an engine is never left paused in silence: either it is resumed, or `publish` raises and says
 that it is not, or raises EngineLost and the same update is made again at the others (updates.py).  Nothing is pickled.
-Memory: see transports/.
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.engines.fleet import EngineBroadcast, EngineLate, EngineLost, in_thread
 from hpcrl.engines.http import status
 from hpcrl.engines.registry import Engine
 from hpcrl.errors import HpcrlError, PeerError, UsageError
-from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.weights.bucket import dtype_name
-from hpcrl.weights.comparison import Comparison, Differs
-from hpcrl.weights.fp8 import quantized, scheme_of
-from hpcrl.weights.pieces.resharded_update import ReshardedUpdate, Source, obstacle
-from hpcrl.weights.transports import Link, Stream, Transport, make_transport
+from hpcrl.weights.comparison import Comparison, Differs, dtype_name
+from hpcrl.weights.disk import DiskUpdate, Written
+from hpcrl.weights.fp8 import Stream, scheme_of
+from hpcrl.weights.pieces.piece_update import PieceUpdate, obstacle
+from hpcrl.weights.pieces.planning import Source, needed_tensors, stranger
+from hpcrl.weights.route import DISK, pieces_obstacle
 from hpcrl.weights.worker_calls import WorkerCalls
-
-if TYPE_CHECKING:
-    import torch
 
 NOTICED = 3.0  #: seconds within which the end of an engine shows
 RESUME = 15.0  #: seconds that putting an engine right after a failure may take
@@ -57,17 +50,15 @@ class WeightSender:
         host: str,
         options: Options,
         is_driver: bool,
-        written: Callable[[Path, EngineBroadcast], None] | None = None,
+        written: Written | None = None,
     ) -> None:
         self.written = written
         self.rundir = rundir
         self.host = host
         self.options = options
         self.is_driver = is_driver
-        self.said: set[str] = set()
-        self.pieces: ReshardedUpdate | None = None
         self.fleet: EngineBroadcast | None = None
-        self.transport: Transport | None = None
+        self.update: PieceUpdate | DiskUpdate | None = None
         self.scheme = scheme_of(options.hf_checkpoint) if is_driver and options.hf_checkpoint else None
         self.manifests: list[list[dict[str, Any]]] = []
         self.comparison: Comparison | None = None
@@ -86,7 +77,7 @@ class WeightSender:
             PeerError, DeadlineError: name the one that does not answer, EngineLost those that have died; then there are
                 none.
         """
-        if self.fleet is not None and self.transport is not None and self.fleet.engines == tuple(engines):
+        if self.fleet is not None and self.update is not None and self.fleet.engines == tuple(engines):
             return
         self.close()
         self.fleet = EngineBroadcast(self.rundir, engines, self.options.update_timeout)
@@ -101,16 +92,31 @@ class WeightSender:
         calls = self._calls(fleet)
         calls.call("ending what was under way", "hpcrl_abandon")
         self.manifests = calls.call("asking for the manifest", "hpcrl_manifest")
-        self.needs = self._agreed()
-        self.opaque, self.unseen = tuple(self.manifests[0][0]["opaque"]), dict(self.manifests[0][0]["unseen"])
+        self._agree()
+        self.needs = needed_tensors(self.manifests)
+        first = self.manifests[0][0]
+        self.unknown = () if first["unseen"] else tuple(first["opaque"])  # how names begin of which no more is known
         self.ties: dict[str, list[str]] = {}
-        for name, need in self.needs.items():
+        for name, need in first["tensors"].items():
             if need["same_as"]:
                 self.ties.setdefault(need["same_as"], []).append(name)
-        self.pieces = ReshardedUpdate(fleet, self.manifests, self.options, self.scheme, self.host)
-        transport = self._transport(self.host)
-        transport.connect()
-        self.transport = transport
+        fleet.post("the weight transfer's init", "/init_weight_transfer_engine", {"init_info": {}})
+        self.update = self._way(fleet)
+
+    def _way(self, fleet: EngineBroadcast) -> PieceUpdate | DiskUpdate:
+        """How updates go to these engines.
+
+        Raises:
+            UsageError: if they cannot take what --weight-update asks for.
+        """
+        wish = self.options.weight_update
+        if self.manifests[0][0]["backend"] == DISK:
+            if wish in ("resharded", "delta"):
+                raise UsageError(f"--weight-update {wish}: {pieces_obstacle(DISK, wish)}", "use auto or gathered")
+            return DiskUpdate(fleet, self.options, self.scheme, self.written)
+        if why := obstacle(self.manifests, wish):
+            raise UsageError(f"--weight-update {wish}: {why}", "start the engines with --weight-transfer disk")
+        return PieceUpdate(fleet, self.manifests, self.options, self.scheme, self.host)
 
     def _calls(self, fleet: EngineBroadcast) -> WorkerCalls:
         """Of the workers of all data-parallel parts; with files, for which engines are reached by HTTP alone, of the
@@ -118,12 +124,8 @@ class WeightSender:
         parts = 1 if self.options.weight_transfer == "disk" else self.options.engine_data_parallel_size
         return WorkerCalls(fleet, parts, self.host)
 
-    def _agreed(self) -> dict[str, dict[str, Any]]:
-        """The tensors of an update, by name.
-
-        Raises:
-            PeerError: unless all engines agree on them.
-        """
+    def _agree(self) -> None:
+        """Raise PeerError unless all engines need the same tensors."""
         first = self.manifests[0][0]
         self._outline = self._outline or _outline(first)
         for engine, workers in zip(self._engines, self.manifests, strict=True):
@@ -134,25 +136,14 @@ class WeightSender:
             raise UsageError(
                 f"--check-weight-update-equal cannot look into {first['opaque'][0]}* of this model", "leave it out"
             )
-        return first["tensors"]
 
     @property
     def _engines(self) -> tuple[Engine, ...]:
         assert self.fleet is not None
         return self.fleet.engines
 
-    def _transport(self, host: str) -> Transport:
-        assert self.fleet is not None
-        limit = self.options.update_weight_buffer_size
-        workers = [len(found) for found in self.manifests]
-        link = Link(self.fleet, limit, host, workers, self.options.update_weight_disk_dir, self.written)
-        return make_transport(self.manifests[0][0]["backend"], link)
-
-    def publish(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
-        """Put the policy into all engines as `version`; every rank calls it with its side of the collective export.
-
-        Args:
-            tensors: (checkpoint name, whole tensor), valid on the driver.
+    def publish(self, source: Source, version: int) -> dict[str, float]:
+        """Put the policy into all engines as `version`; every rank calls it with its side of the export.
 
         Returns:
             Seconds and bytes as metrics (driver only).
@@ -164,38 +155,25 @@ class WeightSender:
                 be made again without those.
         """
         if not self.is_driver:
-            for _ in tensors:
-                pass
+            source.follow()
             return {}
-        source = self._source(tensors)
         try:
-            return self._publish(tensors, source, version)
+            return self._publish(source, version)
         finally:
-            if source is not None:
-                source.end()
+            source.end()
 
-    def _publish(self, tensors: Stream, source: Source | None, version: int) -> dict[str, float]:
-        assert self.fleet is not None and self.transport is not None and self.pieces is not None, (
-            "connect() comes first"
-        )
+    def _publish(self, source: Source, version: int) -> dict[str, float]:
+        assert self.fleet is not None and self.update is not None, "connect() comes first"
         begin = time.monotonic()
-        self.comparison = Comparison(
-            self.manifests, self.ties, self.options.check_weight_update_equal, source is not None and self._is_due()
-        )
-        if source is None:
-            self.transport.stage(self._checked(quantized(tensors, self.scheme)), version)
-        else:
-            self._stage_pieces(source)
+        self.comparison = Comparison(self.manifests, self.ties, self.options.check_weight_update_equal, self._is_due())
+        self.update.stage(source, self._checked, bool(self.comparison), version)
         paused = time.monotonic()
         try:
             if not self.options.takes_turns:  # asleep, and with an empty cache, as it is
                 self.fleet.post("pausing", "/pause?mode=keep")
                 self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
             self.fleet.post("the weight update's start", "/start_weight_update")
-            if source is None:
-                self.transport.send()
-            else:
-                self.pieces.send(source)
+            self.update.send()
             self.fleet.post("the weight update's finish", "/finish_weight_update", {"weight_version": str(version)})
             if self.comparison:
                 self.comparison.compare(self._calls(self.fleet))
@@ -210,76 +188,44 @@ class WeightSender:
         return {
             "perf/update_weights_time": end - begin,
             "perf/update_weights_pause_time": end - paused,
-            "perf/update_weights_bytes": float(self.transport.bytes if source is None else self.pieces.bytes),
+            "perf/update_weights_bytes": float(self.update.bytes),
         }
-
-    def _source(self, tensors: Stream) -> Source | None:
-        """The ranks, if they are to send pieces; None: tensors are gathered.
-
-        Raises:
-            UsageError: if --weight-update resharded cannot be.
-        """
-        wish = self.options.weight_update
-        if wish == "gathered":
-            return None
-        if why := obstacle(tensors, self.manifests, wish == "delta"):
-            if wish != "auto":
-                raise UsageError(f"--weight-update {wish}: {why}", "use auto or gathered")
-            if why not in self.said and isinstance(tensors, Source):
-                say(f"weight updates are gathered on rank 0: {why}")
-            self.said.add(why)
-            return None
-        assert isinstance(tensors, Source)
-        return tensors
 
     def _is_due(self) -> bool:
         """Whether what the workers have put together is to be compared after this update."""
-        assert self.pieces is not None
-        self.changes += self.pieces.current
-        return self.pieces.current and self.changes % self.options.weight_update_check_interval == 0
-
-    def _stage_pieces(self, source: Source) -> None:
-        """Plan and group, the first time; scales of FP8; on request what every worker must have, from the whole
-        tensors."""
-        assert self.pieces is not None
-        self.pieces.connect(source)
-        source.prepare()
-        if self.comparison:
-            for _ in self._checked(quantized(source.gathered(), self.scheme)):
-                pass
+        assert self.update is not None
+        self.changes += self.update.current
+        return self.update.current and self.changes % self.options.weight_update_check_interval == 0
 
     def _checked(self, tensors: Stream) -> Stream:
-        """The same tensors in the engines' dtypes.
+        """Whole tensors in the engines' dtypes, noted for the comparison.
 
         To and from FP8 nothing is cast here: without scales the numbers would mean nothing.
 
         Raises:
-            HpcrlError: for one that they do not have, or at the end do not get.
+            HpcrlError: for one that they do not have in that shape, or get twice, or at the end do not get.
         """
         import torch
 
-        missing = {name for name, need in self.needs.items() if not need["same_as"]} | self.unseen.keys()
+        missing = set(self.needs)
         for name, tensor in tensors:
-            need = self.needs.get(name) or self.unseen.get(name)
-            if need is None and (self.unseen or not name.startswith(self.opaque or "\0")):
-                near = difflib.get_close_matches(name, [*self.needs, *self.unseen], 1)
+            need = self.needs.get(name)
+            if need is None and name.startswith(self.unknown or "\0"):
+                yield name, tensor
+                continue
+            if need is None:
+                raise HpcrlError(f"the trainer's {name} {stranger(name, self.manifests)}")
+            if name not in missing:
+                raise HpcrlError(f"the trainer has exported {name} twice, the engines need it once")
+            if tuple(tensor.shape) != need.shape:
                 raise HpcrlError(
-                    f"the trainer's {name} is not a tensor of the engines{f', nearest is {near[0]}' if near else ''}"
+                    f"the trainer's {name} has shape {list(tensor.shape)}, the engines need {list(need.shape)}"
                 )
-            if need is not None:
-                if need.get("same_as"):
-                    raise HpcrlError(
-                        f"the trainer's {name} is tied to {need['same_as']} in the engines, which alone is to be sent"
-                    )
-                if tuple(tensor.shape) != tuple(need["shape"]):
-                    raise HpcrlError(
-                        f"the trainer's {name} has shape {list(tensor.shape)}, the engines need {need['shape']}"
-                    )
-                if "float8" in f"{tensor.dtype}{need['dtype']}" and dtype_name(tensor) != need["dtype"]:
-                    raise HpcrlError(f"the trainer's {name} is {dtype_name(tensor)}, the engines need {need['dtype']}")
-                tensor = tensor.detach().to(getattr(torch, need["dtype"]))
-                if self.comparison:
-                    self.comparison.note(name, tensor)
+            if "float8" in f"{tensor.dtype}{need.dtype}" and dtype_name(tensor) != need.dtype:
+                raise HpcrlError(f"the trainer's {name} is {dtype_name(tensor)}, the engines need {need.dtype}")
+            tensor = tensor.detach().to(getattr(torch, need.dtype))
+            if self.comparison:
+                self.comparison.note(name, tensor)
             missing.discard(name)
             yield name, tensor
         if missing:
@@ -311,7 +257,7 @@ class WeightSender:
 
     def _give_up(self, lost: list[Engine]) -> list[Engine]:
         """Have all others give up the update; those that do not within RESUME seconds."""
-        self.close()  # members that wait in its group get an error
+        self.close()
         others = [engine for engine in self._engines if engine not in lost]
         calls = [
             in_thread(
@@ -331,8 +277,8 @@ class WeightSender:
     def _put_right(self, error: BaseException) -> None:
         """After a failure: end the update in each engine and resume those that hold one complete version."""
         assert self.fleet is not None
-        if self.pieces is not None:
-            self.pieces.forget()
+        assert self.update is not None
+        self.update.forget()
         left = []
         for engine in self._engines:
             one = EngineBroadcast(self.fleet.rundir, [engine], RESUME)
@@ -352,13 +298,10 @@ class WeightSender:
                 error.add_note(note)
 
     def close(self) -> None:
-        """Give up the memory and the group; the engines stay as they are."""
-        with contextlib.suppress(Exception):
-            if self.transport is not None:
-                self.transport.close()
-        self.transport = None
-        if self.pieces is not None:
-            self.pieces.forget()  # its store ends, which tells members that still wait for one another
+        """Give up memory and group; the engines stay as they are."""
+        if self.update is not None:
+            self.update.forget()  # its store ends, which tells members that still wait for one another
+        self.update = None
 
 
 def _outline(manifest: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Memory that trainer and engines of one host share: a bucket is in an anonymous file that the engine maps.
+"""Memory that trainer and engines of one host share: an anonymous file that the engine maps.
 
 The trainer makes the file with memfd_create(2) and tells the engine its own process id and the descriptor; the engine
 opens /proc/PID/fd/N.  Only processes of the same user may do that, the file has no name in /dev/shm that could outlive

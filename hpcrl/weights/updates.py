@@ -11,8 +11,7 @@ joins or comes back gets its own update.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.engines.fleet import EngineLate, EngineLost
@@ -25,14 +24,13 @@ from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.sender import WeightSender
 
 if TYPE_CHECKING:
-    import torch
-
     from hpcrl.queue.client import QueueClient
+    from hpcrl.weights.pieces.planning import Source
 
 SLACK = 30.0  #: seconds beyond --engine-start-timeout, so that the engine itself says why it did not come up
 LOOK = 0.2  #: seconds between two questions while engines start
 
-Export = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
+Export = Callable[[], "Source"]
 
 
 class Updates:
@@ -129,10 +127,10 @@ class Updates:
             return {}
 
     def _try(self, members: list[list[Any]], export: Export, version: int) -> tuple[dict[str, float], list[list[Any]]]:
-        """Metrics, and [index, incarnation, why] of those that ended; all ranks have been through the whole export."""
-        tensors = export()
+        """Metrics, and [index, incarnation, why] of those that ended; all ranks have done their part."""
+        source = export()
         if self._client is None:
-            deque(tensors, maxlen=0)
+            source.follow()
             return {}, []
         try:
             self._sender.connect(
@@ -141,13 +139,13 @@ class Updates:
                     for index, incarnation, host, port in members
                 ]
             )
-            return self._sender.publish(tensors, version), []
+            return self._sender.publish(source, version), []
         except (EngineLost, EngineLate) as error:
             if not self._sender.may_lose:
                 raise
             engines = error.engines if isinstance(error, EngineLost) else (error.engine,)
             say(f"the weight update to version {version} continues without {', '.join(map(str, engines))}: {error}")
-            deque(tensors, maxlen=0)  # the export is collective: the other ranks wait for us in it
+            source.end()  # the other ranks wait for a word
             return {}, [[engine.index, engine.incarnation, str(error)] for engine in engines]
 
     def _tell(self, members: list[list[Any]], version: int, alone: bool) -> None:

@@ -449,10 +449,6 @@ def test_what_differs_from_the_defaults() -> None:
         ({"rm_type": "remote_rm", "rm_url": "host:80"}, "--rm-url host:80 is not an address"),
         ({"reward_key": "score"}, "--reward-key score has no effect.*--rm-type exact returns a number"),
         ({"rm_type": "dapo", "reward_key": "pred"}, "--reward-key pred: --rm-type dapo returns acc, score"),
-        (
-            {"weight_transfer": "gluu"},
-            "--weight-transfer.*did you mean gloo",
-        ),
         ({"group_rm": True}, "--group-rm has no effect here: --custom-rm-path is not given"),
         ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room"),
         ({"over_sampling_batch_size": 3}, "--over-sampling-batch-size 3 is less than --rollout-batch-size"),

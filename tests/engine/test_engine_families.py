@@ -78,9 +78,9 @@ def check_omissions(side: Side, name: str) -> None:
         side.push(pairs)
     changed = [(n, tensor + 1) for n, tensor in pairs]
     with pytest.raises(HttpError, match=f"1 tensors are missing,.*{name}"):
-        raw_push(side.engines.address(), changed)
+        raw_push(side.engines, changed)
     with pytest.raises(HttpError, match=f"the model has no {name}x"):
-        raw_push(side.engines.address(), [*changed, (f"{name}x", torch.zeros(3))])
+        raw_push(side.engines, [*changed, (f"{name}x", torch.zeros(3))])
     assert side.distance() <= CLOSE
 
 
@@ -183,22 +183,23 @@ def test_fp8_weights_are_quantised_on_the_fly(nursery: Nursery, tmp_path: Path) 
 
 def check_wide_is_refused(side: Side, pairs: Pairs) -> None:
     """By the sender and by the engine: without a scale the numbers would mean nothing."""
-    scheme, address = side.sender.scheme, side.engines.address()
+    scheme = side.sender.scheme
+    assert side.sender.update is not None
     coded = list(quantized(iter(pairs), scheme))
     name = "model.layers.1.self_attn.v_proj.weight_scale_inv"
     partial = [(n, t) for n, t in coded if n != name]
-    side.sender.scheme = None
+    side.sender.update.scheme = None
     with pytest.raises(HpcrlError, match="_proj.weight is float32, the engines need float8_e4m3fn"):
         side.push(pairs)
     with pytest.raises(HpcrlError, match=f"has not exported 1 tensors of the engines,.*{name}"):
         side.push(partial)
-    side.sender.scheme = scheme
+    side.sender.update.scheme = scheme
     with pytest.raises(
         HttpError, match=r"_proj.weight is float32\[\d+, \d+\], the model needs float8_e4m3fn\[\d+, \d+\]"
     ):
-        raw_push(address, pairs)
+        raw_push(side.engines, pairs)
     with pytest.raises(HttpError, match=f"1 tensors are missing,.*{name}"):
-        raw_push(address, partial)
+        raw_push(side.engines, partial)
 
 
 def rounded(pairs: Pairs, side: Side) -> Pairs:

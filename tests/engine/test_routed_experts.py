@@ -25,7 +25,7 @@ from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.sample import SampleBatch
 from tests.engine.test_lean_route import run
-from tests.support.engines import connected
+from tests.support.engines import WholeTensors, connected
 from tests.support.forked_engines import Nursery
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family
@@ -68,7 +68,8 @@ def sampled(
         return [list(await asyncio.gather(*(one(tokens, i) for i in range(EACH)))) for tokens in PROMPTS]
 
     sender = connected(engines, opts)
-    sender.publish(((name, tensor.bfloat16()) for name, tensor in load_file(model / "model.safetensors").items()), 0)
+    tensors = load_file(model / "model.safetensors").items()
+    sender.publish(WholeTensors([(name, tensor.bfloat16()) for name, tensor in tensors]), 0)
     found = run(engines, job)
     sender.close()
     assert engines.stop() == [0]

@@ -28,7 +28,8 @@ from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers import teacher_logprobs
 from hpcrl.run.peers import EnginePeer, peer_file
 from hpcrl.sample import Sample
-from hpcrl.weights.sender import Differs
+from hpcrl.weights.comparison import Differs
+from hpcrl.weights.pieces.piece_update import PieceUpdate
 from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Engines, Pairs, Reference, Side, generate, gone, raw_push
 from tests.support.tiny import make_model
 
@@ -37,8 +38,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engines]]:
-    """Three engines, started at the same time: one with shared memory, two in a gloo group whose repairs can be
-    broken."""
+    """Three engines, started at the same time: one with shared memory, two over sockets, whose repairs can be broken."""
     root = tmp_path_factory.mktemp("engines")
     model = make_model(root / "model", tied=True)
     common = {"check_weight_update_equal": True, "update_weight_buffer_size": SMALL}
@@ -216,6 +216,10 @@ def with_wrong_dtype(pairs: Pairs) -> Pairs:
     return [(n, t.double() if n == "model.norm.weight" else t) for n, t in pairs]
 
 
+def with_twice(pairs: Pairs) -> Pairs:
+    return [*pairs, pairs[3]]
+
+
 FAULTS = [
     (without_last, "1 tensors are missing,.*model.norm.weight"),
     (without_v, "the first is model.layers.1.self_attn.v_proj.weight"),
@@ -224,18 +228,18 @@ FAULTS = [
     (with_head, "lm_head.weight is tied to model.embed_tokens.weight"),
     (with_wrong_shape, r"down_proj.weight is float32\[64, 5\], the model needs float32\[64, 192\]"),
     (with_wrong_dtype, r"model.norm.weight is float64\[64\], the model needs float32\[64\]"),
-    (lambda pairs: [*pairs, pairs[3]], "came twice"),
+    (with_twice, "came twice"),
 ]
 
 
 def test_refused_update_changes_nothing(shm: Side) -> None:
     """A refused update changes nothing, and the next one is exact."""
-    address, before = shm.engines.address(), shm.reference.pairs()
+    before = shm.reference.pairs()
     for spoil, message in FAULTS:
         new = shm.reference.step(77)
         shm.reference.back_to(before)
         with pytest.raises(HttpError, match=message):
-            raw_push(address, spoil(new))
+            raw_push(shm.engines, spoil(new))
         assert shm.distance() <= CLOSE, spoil.__name__
     shm.step()
     assert shm.distance() <= CLOSE
@@ -244,19 +248,16 @@ def test_refused_update_changes_nothing(shm: Side) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda info: info["buckets"][0].update(nbytes=10**9), "malformed bucket"),
-        (lambda info: info["buckets"][0]["offsets"].reverse(), "malformed bucket"),
-        (lambda info: info["buckets"][0]["dtype_names"].__setitem__(0, "os.system"), "malformed bucket"),
-        (lambda info: info["regions"][0].update(pid=1), "region|open"),
-        (lambda info: info["regions"][0].update(fd=0), "region|open"),
-        (lambda info: info["regions"][0].update(size=1), "region|open"),
-        (lambda info: info["regions"].pop(), "regions|zip|shorter"),
+        (lambda info: info.update(directory="/nowhere"), "cannot be read.*update-weight-disk-dir"),
+        (lambda info: info["files"].update({"../outside.safetensors": "00"}), "outside of its directory"),
+        (lambda info: info["files"].update(dict.fromkeys(info["files"], "00")), "other bytes than"),
+        (lambda info: info["files"].popitem(), "tensors are missing"),
         (lambda info: info.update(bucket=1), "bucket"),
     ],
 )
 def test_a_malformed_update_changes_nothing(shm: Side, change: Any, message: str) -> None:
     with pytest.raises(HttpError, match=message):
-        raw_push(shm.engines.address(), shm.reference.pairs(), change)
+        raw_push(shm.engines, shm.reference.pairs(), change)
     assert shm.distance() <= CLOSE
 
 
@@ -270,10 +271,10 @@ def test_unstarted_or_incomplete_update(shm: Side) -> None:
                 "POST",
                 path,
                 60,
-                {"update_info": {"buckets": [], "regions": []}} if "update_w" in path else None,
+                {"update_info": {"directory": "/nowhere", "files": {}}} if "update_w" in path else None,
             )
     ask(address, "POST", "/start_weight_update", 60)
-    with pytest.raises(HttpError, match="before its last bucket"):
+    with pytest.raises(HttpError, match="before its last tensor"):
         ask(address, "POST", "/finish_weight_update", 60)
     assert shm.distance() <= CLOSE
     assert shm.sender.fleet is not None
@@ -285,7 +286,14 @@ def test_unstarted_or_incomplete_update(shm: Side) -> None:
 
 @pytest.mark.parametrize(
     ("side", "spoil"),
-    [("shm", without_v), ("shm", with_unknown), ("shm", with_head), ("shm", with_wrong_shape), ("pair", with_unknown)],
+    [
+        ("shm", without_v),
+        ("shm", with_unknown),
+        ("shm", with_head),
+        ("shm", with_wrong_shape),
+        ("shm", with_twice),
+        ("pair", with_unknown),
+    ],
 )
 def test_sender_refuses_unneeded_tensors(side: str, spoil: Any, request: pytest.FixtureRequest) -> None:
     """The sender refuses tensors that the engines do not need."""
@@ -294,28 +302,30 @@ def test_sender_refuses_unneeded_tensors(side: str, spoil: Any, request: pytest.
     with pytest.raises(HpcrlError, match="engines"):
         fleet.push(
             spoil(pairs if side == "shm" else pairs[-3:])
-        )  # over gloo: in the first bucket, before anything is loaded
+        )  # over gloo: in the first round, before anything is sent
     for i in range(len(fleet.engines.processes)):
         assert ask(fleet.engines.address(i), "GET", "/is_paused", 60) == {"is_paused": False}
         assert fleet.distance(index=i) <= CLOSE
 
 
-def test_a_tensor_that_changed_on_its_way_is_noticed(shm: Side) -> None:
-    transport = shm.sender.transport
-    assert transport is not None
-    stage = transport.stage
-
-    def tampered(tensors: Any, version: int) -> None:
-        stage(tensors, version)
-        slot = next(s for s in transport.buckets[1].slots if s.name.endswith("weight"))
-        transport.regions[1].buffer[slot.offset + 5] ^= 1
-        names.append(slot.name)
-
+def test_a_tensor_that_changed_on_its_way_is_noticed(shm: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = shm.sender.update
+    assert isinstance(update, PieceUpdate) and update.gathered is not None
+    prepare = update.gathered.prepare
     names: list[str] = []
-    transport.stage = tampered
+
+    def tampered() -> None:
+        prepare()
+        sender = update.gathered.sender
+        [packed] = sender.rounds[0]
+        which = next(i for i, piece in enumerate(packed.pieces) if sender.names[piece[0]].endswith("v_proj.weight"))
+        names.append(sender.names[packed.pieces[which][0]])
+        sender.memory.buffer[packed.places[which] + 5] ^= 1
+
+    monkeypatch.setattr(update.gathered, "prepare", tampered)
     with pytest.raises(Differs, match="after the update 1 tensors are not what.*sent.*not resumed") as caught:
         shm.step()
-    transport.stage = stage
+    monkeypatch.undo()
     assert names[0] in str(caught.value)
     assert ask(shm.engines.address(), "GET", "/is_paused", 60) == {"is_paused": True}
     shm.step()
@@ -387,19 +397,10 @@ def test_a_head_that_stays_stale_is_noticed(pair: Side) -> None:
 
 
 def test_update_refused_half_way(pair: Side) -> None:
-    """Over gloo the first buckets are loaded before the last one is seen."""
+    """Over sockets the first rounds are loaded before the trainer's last tensor is seen."""
     pairs = pair.reference.step(5)
-    options = pair.sender.options
-    pair.sender.options = options.model_copy(update={"check_weight_update_equal": False})
-    needs = pair.sender.needs
-    pair.sender.needs = needs | {"model.extra.weight": needs["model.norm.weight"]}
-    with pytest.raises(
-        PeerError,
-        match=r"engine-\d on 127.0.0.1: the weight update failed: .*no model.extra.weight.*not resumed.*engine-0.*engine-1",
-    ):
+    with pytest.raises(HpcrlError, match=r"model.extra.weight is not a tensor.*not resumed.*engine-0.*engine-1"):
         pair.push([*pairs, ("model.extra.weight", torch.zeros(64))])
-    pair.sender.needs = needs
-    pair.sender.options = options
     pair.step()
     assert all(pair.distance(index=i) <= CLOSE for i in (0, 1))
 
@@ -409,7 +410,7 @@ def test_no_engine_resumes_after_a_refusal(pair: Side) -> None:
     fleet = pair.sender.fleet
     assert fleet is not None
     second = EngineBroadcast(fleet.rundir, fleet.engines[1:], 60)
-    second.call("spoiling", "forget", "model.norm.weight")  # in the last bucket
+    second.call("spoiling", "forget", "model.norm.weight")  # in the last round
     with pytest.raises(
         PeerError, match=r"engine-1 on 127.0.0.1: the weight update failed: .*not resumed.*engine-0.*engine-1"
     ):

@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.engines import fleet as module
-from hpcrl.engines.fleet import EngineBroadcast, EngineLost, joined
+from hpcrl.engines.fleet import EngineBroadcast, EngineLost
 from hpcrl.engines.http import Address, HttpError, ask
 from hpcrl.engines.registry import Engine
 from hpcrl.errors import DeadlineError, PeerError
@@ -184,16 +184,6 @@ def test_what_a_bad_answer_says(rundir: RunDir, stubs: list[Stub], body: Any, te
         PeerError, match=r"engine-0 on 127.0.0.1: the update failed: POST /update_weights at .* answered 500: " + text
     ):
         fleet(rundir, stubs).post("the update", "/update_weights")
-
-
-def test_work_ends_when_an_engine_fails(rundir: RunDir, stubs: list[Stub]) -> None:
-    """Work that waits for the engines ends when one fails."""
-    stubs += [Stub(lambda *_: (500, None))]
-    pending = fleet(rundir, stubs).begin("the init", "/init", [None])
-    with pytest.raises(PeerError, match="the init failed"):
-        joined(lambda: time.sleep(20), pending)
-    stubs.append(Stub(lambda *_: (200, None)))
-    assert joined(lambda: 7, fleet(rundir, stubs[1:]).begin("the init", "/init", [None])) == 7
 
 
 def test_the_key_is_in_no_message(stubs: list[Stub]) -> None:

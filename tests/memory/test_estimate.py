@@ -320,22 +320,23 @@ def test_layers_that_draft_are_weights_of_an_engine() -> None:
 
 
 def test_update_needs_room_outside_share() -> None:
-    """Gathered, vLLM keeps a whole layer's experts until all have come; in pieces, a GPU's part of them."""
+    """Out of files vLLM keeps a whole layer's experts until all have come; in pieces, a GPU's part of them."""
     name = "GLM-4.5-355B, BF16 rollouts"
     family, config = model_of(name)
     options = guide(name).model_copy(
         update={"colocate": False, "rollout_num_gpus": 32, "vllm": {"gpu_memory_utilization": 0.92}}
-        | {"weight_update": "gathered"}
+        | {"weight_transfer": "disk"}
     )
     bucket = options.update_weight_buffer_size
     experts = 160 * 3 * 5120 * 1536 * 2
-    assert update_bytes(options, family, config) == 2 * bucket + experts
-    resharded = options.model_copy(update={"weight_update": "resharded"})
-    assert update_bytes(resharded, family, config) == bucket + experts / 32
-    assert update_bytes(options.model_copy(update={"weight_update": "auto"}), family, config) == bucket + experts / 32
+    assert update_bytes(options, family, config) == experts
+    resharded = options.model_copy(update={"weight_transfer": "auto"})
+    for way in ("auto", "resharded", "gathered"):
+        in_pieces = resharded.model_copy(update={"weight_update": way})
+        assert update_bytes(in_pieces, family, config) == bucket + experts / 32
     said = "\n".join(memory_lines(options, family, config))
-    assert "weight update takes 8.0" in said and "74 of 80; lower" in said
-    assert "--vllm-gpu-memory-utilization to 0.89 or less" in said
+    assert "weight update takes 7.0" in said and "74 of 80; lower" in said
+    assert "--vllm-gpu-memory-utilization to 0.91 or less" in said
     assert "a weight update takes" not in "\n".join(memory_lines(resharded, family, config))
 
 
@@ -344,7 +345,7 @@ def test_share_leaves_room_for_update() -> None:
     name = "GLM-4.5-355B, BF16 rollouts"
     family, config = model_of(name)
     apart = guide(name).model_copy(
-        update={"colocate": False, "rollout_num_gpus": 32, "vllm": {}, "weight_update": "gathered"}
+        update={"colocate": False, "rollout_num_gpus": 32, "vllm": {}, "weight_transfer": "disk"}
     )
     gpu = 80.0 * GIB
     own, mine = utilization(apart), share(apart, family, config, gpu)
@@ -361,7 +362,7 @@ def test_share_leaves_room_for_update() -> None:
         {"vllm": {"kv_cache_memory_bytes": 1 << 30}},
         {"colocate": True},
         {"debug_rollout_only": True},
-        {"weight_update": "resharded"},
+        {"weight_transfer": "auto"},
     ):
         options = apart.model_copy(update=other)
         assert share(options, family, config, gpu) == utilization(options), other

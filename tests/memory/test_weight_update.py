@@ -18,7 +18,7 @@ from hpcrl.memory.weight_update import Gathered, Update, in_pieces, predict, upd
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, make_plan
 from hpcrl.weights.pieces.messages import receive_plans
-from hpcrl.weights.pieces.resharded_update import obstacle
+from hpcrl.weights.pieces.piece_update import obstacle
 from hpcrl.weights.pieces.wire import UpdateGroup, WorkerJoinCommand, read_join_command, write_join_command
 from hpcrl.weights.route import backend
 from tests.support.published_models import MODELS
@@ -28,14 +28,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LARGE = {"actor_num_nodes": 4, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 32, "rollout_num_gpus_per_engine": 32}
 LARGE |= {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 8}
 LARGE |= {"expert_tensor_parallel_size": 1, "sequence_parallel": True}
-
-
-class Ranks:
-    """What a sender takes for the trainer's ranks."""
-
-    def prepare(self) -> None: ...
-
-    describe = join = send = gathered = end = abort = prepare
 
 
 def made(name: str, hosts: int, fp8: bool = False, **options: Any) -> tuple[Any, ...]:
@@ -161,7 +153,7 @@ def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], 
     text = "\n".join(update_lines(found))
     assert f"(--weight-transfer {transfer})" in text
     first = {"backend": backend(resolved, plan, cpu), "opaque": [], "unseen": {}}
-    said = obstacle(Ranks(), [[first]])  # what the sender of a run says
+    said = obstacle([[first]], resolved.weight_update)  # what the sender of a run says
     if why is None:
         assert isinstance(found, Update) and said is None and "resharded" in text
         return

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,18 @@ import psutil
 import torch
 
 from hpcrl.config.options import Options
+from hpcrl.engines.fleet import EngineBroadcast
 from hpcrl.engines.http import Address, ask
 from hpcrl.engines.registry import Engine
 from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import http_key, make_keys
+from hpcrl.redistribution.layouts import whole
 from hpcrl.run.peers import EnginePeer, find
 from hpcrl.run.rundir import RunDir
-from hpcrl.weights.bucket import fill
+from hpcrl.weights.disk import DiskUpdate
+from hpcrl.weights.pieces.planning import HeldTensor
+from hpcrl.weights.pieces.wire import process_identity
 from hpcrl.weights.sender import WeightSender
-from hpcrl.weights.shared_memory import Region
 from tests.support.runs import REPO, alive
 
 Pairs = list[tuple[str, torch.Tensor]]
@@ -188,9 +191,26 @@ class Reference:
         return max(abs(a - b) for a, b in zip(answer["logprobs"], ours, strict=True))
 
 
+class WholeTensors:
+    """What a trainer of one rank exports, in place of a `WeightStream`: to be sent gathered."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+
+    def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
+        held = {name: HeldTensor(tuple(t.shape), (whole(tuple(t.shape), (0,)),)) for name, t in self.pairs}
+        return held, [process_identity()]
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.pairs)
+
+    def end(self) -> None: ...
+
+
 def connected(engines: Engines, options: Options | None = None) -> WeightSender:
-    """A sender to all of them."""
-    sender = WeightSender(engines.rundir, "127.0.0.1", options or engines.options, is_driver=True)
+    """A sender of whole tensors to all of them."""
+    options = (options or engines.options).model_copy(update={"weight_update": "gathered"})
+    sender = WeightSender(engines.rundir, "127.0.0.1", options, is_driver=True)
     sender.connect([Engine.at(engines.address(i), i) for i in range(len(engines.processes))])
     return sender
 
@@ -206,7 +226,7 @@ class Side:
 
     def push(self, pairs: Pairs) -> dict[str, float]:
         self.version += 1
-        return self.sender.publish(iter(pairs), self.version)
+        return self.sender.publish(WholeTensors(pairs), self.version)
 
     def step(self) -> dict[str, float]:
         """Change the model and push it."""
@@ -220,21 +240,17 @@ class Side:
         self.sender.close()
 
 
-def raw_push(address: Address, pairs: Pairs, change: Any = lambda wire: None, versioned: bool = True) -> None:
-    """The update phases without the sender's own checks."""
-    regions: list[Region] = []
-
-    def room(number: int, size: int) -> torch.Tensor:
-        regions.append(Region(size))
-        return regions[-1].buffer
-
-    buckets = [bucket for bucket, _, _ in fill(iter(pairs), SMALL, room)]
-    info = {"buckets": [b.to_wire() for b in buckets], "regions": [r.to_wire() for r in regions]}
+def raw_push(engines: Engines, pairs: Pairs, change: Any = lambda info: None, index: int = 0) -> None:
+    """An update over files, to one engine, without the sender's own checks."""
+    address = engines.address(index)
+    fleet = EngineBroadcast(engines.rundir, [Engine.at(address, index)], 60)
+    update = DiskUpdate(fleet, engines.options, None)
+    update.stage(WholeTensors(pairs), lambda tensors: tensors, False, 0)
+    info = {"directory": str(update.there), "files": update.files}
     change(info)
     ask(address, "POST", "/start_weight_update", 60)
     try:
         ask(address, "POST", "/update_weights", 60, {"update_info": info})
         ask(address, "POST", "/finish_weight_update", 60)
     finally:
-        for region in regions:
-            region.close()
+        update.forget()

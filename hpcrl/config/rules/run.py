@@ -9,15 +9,12 @@ recipe: what it leaves without effect is not an error there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import find_algorithm_file
 from hpcrl.errors import UsageError
-from hpcrl.toolbox.plugins import PluginFolder
 
 #: each file is a way of --weight-transfer, named as the option's value
-TRANSPORTS = PluginFolder(Path(__file__).parents[2] / "weights" / "transports")
 
 
 def check_needed(o: Options) -> None:
@@ -106,12 +103,7 @@ def _check_fully_async(o: Options) -> None:
 
 
 def check_weights(o: Options) -> None:
-    """Raise UsageError for a way of transfer that there is not, or that an update of this kind cannot take."""
-    if o.weight_transfer != "auto" and o.weight_transfer not in TRANSPORTS:
-        raise UsageError(
-            f"--weight-transfer {o.weight_transfer} is not a transport",
-            TRANSPORTS.hint(o.weight_transfer, also=["auto"]),
-        )
+    """Raise UsageError for a way of transfer that an update of this kind cannot take."""
     if o.weight_update == "gathered" and o.weight_transfer == "nccl":
         raise UsageError(
             "--weight-update gathered: what goes over --weight-transfer nccl is pieces, from the GPU's memory",

@@ -85,13 +85,15 @@ class InspectOptions(Base):
 class WeightOptions(Base):
     """weight updates"""
 
-    update_weight_buffer_size: int = opt(512 * 1024**2, "bytes of one bucket", "slime", ge=1024)
+    update_weight_buffer_size: int = opt(
+        512 * 1024**2, "bytes of pieces that a rank, or a host of engines, holds at once; of a file", "slime", ge=1024
+    )
     update_weights_interval: int = opt(
         1, "async and fully-async: the engines get the weights after every so many rollouts", "slime", ge=1
     )
-    weight_transfer: str = opt(
+    weight_transfer: Literal["auto", "shm", "gloo", "nccl", "ipc", "disk"] = opt(
         "auto",
-        "shm, gloo, nccl, disk, or with --colocate ipc; auto: nccl with CUDA, with --colocate ipc; without CUDA, and "
+        "what carries the weights (ipc: with --colocate); auto: nccl with CUDA, with --colocate ipc; without CUDA, and "
         "for --weight-update gathered and delta, shm on one host, gloo over several",
     )
     update_weight_disk_dir: str | None = opt(

@@ -1,4 +1,4 @@
-"""A worker's side of a resharded update: pieces from many ranks become the parts that this worker holds, and go to
+"""A worker's side of an update: pieces from the ranks become the parts that this worker holds, and go to
 vLLM's loaders.
 
 What comes over sockets comes to one worker of the host, its leader, in memory that the others map; what a trainer rank

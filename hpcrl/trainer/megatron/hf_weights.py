@@ -130,11 +130,13 @@ def export(policy: Policy, patient: dist.ProcessGroup | None = None) -> Iterator
         patient: a gloo group of all ranks, in which they wait for what rank 0 does with the tensors; None: the world.
     """
     mine = _own(policy)
-    rows = {held.rule.hf: held for held in reversed(_table(policy))}  # of a tied pair, the embedding
+    rows: dict[tuple[str, ...], HeldParameter] = {}
+    for held in _table(policy):
+        rows.setdefault(held.rule.hf, held)  # of a tied pair, the embedding; in the order of `holdings`
     if missing := _expected(policy) - {name for names in rows for name in names}:
         raise HpcrlError(f"no rank holds {_some(sorted(missing))}")
     ahead = 0
-    for held in reversed(rows.values()):
+    for held in rows.values():
         own = mine.get(held.rule.megatron)
         if ahead >= PACE:
             _wait_for_rank_0(policy, patient)

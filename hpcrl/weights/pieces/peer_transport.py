@@ -1,4 +1,4 @@
-"""Messages between members of a resharded update: sends and receives of a gloo group, each with a deadline.
+"""Messages between members of an update: sends and receives of a gloo group, each with a deadline.
 
 A member that waits for another learns of its end from gloo only where its own connection to it breaks, and of a send
 that was written in part not even then (torch 2.13: it waits until its timeout).  So during an update each member looks
@@ -235,11 +235,10 @@ class PeerTransport:
         if group is None:
             return
         self._left.set()
-        other = 0 if self.me else 1
-        with contextlib.suppress(
-            RuntimeError
-        ):  # a wait that comes to its end has gloo close all connections of a member
-            group.recv([torch.zeros(1, dtype=torch.uint8)], other, LEAVING).wait(timedelta(milliseconds=1))
+        if group.size() > 1:  # gloo does not check that there is a member of that number
+            other = 0 if self.me else 1
+            with contextlib.suppress(RuntimeError):  # a wait that comes to its end has gloo close all connections
+                group.recv([torch.zeros(1, dtype=torch.uint8)], other, LEAVING).wait(timedelta(milliseconds=1))
         self.group.close()
         atexit.unregister(self._end_watch)
         self._end_watch()

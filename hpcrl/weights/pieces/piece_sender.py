@@ -1,5 +1,5 @@
-"""A trainer rank's side of a resharded update: its pieces, round by round, and those of ranks of other hosts that the
-workers of its host read in its memory.
+"""A trainer rank's side of an update: its pieces, round by round, and those of ranks of other hosts that the workers of
+its host read in its memory.
 
 Invariants: a half of the message memory is packed again only when every receiver has what was in it, so memory in
 addition to the weights is two rounds, at most --update-weight-buffer-size; with `keep` it is also a copy of all that
@@ -9,18 +9,25 @@ this rank sends, and one piece.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
 from hpcrl.model_files.safetensors_files import ITEM_BYTES
+from hpcrl.queue.auth import ClientKeys
+from hpcrl.redistribution.layouts import Rectangle
 from hpcrl.redistribution.loads import padded
-from hpcrl.weights.pieces.elements import PieceValues, change_counts, size, write
+from hpcrl.weights import gloo_group
+from hpcrl.weights.pieces.choose_transport import choose_transport, current_device
+from hpcrl.weights.pieces.elements import change_counts, size, write
+from hpcrl.weights.pieces.ipc_transport import ExportedMemory
 from hpcrl.weights.pieces.messages import NBYTES, PackedShards, packed_shards
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
-from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY
+from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, UpdateGroup
 
 MEMORY = "memory of "  #: under which a member shows where its memory is
 
@@ -33,6 +40,27 @@ class SendTarget:
     near: bool
     taker: int
     workers: tuple[int, ...]
+
+
+class JoinCommand(msgspec.Struct, frozen=True):
+    """What every rank is told when the members of an update form a group."""
+
+    update_group: UpdateGroup
+    names: list[str]
+    dtypes: dict[str, str]
+    targets: list[list[SendTarget]]
+    limit: int
+    keep: bool
+
+
+class Values(Protocol):
+    """What a rank can send: of tensors, by name, in the dtypes that are wanted."""
+
+    @property
+    def dtypes(self) -> Mapping[str, str]: ...
+
+    def write(self, name: str, area: Rectangle, out: torch.Tensor) -> None:
+        """The rectangle of a tensor into `out` (of its shape, in the wanted dtype)."""
 
 
 class PieceSender:
@@ -67,8 +95,21 @@ class PieceSender:
         self.kept = torch.empty(sum(int(padded(found).sum()) for found in sizes), dtype=torch.uint8)
         self.piece = torch.empty(max((int(found.max()) for found in sizes), default=0), dtype=torch.uint8)
         self.keep = keep
+        self.staged = False
 
-    def send(self, numbers: PieceValues, changes: bool = False) -> int:
+    def stage(self, numbers: Values) -> bool:
+        """Pack all of an update before engines wait for it, if it is one round; whether it was packed."""
+        self.staged = False
+        if len(self.rounds) != 1:
+            return False
+        kept = 0
+        for packed in self.rounds[0]:
+            self._pack(numbers, packed, kept)
+            kept += packed.nbytes
+        self.staged = True
+        return True
+
+    def send(self, numbers: Values, changes: bool = False) -> int:
         """One update; how many bytes.
 
         Args:
@@ -80,7 +121,7 @@ class PieceSender:
         with self.transport.update():
             return self._send(numbers, changes)
 
-    def _send(self, numbers: PieceValues, changes: bool) -> int:
+    def _send(self, numbers: Values, changes: bool) -> int:
         under_way: list[list[Transfer]] = [[] for _ in range(HALVES)]
         sent = kept = 0
         for turn, found in enumerate(self.rounds):
@@ -91,7 +132,9 @@ class PieceSender:
             for packed in found:
                 if packed.source != self.transport.me:
                     continue
-                counts, nbytes = (self._pack_changes if changes else self._pack)(numbers, packed, kept)
+                counts, nbytes = None, packed.nbytes
+                if not self.staged:
+                    counts, nbytes = (self._pack_changes if changes else self._pack)(numbers, packed, kept)
                 under_way[half] += self._dispatch(packed, counts, nbytes)
                 sent += nbytes if changes else int(packed.pieces[:, NBYTES].sum())
                 kept += packed.nbytes
@@ -101,13 +144,14 @@ class PieceSender:
                 under_way[half] += self._announce(packed, None)
         for transfers in under_way:
             _wait(transfers)
+        self.staged = False
         return sent
 
     def _bytes(self, packed: PackedShards) -> torch.Tensor:
         begin = packed.half * self.half + packed.offset
         return self.memory.buffer[begin : begin + packed.nbytes]
 
-    def _pack(self, numbers: PieceValues, packed: PackedShards, kept: int) -> tuple[None, int]:
+    def _pack(self, numbers: Values, packed: PackedShards, kept: int) -> tuple[None, int]:
         """All of it.
 
         Args:
@@ -120,7 +164,7 @@ class PieceSender:
             self.kept[kept : kept + packed.nbytes].copy_(buffer)
         return None, packed.nbytes
 
-    def _pack_changes(self, numbers: PieceValues, packed: PackedShards, kept: int) -> tuple[torch.Tensor, int]:
+    def _pack_changes(self, numbers: Values, packed: PackedShards, kept: int) -> tuple[torch.Tensor, int]:
         """(change counts, bytes) of what has changed."""
         buffer = self._bytes(packed)
         counts = change_counts(len(packed.pieces))
@@ -135,7 +179,7 @@ class PieceSender:
             end += size(count, nbytes // item, item)
         return counts, end
 
-    def _write(self, numbers: PieceValues, piece: Sequence[int], out: torch.Tensor) -> None:
+    def _write(self, numbers: Values, piece: Sequence[int], out: torch.Tensor) -> None:
         tensor, top, bottom, left, right, *_ = piece
         name = self.names[tensor]
         shaped = out.view(getattr(torch, numbers.dtypes[name])).view(bottom - top, right - left)
@@ -166,6 +210,28 @@ class PieceSender:
         """Give up the memory, and leave the group."""
         self.memory.close()
         self.transport.close()
+
+
+def join_as_rank(
+    command: JoinCommand,
+    pieces: np.ndarray,
+    rank: int,
+    keys: ClientKeys,
+    host: str,
+    exported: ExportedMemory | None = None,
+) -> PieceSender:
+    """Join the group of an update, as one of its ranks.
+
+    Args:
+        pieces: this rank's (`messages.pieces_of`).
+        keys: to the store where the members meet.
+        host: this rank's own address.
+        exported: memory on the GPU of the weights that engines open, where they do.
+    """
+    where = command.update_group
+    group = gloo_group.join(where.host, where.port, keys, rank, where.world, host, where.seconds)
+    transport = choose_transport(group, rank, where, current_device(), exported)
+    return PieceSender(transport, pieces, command.names, command.targets[rank], command.limit, command.keep)
 
 
 def _wait(transfers: Sequence[Transfer]) -> None:

@@ -1,4 +1,4 @@
-"""The plan of a resharded update between real trainer ranks and real engines.
+"""The plan of an update between real trainer ranks and real engines.
 
 Invariant: what is held comes from the trainer's own table and what is needed from the workers' manifests; a tensor that
 only one side has is an error here, before anything is sent.
@@ -6,15 +6,16 @@ only one side has is an error here, before anything is sent.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hpcrl.errors import HpcrlError
 from hpcrl.model_files.safetensors_files import ITEM_BYTES
 from hpcrl.redistribution.layouts import Layouts, Pattern, Worker, merged, needed_parts, whole
 from hpcrl.redistribution.plan import Redistribution, redistribute
-from hpcrl.weights.fp8 import Scheme
+from hpcrl.weights.fp8 import Scheme, Stream
 from hpcrl.weights.pieces.wire import round_bytes, span
 from hpcrl.weights.route import Sharing, destination_host
 
@@ -27,6 +28,38 @@ class HeldTensor:
 
     shape: tuple[int, ...]
     parts: Pattern
+
+
+class Sending(Protocol):
+    """Ranks that send pieces, as rank 0 directs them."""
+
+    def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
+        """Who holds which part of each tensor, and the process identity of each rank."""
+
+    def join(self, command: dict[str, Any], plan: bytes) -> None:
+        """Every rank joins the workers' group, and keeps its part of the plan."""
+
+    def prepare(self) -> None:
+        """What can be done while engines still generate."""
+
+    def send(self, changes: bool) -> int:
+        """Every rank sends its pieces once, or what has changed of them; bytes of them all."""
+
+    def abort(self) -> None:
+        """Called from another thread: make the operation that is under way on rank 0 fail."""
+
+
+class Source(Sending, Protocol):
+    """All ranks of the trainer (`hpcrl/trainer/weight_export.py`)."""
+
+    def gathered(self) -> Stream:
+        """Every whole tensor, valid on rank 0."""
+
+    def end(self) -> None:
+        """The ranks have nothing more to do in this update."""
+
+    def follow(self) -> None:
+        """On the other ranks: take part in what rank 0 asks for, until it has nothing more to ask."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +114,7 @@ def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
     needs = needed_tensors(manifests)
     layouts = Layouts()
     if extra := [name for name in held if name not in needs]:
-        raise HpcrlError(f"the trainer's {extra[0]} is not a tensor of the engines")
+        raise HpcrlError(f"the trainer's {extra[0]} {stranger(extra[0], manifests)}")
     if missing := sorted(needs.keys() - held.keys()):
         raise HpcrlError(f"the trainer lacks {len(missing)} tensors of the engines, the first is {missing[0]}")
     numbers: dict[int, int] = {}
@@ -98,6 +131,15 @@ def layouts_of(held: Mapping[str, HeldTensor], manifests: Manifests) -> Layouts:
         needed = layouts.pattern(needed_parts(need.shape, spans))
         layouts.add(name, need.shape, ITEM_BYTES[need.dtype], numbers[id(tensor.parts)], needed)
     return layouts
+
+
+def stranger(name: str, manifests: Manifests) -> str:
+    """What a tensor is that an update must not bring."""
+    known = manifests[0][0]["tensors"] | dict(manifests[0][0]["unseen"])
+    if owner := known.get(name, {}).get("same_as"):
+        return f"is tied to {owner} in the engines, which alone is to be sent"
+    near = difflib.get_close_matches(name, known, 1)
+    return f"is not a tensor of the engines{f', nearest is {near[0]}' if near else ''}"
 
 
 def _alike(manifests: Manifests) -> list[tuple[Mapping[str, Any], list[int]]]:

@@ -1,4 +1,4 @@
-"""What the members of a resharded update tell one another once: plain values, as JSON.
+"""What the members of an update tell one another once: plain values, as JSON.
 
 Members have numbers: trainer ranks first, then workers.  A *destination host* is a host with workers; a message is what
 one sender has for one of them in one round.  It is *near* if it is in memory of the sender, on the same host;

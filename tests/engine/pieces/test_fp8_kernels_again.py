@@ -131,7 +131,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> E
     from vllm.platforms import PlatformEnum
     from vllm.v1.worker.gpu_worker import Worker
 
-    from hpcrl.engine.weight_loading import PiecesReceiver
+    from hpcrl.engine.weight_loading import Receiver
     from hpcrl.engine.weight_receiver import WorkerExtension
     from tests.support.breakable.fp8_on_cpu import Widened
 
@@ -174,7 +174,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> E
         for layer in (up, model.mlp.experts.routed_experts):
             layer.quant_method.process_weights_after_loading(layer)
     assert get_current_vllm_config_or_none() is None, "as where vLLM calls a worker"
-    receiver = PiecesReceiver(mock.Mock(), config, SimpleNamespace(type="cuda"), model)
+    receiver = Receiver(mock.Mock(), config, SimpleNamespace(type="cuda"), model)
     worker = object.__new__(type("OurWorker", (WorkerExtension, Worker), {}))
     worker.vllm_config = config
     worker.rank = 0

@@ -30,7 +30,7 @@ from hpcrl.weights.comparison import cut, digest
 from hpcrl.weights.pieces.device_memory import NAME_BYTES, HostMemory, Runtime, tensor_at
 from hpcrl.weights.pieces.ipc_transport import ExportedMemory, IpcTransport, read_exported
 from hpcrl.weights.pieces.peer_transport import Transfer
-from hpcrl.weights.pieces.resharded_update import _check_hosts
+from hpcrl.weights.pieces.piece_update import _check_hosts
 from hpcrl.weights.pieces.wire import DATA, DONE, READY
 from hpcrl.weights.route import backend
 from tests.support.layouts import Case, random_case

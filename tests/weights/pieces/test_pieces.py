@@ -36,8 +36,8 @@ from hpcrl.weights.pieces.elements import OwnTensor, PieceValues, largest_values
 from hpcrl.weights.pieces.messages import pieces_of, receive_plans, to_bytes
 from hpcrl.weights.pieces.peer_transport import PeerTransport, Transfer
 from hpcrl.weights.pieces.piece_sender import PieceSender
+from hpcrl.weights.pieces.piece_update import PieceUpdate, send_targets
 from hpcrl.weights.pieces.planning import HeldTensor, coded, layouts_of
-from hpcrl.weights.pieces.resharded_update import ReshardedUpdate, send_targets
 from hpcrl.weights.pieces.wire import (
     HALVES,
     READY,
@@ -360,7 +360,7 @@ def test_an_engine_lost_while_joining_ends_the_joins() -> None:
     them."""
     (member,) = members(1, 1)
     store = member.group.store
-    update = ReshardedUpdate(SimpleNamespace(), [], Options(), None, HERE)
+    update = PieceUpdate(SimpleNamespace(), [], Options(), None, HERE)
     update.store = SERVERS.pop()
     ended = Event()
 

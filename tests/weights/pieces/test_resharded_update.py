@@ -58,19 +58,20 @@ def rank_side(
     way_out = WeightExporter(
         policy, patient, "127.0.0.1", client_keys(RunDir(root), 0, "weights"), options.hf_checkpoint
     )
-    options = options.model_copy(update={"weight_update": updates[0]})
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
-    if ranks.rank == 0:
-        sender.connect([Engine.at(address, index) for index, address in enumerate(addresses)])
     found = []
     for version, update in enumerate(updates, 1):
         change(policy, version, every)
-        sender.options = options.model_copy(update={"weight_update": update})
+        if version == 1 or update != updates[version - 2]:
+            sender.close()
+            sender.options = options.model_copy(update={"weight_update": update})
+            if ranks.rank == 0:
+                sender.connect([Engine.at(address, index) for index, address in enumerate(addresses)])
         metrics = sender.publish(way_out.stream(), version)
         tensors = {name: digest(tensor) for name, tensor in export(policy) if ranks.rank == 0}
         largest = way_out.piece_sender.memory.size if way_out.piece_sender else 0
         found.append(
-            {"metrics": metrics, "tensors": tensors, "memory": largest, "sent": sender.fleet and sender.pieces.plan}
+            {"metrics": metrics, "tensors": tensors, "memory": largest, "sent": sender.update and sender.update.plan}
         )
     way_out.leave()
     sender.close()
@@ -286,8 +287,8 @@ def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, w
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("way", ["delta", "resharded"])
-def test_engine_dies_and_another_joins(way: str, nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "transfer"), [("delta", "auto"), ("resharded", "auto"), ("gathered", "gloo")])
+def test_engine_dies_and_another_joins(way: str, transfer: str, nursery: Nursery, tmp_path: Path) -> None:
     """The one that is left gets the update again, whole; one that joins gets a whole one alone; then all get what has
     changed.
 
@@ -298,6 +299,7 @@ def test_engine_dies_and_another_joins(way: str, nursery: Nursery, tmp_path: Pat
         "check_weight_update_equal": True,
         "update_weight_buffer_size": SMALL,
         "weight_update": way,
+        "weight_transfer": transfer,
         "engine_restarts": 1,
     }
     engines = nursery.engines(tmp_path / "run", model, 3, rollout_num_gpus=3, **values)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.model_files.safetensors_files import SafetensorsDirectory
 from hpcrl.run.rundir import RunDir
-from hpcrl.weights.transports import Link
-from hpcrl.weights.transports.disk import DiskTransport
-from tests.support.engines import CLOSE, SMALL, Side
+from hpcrl.weights.disk import DiskUpdate
+from tests.support.engines import CLOSE, SMALL, Side, WholeTensors
 from tests.support.forked_engines import Nursery
 from tests.support.tiny import make_model
 
@@ -48,6 +49,14 @@ class Posts:
                 self.seen = {name: files.slice(name)[:] for name in files.where}
 
 
+def options(directory: Path) -> Options:
+    return Options(update_weight_buffer_size=4096, update_weight_disk_dir=str(directory))
+
+
+def stage(update: DiskUpdate, version: int, checked: Any = lambda tensors: tensors) -> None:
+    update.stage(WholeTensors(list(TENSORS.items())), checked, False, version)  # type: ignore[arg-type]
+
+
 def test_model_directory_is_removed_later(tmp_path: Path) -> None:
     """What is published is a model directory, which is removed afterwards."""
     fleet = Posts(tmp_path / "run")
@@ -58,11 +67,10 @@ def test_model_directory_is_removed_later(tmp_path: Path) -> None:
     def note(there: Path, _: object) -> None:
         written.append(sorted(path.name for path in there.iterdir()))
 
-    made = DiskTransport(Link(fleet, 4096, "127.0.0.1", [1], str(tmp_path / "disk"), note))  # type: ignore[arg-type]
-    made.connect()
+    made = DiskUpdate(fleet, options(tmp_path / "disk"), None, note)  # type: ignore[arg-type]
     assert not left.exists(), "of an attempt that was killed"
     for version in (3, 4):
-        made.stage(iter(TENSORS.items()), version)
+        stage(made, version)
         assert [path.name for path in left.parent.iterdir()] == [f"version-{version:08d}"]
         made.send()
         assert list(left.parent.iterdir()) == []
@@ -74,8 +82,8 @@ def test_model_directory_is_removed_later(tmp_path: Path) -> None:
         assert fleet.seen[name].dtype == tensor.dtype
         assert torch.equal(fleet.seen[name].view(torch.uint8), tensor.view(torch.uint8))
     assert made.bytes == sum(tensor.nbytes for tensor in TENSORS.values())
-    made.stage(iter(TENSORS.items()), 5)
-    made.close()
+    stage(made, 5)
+    made.forget()
     assert list(left.parent.iterdir()) == []
 
 
@@ -83,17 +91,17 @@ def test_unwritable_directory(tmp_path: Path) -> None:
     """A directory that cannot be written is an error and leaves nothing."""
     (tmp_path / "full").write_text("a file where a directory was to be")
     fleet = Posts(tmp_path / "run")
-    made = DiskTransport(Link(fleet, 4096, "127.0.0.1", [1], str(tmp_path / "full")))  # type: ignore[arg-type]
+    made = DiskUpdate(fleet, options(tmp_path / "full"), None)  # type: ignore[arg-type]
     with pytest.raises(HpcrlError, match="cannot be written to .*full.*--update-weight-disk-dir"):
-        made.stage(iter(TENSORS.items()), 1)
+        stage(made, 1)
 
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(TENSORS.items())[:2]
+    def broken(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from islice(tensors, 2)
         raise PeerError("a rank died")
 
-    made = DiskTransport(Link(fleet, 4096, "127.0.0.1", [1], str(tmp_path / "disk")))  # type: ignore[arg-type]
+    made = DiskUpdate(fleet, options(tmp_path / "disk"), None)  # type: ignore[arg-type]
     with pytest.raises(PeerError):
-        made.stage(broken(), 1)
+        stage(made, 1, broken)
     assert list((tmp_path / "disk" / "weights-of-run").iterdir()) == []
 
 
@@ -108,9 +116,9 @@ def test_engine_refuses_damage(nursery: Nursery, tmp_path: Path, monkeypatch: py
         side.step()
         assert side.distance() <= CLOSE
     old = side.reference.pairs()
-    send = DiskTransport.send
+    send = DiskUpdate.send
 
-    def damaged(self: DiskTransport) -> None:
+    def damaged(self: DiskUpdate) -> None:
         assert self.there is not None
         path = sorted(self.there.glob("*.safetensors"))[-1]
         data = bytearray(path.read_bytes())
@@ -118,7 +126,7 @@ def test_engine_refuses_damage(nursery: Nursery, tmp_path: Path, monkeypatch: py
         path.write_bytes(data)
         send(self)
 
-    monkeypatch.setattr(DiskTransport, "send", damaged)
+    monkeypatch.setattr(DiskUpdate, "send", damaged)
     with pytest.raises(PeerError, match="bytes than were written"):
         side.step()
     monkeypatch.undo()

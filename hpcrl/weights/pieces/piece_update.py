@@ -1,9 +1,12 @@
-"""The driver's side of a resharded update: the plan is made once, then for every update the engines are told to take
+"""The driver's side of an update in pieces: the plan is made once, then for every update the engines are told to take
 their pieces.
 
-    update = ReshardedUpdate(fleet, manifests, options, scheme, host)
-    update.connect(source)        # who holds what -> the plan; all members join a group
-    update.send(source)           # every rank sends, the engines receive and load; returns bytes sent by all ranks
+    update = PieceUpdate(fleet, manifests, options, scheme, host)
+    update.stage(ranks, checked, compare)   # who holds what -> the plan; all members join a group; what can be packed
+    update.send()                           # the ranks send, the engines receive and load
+
+With --weight-update resharded and delta every rank sends what it holds; with gathered rank 0 sends what it collects
+(`gathered.py`).
 
 Invariant: while the ranks send, the engines' answers are watched, so an engine that refuses or dies ends the update at
 once.
@@ -13,74 +16,53 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from math import prod
+from typing import Any, TypeGuard
 
 from hpcrl.config.options import Options
 from hpcrl.engines.fleet import GLANCE, EngineBroadcast, EngineLost, PendingCalls, in_thread
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
-from hpcrl.queue.auth import server_keys
+from hpcrl.model_files.safetensors_files import ITEM_BYTES
+from hpcrl.queue.auth import client_keys, server_keys
+from hpcrl.redistribution.loads import ALIGN
 from hpcrl.redistribution.plan import Redistribution, carriers
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.run.role import say
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.weights.fp8 import Scheme
+from hpcrl.weights.fp8 import Scheme, Stream, quantized
+from hpcrl.weights.pieces.choose_transport import current_device, use_device
 from hpcrl.weights.pieces.device_transport import unique_id
+from hpcrl.weights.pieces.gathered import GatheredSource
 from hpcrl.weights.pieces.messages import receive_plans, to_bytes
 from hpcrl.weights.pieces.piece_sender import SendTarget
 from hpcrl.weights.pieces.planning import (
-    HeldTensor,
     Manifests,
+    NeededTensor,
+    Sending,
+    Source,
     check_codes,
     coded,
     make,
     needed_tensors,
     sent_whole,
 )
-from hpcrl.weights.pieces.wire import ReceivePlan, UpdateGroup, WorkerJoinCommand, write_join_command
-from hpcrl.weights.route import IPC, NCCL, SHM, TAKES_PIECES, whole_tensors
-
-if TYPE_CHECKING:
-    import torch
+from hpcrl.weights.pieces.wire import HALVES, ReceivePlan, UpdateGroup, WorkerJoinCommand, write_join_command
+from hpcrl.weights.route import IPC, NCCL, SHM, TAKES_PIECES, pieces_obstacle
 
 JOIN = "joining the group for weights"
 LOOK = 0.02  #: seconds between two questions whether the workers have joined
 ENDING = 30.0  #: seconds that the ranks may take to notice that an update has failed
 
 
-@runtime_checkable
-class Source(Protocol):
-    """The trainer's ranks, as rank 0 directs them (`hpcrl/trainer/weight_export.py`)."""
-
-    def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
-        """Who holds which part of each tensor, and the process identity of each rank."""
-
-    def join(self, command: dict[str, Any], plan: bytes) -> None:
-        """Every rank joins the workers' group, and keeps its part of the plan."""
-
-    def prepare(self) -> None:
-        """What can be done while engines still generate."""
-
-    def send(self, changes: bool) -> int:
-        """Every rank sends its pieces once, or what has changed of them; bytes of them all."""
-
-    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every whole tensor, valid on rank 0."""
-
-    def end(self) -> None:
-        """The ranks have nothing more to do in this update."""
-
-    def abort(self) -> None:
-        """Called from another thread: make the operation that is under way on rank 0 fail."""
-
-
 class MemberFailed(PeerError):
     """A member did not take part to the end; the error does not tell which one failed first."""
 
 
-class ReshardedUpdate:
-    """Resharded updates to one fleet."""
+class PieceUpdate:
+    """Updates of one fleet, in pieces."""
 
     def __init__(
         self, fleet: EngineBroadcast, manifests: Manifests, options: Options, scheme: Scheme | None, host: str
@@ -95,18 +77,38 @@ class ReshardedUpdate:
         self.keep = options.weight_update == "delta"
         self.current = False  #: everybody has kept what the last update brought
         self.bytes = 0
+        self.gathered: GatheredSource | None = None
+        if options.weight_update == "gathered":
+            self.gathered = GatheredSource(client_keys(fleet.rundir, 0, "weights"), host)
+        self.source: Sending | None = None
 
-    def connect(self, source: Source) -> None:
-        """Make the plan and join the group, before the first update.
+    def stage(self, ranks: Source, checked: Callable[[Stream], Stream], compare: bool, version: int) -> None:
+        """What can be done while engines still generate: the plan and the group, the first time; scales of FP8; whole
+        tensors that fit into one round.
+
+        Args:
+            checked: the same tensors in the engines' dtypes, noted for a comparison.
+            compare: every whole tensor is to go through `checked`.
 
         Raises:
             HpcrlError: for tensors that only one side has.
         """
+        if self.gathered is None:
+            self.source = ranks
+        else:
+            self.source = self.gathered
+            self.gathered.begin(ranks, checked(quantized(ranks.gathered(), self.scheme)))
+        self._connect(self.source)
+        self.source.prepare()
+        if compare and self.gathered is None:
+            deque(checked(quantized(ranks.gathered(), self.scheme)), maxlen=0)
+
+    def _connect(self, source: Sending) -> None:
+        """Make the plan and join the group, before the first update."""
         if self.plan is not None:
             return
         held, hosts = source.describe()
         backend = self.manifests[0][0]["backend"]
-        limit = self.options.update_weight_buffer_size
         needs = needed_tensors(self.manifests)
         check_codes(held, needs, self.scheme)
         if backend == IPC:
@@ -120,7 +122,7 @@ class ReshardedUpdate:
             coded(held, self.scheme),
             self.manifests,
             hosts,
-            limit,
+            self._limit(needs, hosts),
             TAKES_PIECES[backend],
             in_place=backend == SHM,
             through_ranks=backend == IPC,
@@ -151,6 +153,14 @@ class ReshardedUpdate:
         pending.results()
         self.plan = plan
 
+    def _limit(self, needs: Mapping[str, NeededTensor], hosts: Sequence[str]) -> int:
+        """Bytes of all rounds that are under way: whole tensors for engines of rank 0's host lie there all at once."""
+        near = all(worker["where"] == hosts[0] for engine in self.manifests for worker in engine)
+        if self.gathered is None or not near or self.manifests[0][0]["backend"] != SHM:
+            return self.options.update_weight_buffer_size
+        sizes = [prod(need.shape) * ITEM_BYTES[need.dtype] + ALIGN for need in needs.values()]
+        return HALVES * sum(sizes)
+
     def _join_commands(self, plan: Redistribution, plans: list[ReceivePlan], update_group: UpdateGroup) -> list[str]:
         """One for each engine, as text, with the receive plans of its workers."""
         destination_of = {
@@ -172,13 +182,15 @@ class ReshardedUpdate:
             first += len(engine)
         return found
 
-    def send(self, source: Source) -> None:
+    def send(self) -> None:
         """One update, between the engines' start and finish; with --weight-update delta, from the second one of a group
         on, of what has changed.
 
         Raises:
             PeerError, DeadlineError: name engine and phase.
         """
+        assert self.source is not None, "stage() comes first"
+        source = self.source
         changes = self.current
         self.current = False
         body = {"method": "hpcrl_take_pieces", "args": ["changes"] if changes else []}
@@ -192,9 +204,15 @@ class ReshardedUpdate:
             raise
         self.current = self.keep
 
-    def _watched(self, source: Source, work: Callable[[], Any], pending: PendingCalls | _Joining) -> Any:
+    def _watched(self, source: Sending, work: Callable[[], Any], pending: PendingCalls | _Joining) -> Any:
         """What `work` returns; if the engines fail meanwhile, `work` is aborted before that is raised."""
-        future = in_thread(work)
+        device = current_device()
+
+        def on_device() -> Any:
+            with use_device(device):
+                return work()
+
+        future = in_thread(on_device)
         try:
             while wait([future], timeout=GLANCE / 2).not_done:
                 pending.check()
@@ -206,6 +224,8 @@ class ReshardedUpdate:
             wait([future, *pending.futures], timeout=ENDING)
             if not future.done():  # it may still be in a collective of the ranks, where nothing else can begin
                 raise HpcrlError(f"the ranks did not give up an update within {ENDING:.0f} s: {error}") from error
+            if (own := future.exception()) is not error and not isinstance(error, EngineLost) and _is_ours(own):
+                raise own from error
             if isinstance(error, PeerError) and not isinstance(error, EngineLost):
                 raise MemberFailed(_causes(error, pending)) from error
             raise
@@ -213,6 +233,8 @@ class ReshardedUpdate:
     def forget(self) -> None:
         """The next update begins with a new plan and group: after a failure the engines have left."""
         self.plan = None
+        if self.gathered is not None:
+            self.gathered.abort()
         self._leave()
 
     def _leave(self) -> None:
@@ -280,20 +302,21 @@ def _check_hosts(manifests: Manifests, hosts: Sequence[str]) -> None:
                 )
 
 
-def obstacle(tensors: object, manifests: Manifests, delta: bool = False) -> str | None:
-    """Why an update cannot be resharded, as the end of a sentence; None if it can.
+def obstacle(manifests: Manifests, wish: str) -> str | None:
+    """Why an update cannot be sent in pieces, as the end of a sentence; None if it can.
 
     Args:
-        delta: it is to bring what has changed.
+        wish: --weight-update.
     """
     first = manifests[0][0]
-    if not isinstance(tensors, Source):
-        return "the weights do not come from trainer ranks"
-    if why := whole_tensors(first["backend"], delta):
-        return why
     if first["opaque"] and not first["unseen"]:
         return f"how the engines hold {first['opaque'][0]}* is not known"
-    return None
+    return pieces_obstacle(first["backend"], wish)
+
+
+def _is_ours(error: BaseException | None) -> TypeGuard[HpcrlError]:
+    """Whether an error of the ranks says itself what is wrong, and not only that someone else has left."""
+    return isinstance(error, HpcrlError) and not isinstance(error, PeerError | DeadlineError)
 
 
 def _causes(error: PeerError, pending: PendingCalls | _Joining) -> str:

@@ -1,0 +1,126 @@
+"""--weight-transfer disk: a directory of safetensors for each version, for engines that no network group reaches.
+
+    DIR/version-00000007/model-00001.safetensors, ..., model.safetensors.index.json
+
+It is written while engines still generate, and has its name once every byte of it is on disk.  Engines are told over
+HTTP where it is, with a digest of each file, and read it themselves; afterwards it goes.  A hook may bring it to where
+they see it.  It is a directory as Hugging Face's are, so what is not started by hpcrl can read it too.
+
+Invariants: a directory that has its name is whole; at most one file of --update-weight-buffer-size is held in memory,
+and once more while it is written; nothing is left behind but by a run that is killed, and that goes when the next
+attempt connects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrl.config.options import Options
+from hpcrl.engines.fleet import EngineBroadcast
+from hpcrl.errors import HpcrlError
+from hpcrl.model_files.safetensors_files import INDEX
+from hpcrl.weights.fp8 import Scheme, Stream, quantized
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpcrl.weights.pieces.planning import Source
+
+Written = Callable[[Path, EngineBroadcast], None]  #: is told of each directory that is complete
+
+
+class DiskUpdate:
+    """One directory an update; `bytes` counts those of the last one."""
+
+    current = False  #: never of what has changed
+
+    def __init__(
+        self, fleet: EngineBroadcast, options: Options, scheme: Scheme | None, written: Written | None = None
+    ) -> None:
+        self.fleet = fleet
+        self.limit = options.update_weight_buffer_size
+        self.scheme = scheme
+        self.written = written
+        self.bytes = 0
+        root = fleet.rundir.root
+        directory = options.update_weight_disk_dir
+        self.base = Path(directory) / f"weights-of-{root.name}" if directory else root / "weights"
+        self.there: Path | None = None
+        self.files: dict[str, str] = {}  # name -> digest
+        self._remove(self.base)
+
+    def stage(self, ranks: Source, checked: Callable[[Stream], Stream], compare: bool, version: int) -> None:
+        """Write every tensor.
+
+        Raises:
+            HpcrlError: if it cannot be written.
+        """
+        self.forget()
+        there = self.base / f"version-{version:08d}"
+        staging = there.with_name(f".partial-{there.name}")
+        try:
+            staging.mkdir(parents=True)
+            self._write(checked(quantized(ranks.gathered(), self.scheme)), staging)
+            from hpcrl.model_files.hf_writer import settle_directory
+
+            self.there = there
+            settle_directory(staging, there)
+        except OSError as error:
+            raise HpcrlError(
+                f"the weights cannot be written to {there}: {error.strerror}",
+                "free space, or give --update-weight-disk-dir",
+            ) from error
+        finally:
+            self._remove(staging)
+        if self.written is not None:
+            self.written(there, self.fleet)
+
+    def _write(self, tensors: Stream, directory: Path) -> None:
+        from safetensors.torch import save
+
+        self.files = {}
+        self.bytes = 0
+        where = dict[str, str]()
+        for number, file in enumerate(self._files(tensors), 1):
+            name = f"model-{number:05d}.safetensors"
+            data = save(file, {"format": "pt"})
+            (directory / name).write_bytes(data)
+            self.files[name] = hashlib.blake2b(data, digest_size=16).hexdigest()
+            self.bytes += sum(tensor.nbytes for tensor in file.values())
+            where |= dict.fromkeys(file, name)
+        index = {"metadata": {"total_size": self.bytes}, "weight_map": where}
+        (directory / INDEX).write_text(json.dumps(index))
+
+    def _files(self, tensors: Stream) -> Iterator[dict[str, torch.Tensor]]:
+        """Tensors of one file each: of at most `limit` bytes, or a single one."""
+        import torch
+
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            if found and sum(one.nbytes for one in found.values()) + tensor.nbytes > self.limit:
+                yield found
+                found = {}
+            found[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)  # none shares another's memory
+        if found:
+            yield found
+
+    def send(self) -> None:
+        """Have every engine read it."""
+        assert self.there is not None, "stage() comes first"
+        info = {"directory": str(self.there), "files": self.files}
+        self.fleet.post("the weight update", "/update_weights", {"update_info": info})
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove what was written."""
+        self._remove(self.there)
+        self.there = None
+
+    def _remove(self, path: Path | None) -> None:
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)
