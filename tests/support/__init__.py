@@ -24,9 +24,10 @@ Models and data
     fp8                what an engine multiplies with: the values of FP8 codes and scales
 
 Stand-ins where the real part cannot be had, or must misbehave
-    fake_device        an accelerator of shapes without numbers, on which one process is any rank of a layout
-    engine_stand_in, engine_stand_in_kernels, fused_router    Transformer Engine as Megatron finds it: its layers and
-                       optimizer, their kernels, and the formula of its router
+    fake_device        an accelerator of shapes without numbers, on which one process is any rank of a layout;
+                       `fake_answers` is what Megatron reads from it
+    engine_stand_in, engine_stand_in_layers, engine_stand_in_kernels, fused_router    Transformer Engine as Megatron finds
+                       it: its modules, layers, their kernels, and the formula of its router
     deepep_stand_in    DeepEP as Megatron finds it
     fused_layers       what Transformer Engine's layers keep for the backward pass, on that device
     fake_engine, http_server, queues    servers that answer what a test says

@@ -56,6 +56,10 @@ MEGATRONS = (
 OF_VIRTUAL_STAGES = (
     Wait("pipeline_parallel/p2p_communication.py", "_communicate_shapes", 8, "pass", "micro-batches differ"),
 )
+#: with Megatron-core 0.19, which leaves the norm on the device
+OF_NEWER_MEGATRON = (
+    Wait("step/train_batch.py", "_update", 1, "step", "the norm, which ends a run if it is not finite"),
+)
 #: where neither Transformer Engine nor Apex is installed
 WITHOUT_PACKAGES = (
     Wait("core/utils.py", "local_multi_tensor_l2_norm", 2, "parameter", "Transformer Engine's norm asks for nothing"),

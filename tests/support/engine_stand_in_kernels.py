@@ -188,8 +188,10 @@ def moe_unpermute(
     restore_shape: Any = None,
     map_type: str = "mask",
     probs: torch.Tensor | None = None,
+    pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The rows of each token summed, where they were."""
+    assert pad_offsets is None, "not stood in for"
     _on_device(inp, row_id_map)
     return _Move.apply(inp, None, restore_shape[0])[0]
 
@@ -226,5 +228,12 @@ def multi_tensor_l2norm(_: int, noop: torch.Tensor, lists: Any, per_tensor: bool
 def multi_tensor_scale(_: int, noop: torch.Tensor, lists: Any, scale: float) -> None:
     """Each of the second list is one of the first, times `scale`."""
     _on_device(noop, *lists[0])
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source * scale)
+
+
+def multi_tensor_scale_tensor(_: int, noop: torch.Tensor, lists: Any, scale: torch.Tensor) -> None:
+    """The same with a factor on the device."""
+    _on_device(noop, scale, *lists[0])
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)

@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hpcrl.config.megatron_flags import PARTS
+from tests.support.fake_answers import MEGATRONS, Answer
 
 NAME = "acc"  #: not "cuda": torch for the CPU has no guard for CUDA devices, views and backward passes fail there
 BACKEND = "fake"
@@ -76,30 +77,6 @@ class Sync:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.function}: {self.what}: {self.text}"
-
-
-#: takes the frame of its place and the tensor that is read; what there is to read
-Answer = Callable[[FrameType, torch.Tensor], Any]
-
-
-def balanced(total: int, parts: torch.Tensor) -> torch.Tensor:
-    """`total` laid out over as many parts as evenly as it can be, in the shape of `parts`."""
-    each, rest = divmod(total, parts.numel())
-    return torch.tensor([each + (part < rest) for part in range(parts.numel())]).view(parts.shape)
-
-
-def _of_experts(frame: FrameType, counts: torch.Tensor) -> torch.Tensor:
-    """How many rows go to each expert or rank, in Megatron's dispatcher of tokens: equally many."""
-    dispatcher = frame.f_locals["self"]
-    own = counts is dispatcher.input_splits or counts is dispatcher.output_splits
-    return balanced(dispatcher.num_out_tokens * (1 if own else dispatcher.tp_size), counts)
-
-
-#: what Megatron reads, so that its layers go on with amounts that fit together
-MEGATRONS: dict[tuple[str, str], Answer] = {
-    ("moe/token_dispatcher.py", "_maybe_dtoh_and_synchronize"): _of_experts,
-    ("moe/moe_utils.py", "permute"): lambda frame, _: frame.f_locals["num_out_tokens"],
-}
 
 
 def install() -> None:

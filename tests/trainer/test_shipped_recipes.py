@@ -7,14 +7,16 @@ The model is smaller, all else is what a run would build: `model.build` from the
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tests.memory.test_weight_update import RECIPES
 from tests.support import families, small_recipes
-from tests.support.allowed_waits import MEGATRONS, OF_RECIPES, OURS, Wait, check
+from tests.support.allowed_waits import MEGATRONS, OF_NEWER_MEGATRON, OF_RECIPES, OURS, Wait, check
 from tests.support.ranks import on_fake_gpu
 from tests.support.trained_on_fake import Waits, trained
 from tests.trainer.step import test_invariance as whole
@@ -22,6 +24,7 @@ from tests.trainer.step import test_routing_replay as replay
 
 pytestmark = pytest.mark.process
 
+EVERYWHERE = OURS + MEGATRONS + OF_NEWER_MEGATRON
 MET: set[Wait] = set()
 RAN: set[str] = set()  #: names of tests
 
@@ -34,7 +37,7 @@ def ran(request: pytest.FixtureRequest) -> None:
 def of_recipe(name: str, directory: Path, rank: int) -> Waits:
     options, batch = small_recipes.small_recipe(name, directory)
     found = on_fake_gpu(trained, options, rank % options.world_size, batch)
-    MET.update(check(found, OURS + MEGATRONS + OF_RECIPES))
+    MET.update(check(found, EVERYWHERE + OF_RECIPES))
     return found
 
 
@@ -48,7 +51,8 @@ def test_a_recipe_takes_its_steps(tmp_path: Path, name: str, rank: int) -> None:
     parts = of_recipe(name, tmp_path, rank).parts
     wanted = ["layers Transformer Engine", "attention Transformer Engine's", "fusion on in the layers"]
     if "glm-z1" in name:
-        wanted += ["rotary embedding of hpcrl", "FusedAdam, distributed"]
+        rope = "fused" if Version(version("megatron-core")) >= Version("0.19") else "of hpcrl"
+        wanted += [f"rotary embedding {rope}", "FusedAdam, distributed"]
     elif name in LARGE:
         wanted += ["rotary embedding fused", "HybridDeviceOptimizer, distributed", "grouped GEMM on"]
         wanted += ["permute fusion on", "router fusion off"]
@@ -78,7 +82,7 @@ def test_families_with_the_packages(tmp_path: Path, kind: str) -> None:
     for more in (replay.R3, {}) if experts else ({"num_steps_per_rollout": 2},):
         opts = whole.options(model, 2, **{"clip_grad": 1.0, "micro_batch_size": 8, **layout, **more})
         found = on_fake_gpu(trained, opts, 1, replay.data_of(kind) if more is replay.R3 else None)
-        check(found, OURS + MEGATRONS)
+        check(found, EVERYWHERE)
         assert "layers Transformer Engine" in found.parts
         assert ("router fusion on" in found.parts) == (kind == "qwen3_moe" and more is not replay.R3)
 
