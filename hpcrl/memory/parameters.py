@@ -162,19 +162,36 @@ def hidden_norms(family: Family, fields: Mapping[str, Any], experts: bool) -> in
     )
 
 
+#: matrices that a checkpoint holds in two tensors
+HALVED = ("gate_up", "fused_gate_up")
+
+
+def halved_on_stage(family: Family, config: Config, layout: Layout, stage: int, megatron: Mapping[str, Any]) -> int:
+    """Elements of all those of a rank on a pipeline stage."""
+    found = _in_layers(family, config, layout, stage, megatron)
+    return sum(size for rule, size in found if rule.kind in HALVED)
+
+
 def sizes_on_stage(
     family: Family, config: Config, layout: Layout, stage: int, megatron: Mapping[str, Any]
 ) -> Iterator[int]:
     """Elements of every parameter of a rank on a pipeline stage."""
+    yield from (size for _, size in _in_layers(family, config, layout, stage, megatron))
+    fields = family.transformer(config)
+    width = -(-config["vocab_size"] // layout.tp) * fields["hidden_size"]
+    yield from itertools.repeat(width, _ends(config, fields, layout, stage) // width)
+
+
+def _in_layers(
+    family: Family, config: Config, layout: Layout, stage: int, megatron: Mapping[str, Any]
+) -> Iterator[tuple[Rule, int]]:
     fields = family.transformer(config)
     sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
     for layer in stage_layers(fields["num_layers"], layout, stage, megatron):
         for rule in layer_rules(family, fields, bool(sparse[layer])):
             times = fields["num_moe_experts"] // layout.ep if ".experts." in rule.megatron else 1
             size = prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
-            yield from itertools.repeat(size, times)
-    width = -(-config["vocab_size"] // layout.tp) * fields["hidden_size"]
-    yield from itertools.repeat(width, _ends(config, fields, layout, stage) // width)
+            yield from itertools.repeat((rule, size), times)
 
 
 def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: int) -> tuple[int, ...]:

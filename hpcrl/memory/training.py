@@ -17,7 +17,7 @@ from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.memory.activations import activation_bytes, logits_bytes, weight_bytes
 from hpcrl.memory.host import FP32, STATES, converted, host_bytes, offloaded, own
 from hpcrl.memory.nccl import nccl_bytes, pieces_from_gpu
-from hpcrl.memory.parameters import Count, Layout, on_stage, sizes_on_stage
+from hpcrl.memory.parameters import Count, Layout, halved_on_stage, on_stage, sizes_on_stage
 from hpcrl.models.family import Config, Family
 
 GIB = 1024**3
@@ -43,6 +43,7 @@ class MemoryTerms:
         """Bytes on the GPU in each phase of a step: what stays, and the phase's own."""
         stays = sum(self.gpu[name] for name in STATE)
         own = {
+            "start": self.gpu["start"] - self.gpu["update buffers"],  # which come with the first update
             "log-probs": max(self.gpu["one layer"], self.gpu["logits"]),
             "forward and backward": self.gpu["activations"] + max(self.gpu["one layer"], self.gpu["logits"]),
             "optimizer step": self.gpu["step"],
@@ -92,7 +93,8 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "logits": logits_bytes(options, config, layout) if stage == layout.pp - 1 else 0.0,
         "update buffers": kept_buffers(options),
         "weight update": update_bytes(options, config, fields),
-        "save": FP32 * max(sizes) if converted(options) else 0.0,
+        "save": save_bytes(options, count, layout),
+        "start": start_bytes(options, count, layout, halved_on_stage(family, config, layout, stage, options.megatron)),
         "step": step_bytes(options, max(sizes)),
         "CUDA": float(CUDA),
         "NCCL": nccl_bytes(options),
@@ -116,8 +118,6 @@ def optimizer_bytes(options: Options, count: Count, layout: Layout) -> float:
         0 if told.get("optimizer") == "sgd" else sum(_moment(told, name, careful) for name in ("exp_avg", "exp_avg_sq"))
     )
     master = 4 if options.bf16 else 0  # in fp32 the weights themselves
-    if options.bf16 and careful:  # bf16 weights and the 16 bits that they lack
-        master = 2 if told.get("store_param_remainders", True) else 4
     mine = own(options, count, layout)
     share = offloaded(options)
     if share:  # the two halves keep their states alike, the one here too
@@ -128,7 +128,38 @@ def optimizer_bytes(options: Options, count: Count, layout: Layout) -> float:
 def step_bytes(options: Options, largest: int) -> float:
     """What torch's Adam makes of the largest parameter as it takes a step; of one that takes it on the host, a copy on
     its way."""
-    return (4.0 if offloaded(options) == 1 else 8.0) * largest
+    if converted(options):  # Transformer Engine's Adam
+        return 0.0
+    return (4.0 if offloaded(options) else 8.0) * largest
+
+
+def start_bytes(options: Options, count: Count, layout: Layout, halved: int, fused: bool = True) -> float:
+    """More than weights, gradients and optimizer, while a model is made and a checkpoint is loaded, at most.
+
+    Megatron copies the weights into its own buffers before there is an optimizer, a virtual stage at a time; it puts
+    what a checkpoint holds in two tensors together, all of it before it is copied to where it belongs; and Transformer
+    Engine's Adam takes what is loaded into new states.
+
+    Args:
+        fused: the optimizer is Transformer Engine's.
+    """
+    copied = 0.0
+    if options.megatron.get("use_distributed_optimizer", True):
+        copied = count.all * weight_bytes(options) / layout.virtual_stages
+    there = optimizer_bytes(options, count, layout)
+    renewed = 0.0
+    if fused and not offloaded(options):  # all in fp32; without precision-aware, full precision is Megatron's own
+        renewed = own(options, count, layout) * (STATES if converted(options) else STATES - FP32)
+    return max(copied - there, float(halved * weight_bytes(options)), renewed)
+
+
+def save_bytes(options: Options, count: Count, layout: Layout) -> float:
+    """Of moments in fewer bits Transformer Engine's Adam makes fp32 ones, all at once, before one is copied."""
+    told = options.megatron
+    few = [name for name in ("exp_avg", "exp_avg_sq") if _moment(told, name, True) < FP32]
+    if not converted(options) or not few:
+        return 0.0
+    return FP32 * len(few) * own(options, count, layout)
 
 
 def _moment(told: Mapping[str, Any], name: str, careful: bool) -> int:

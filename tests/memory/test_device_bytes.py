@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.memory.parameters import Layout
-from hpcrl.memory.training import ALLOWANCES, rank_on
+from hpcrl.memory.parameters import Layout, halved_on_stage, on_stage
+from hpcrl.memory.training import ALLOWANCES, rank_on, start_bytes
 from hpcrl.models.family import find_family
 from tests.support import families
-from tests.support.ranks import on_fake_device
+from tests.support.ranks import on_fake_device, on_fake_gpu
 
 pytestmark = pytest.mark.process
 
@@ -29,7 +30,9 @@ SIZES |= {"moe_intermediate_size": 192, "vocab_size": 2050}
 FULL = {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 VIRTUAL = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
-OFFLOAD = {"megatron": {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}}
+CAREFUL = {"use_precision_aware_optimizer": True}
+BF16 = CAREFUL | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+OFFLOAD = CAREFUL | {"optimizer_cpu_offload": True}
 #: name -> family, ranks, the one that is looked at, options
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     **{name: (name, 1, 0, {}) for name in families.SIZES},
@@ -44,17 +47,29 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "pp2 first": ("qwen3", 2, 0, {"pipeline_model_parallel_size": 2}),
     "pp2 last": ("qwen3", 2, 1, {"pipeline_model_parallel_size": 2}),
     "pp2 vpp2 first": ("qwen3", 2, 0, VIRTUAL),
-    "offload": ("qwen3", 1, 0, OFFLOAD),
+    "pp2 vpp2 last": ("qwen3", 2, 1, VIRTUAL),
+    "offload": ("qwen3", 1, 0, {"megatron": OFFLOAD}),
+    "half of it": ("qwen3", 1, 0, {"megatron": OFFLOAD | {"optimizer_offload_fraction": 0.56}}),
+    "precise": ("qwen3", 2, 0, {"megatron": CAREFUL}),
+    "precise bf16": ("glm4_moe", 1, 0, {"megatron": BF16}),
+    "fused": ("qwen3", 1, 0, {}),
+}
+#: with Transformer Engine's Adam, held by tests/support/engine_stand_in.py -> phases that this is no measure of: it
+#: computes otherwise, and casts bf16 moments more often than once; Megatron takes a step to load half an optimizer
+FUSED: dict[str, tuple[str, ...]] = {
+    "offload": (),
+    "half of it": ("start", "optimizer step"),
+    "precise": (),
+    "precise bf16": ("start",),
+    "fused": ("optimizer step",),
 }
 NEAR = 0.05  #: relative
 
 
 def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, int]:
     """On a rank: bytes that are there between steps, and the peaks of its phases."""
-    from megatron.core.optimizer import optimizer_config
-
     from hpcrl.trainer.checkpoint.save_load import Position, everything
-    from hpcrl.trainer.megatron import capabilities, model
+    from hpcrl.trainer.megatron import model
     from hpcrl.trainer.step import packing, passes, train_batch
     from tests.support import fake_device
     from tests.support.device_bytes import DeviceBytes
@@ -65,9 +80,11 @@ def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, i
     split = opts.tensor_model_parallel_size if opts.sequence_parallel else 1
     sent = (TOKENS // opts.context_parallel_size // split, 1, SIZES["hidden_size"])
     with fake_device.FakeDevice(), fused(sent), DeviceBytes() as live:
-        # of an optimizer on the CPU, whose Adam is torch's, Megatron looks for Transformer Engine
-        with mock.patch.object(capabilities, "_need"), mock.patch.object(optimizer_config, "is_te_min_version"):
+        with live.phase("start"):
             policy = model.build(opts, fake_device.join(opts, rank))
+            if opts.megatron.get("use_distributed_optimizer", True):
+                resumed(policy)
+        start = live.peaks["start"]
         batch = share_of([plain_sample(8, TOKENS - 8, group=i, index=0) for i in range(4)]).batch
         packed = [packing.pack(batch, [row], policy.ranks, opts.sequence_parallel) for row in range(4)]
         step = train_batch.StepTotals("a step", 4, 4 * (TOKENS - 8), True)
@@ -86,7 +103,35 @@ def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, i
         found = {"state": live.now}
         with live.phase("save"):
             everything(policy, policy.ranks, Position(1, 1))
-    return found | live.peaks
+    return found | live.peaks | {"start": start}
+
+
+def resumed(policy: Any) -> None:
+    """Load a checkpoint of which nothing is read: every tensor is where it belongs, as the files' are at the end."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, extract_matching_values
+    from megatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedBase,
+        ShardedTensorFactory,
+        apply_factories,
+        apply_factory_merges,
+    )
+
+    from hpcrl.trainer.checkpoint import save_load
+
+    def read(request: Any, *_: Any) -> Any:
+        halved, _ = extract_matching_values(request, lambda v: isinstance(v, ShardedTensorFactory), True)
+        apply_factories(request)
+        return apply_factory_merges(dict_list_map_outplace(here, request), halved)
+
+    def here(value: Any) -> Any:
+        if isinstance(value, LocalNonpersistentObject):
+            return value.unwrap()
+        return value.data if isinstance(value, ShardedBase) else value
+
+    stored = SimpleNamespace(holds=lambda _: False)
+    with mock.patch.multiple(save_load, open_whole=lambda *_: stored, read=read):
+        save_load.load_state(policy, policy.ranks, Path("a checkpoint"))
 
 
 def options(path: str, n: int, fields: dict[str, Any]) -> Options:
@@ -102,10 +147,11 @@ def options(path: str, n: int, fields: dict[str, Any]) -> Options:
 
 @pytest.mark.parametrize("case", CASES)
 def test_phases_take_what_is_estimated(tmp_path: Path, case: str) -> None:
-    """What stays, and the peak of every phase that takes more, within 5 %; a save takes nothing of the device."""
+    """What stays, and the peak of every phase that takes more, within 5 %; a save takes nothing of the device, or what one tensor
+    is made fp32 in."""
     family, n, rank, fields = CASES[case]
     path = str(families.make(tmp_path, family, **SIZES))
-    found = on_fake_device(counted, path, n, rank, fields)
+    found = (on_fake_gpu if case in FUSED else on_fake_device)(counted, path, n, rank, fields)
     config = json.loads(Path(path, "config.json").read_text())
     opts = options(path, n, fields)
     stage = rank if opts.pipeline_model_parallel_size > 1 else 0
@@ -114,7 +160,14 @@ def test_phases_take_what_is_estimated(tmp_path: Path, case: str) -> None:
     allowed = sum(terms.gpu[name] for name in ALLOWANCES)
     state = sum(terms.gpu[name] for name in ("weights", "gradients", "optimizer"))
     assert state == pytest.approx(found["state"], rel=NEAR), "state"
-    assert found["save"] == found["state"], "a save gathers nothing on the device"
+    assert found["save"] - found["state"] == pytest.approx(terms.gpu["save"], rel=NEAR), "a save gathers nothing"
     assert found["log-probs"] + allowed <= terms.total, "never the most"
-    for phase in ("forward and backward", "optimizer step"):
-        assert terms.phases[phase] - allowed == pytest.approx(found[phase], rel=NEAR), phase
+    if case not in FUSED and case != "dp2 alone":
+        layout = Layout.of(opts, SIZES["num_hidden_layers"])
+        count = on_stage(kind, config, layout, stage, opts.megatron)
+        halved = halved_on_stage(kind, config, layout, stage, opts.megatron)
+        taken = state + start_bytes(opts, count, layout, halved, fused=False)
+        assert taken == pytest.approx(found["start"], rel=NEAR), "start, with torch's Adam"
+    for phase in ("start", "forward and backward", "optimizer step"):
+        if phase not in FUSED.get(case, ("start",)):
+            assert terms.phases[phase] - allowed == pytest.approx(found[phase], rel=NEAR), phase

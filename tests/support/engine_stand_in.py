@@ -50,7 +50,7 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        assert not (amsgrad or capturable or master_weights), "not stood in for"
+        assert not (amsgrad or capturable), "not stood in for"
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -59,6 +59,40 @@ class FusedAdam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults)
+        self.kept = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        assert not (master_weights and store_param_remainders), "not stood in for"
+        if master_weights:
+            self.kept["master_param"] = master_weight_dtype
+        self.plain = not master_weights
+
+    def initialize_state(self, parameter: torch.Tensor, *_: Any) -> None:
+        self.state[parameter] = {name: torch.zeros_like(parameter, dtype=kind) for name, kind in self.kept.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """With states of fewer bits in fp32."""
+        found = super().state_dict()
+        mine = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in enumerate(mine):
+            if number in found["state"]:
+                names = self.state[parameter]
+                found["state"][number] = {name: self.get_unscaled_state(parameter, name) for name in names}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into new states of their own types, where torch's takes the types of the parameters."""
+        super().load_state_dict(state_dict)
+        mine = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in enumerate(mine):
+            if number in state_dict["state"]:
+                self.initialize_state(parameter)
+                for name, value in state_dict["state"][number].items():
+                    self.set_scaled_state(parameter, name, value.float())
+
+    def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        return self.state[parameter][name].float()
+
+    def set_scaled_state(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        self.state[parameter][name].copy_(value)
 
     @torch.no_grad()
     def step(self, closure: Any = None, grad_scaler: Any = None) -> None:
@@ -66,13 +100,14 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             first, second = group["betas"]
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if getattr(parameter, "decoupled_grad", parameter.grad) is None:
                     continue
                 assert parameter.is_cuda, "FusedAdam is for the device"
+                if not self.state[parameter]:
+                    self.initialize_state(parameter)
+                if not self.plain:
+                    continue
                 state = self.state[parameter]
-                for name in ("exp_avg", "exp_avg_sq"):
-                    if name not in state:
-                        state[name] = torch.zeros_like(parameter, dtype=torch.float32)
                 state["exp_avg"].lerp_(parameter.grad.float(), 1 - first)
                 state["exp_avg_sq"].lerp_(parameter.grad.float().square(), 1 - second)
                 parameter.sub_(group["lr"] * state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"]))

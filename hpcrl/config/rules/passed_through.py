@@ -30,7 +30,6 @@ WITHOUT: dict[str, tuple[str, Any]] = {
     "pin_cpu_grads": ("optimizer_cpu_offload", True),
     "pin_cpu_params": ("optimizer_cpu_offload", True),
     **dict.fromkeys(_OVERLAPS.split(), ("tp_comm_overlap", True)),
-    "store_param_remainders": ("use_precision_aware_optimizer", True),
     "recompute_method": ("recompute_granularity", "full"),
     "recompute_num_layers": ("recompute_granularity", "full"),
     "distribute_saved_activations": ("recompute_granularity", "full"),
@@ -128,6 +127,8 @@ def _optimizer(given: Mapping[str, Any]) -> None:
             True,
             "it is a distributed optimizer's; leave out --no-use-distributed-optimizer",
         )
+    if given.get("store_param_remainders"):
+        _refuse("store_param_remainders", True, "a checkpoint that fits any layout has full precision")
     if given.get("optimizer_cpu_offload") and not given.get("use_precision_aware_optimizer"):
         what = (
             "--optimizer-cpu-offload without --use-precision-aware-optimizer: Megatron could not load its checkpoints"

@@ -96,13 +96,18 @@ def _own(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, range]]:
 
 def _states(optimizer: Any, parameter: torch.nn.Parameter, is_loading: bool) -> dict[str, torch.Tensor]:
     """Name -> this rank's part of the parameter in full precision, and of its moments: flat, in fp32."""
-    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-    found = {name: t.detach() for name, t in tensors.items() if name != STEP and torch.is_tensor(t)}
     if not converted(optimizer):
-        return found
-    if is_loading:
-        return {name: torch.empty(t.shape, dtype=torch.float32) for name, t in found.items()}
-    return {name: t.cpu() for name, t in found.items()}  # each made on the GPU for this question
+        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        return {name: t.detach() for name, t in tensors.items() if name != STEP and torch.is_tensor(t)}
+    adam = optimizer.optimizer
+    group, order = optimizer.model_param_group_index_map[parameter]
+    mine = adam.param_groups[group]["params"][order]
+    made = {}
+    for name, state in adam.state[mine].items():
+        if torch.is_tensor(state):  # one fp32 tensor on the GPU at a time
+            full = torch.empty(mine.shape) if is_loading else adam.get_unscaled_state(mine, name).cpu()
+            made["param" if name == "master_param" else name] = full
+    return made
 
 
 def converted(optimizer: Any) -> bool:

@@ -268,6 +268,7 @@ def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
     ]
     state = read(request, stored, policy)
     _fill(policy, state)
+    state = {name: part for name, part in state.items() if not name.startswith("model")}  # which takes memory again
     policy.optimizer.load_state_dict(contents.as_chained(state["optimizer"], optimizer))
     cpu_shim.after_load(policy.optimizer)
     policy.scheduler.load_state_dict(state["opt_param_scheduler"])

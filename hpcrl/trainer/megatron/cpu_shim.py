@@ -42,6 +42,7 @@ def literals(device: str) -> dict[str, str]:
 RETARGET = (
     "megatron.core.optimizer.optimizer",  # found_inf on "cuda"; the optimizers group parameters by type name
     "megatron.core.optimizer.distrib_optimizer",  # type names
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",  # states of the part on the GPU, as they are loaded
     "megatron.core.optimizer.clip_grads",  # the norm and its coefficient
     "megatron.core.pipeline_parallel.schedules",  # the token counter
     "megatron.core.utils",  # the global memory buffer
@@ -302,13 +303,16 @@ NO_PARAMETER = "no parameter"  #: in place of one, in the state of an Adam that 
 
 
 def _torch_adams(optimizer: Any) -> Iterator[Any]:
-    """The torch Adam(W) optimizers inside a Megatron optimizer; of one that is partly on the CPU, those in it."""
+    """The torch Adam(W) optimizers inside a Megatron optimizer; of one that is on the CPU, those in it.
+
+    None of one that is partly there and partly on the GPU, where it is not torch's: Megatron fills that one itself.
+    """
     import torch
 
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for inner in getattr(leaf.optimizer, "sub_optimizers", [leaf.optimizer]):
-            if isinstance(inner, torch.optim.Adam):
-                yield inner
+        inner = getattr(leaf.optimizer, "sub_optimizers", [leaf.optimizer])
+        if all(isinstance(one, torch.optim.Adam) for one in inner):
+            yield from inner
 
 
 def before_load(optimizer: Any) -> None:
@@ -333,7 +337,7 @@ def before_load(optimizer: Any) -> None:
         if not full:
             adam.state[NO_PARAMETER] = {"step": steps[0].clone() if steps else torch.tensor(0.0)}
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if hasattr(leaf.optimizer, "sub_optimizers"):
+        if adams and hasattr(leaf.optimizer, "sub_optimizers"):
             leaf.optimizer._sync_sub_optimizers_state_to_hdo()
 
 

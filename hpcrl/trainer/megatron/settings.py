@@ -122,6 +122,7 @@ def _defaults(machine: Machine, given: Mapping[str, Any]) -> dict[str, Any]:
         "optimizer": "adam",
         "decoupled_weight_decay": True,
         "optimizer_offload_fraction": 1.0,  # as Megatron-LM: --optimizer-cpu-offload moves all of it
+        "store_param_remainders": False,  # a checkpoint that fits any layout has full precision
         "transformer_impl": "transformer_engine" if machine.engine else "local",
         # one GEMM for all experts of a layer, where they are Transformer Engine's; else one after another
         "moe_grouped_gemm": machine.engine and given.get("transformer_impl") != "local",

@@ -48,7 +48,7 @@ def run(
         return output, partial(body, packed, head)
 
     with routed(policy, micro_batches, experts, not forward_only, difference), _shapes(policy, micro_batches):
-        return get_forward_backward_func()(
+        found = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(micro_batches) for _ in policy.chunks],  # each chunk sees every micro-batch, in order
             model=list(policy.chunks),
@@ -58,6 +58,9 @@ def run(
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+    for module in policy.modules:
+        module.set_input_tensor(None)  # the last one, which a stage would keep until the next pass
+    return found
 
 
 def _shapes(policy: Policy, micro_batches: Sequence[Packed]) -> AbstractContextManager[None]:
