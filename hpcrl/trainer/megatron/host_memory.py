@@ -98,7 +98,7 @@ class HostWeights:
 
     def counterpart(self, weight: torch.Tensor) -> torch.Tensor:
         """This set's tensor for one of the policy's weights, in new memory where that one is."""
-        name = next(name for name, value in weights(self._policy).items() if value.data_ptr() == weight.data_ptr())
+        name = next(name for name, value in weights(self._policy).items() if _same(value, weight))
         return self._host[name].to(weight.device, copy=True, non_blocking=True)
 
     # ---- in and out of checkpoints
@@ -129,6 +129,12 @@ def weights(policy: Policy) -> dict[str, torch.Tensor]:
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and "_extra_state" not in name
     }
+
+
+def _same(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both begin in the same memory, which has no address on a device that knows shapes alone."""
+    storages = value.untyped_storage()._cdata, other.untyped_storage()._cdata
+    return storages[0] == storages[1] and value.storage_offset() == other.storage_offset()
 
 
 def _host_copy(value: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,19 @@ def test_swap_needs_one_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert sum(value.nbytes for value in held.stored().values()) == size
 
 
+def test_the_counterpart_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same name in the other set, be there addresses or not: on a device without any all are 0."""
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 0)
+    model = policy()
+    flat = torch.zeros(8)
+    model.modules[1][1].weight = torch.nn.Parameter(flat[:4])  # two in one memory, as Megatron's buffers
+    model.modules[1][1].bias = torch.nn.Parameter(flat[4:])
+    other = {name: torch.full_like(value, number) for number, (name, value) in enumerate(numbers(model).items())}
+    second = filled(model, other)
+    for name, weight in weights(model).items():
+        assert torch.equal(second.counterpart(weight), other[name]), name
+
+
 def test_following_all_the_way_is_a_copy() -> None:
     model = policy(torch.bfloat16)
     held = filled(model, numbers(policy(torch.bfloat16, seed=1)))
