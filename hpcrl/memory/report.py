@@ -48,6 +48,11 @@ def memory_lines(
         yield f"  of both on one GPU while {_each(turns(options, trainer, engine))}"
     taken = on_host(options, trainer, engine)
     yield f"  host, for {options.actor_num_gpus_per_node} ranks: {_sum(taken)}"
+    if trainer.resumed > gpu * GIB and options.bf16:
+        yield (
+            f"warn: a run that resumes takes {trainer.resumed / GIB:.0f} of {gpu:g} GiB while Transformer Engine's "
+            "Adam is loaded (docs/memory.md)"
+        )
     if host is None and (lacks := host_misfit(options, family, config, gpu, HOST)):
         yield f"warn: {lacks.what}: {advice(lacks, 'hosts')}, or give --host-memory if hosts have more"
     found = misfit(options, family, config, gpu)

@@ -53,6 +53,12 @@ class MemoryTerms:
         return {name: stays + value for name, value in own.items()}
 
     @property
+    def resumed(self) -> float:
+        """While a checkpoint is loaded into Transformer Engine's Adam."""
+        more = max(0.0, self.gpu["loaded states"] - self.gpu["start"])
+        return self.phases["start"] + more
+
+    @property
     def total(self) -> float:
         """Of the phase that takes most."""
         return max(self.phases.values())
@@ -95,6 +101,7 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "weight update": update_bytes(options, config, fields),
         "save": save_bytes(options, count, layout),
         "start": start_bytes(options, count, layout, halved_on_stage(family, config, layout, stage, options.megatron)),
+        "loaded states": renewed_bytes(options, count, layout),
         "step": step_bytes(options, max(sizes)),
         "CUDA": float(CUDA),
         "NCCL": nccl_bytes(options),
@@ -133,24 +140,24 @@ def step_bytes(options: Options, largest: int) -> float:
     return (4.0 if offloaded(options) else 8.0) * largest
 
 
-def start_bytes(options: Options, count: Count, layout: Layout, halved: int, fused: bool = True) -> float:
+def start_bytes(options: Options, count: Count, layout: Layout, halved: int) -> float:
     """More than weights, gradients and optimizer, while a model is made and a checkpoint is loaded, at most.
 
-    Megatron copies the weights into its own buffers before there is an optimizer, a virtual stage at a time; it puts
-    what a checkpoint holds in two tensors together, all of it before it is copied to where it belongs; and Transformer
-    Engine's Adam takes what is loaded into new states.
-
-    Args:
-        fused: the optimizer is Transformer Engine's.
+    Megatron copies the weights into its own buffers before there is an optimizer, a virtual stage at a time; and puts
+    what a checkpoint holds in two tensors together, all of it before it is copied to where it belongs.
     """
     copied = 0.0
     if options.megatron.get("use_distributed_optimizer", True):
         copied = count.all * weight_bytes(options) / layout.virtual_stages
-    there = optimizer_bytes(options, count, layout)
-    renewed = 0.0
-    if fused and not offloaded(options):  # all in fp32; without precision-aware, full precision is Megatron's own
-        renewed = own(options, count, layout) * (STATES if converted(options) else STATES - FP32)
-    return max(copied - there, float(halved * weight_bytes(options)), renewed)
+    return max(copied - optimizer_bytes(options, count, layout), float(halved * weight_bytes(options)))
+
+
+def renewed_bytes(options: Options, count: Count, layout: Layout) -> float:
+    """New states, in fp32, that Transformer Engine's Adam makes of those that are loaded; of the weights in full
+    precision only with --use-precision-aware-optimizer, else they are Megatron's own."""
+    if offloaded(options):
+        return 0.0
+    return own(options, count, layout) * (STATES if converted(options) else STATES - FP32)
 
 
 def save_bytes(options: Options, count: Count, layout: Layout) -> float:

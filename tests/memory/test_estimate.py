@@ -407,7 +407,7 @@ def test_plan_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
     assert main(["plan", "--gpu-memory", "30", "--", *words]) == 2, "it does not fit"
     found = capsys.readouterr()
-    assert "trainer rank: " in found.out and " of 30 GiB in start; optimizer weigh most" in found.err
+    assert "trainer rank: " in found.out and "trainer rank takes 45 of 30 GiB" in found.err
     assert "give --optimizer-cpu-offload" in found.err
     assert main(["plan", "--", *GUIDES["Qwen3-4B, 2 + 6"][0]]) == 0
     assert "memory: not estimated: --hf-checkpoint /scratch/Qwen3-4B" in capsys.readouterr().out
