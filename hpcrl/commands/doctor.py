@@ -30,6 +30,7 @@ from hpcrl.doctor import directories, packages
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
 from hpcrl.errors import HpcrlError, UsageError, parts_of
 from hpcrl.findings import Finding, failed, last_line
+from hpcrl.launch.allocation_request import make_request
 from hpcrl.launch.preflight import NOTHING, HostView, absent, begins_with, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.scheduler import (
     AllocationRequest,
@@ -42,7 +43,7 @@ from hpcrl.launch.scheduler import (
     task_python,
 )
 from hpcrl.launch.site import FLAGS, SiteProfile, find_profile, from_flags
-from hpcrl.launch.submission import make_request, sight_of
+from hpcrl.launch.submission import sight_of
 from hpcrl.prompt_files import early_look
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.queued_job import JobKey

@@ -19,6 +19,7 @@ from hpcrl.config.stage_flags import split_name, stage_flag
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.directories import file_system
 from hpcrl.errors import UsageError
+from hpcrl.launch.nodes_of_site import fitted_nodes, shown_flags
 from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_submit, load_scheduler
 from hpcrl.launch.site import FLAGS, from_flags
 from hpcrl.launch.submission import chained, preview, refuse_absent_files, refuse_what_does_not_fit, submit_new
@@ -84,6 +85,11 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     """
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)
+    if fitted := fitted_nodes(recipe, overrides, site.trainer.gpus_per_node):
+        print(
+            f"hpcrl: note: {shown_flags(fitted)}: nodes of site {site.name} have {site.trainer.gpus_per_node} GPUs",
+            file=sys.stderr,
+        )
     overrides = site.options(recipe, overrides)
     chain = own.get("chain", 1)
     if chain > 1 and own.get("print"):

@@ -31,6 +31,7 @@ from hpcrl.config.setting_names import nearest, spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.container import Container
+from hpcrl.launch.nodes_of_site import fitted_nodes
 from hpcrl.launch.scheduler_names import DEFAULT, find_scheduler
 from hpcrl.shipped_files import shipped
 from hpcrl.untrusted_files import read_given
@@ -104,8 +105,8 @@ class SiteProfile(BaseModel):
     time: Annotated[str, AfterValidator(_time)] = Field("24:00:00", description="time limit of one attempt, D-HH:MM:SS")
     layout: Literal["heterogeneous", "homogeneous"] | None = Field(
         None,
-        description="one heterogeneous job, or one ordinary job split by node range; None: ordinary where one node of "
-        "trainer.gpus_per_node holds the run, else heterogeneous",
+        description="one heterogeneous job, or one ordinary job split by node range; None: ordinary where "
+        "trainer.gpus_per_node is set and the engines' nodes are described as the trainers' or not at all",
     )
     rank_launcher: Literal["torchrun", "ranks"] | None = Field(
         None,
@@ -149,10 +150,12 @@ class SiteProfile(BaseModel):
         return self
 
     def options(self, recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """`overrides` with the options that this site sets and neither recipe nor flags do."""
+        """`overrides` with the options that this site sets and neither recipe nor flags do, and with the recipe's
+        trainers on nodes of its size."""
         mine = {name: getattr(self, name) for name in ("interface", "rank_launcher", "launch_timeout")}
         said = recipe.said(overrides)
-        return {**{name: value for name, value in mine.items() if value is not None and name not in said}, **overrides}
+        own = {name: value for name, value in mine.items() if value is not None and name not in said}
+        return {**own, **fitted_nodes(recipe, overrides, self.trainer.gpus_per_node), **overrides}
 
     def again(self) -> Self:
         """The site for another start of the same run: without what held for the first alone."""

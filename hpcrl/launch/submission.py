@@ -1,7 +1,7 @@
-"""A recipe as one job of a scheduler: the allocation that holds every stage, its submission, and its submission again.
+"""A recipe as one job of a scheduler: its submission, and its submission again.
 
-Invariants: the hosts that a Request will bring, in the order that it brings them, hold the plan of every stage.  What
-can be known to fail is refused before anything is submitted; what is submitted is, as text, in the run directory.
+Invariants: what can be known to fail is refused before anything is submitted; what is submitted is, as text, in the
+run directory.
 """
 
 from __future__ import annotations
@@ -10,174 +10,33 @@ import contextlib
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError, raise_together
-from hpcrl.launch.job import RunJob, begin_job, directory_of, held, reopen_job
+from hpcrl.launch.allocation_request import FLOOR, make_request
+from hpcrl.launch.job import RunJob, begin_job, directory_of, held, reopen_job, say
 from hpcrl.launch.preflight import NOTHING, HostView, absent, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.restarts import broken_hosts, later_jobs, margin
 from hpcrl.launch.scheduler import (
     AllocationRequest,
-    Component,
     Scheduler,
     Submission,
     SubmittedJob,
     can_submit,
     load_scheduler,
 )
-from hpcrl.launch.site import SiteProfile, from_flags, minutes, saved_site
-from hpcrl.plan import Host, make_plan
+from hpcrl.launch.site import SiteProfile, from_flags, saved_site
 from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.job_files import JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
 from hpcrl.shipped_files import shipped
-from hpcrl.weights.route import TransportConditions, transfer_obstacle
-
-CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not say
-ROLLOUT_CPUS = 8  #: cores of the rollout process on a separate node
-FLOOR = 180  #: seconds before the time limit at which a run saves, until its own steps have been measured
-STARTUP = 120  #: seconds that a run needs before its first step, at the very least
-
-
-# ---- what to ask for
-
-
-def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | None = None) -> AllocationRequest:
-    """The smallest allocation of the site's layout in which every stage has its plan; no node in it is idle in all of
-    them.
-
-    Args:
-        margin: measured in an earlier attempt; None: the site's, or else a floor.
-
-    Raises:
-        UsageError: names what does not fit.
-    """
-    layout = (
-        "homogeneous"
-        if any(o.colocate for o in stages) or _one_node_holds(stages, site)
-        else site.layout or "heterogeneous"
-    )
-    components = _homogeneous(stages, site) if layout == "homogeneous" else _used(stages, _heterogeneous(stages, site))
-    if len(components) == 1 and components[0].name == "trainer" and any(o.num_engines for o in stages):
-        layout = "homogeneous"
-    margin = site.signal_margin or max(margin or 0, FLOOR, *(int(o.stop_timeout) for o in stages))
-    request = AllocationRequest(layout, tuple(components), margin)
-    for options in stages:
-        make_plan(options, request.hosts(), "request")
-        _check_transfer(options, site)
-    limit = 60 * minutes(site.time)
-    if limit < margin + STARTUP:
-        raise UsageError(
-            f"--time {site.time} is too short: a run needs {STARTUP} s to start "
-            f"and {margin} s to save before the limit",
-            f"ask for {-(-(margin + STARTUP) // 60)} minutes or more",
-        )
-    return request
-
-
-def _check_transfer(options: Options, site: SiteProfile) -> None:
-    """Raise UsageError for a way of the weights that needs GPUs where the site's slots are processes."""
-    way = options.weight_transfer
-    nowhere = TransportConditions(cpu=True, one_host=True, colocate=True)
-    if site.trainer.gpus_per_node == 0 and way != "auto" and transfer_obstacle(way, nowhere):
-        raise UsageError(
-            f"--weight-transfer {way} needs GPUs, and the site has none (trainer.gpus_per_node = 0)", "use auto"
-        )
-
-
-def _one_node_holds(stages: Sequence[Options], site: SiteProfile) -> bool:
-    """Whether one of the trainer's nodes is known to hold every stage, and the site asks for nothing else.
-
-    Known: `trainer.gpus_per_node` says what a node has.  Asks: for a layout, for a node of the rollout process's own,
-    or for other nodes for engines than for trainers.
-    """
-    apart = site.describes("engine") and site.engine != site.trainer
-    if site.layout or apart or site.describes("rollout") or not site.trainer.gpus_per_node:
-        return False
-    return _hold(stages, [Host("node-0", site.trainer.gpus_per_node)])
-
-
-def _hold(stages: Sequence[Options], hosts: list[Host]) -> bool:
-    """Whether every stage has its plan on these hosts, each of the trainer's nodes a host."""
-    try:
-        for options in stages:
-            make_plan(options, hosts, "request")
-    except UsageError:
-        return False
-    return max((o.actor_num_nodes for o in stages if not o.debug_rollout_only), default=0) <= len(hosts)
-
-
-def _used(stages: Sequence[Options], components: list[Component]) -> list[Component]:
-    """The components without nodes that no stage uses: engines may fit next to the trainer ranks, where nodes have more
-    GPUs."""
-    request = AllocationRequest("heterogeneous", tuple(components), 0)
-    used = {host for options in stages for host in make_plan(options, request.hosts(), "request").hosts}
-    counts = {c.name: sum(f"{c.name}-{i}" in used for i in range(c.nodes)) for c in components}
-    return [msgspec.structs.replace(c, nodes=counts[c.name]) for c in components if counts[c.name]]
-
-
-def _heterogeneous(stages: Sequence[Options], site: SiteProfile) -> list[Component]:
-    training = [o for o in stages if not o.debug_rollout_only]
-    found = []
-    if training:
-        each = max(o.actor_num_gpus_per_node for o in training)
-        nodes = max(o.actor_num_nodes for o in training)
-        found.append(_component(site, "trainer", nodes, site.trainer.gpus_per_node or each))
-    wanted = max((o.num_engines * o.rollout_num_gpus_per_engine for o in stages), default=0)
-    if wanted:
-        found.append(_component(site, "engine", *_engine_nodes(stages, site, wanted)))
-    if site.describes("rollout"):
-        found.append(Component("rollout", 1, 0, site.rollout.cpus_per_node or ROLLOUT_CPUS))
-    return found
-
-
-def _engine_nodes(stages: Sequence[Options], site: SiteProfile, wanted: int) -> tuple[int, int]:
-    """(nodes, slots a node) for `wanted` GPUs of engines; an engine is in one node, or fills several."""
-    per_engine = max(o.rollout_num_gpus_per_engine for o in stages if o.num_engines)
-    node = site.engine.gpus_per_node or min(wanted, 8)
-    if per_engine > node:
-        if per_engine % node:
-            raise UsageError(
-                f"an engine of --rollout-num-gpus-per-engine {per_engine} does not fill nodes of {node} GPUs",
-                "choose a multiple, or set engine.gpus_per_node",
-            )
-        return wanted // node, node
-    usable = node // per_engine * per_engine  # what is left on a node is too little for another engine
-    return -(-wanted // usable), node
-
-
-def _homogeneous(stages: Sequence[Options], site: SiteProfile) -> list[Component]:
-    """Nodes of one kind; as few as hold every stage."""
-    training = [o for o in stages if not o.debug_rollout_only]
-    each = max((o.actor_num_gpus_per_node for o in training), default=1)
-    actors = max((o.actor_num_nodes for o in training), default=0)
-    per_engine = max((o.rollout_num_gpus_per_engine for o in stages if o.num_engines), default=1)
-    node = site.trainer.gpus_per_node or max(each, min(per_engine, 8))
-    most = actors + max(o.engine_gpus for o in stages)
-    for nodes in range(1, most + 1):
-        if _hold(stages, [Host(f"node-{i}", node) for i in range(nodes)]):
-            return [_component(site, "trainer", nodes, node)]
-    raise UsageError(
-        f"no number of nodes of {node} GPUs holds this run",
-        "set trainer.gpus_per_node of the site, or --rollout-num-gpus-per-engine to divide a node",
-    )
-
-
-def _component(site: SiteProfile, name: str, nodes: int, slots: int) -> Component:
-    wish = getattr(site, name)
-    cpus = wish.cpus_per_node or (None if site.exclusive else CPUS_PER_SLOT * max(slots, 1))
-    return Component(name, nodes, slots, cpus)
-
-
-# ---- submitting it
 
 
 def preview(recipe: Recipe, overrides: dict[str, Any], site: SiteProfile, packages: bool = False) -> Submission:
@@ -226,8 +85,17 @@ def submit_new(
 
 def refuse_what_does_not_fit(scheduler: Scheduler, submission: Submission) -> None:
     """Raise UsageError if the site cannot hold the job, which the scheduler might else accept and let wait for ever."""
-    if bad := [finding for finding in scheduler.fits(submission.request, submission.site) if finding.level == "fail"]:
+    refuse_unfit(scheduler, submission.request, submission.site)
+
+
+def refuse_unfit(scheduler: Scheduler, request: AllocationRequest, site: SiteProfile) -> None:
+    """The same of an allocation; what is only worth knowing is said."""
+    findings = list(scheduler.fits(request, site))
+    if bad := [finding for finding in findings if finding.level == "fail"]:
         raise UsageError(bad[0].what, bad[0].hint)
+    for finding in findings:
+        if finding.level == "warn":
+            say(f"note: {finding.what}; {finding.hint}")
 
 
 def refuse_absent_files(shown: Submission) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -79,9 +79,33 @@ def responds(seconds: float = SECONDS) -> Iterator[Finding]:
 
 def fits(site: SlurmSite, wanted: Iterable[Component], seconds: float = SECONDS) -> Iterator[Finding]:
     """Whether the partitions can hold the components: of what they cannot, sbatch accepts some, to let it pend for
-    ever."""
-    for need in wanted:
+    ever.  And whether their steps reach each other."""
+    components = list(wanted)
+    yield from steps_apart(site, components)
+    for need in components:
         yield from _component(site, need, seconds)
+
+
+def steps_apart(site: SlurmSite, components: Sequence[Component]) -> Iterator[Finding]:
+    """On Slingshot, processes exchange data past the kernel only under a common VNI, which Slurm gives each step unless
+    the job asks for one of its own (sbatch --network=job_vni); no job shares another's.
+
+    Source: mochi.readthedocs.io/en/latest/misc/06_cxi.html.
+    """
+    names = {component.name for component in components if component.slots}
+    if "engine" not in names or not (site.interface or "").startswith("hsn"):
+        return
+    hint = "start engines in the run's own job, or send the weights over sockets: --weight-transfer gloo"
+    if "trainer" in names:
+        if all("job_vni" in str(getattr(site, name).extra.get("network", "")) for name in names):
+            return
+        hint = (
+            "--layout homogeneous starts all in one step; or extra.network=job_vni for each component, where the "
+            "centre says that components share it"
+        )
+    yield Finding(
+        "warn", "", "engines are in another step than the trainer: on Slingshot NCCL may not reach them", hint
+    )
 
 
 def _component(site: SlurmSite, need: Component, seconds: float) -> Iterator[Finding]:

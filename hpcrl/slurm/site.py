@@ -86,7 +86,7 @@ class SlurmSite(SiteProfile):
         "gpus-per-node", description="how GPUs are requested at the site; none: whole nodes come with theirs"
     )
     mark: bool = Field(True, description="put the run's identity into the job's comment; false where the site reads it")
-    srun: list[str] = Field([], description="arguments of every srun, such as --mpi=none")
+    srun: list[str] = Field([], description="arguments of every srun, such as --cpu-bind=cores")
     trainer: SlurmComponent = Field(default_factory=SlurmComponent, description="the nodes of the trainer ranks")
     engine: SlurmComponent = Field(default_factory=SlurmComponent, description="the nodes of the engines")
     rollout: SlurmComponent = Field(

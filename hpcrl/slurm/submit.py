@@ -146,6 +146,8 @@ def step(component: Component, group: int | None, site: SlurmSite, script: Batch
         "--cpu-bind=none",
         "--export=ALL",
     ]
+    if script.tasks != "slots":  # a task is no rank: none of the plugins' servers is needed on the nodes
+        words.append("--mpi=none")
     if group is not None:
         words.append(f"--het-group={group}")
     words += [f"--nodes={component.nodes}", f"--ntasks={component.nodes * tasks}", f"--ntasks-per-node={tasks}"]

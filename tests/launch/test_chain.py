@@ -13,6 +13,7 @@ import pytest
 from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch import batch_run
+from hpcrl.launch.allocation_request import make_request
 from hpcrl.launch.job import RunJob
 from hpcrl.launch.restarts import (
     broken_hosts,
@@ -23,7 +24,6 @@ from hpcrl.launch.restarts import (
     place_in_chain,
 )
 from hpcrl.launch.scheduler import BatchScript
-from hpcrl.launch.submission import make_request
 from hpcrl.plan import Location, Plan
 from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.job_files import CANCEL, JobFile, read_job, replace_job

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
+from hpcrl.launch.allocation_request import FLOOR, make_request
 from hpcrl.launch.scheduler import AllocationRequest, BatchScript
-from hpcrl.launch.submission import FLOOR, make_request
 from hpcrl.plan import make_plan
 from hpcrl.slurm.het_executor import HetWatcher, of_another_job
 from hpcrl.slurm.site import SlurmSite
@@ -233,7 +233,7 @@ FOUR = {"gpus_per_node": 4, "partition": "gpu"}
         (4, 4, {"trainer": EIGHT, "engine": EIGHT}, [("trainer", 1, 8)]),
         (4, 4, {"trainer": EIGHT}, [("trainer", 1, 8)]),
         (4, 4, {"trainer": EIGHT, "engine": EIGHT, "layout": "heterogeneous"}, [("trainer", 1, 8)]),
-        (2, 6, {"trainer": FOUR, "engine": FOUR}, [("trainer", 1, 4), ("engine", 1, 4)]),
+        (2, 6, {"trainer": FOUR, "engine": FOUR}, [("trainer", 2, 4)]),
         (4, 4, {}, [("trainer", 1, 4), ("engine", 1, 4)]),
         (
             4,

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
+from hpcrl.launch.allocation_request import CPUS_PER_SLOT
 from hpcrl.launch.host import role_environment
 from hpcrl.launch.scheduler import AllocationRequest, BatchScript, Component, can_submit, load_scheduler, task_python
 from hpcrl.launch.site import SiteProfile
-from hpcrl.launch.submission import CPUS_PER_SLOT
+from hpcrl.launch.submission import refuse_unfit
 from hpcrl.run.process import PARENT
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir, write_atomic
@@ -131,6 +132,7 @@ def submit_added(rundir: RunDir, options: Options, site: SiteProfile, nodes: int
     scheduler = load_scheduler(site.scheduler)
     if not can_submit(scheduler):
         raise UsageError(f"{scheduler.submit_command} is not here", "submit from a login node of the cluster")
+    refuse_unfit(scheduler, request_of(options, site, nodes, each), site)
     text = script_of(rundir, options, site, nodes, each)
     folder = rundir.root / "added"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -9,9 +9,9 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import UsageError
+from hpcrl.launch.allocation_request import make_request
 from hpcrl.launch.host import commands, devices
 from hpcrl.launch.site import SiteProfile
-from hpcrl.launch.submission import make_request
 from hpcrl.plan import Host, local_hosts, make_plan
 from hpcrl.run.rundir import RunDir
 from tests.support.options import GRPO, SFT
