@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -186,28 +187,46 @@ LAUNCHER = """
 import sys, time
 from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.run.rundir import RunDir
-with watched(RunDir(sys.argv[1]), 1.5):
+with watched(RunDir(sys.argv[1]), 1.5, sys.argv[2:]):
     print("up", flush=True)
     time.sleep(60)
 """
 
 
 @pytest.mark.process
-def test_a_launcher_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("requeue", "asked", "phase", "called"),
+    [
+        (None, None, "failed", False),
+        ("touch", None, "requeued", True),
+        ("touch", "stop", "failed", False),
+        ("touch", "cancel", "failed", False),
+        ("no-such-scheduler", None, "failed", False),
+    ],
+)
+def test_a_launcher_that_hangs_is_ended_and_named(
+    tmp_path: Path, requeue: str | None, asked: str | None, phase: str, called: bool
+) -> None:
+    """Its job is queued again where it has one, unless the user has ended the run."""
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     (rundir.root / "state.json").write_text("{}")
+    words = [requeue, str(tmp_path / "queued")] if requeue else []
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(rundir.root)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        [sys.executable, "-c", LAUNCHER, str(rundir.root), *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     )
     assert process.stdout.readline() == b"up\n"
-    time.sleep(4)
+    time.sleep(4 if requeue is None else 0.5)
     assert process.poll() is None, "one that lives is left alone"
+    if asked:
+        (rundir.root / asked).touch()
     process.send_signal(signal.SIGSTOP)
     assert process.wait(30) == -signal.SIGKILL
     process.stdout.close()
     assert f"sign of life for 2 s (process {process.pid}, which is stopped)" in rundir.failure().message
-    assert "failed" in (rundir.root / "state.json").read_text()
+    state = json.loads((rundir.root / "state.json").read_text())
+    assert state["phase"] == phase and ("no-such-scheduler" in state["message"]) == (requeue == "no-such-scheduler")
+    assert (tmp_path / "queued").exists() == called
 
 
 @pytest.mark.process

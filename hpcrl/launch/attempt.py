@@ -85,7 +85,13 @@ class HostHandle(Protocol):
 
 
 class Backend(Protocol):
-    """How processes come to hosts."""
+    """How processes come to hosts.
+
+    Attributes:
+        requeue_words: the command that queues the job again for a launcher that hangs and cannot; () for none.
+    """
+
+    requeue_words: Sequence[str]
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         """The hosts of the run, in order, each with address and interface.  Errors name the host that does not
@@ -126,7 +132,7 @@ def run_attempt(
         DeadlineError: says that a stop was asked for and did not come in time.
     """
     rundir.begin()
-    with watched(rundir, max(options.hang_timeout, LEAST)):
+    with watched(rundir, max(options.hang_timeout, LEAST), backend.requeue_words):
         return _run(options, backend, run_id, rundir, stop, poll)
 
 

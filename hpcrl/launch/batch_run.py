@@ -21,20 +21,17 @@ import msgspec
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
+from hpcrl.launch.broken_hosts import BROKEN, broken_hosts, find_broken_host, note_broken_host
 from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job, say
 from hpcrl.launch.restarts import (
-    BROKEN,
-    broken_hosts,
     check_headway,
     correct_error,
     explain_last_end,
-    find_broken_host,
     hand_over,
     last_attempt,
     later_jobs,
     lost_hosts,
     margin,
-    note_broken_host,
     nothing_left_to_do,
     place_in_chain,
 )

@@ -28,6 +28,7 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
+from hpcrl.launch.broken_hosts import heading, note_kernel_words
 from hpcrl.launch.engines.restarter import EngineRestarter
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
@@ -43,14 +44,10 @@ from hpcrl.run.scratch import Scratch, sweep
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import open_append
 
-PART = (
-    "engine-"  #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
-)
+#: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
+PART = "engine-"
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
-EVERY, SELDOM = (
-    2.5,
-    5,
-)  #: seconds between two looks into the run directory; every how many of them look for a later attempt
+EVERY, SELDOM = 2.5, 5  #: seconds between two looks into the run directory; every how many look for a later attempt
 HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 CLOSING_SAVED = 10.0  #: the same in a run that was asked to stop
@@ -165,14 +162,16 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
     return {"CUDA_VISIBLE_DEVICES": visible_devices(inherited, slots, plan.slots_on(host), own)}
 
 
-def start(role: str, index: int, command: list[str], rundir: RunDir, variables: Mapping[str, str]) -> Role:
-    """Start one role in a separate session, its output going to its log.
+def start(role: str, index: int, command: list[str], rundir: RunDir, host: str, variables: Mapping[str, str]) -> Role:
+    """Start one role in a separate session, its output going to its log, under a heading.
 
     Args:
         variables: in addition to those of every role.
     """
     log, memory = rundir.logs / f"{role}-{index}.log", MemoryWatch()
     with open_append(log) as out:
+        out.write(heading(rundir.attempt, host))
+        out.flush()
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -223,11 +222,11 @@ def run_host(
     beats.mkdir(mode=0o700)
     pulse = HeartbeatMonitor(beats)
     timeline = role_timeline(rundir, "host", slot or 0, host)
-    begun = timeline.now()
+    begun, since = timeline.now(), time.monotonic()
 
     def begin(name: str, index: int, command: list[str]) -> Role:
         gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        role = start(name, index, command, rundir, {**gpus, FOLDER: str(beats)})
+        role = start(name, index, command, rundir, host, {**gpus, FOLDER: str(beats)})
         timeline.mark(f"starts {name}-{index}")
         return role
 
@@ -238,6 +237,9 @@ def run_host(
         restarter = EngineRestarter(rundir, host, restart_limit(options, plan), engines, begin)
         alive = lambda: check_alive(pulse, options.hang_timeout, rundir, host)  # noqa: E731
         _watch(roles, restarter, options, rundir, told, turn, alive)
+    except PeerError:
+        note_kernel_words(roles[0].log if roles else None, since)
+        raise
     finally:
         with timeline.span("end the roles"):
             end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from hpcrl.untrusted_files import open_append
 
 class Local:
     """This machine, as one host."""
+
+    requeue_words: Sequence[str] = ()
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         return local_hosts(options)

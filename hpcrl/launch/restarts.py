@@ -1,11 +1,10 @@
-"""Whether a run continues after an attempt, in which job, and without which hosts.
+"""Whether a run continues after an attempt, in which job, and which hosts the scheduler lost.
 
 Invariants: the time kept for saving before a limit is never less than the floor; a run that has failed in FRUITLESS
-attempts one after another without a new checkpoint is not started again by itself.  A host is called broken only for
-words by which a driver or CUDA says that the hardware is; it is called lost only where the scheduler says that it
-failed while the attempt was running, or so soon after the launcher's last word that it had not noticed yet.  job.json
-names the jobs of a chain, and as the run's job the one that runs or is next; a job of a chain whose run is done, or was
-stopped or cancelled by its user, ends at once and starts nothing.
+attempts one after another without a new checkpoint is not started again by itself.  A host is called lost only where
+the scheduler says that it failed while the attempt was running, or so soon after the launcher's last word that it had
+not noticed yet.  job.json names the jobs of a chain, and as the run's job the one that runs or is next; a job of a
+chain whose run is done, or was stopped or cancelled by its user, ends at once and starts nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import re
 import statistics
-import time
 from pathlib import Path
 
 import msgspec
@@ -21,10 +19,8 @@ import msgspec
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.job import RunJob, finished, say
 from hpcrl.launch.scheduler import Allocation
-from hpcrl.plan import Host, Plan
-from hpcrl.report.file_tail import last_lines
+from hpcrl.plan import Host
 from hpcrl.report.metrics import last_records
-from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.job_files import CANCEL, STATE, STOP, JobFile, JobState, read_job, replace_job
 from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir, write_atomic
 from hpcrl.run.summary import SUMMARY, read_summary
@@ -87,42 +83,6 @@ def _earlier_starts(file: Path) -> list[list[str]]:
     except (OSError, Damaged) as error:
         say(f"note: {file} cannot be read ({error}): restarts without a new checkpoint are counted from this one")
         return []
-
-
-# ---- hosts that broke
-
-BROKEN = "broken-hosts.json"  #: in a run directory: host -> what was seen there
-LOOKED_AT = 200  #: lines at the end of a log
-
-
-def find_broken_host(rundir: RunDir, plan: Plan) -> tuple[str, str] | None:
-    """(host, what was seen) of the role that failed first in an attempt, if its error or the end of its log tell of
-    hardware."""
-    failure = rundir.failure()
-    places = {"trainer": plan.trainers, "engine": plan.engines}.get(failure.role if failure else "", ())
-    if failure is None or failure.index >= len(places):
-        return None
-    log = rundir.logs / f"{failure.role}-{failure.index}.log"
-    tail = b"\n".join(last_lines(log, LOOKED_AT)).decode(errors="replace") if log.exists() else ""
-    said = hardware_words(f"{failure.message}\n{tail}")
-    return (places[failure.index].host, said) if said else None
-
-
-def note_broken_host(root: Path, host: str, said: str) -> None:
-    """Remember it, for this run's later starts."""
-    when = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
-    write_atomic(root / BROKEN, msgspec.json.format(msgspec.json.encode({**_broken(root), host: f"{when} {said}"})))
-
-
-def broken_hosts(root: Path) -> list[str]:
-    """The hosts that the run has found broken."""
-    return list(_broken(root))
-
-
-def _broken(root: Path) -> dict[str, str]:
-    with contextlib.suppress(OSError, Damaged):
-        return read_json(root / BROKEN, dict[str, str])
-    return {}
 
 
 # ---- hosts that the scheduler lost

@@ -20,9 +20,10 @@ import msgspec
 from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError, raise_together
 from hpcrl.launch.allocation_request import FLOOR, make_request
+from hpcrl.launch.broken_hosts import broken_hosts
 from hpcrl.launch.job import RunJob, begin_job, directory_of, held, reopen_job, say
 from hpcrl.launch.preflight import NOTHING, HostView, absent, made_by_run, refuse_settings, same_packages
-from hpcrl.launch.restarts import broken_hosts, later_jobs, margin
+from hpcrl.launch.restarts import later_jobs, margin
 from hpcrl.launch.scheduler import (
     AllocationRequest,
     Scheduler,

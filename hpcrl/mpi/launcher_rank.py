@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,6 +87,7 @@ class MpiHosts:
     apart: set[int] = field(default_factory=set)
     remote: list[RemoteHost] = field(default_factory=list)
     part: HostPart | None = None
+    requeue_words: Sequence[str] = ()
 
     @property
     def others(self) -> list[int]:

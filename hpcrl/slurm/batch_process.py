@@ -41,9 +41,11 @@ class SlurmAllocation:
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         """Raise UsageError if this is not a job, or the batch script is none of hpcrl's."""
-        self.backend = SrunHosts(read_groups(environment))
+        groups = read_groups(environment)
         self.job_id = environment["SLURM_JOB_ID"]
         self.restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
+        again = self.restarts < int(environment.get("HPCRL_MAX_REQUEUES", "0"))
+        self.backend = SrunHosts(groups, ("scontrol", "requeue", self.job_id) if again else ())
         self.cluster = environment.get("SLURM_CLUSTER_NAME")
 
     def nodes(self) -> list[Host]:

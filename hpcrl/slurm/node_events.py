@@ -19,6 +19,10 @@ from hpcrl.run.queued_job import QueueAnswer
 from hpcrl.slurm import squeue
 
 LATER = 60.0  #: seconds after a job's end in which Slurm may still write down what ended it
+#: what health checks (NHC, DCGM, a centre's own) write as the reason for draining a node whose hardware is at fault
+HEALTH = re.compile(
+    r"\b(s?xid|gpus?|nvlink|nvswitch|nvidia|dcgm|ecc|edac|mce|infiniband|hcas?|ib\d*|hsn\d*)\b", re.IGNORECASE
+)
 EVENT = ("NodeName", "State", "Start", "Reason")
 
 
@@ -28,15 +32,17 @@ class NodeFailure(NamedTuple):
     Attributes:
         began: unix time.
         reason: Slurm's, or an administrator's.
+        state: down, or drained.
     """
 
     node: str
     began: float
     reason: str
+    state: str = "down"
 
     def __str__(self) -> str:
         began = time.strftime("%H:%M:%S", time.localtime(self.began))
-        return f"Slurm has had it down since {began}: {self.reason or 'no reason given'}"
+        return f"Slurm has had it {self.state} since {began}: {self.reason or 'no reason given'}"
 
 
 def failures(nodes: Sequence[str], since: float, until: float) -> dict[str, str]:
@@ -88,8 +94,8 @@ def _now(nodes: Sequence[str], _: float) -> Iterator[NodeFailure]:
         name = re.match(r"NodeName=(\S+)", line)
         state = re.search(r"\bState=(\S+)", line)
         reason = re.search(r"\bReason=(.*?) \[[^\]@]*@(\d+)\]", line)
-        if name and state and reason and _is_down(state[1]):
-            yield NodeFailure(name[1], float(reason[2]), reason[1])
+        if name and state and reason and (how := _how(state[1], reason[1])):
+            yield NodeFailure(name[1], float(reason[2]), reason[1], how)
 
 
 def _in_accounting(nodes: Sequence[str], since: float) -> Iterator[NodeFailure]:
@@ -100,13 +106,16 @@ def _in_accounting(nodes: Sequence[str], since: float) -> Iterator[NodeFailure]:
     answer = squeue.call([*words, f"format={','.join(EVENT)}"])
     for line in answer.out.splitlines() if answer.code == 0 else ():
         cells = line.split("|", len(EVENT) - 1)
-        if len(cells) == len(EVENT) and _is_down(cells[1]) and cells[2].isdigit():
-            yield NodeFailure(cells[0], float(cells[2]), cells[3])
+        if len(cells) == len(EVENT) and cells[2].isdigit() and (how := _how(cells[1], cells[3])):
+            yield NodeFailure(cells[0], float(cells[2]), cells[3], how)
 
 
-def _is_down(state: str) -> bool:
-    """Of `DOWN`, `DOWN*`, `DOWN+DRAIN`, `FAIL`: its jobs have been ended, unlike those of a node that is drained."""
-    return re.match(r"(DOWN|FAIL)\b", state) is not None
+def _how(state: str, reason: str) -> str:
+    """ "down" of `DOWN`, `DOWN*`, `DOWN+DRAIN`, `FAIL`: its jobs have been ended.  "drained" of a node that keeps its
+    job, where the reason is one of a health check that has seen broken hardware.  "" of any other."""
+    if re.match(r"(DOWN|FAIL)\b", state):
+        return "down"
+    return "drained" if "DRAIN" in state and HEALTH.search(reason) else ""
 
 
 # ---- node lists

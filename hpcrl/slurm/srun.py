@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,10 +96,15 @@ class Step(HostProcess):
 
 
 class SrunHosts:
-    """The hosts of this job, reached with srun."""
+    """The hosts of this job, reached with srun.
 
-    def __init__(self, groups: list[HetGroup]) -> None:
+    Args:
+        requeue_words: the command that queues the job again; () where it is not to be.
+    """
+
+    def __init__(self, groups: list[HetGroup], requeue_words: Sequence[str] = ()) -> None:
         self.groups = groups
+        self.requeue_words = requeue_words
         self.count = sum(len(group.nodes) for group in groups)
         self.examined = False
         self.answers: Path | None = None  #: a directory that all hosts see, once there is one

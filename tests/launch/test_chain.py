@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,21 +12,22 @@ from typing import Any
 import msgspec
 import pytest
 
+from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch import batch_run
 from hpcrl.launch.allocation_request import make_request
+from hpcrl.launch.broken_hosts import broken_hosts, find_broken_host, heading, note_kernel_words
+from hpcrl.launch.host import commands
 from hpcrl.launch.job import RunJob
 from hpcrl.launch.restarts import (
-    broken_hosts,
-    find_broken_host,
     hand_over,
     later_jobs,
     nothing_left_to_do,
     place_in_chain,
 )
 from hpcrl.launch.scheduler import BatchScript
-from hpcrl.plan import Location, Plan
+from hpcrl.plan import Host, Location, Plan, make_plan
 from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.job_files import CANCEL, JobFile, read_job, replace_job
 from hpcrl.run.rundir import RunDir
@@ -172,6 +175,45 @@ def test_failed_roles_host_by_its_log(tmp_path: Path) -> None:
     assert find_broken_host(rundir, plan) == ("n2", "CUDA error: uncorrectable ECC error encountered")
     (rundir.logs / "trainer-1.log").write_text("CUDA out of memory")
     assert find_broken_host(rundir, plan) is None
+
+
+@pytest.mark.parametrize("rank", [8, 11, 3])
+def test_broken_host_by_any_log_of_the_attempt(tmp_path: Path, rank: int) -> None:
+    """Under torchrun a host's ranks share the log of the first; a rank elsewhere may have failed before them."""
+    rundir = RunDir.create(tmp_path / "run")
+    rundir.begin()
+    options = Options(actor_num_nodes=2, actor_num_gpus_per_node=8, loss_type="sft_loss", rollout_num_gpus=0)
+    plan = make_plan(options, [Host("n1", 8), Host("n2", 8)], "id")
+    rundir.plan_file.write_bytes(msgspec.json.encode(plan))
+    names = [f"{role}-{index}.log" for role, index, _ in commands(options, plan, rundir, "n2")]
+    assert names == ["trainer-8.log"]
+    rundir.fail("trainer", rank, "ended by SIGABRT")
+    log = rundir.logs / names[0]
+    log.write_text("what(): CUDA error: uncorrectable NVLink error detected during the execution\n")
+    assert find_broken_host(rundir, plan) == ("n2", log.read_text().strip())
+    log.write_bytes(heading(0, "n7") + log.read_bytes())
+    assert find_broken_host(rundir, plan)[0] == "n7", "the heading knows, as after a start on other hosts"
+    log.write_bytes(log.read_bytes() + heading(1, "n3") + b"step 4\n")
+    assert find_broken_host(rundir, plan) is None, "what an earlier attempt said is of another host, perhaps"
+    log.write_text("uncorrectable NVLink error\n")
+    os.utime(log, (1, 1))
+    assert find_broken_host(rundir, plan) is None
+
+
+def test_the_kernels_words_since_the_roles_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dmesg says goes to a role's log, if it is of broken hardware and new."""
+    now = time.monotonic()
+    fake = tmp_path / "dmesg"
+    log = tmp_path / "trainer-0.log"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    for ago, status, noted in ((50.0, 0, False), (-5.0, 1, False), (-5.0, 0, True)):
+        line = f"[{now - ago:12.6f}] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
+        fake.write_text(f"#!/bin/sh\necho '[    0.000000] Linux'\necho '{line}'\nexit {status}\n")
+        fake.chmod(0o755)
+        note_kernel_words(log, now)
+        assert log.exists() == noted
+    assert hardware_words(log.read_text()) and log.read_text().startswith("hpcrl: the kernel says: [")
+    note_kernel_words(None, now)
 
 
 @pytest.mark.parametrize("chain", [["11", "12", "13"], []])

@@ -55,6 +55,23 @@ def test_down_node_with_slurms_reason(slurm: FakeSlurm, state: str, reason: str,
     assert slurm.calls("sacctmgr") == []
 
 
+@pytest.mark.parametrize(
+    ("state", "reason", "named"),
+    [
+        ("ALLOCATED+DRAIN", "NHC: check_nvidia: Xid 79 on GPU 3", True),
+        ("IDLE+DRAIN", "dcgm diag failed", True),
+        ("MIXED+DRAIN", "kernel update on Tuesday", False),
+        ("DRAINED", "ib0 down", True),
+        ("ALLOCATED", "gpu", False),
+    ],
+)
+def test_a_health_check_that_drains_a_node_is_heard(slurm: FakeSlurm, state: str, reason: str, named: bool) -> None:
+    """Of the nodes that are drained, those whose reason is broken hardware."""
+    slurm.command("scontrol", node("node1", state, f"{reason} [root@1795392996]"))
+    said = f"Slurm has had it drained since {WHEN}: {reason}"
+    assert failures(NODES, AT - 100, AT + 100) == ({"node1": said} if named else {})
+
+
 @pytest.mark.parametrize(("since", "until"), [(AT + 1, AT + 100), (AT - 100, AT - 1)])
 def test_a_failure_at_another_time_is_none(slurm: FakeSlurm, since: float, until: float) -> None:
     slurm.command("scontrol", node("node2", "DOWN", "Not responding [root@1795392996]"))

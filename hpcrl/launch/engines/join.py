@@ -96,7 +96,7 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: SignalFlags) ->
     def begin(name: str, index: int, command: list[str]) -> Role:
         gpus = devices(whole, name, index, host, None, os.environ.get("CUDA_VISIBLE_DEVICES"))
         with deaf():
-            return start(name, index, command, rundir, gpus)
+            return start(name, index, command, rundir, host, gpus)
 
     roles: list[Role] = []
     timeline = role_timeline(rundir, "joined", indexes[0], host)
