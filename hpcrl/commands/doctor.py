@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.commands.awaited_job import AwaitedJob, asker
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
@@ -73,7 +74,7 @@ OWN = {
     "wait": Kind("float"),
 }
 WAIT = 900.0  #: seconds
-POLL = 1.0  #: seconds between two looks at a job
+POLL = 1.0  #: seconds between two looks at its result
 LIMIT = "15:00"  #: the short job's time limit
 
 
@@ -300,15 +301,11 @@ def _submitted(scheduler: Scheduler, directory: Path, seconds: float) -> list[Fi
 
 def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, deadline: Deadline) -> list[Finding]:
     """The findings of the job once it has them; a finding of our own if it ends without, or is too late."""
-    gone = 0
+    awaited = AwaitedJob(asker(scheduler, job))
     while True:
         with contextlib.suppress(OSError, Damaged):
             return read_json(directory / "findings.json", list[Finding])
-        answer = scheduler.look([job])
-        word = answer.jobs.get(job)
-        # a shared file system may show a file some seconds late
-        gone = gone + 1 if word and word.phase in ("ended", "gone") else 0
-        if gone > 10:
+        if awaited.over:
             log = directory / "job.log"
             if not log.exists():
                 hint = "choose a --run-dir on a file system that all nodes share"
@@ -319,7 +316,6 @@ def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, deadline: Deadl
             hint = "see setup, modules and python of the site"
             return [Finding("fail", "", f"job {job.job_id} ended without a result: {said}", hint)]
         if deadline.over:
-            state = " ".join(filter(None, (word.word, word.reason))) if word else answer.note
             hint = "give it longer with --wait, or fix what it waits for"
-            return [Finding("fail", "", f"job {job.job_id} did not end in time: {state}", hint)]
+            return [Finding("fail", "", f"job {job.job_id} did not end in time: {awaited.state()}", hint)]
         time.sleep(POLL)

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.commands.awaited_job import AwaitedJob, asker
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
@@ -186,15 +187,13 @@ def _await(scheduler: Any, job: JobKey, results: Results, deadline: Deadline) ->
         HpcrlError: if it ends without a word, or is too late.
     """
     seen: set[str] = set()
-    gone, every = 0, find_checks()
+    every, awaited = find_checks(), AwaitedJob(asker(scheduler, job))
     while not (results.directory / "ended").exists():
         os.listdir(results.directory)  # absence may be cached; a listing is not
         for name in sorted(results.read().keys() - seen, key=lambda name: every[name].turn):
             seen.add(name)
             print(_line(every, results, name), flush=True)
-        word = scheduler.look([job]).jobs.get(job)
-        gone = gone + 1 if word and word.phase in ("ended", "gone") else 0
-        if gone > 10:
+        if awaited.over:
             raise HpcrlError(f"job {job.job_id} ended before its checks", f"see {results.directory / 'job.log'}")
         if deadline.over:
             raise HpcrlError(f"job {job.job_id} did not end in time", "give it longer with --wait")

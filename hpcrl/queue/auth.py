@@ -31,7 +31,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from hpcrl.errors import HpcrlError
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import RunDir, write_atomic, write_unread
 from hpcrl.untrusted_files import read_regular
 
 ZAP_DOMAIN = b"hpcrl.queue"
@@ -89,9 +89,9 @@ def _make(folder: Path, service: Service, count: int) -> None:
     """The files of a service with so many clients."""
     server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + count)]
     keys = ServerKeys(*server, tuple(public for public, _ in clients))
-    write_atomic(_server_file(folder, service), msgspec.json.encode(keys))
+    write_unread(_server_file(folder, service), msgspec.json.encode(keys))
     for number, client in enumerate(clients):
-        write_atomic(_client_file(folder, number, service), msgspec.json.encode(ClientKeys(*client, server[0])))
+        write_unread(_client_file(folder, number, service), msgspec.json.encode(ClientKeys(*client, server[0])))
 
 
 # ---- keys of engines that a run has not started

@@ -20,7 +20,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.heartbeat import beating
 from hpcrl.plain_text import strip_control
-from hpcrl.plan import Plan
+from hpcrl.plan import Plan, StoredPlan
 from hpcrl.run.engine_files import is_added, with_added
 from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
@@ -68,7 +68,7 @@ def read_plan(rundir: RunDir) -> Plan:
         HpcrlError: if the launcher has left no whole plan.
     """
     try:
-        return read_json(rundir.plan_file, Plan)
+        return read_json(rundir.plan_file, StoredPlan).plan()
     except FileNotFoundError:
         raise HpcrlError(f"{rundir.plan_file} is not there", "does this host see the run directory?") from None
     except (OSError, Damaged) as error:

@@ -90,6 +90,24 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, patience: float = 0
         ) from error
 
 
+def write_unread(path: Path, data: bytes) -> None:
+    """Write a file that no process reads yet, and that none misses after a crash.
+
+    One call that changes the file system, and no wait for the disk: for files of which there is one for each rank.
+
+    Raises:
+        HpcrlError: with what the system said.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with open(fd, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        raise HpcrlError(
+            f"cannot write {path}: {describe(error, path)}", remedy(error) or "choose another --run-dir"
+        ) from error
+
+
 def _write(beside: Path, path: Path, data: bytes, mode: int) -> None:
     try:
         fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)

@@ -6,6 +6,7 @@ Invariants: bytes travel as uint8 tensors, nothing is pickled; results and the o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,16 @@ from hpcrl.errors import HpcrlError
 def device() -> torch.device:
     """Where tensors of a collective must be: CUDA with NCCL, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def connect_when_needed() -> None:
+    """Have gloo's groups, made from now on, connect two ranks when they first exchange something.
+
+    By default a group connects every rank to every other when it is made, and every one looks up the addresses of all
+    in the store: 2 N^2 requests for each group of N ranks.  Rings and trees need N log N connections.  Read by torch
+    when a group is made (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp); a user's own setting stays.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def make_patient(options: Options) -> dist.ProcessGroup:

@@ -27,6 +27,7 @@ from hpcrl.groups import planned
 from hpcrl.pickles.writer import refuse_foreign_pickles
 from hpcrl.plan import NO_GPUS
 from hpcrl.processors import SYSTEM, bind_beside
+from hpcrl.trainer.collectives import connect_when_needed
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
     timeout = timedelta(minutes=options.distributed_timeout_minutes)
     refuse_foreign_pickles()
     store = None if store is None else dist.PrefixStore("groups", store)
+    connect_when_needed()
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,

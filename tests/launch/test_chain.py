@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from hpcrl.config.options import Options
@@ -27,9 +26,10 @@ from hpcrl.launch.restarts import (
     place_in_chain,
 )
 from hpcrl.launch.scheduler import BatchScript
-from hpcrl.plan import Host, Location, Plan, make_plan
+from hpcrl.plan import Host, Location, Plan, encode_plan, make_plan
 from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.job_files import CANCEL, JobFile, read_job, replace_job
+from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import Summary, write_summary
 from hpcrl.slurm.site import SlurmSite
@@ -159,7 +159,7 @@ def broken(job: RunJob, role: str = "trainer", index: int = 1) -> RunDir:
     rundir = RunDir(job.root)
     rundir.begin()
     plan = Plan("id", 0, (Location("n1", (0,)), Location("n2", (0,))), (Location("n3", (0,)),), Location("n3", ()))
-    rundir.plan_file.write_bytes(msgspec.json.encode(plan))
+    rundir.plan_file.write_bytes(encode_plan(plan))
     rundir.fail(role, index, "trainer-1 ended with exit code 1; its log is there")
     (rundir.logs / f"{role}-{index}.log").write_text(
         "step 3\nCUDA error: uncorrectable ECC error encountered\nTraceback ...\n"
@@ -171,7 +171,7 @@ def test_failed_roles_host_by_its_log(tmp_path: Path) -> None:
     """The host of the role that failed is found by its log."""
     job = make(tmp_path / "run")
     rundir = broken(job)
-    plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
+    plan = read_plan(rundir)
     assert find_broken_host(rundir, plan) == ("n2", "CUDA error: uncorrectable ECC error encountered")
     (rundir.logs / "trainer-1.log").write_text("CUDA out of memory")
     assert find_broken_host(rundir, plan) is None
@@ -184,7 +184,7 @@ def test_broken_host_by_any_log_of_the_attempt(tmp_path: Path, rank: int) -> Non
     rundir.begin()
     options = Options(actor_num_nodes=2, actor_num_gpus_per_node=8, loss_type="sft_loss", rollout_num_gpus=0)
     plan = make_plan(options, [Host("n1", 8), Host("n2", 8)], "id")
-    rundir.plan_file.write_bytes(msgspec.json.encode(plan))
+    rundir.plan_file.write_bytes(encode_plan(plan))
     names = [f"{role}-{index}.log" for role, index, _ in commands(options, plan, rundir, "n2")]
     assert names == ["trainer-8.log"]
     rundir.fail("trainer", rank, "ended by SIGABRT")

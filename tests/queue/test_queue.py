@@ -784,13 +784,12 @@ def test_listens_on_the_plans_host(rundir: RunDir) -> None:
 
 TRAINER = """
 import sys, time
-import msgspec
-from hpcrl.plan import Plan
 from hpcrl.queue import client, messages
+from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 
 rundir, rollout_id, when = RunDir(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-plan = msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan)
+plan = read_plan(rundir)
 queue = client.QueueClient(rundir, plan, 0, 2, 20)
 
 def hang(*_):
@@ -834,14 +833,13 @@ def test_trainer_killed_before_its_ack(served: Served, ran: list[str], when: str
 
 SERVER = """
 import asyncio, sys
-import msgspec
-from hpcrl.plan import Plan
 from hpcrl.queue.server import QueueServer
+from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 
 async def main():
     rundir = RunDir(sys.argv[1])
-    server = QueueServer(rundir, msgspec.json.decode(rundir.plan_file.read_bytes(), type=Plan), 2, {})
+    server = QueueServer(rundir, read_plan(rundir), 2, {})
     await server.start()
     await asyncio.sleep(60)
 

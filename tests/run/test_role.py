@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch import probe
-from hpcrl.plan import Location, Plan
+from hpcrl.plan import Location, Plan, encode_plan
 from hpcrl.run.role import open_role, read_plan
 from hpcrl.run.rundir import RunDir
 
@@ -22,7 +21,7 @@ def rundir(rundir: RunDir) -> RunDir:
 
 
 def test_a_role_finds_its_place(rundir: RunDir) -> None:
-    rundir.plan_file.write_bytes(msgspec.json.encode(PLAN))
+    rundir.plan_file.write_bytes(encode_plan(PLAN))
     context = open_role([str(rundir.root), "--attempt", "0", "--index", "3"])
     assert (context.plan, context.index, context.rundir.here) == (PLAN, 3, rundir.here)
 

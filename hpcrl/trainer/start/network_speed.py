@@ -28,6 +28,7 @@ from hpcrl.errors import DeadlineError
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import write_atomic
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.trainer.collectives import connect_when_needed
 from hpcrl.untrusted_files import read_regular
 
 #: bytes that are added up: enough for the bandwidth, not the latency, to count
@@ -92,6 +93,7 @@ def join(seconds: float, port_file: Path | None = None) -> torch.device:
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "nccl"
     bound = {} if device.type == "cpu" else {"device_id": device}
+    connect_when_needed()
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=wait, **bound)
     return device
 
