@@ -6,6 +6,7 @@ the same inputs give the same Plan, however the processes are started (local pro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import groupby
 
@@ -16,6 +17,9 @@ from hpcrl.errors import UsageError
 
 #: values of CUDA_VISIBLE_DEVICES that hide all GPUs; the second is Slurm's
 NO_GPUS = ("", "NoDevFiles")
+
+#: seconds between two looks of a process into the run directory of a run on one host; of the ranks of one of several
+LOOK, LOOK_SHARED = 0.2, 4.0
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -93,6 +97,17 @@ class Plan(msgspec.Struct, frozen=True):
     def trainer_hosts(self) -> tuple[str, ...]:
         """The hosts with trainer ranks, in rank order."""
         return tuple(dict.fromkeys(place.host for place in self.trainers))
+
+    def rank_look(self) -> float:
+        """Seconds between two looks of a waiting trainer rank into the run directory.
+
+        On one host they are what ends a wait at once.  Hosts share the directory's servers, and each has a process that
+        looks for all of its ranks and ends them (`hpcrl/launch/host.py`): the ranks of a host together add one look in
+        LOOK_SHARED seconds.
+        """
+        if len(self.hosts) < 2:
+            return LOOK
+        return LOOK_SHARED * math.ceil(len(self.trainers) / max(1, len(self.trainer_hosts)))
 
     def slots_on(self, host: str) -> int:
         """How many slots of a host there are, from 0 to the last that anything uses."""

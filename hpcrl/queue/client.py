@@ -1,9 +1,9 @@
 """The rollout queue's client: lives in the first trainer rank of each data-parallel rank; blocking, for one thread.
 
-Invariants: every wait has a deadline, ends within 0.2 s once another process of the attempt has failed, and its error
-names role, host and what was awaited; once the run is asked to stop, nothing waits for a silent server; a share is
-returned once, whole, however often its parts arrive; the last part of a share is acknowledged only when the share has
-been checked.
+Invariants: every wait has a deadline, ends soon after another process of the attempt has failed (on one host within
+0.2 s; on several the host's own process ends it), and its error names role, host and what was awaited; once the run is
+asked to stop, nothing waits for a silent server; a share is returned once, whole, however often its parts arrive; the
+last part of a share is acknowledged only when the share has been checked.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from hpcrl.run.rundir import STOP, RunDir
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.signs import LastSign
 
-#: seconds between looks at the run directory; between repetitions of what is unanswered
-LOOK, REPEAT = 0.2, 1.0
+#: seconds between looks of rank 0 at the run directory of a run on several hosts; between repetitions of what is
+#: unanswered
+FIRST_LOOK, REPEAT = 1.0, 1.0
 #: kinds of failed handshakes that the monitor tells; the first is the server's refusal of our key
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _FAILED = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -72,6 +73,9 @@ class QueueClient:
         self._timeout = timeout
         self._patience = patience
         self._credit = credit
+        every = plan.rank_look()
+        self._every = min(every, FIRST_LOOK) if dp_rank == 0 else every
+        self._looked = LastSign(ago=self._every)
         self._given_up = False
         self.stop_seen: LastSign | None = None  # when it was first seen that the run is asked to stop
         self._name = secrets.token_hex(8)
@@ -201,32 +205,31 @@ class QueueClient:
     def _wait(self, end: Deadline, awaited: str, take: Callable[[messages.FromServer], T | None]) -> T:
         """What `take` makes of the first message that it does not answer None to; see the class for what ends it."""
         asked = LastSign()
-        look = 0.0
         repeat = time.monotonic() + REPEAT
         while True:
             now = time.monotonic()
-            if now >= look:
-                self._look()
-                look = now + LOOK
-                if self._silent(asked):
-                    raise Unanswered(f"{self._where} {awaited} {self._me()} once the run was asked to stop")
+            self._look()
+            if self._silent(asked):
+                raise Unanswered(f"{self._where} {awaited} {self._me()} once the run was asked to stop")
             if end.over:
                 raise self._late(awaited, end.seconds)
             if now >= repeat:
                 self._repeat()
                 repeat = now + REPEAT
-            for sock, _ in self._poller.poll(1000 * min(end.left, max(0.0, min(look, repeat) - now))):
+            for sock, _ in self._poller.poll(1000 * min(end.left, max(0.0, min(self._every, repeat - now)))):
                 if sock is self._monitor:
                     self._look_at_handshake()
                 elif (found := self._receive(take)) is not None:
                     return found
 
     def _look(self) -> None:
-        """Look whether the run is asked to stop.
+        """Look whether the run is asked to stop, if the last look was long enough ago.
 
         Raises:
             PeerError: if it has failed.
         """
+        if not self._looked.due(self._every):
+            return
         if STOP in self._rundir.check() and self.stop_seen is None:
             self.stop_seen = LastSign()
 

@@ -42,14 +42,20 @@ class KeyedStore(Store):
     is torch's.
 
     Attributes:
-        check: called now and then during a wait, may raise. Threads share it, each with a connection of its own.
+        check: called every `look` seconds of a wait, may raise. Threads share it, each with a connection of its own.
 
     Raises:
         DistStoreError: if the server does not answer, or a key does not appear, in time.
     """
 
     def __init__(
-        self, host: str, port: int, keys: auth.ClientKeys, timeout: timedelta, check: Callable[[], None] = nothing
+        self,
+        host: str,
+        port: int,
+        keys: auth.ClientKeys,
+        timeout: timedelta,
+        check: Callable[[], None] = nothing,
+        look: float = LOOK,
     ) -> None:
         super().__init__()
         self.set_timeout(timeout)
@@ -57,6 +63,7 @@ class KeyedStore(Store):
         self.port = port
         self._keys = keys
         self._check = check
+        self._look = max(look, LOOK)
         self._mine = threading.local()
         self._pid = os.getpid()
 
@@ -126,7 +133,7 @@ class KeyedStore(Store):
         connection.send(to_bytes(StoreRequest(number, verb, keys or [], values or [], amount)))
         while True:
             left = end.left
-            if connection.poll(max(0, int(1000 * min(left, LOOK)))):
+            if connection.poll(max(0, int(1000 * min(left, self._look)))):
                 answer = to_answer.decode(connection.recv())
                 if answer.number == number:  # else to a question that was given up
                     return answer

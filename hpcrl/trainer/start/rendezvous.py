@@ -56,7 +56,7 @@ def connect(context: RoleContext) -> KeyedStore:
     """
     found = wait_for(context.rundir, StorePeer, 0, 2 * context.options.launch_timeout)
     keys = client_keys(context.rundir, 0, "ranks")
-    return KeyedStore(found.host, found.port, keys, TIMEOUT, context.rundir.check)
+    return KeyedStore(found.host, found.port, keys, TIMEOUT, context.rundir.check, context.plan.rank_look())
 
 
 class RunRendezvous(RendezvousHandler):
