@@ -42,6 +42,8 @@ def join(host: str, port: int, keys: ClientKeys, rank: int, world: int, own_host
     limit = timedelta(seconds=seconds)
     store = KeyedStore(host, port, keys, limit)
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+    # all members alike, whatever TORCH_GLOO_LAZY_INIT says in their processes: gloo crashes where one connects at once
+    # and another when it must
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host, lazy_init=False)]
     options._timeout = limit
     return GlooGroup(store, dist.ProcessGroupGloo(dist.PrefixStore("hpcrl-weights", store), rank, world, options))

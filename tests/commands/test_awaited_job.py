@@ -8,7 +8,7 @@ from hpcrl.run.queued_job import QueuedJob
 from hpcrl.toolbox.signs import LastSign
 
 
-def test_the_scheduler_is_asked_seldom_and_not_after_the_end() -> None:
+def test_the_scheduler_is_asked_seldom() -> None:
     """A quarter of an hour of looks once a second makes 60 questions; the end is believed when files had time."""
     now = 0.0
     asked: list[float] = []

@@ -76,7 +76,7 @@ def requests(way: str) -> int:
     return sum(json.loads(done.stdout).values())
 
 
-def test_requests_of_the_store_do_not_grow_with_the_square_of_the_ranks() -> None:
+def test_store_requests_grow_as_n_log_n() -> None:
     """Two groups, by default: 4 N^2 requests and some; connected when needed: N log N for each collective."""
     eager, lazy = requests("at once"), requests("lazily")
     assert eager > 4 * RANKS**2
