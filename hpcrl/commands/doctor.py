@@ -62,8 +62,8 @@ directory, packages, the model. One line each; the exit status is 1 if anything 
   --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
   --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
   --nodes          also submit a short job of the run's shape, which looks at the nodes: the run directory seen from
-                   each, network, ports, clocks, versions, GPUs and their memory, vLLM, an all-reduce over the trainer
-                   ranks
+                   each, network, ports, clocks, versions, GPUs and their memory, vLLM, an all-reduce over the GPUs of
+                   trainers and engines
   --wait SECONDS   how long that job may take, from submission to its end (default: 900)
   --help           this text
 

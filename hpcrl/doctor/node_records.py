@@ -30,7 +30,7 @@ LARGEST = 1 << 28  #: bytes of all of them
 
 class NodeRecord(msgspec.Struct, frozen=True):
     """What a node leaves in the directory: its report, the port it listens on at each of its addresses, and how many
-    trainer ranks it would have."""
+    ranks it would have."""
 
     base: HostReport
     ports: dict[str, int]

@@ -34,7 +34,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Total(msgspec.Struct, frozen=True):
-    """A timed all-reduce over the trainer ranks.
+    """A timed all-reduce over a rank for each slot of the trainers' and engines' nodes.
 
     Attributes:
         bus_bandwidth: bytes a second that a link carries.
@@ -355,13 +355,13 @@ def _total(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """The all-reduce, if there was one: the first to fail is named, the rest merely waited for it."""
     hint = "see NCCL_DEBUG=INFO, interface and env of the site"
     if broken := [report for report in reports if report.broken]:
-        yield Finding("fail", broken[0].host, f"the all-reduce over the trainer ranks failed: {broken[0].broken}", hint)
+        yield Finding("fail", broken[0].host, f"the all-reduce over the nodes failed: {broken[0].broken}", hint)
         return
-    several = len([report for report in reports if report.role == "trainer"]) > 1
+    several = len([report for report in reports if report.role != "rollout"]) > 1
     if any(report.ranks for report in reports) and not any(report.total for report in reports):
-        yield Finding("warn", "", "the all-reduce over the trainer ranks was not tried", "see the failures above")
+        yield Finding("warn", "", "the all-reduce over the nodes was not tried", "see the failures above")
     for total in (report.total for report in reports if report.total):
-        shown = f"all-reduce of {size(total.bytes)} over {count(total.ranks, 'trainer rank')} ({total.backend})"
+        shown = f"all-reduce of {size(total.bytes)} over {count(total.ranks, 'rank')} ({total.backend})"
         shown += f": {total.bus_bandwidth / 1e9:.3g} GB/s bus bandwidth" if total.ranks > 1 else " works"
         if several and total.backend == "nccl" and total.bus_bandwidth < SLOW:
             yield Finding("warn", "", f"{shown}, as slow as plain sockets", hint)

@@ -229,7 +229,7 @@ def connect(found: dict[str, NodeRecord], me: str, interface: str | None) -> tup
     return tried, offsets
 
 
-# ---- the trainer ranks
+# ---- an all-reduce
 
 
 def rank_environments(found: dict[str, NodeRecord], me: str, network: dict[str, Network]) -> list[dict[str, str]]:
@@ -299,9 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--role", default="")
     parser.add_argument("--interface")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the other nodes")
-    parser.add_argument(
-        "--ranks", type=int, default=0, help="trainer ranks here, for an all-reduce (one where no GPU is)"
-    )
+    parser.add_argument("--ranks", type=int, default=0, help="ranks here, for an all-reduce (one where no GPU is)")
     parser.add_argument("--import", dest="modules", action="append", default=[], help="a module to try to import")
     parser.add_argument("--import-deadline", type=float, default=300.0)
     args = parser.parse_args(argv)

@@ -486,12 +486,12 @@ FAULTS: list[tuple[Callable[[NodeReport], NodeReport], str]] = [
     ),
     (
         on(ranks=8, broken="DistBackendError: x"),
-        "fail  n2: the all-reduce over the trainer ranks failed: DistBackendError: x",
+        "fail  n2: the all-reduce over the nodes failed: DistBackendError: x",
     ),
-    (on(ranks=8), "warn  the all-reduce over the trainer ranks was not tried"),
+    (on(ranks=8), "warn  the all-reduce over the nodes was not tried"),
     (
         on(ranks=8, total=Total(24, "nccl", 1 << 30, 1.0, 2e9)),
-        "warn  all-reduce of 1.0 GiB over 24 trainer ranks (nccl): 2 GB/s bus",
+        "warn  all-reduce of 1.0 GiB over 24 ranks (nccl): 2 GB/s bus",
     ),
 ]
 
@@ -633,7 +633,7 @@ def test_two_nodes_meet_on_this_machine(tmp_path: Path) -> None:
     assert bad(findings) == ["fail  node[1-2]: its address is the loopback's; name the site's network: interface ="]
     assert "ok    all 2 nodes see one run" in lines
     assert ("ok    ports are bound" in lines and "2 ways" in lines) and "agree within a second" in lines
-    assert "all-reduce of 16 MiB over 2 trainer ranks (gloo): " in lines
+    assert "all-reduce of 16 MiB over 2 ranks (gloo): " in lines
 
 
 @pytest.mark.process

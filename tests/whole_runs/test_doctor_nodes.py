@@ -15,7 +15,6 @@ pytestmark = pytest.mark.cluster
 
 SITE = """
 time = "1:00:00"
-srun = ["--mpi=none"]
 [env]
 OMP_NUM_THREADS = "1"
 [trainer]
@@ -60,7 +59,7 @@ def test_a_healthy_cluster_is_well(cluster: Cluster, tmp_path: Path, task: Path)
         "bound and reached, all 6 ways",
         "agree within a second",
         "versions agree: ",
-        "all-reduce of 16 MiB over 2 trainer ranks (gloo): ",
+        "all-reduce of 16 MiB over 3 ranks (gloo): ",
     ):
         assert any(row.startswith("ok ") and line in row for row in done.stdout.splitlines()), (line, done.stdout)
     assert not list(tmp_path.rglob(".hpcrl-doctor-*")), "its directory is removed"
