@@ -23,6 +23,8 @@ from hpcrl.models.family import Config, Family
 GIB = 1024**3
 #: bytes of a CUDA context and the libraries' workspaces: not computed, an allowance
 CUDA = 2 * GIB
+#: elements that are coded in FP8 at once, as `hpcrl.weights.fp8` has it, which a login node need not be able to import
+BAND = 1 << 22
 #: what is an allowance, and not computed from the model
 ALLOWANCES = ("CUDA", "NCCL")
 #: what is there in every phase
@@ -174,11 +176,15 @@ def _moment(told: Mapping[str, Any], name: str, careful: bool) -> int:
 
 
 def update_bytes(options: Options, config: Config, fields: Mapping[str, Any]) -> float:
-    """A bucket, unless it is there all the time, and the largest tensor whole in addition to its parts."""
-    hidden = fields["hidden_size"]
-    largest = hidden * max(config["vocab_size"], 2 * fields["ffn_hidden_size"])
-    bucket = options.update_weight_buffer_size - kept_buffers(options)
-    return bucket + 2.0 * largest * weight_bytes(options)
+    """In addition to the buffers that are there all the time.
+
+    In pieces, what a band of a tensor is coded in where engines serve FP8. A gathered update has the largest tensor
+    whole in addition to its parts, and sends out of host memory.
+    """
+    if pieces_from_gpu(options):
+        return 16.0 * BAND if config.get("quantization_config") else 0.0
+    largest = fields["hidden_size"] * max(config["vocab_size"], 2 * fields["ffn_hidden_size"])
+    return 2.0 * largest * weight_bytes(options)
 
 
 def kept_buffers(options: Options) -> float:

@@ -17,7 +17,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.memory.parameters import Layout, halved_on_stage, on_stage
-from hpcrl.memory.training import ALLOWANCES, rank_on, start_bytes
+from hpcrl.memory.training import ALLOWANCES, kept_buffers, rank_on, start_bytes, update_bytes
 from hpcrl.models.family import find_family
 from tests.support import families
 from tests.support.ranks import on_fake_device, on_fake_gpu
@@ -63,6 +63,7 @@ FUSED: dict[str, tuple[str, ...]] = {
     "precise bf16": ("start",),
     "fused": ("optimizer step",),
 }
+BUFFER = 4 << 20  #: bytes of an update's buffers, which hold the largest tensor
 NEAR = 0.05  #: relative
 
 
@@ -103,7 +104,33 @@ def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, i
         found = {"state": live.now}
         with live.phase("save"):
             everything(policy, policy.ranks, Position(1, 1))
+        with live.phase("weight update"):
+            sent_in_pieces(policy)
     return found | live.peaks | {"start": start}
+
+
+def sent_in_pieces(policy: Any) -> None:
+    """Every tensor of a rank into memory that pieces are sent from, as an update has it for two rounds."""
+    import torch
+
+    from hpcrl.models.slicing import CUTS
+    from hpcrl.trainer.megatron import hf_weights
+    from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
+
+    memory = torch.empty(BUFFER // 2, dtype=torch.bfloat16, device=next(policy.modules[0].parameters()).device)
+    written = 0
+    for rule, parameter in hf_weights._own(policy).values():
+        part = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
+        places = CUTS[rule.kind].places(part, tuple(parameter.shape), hf_weights._shapes(policy, rule))
+        own = {name: OwnTensor(parameter, places, which, ()) for which, name in enumerate(rule.hf)}
+        values = PieceValues(own, dict.fromkeys(own, "BF16"), None, {})
+        for place in places:
+            columns = place.columns or (0, parameter.shape[1] if parameter.dim() > 1 else 1)
+            rows, width = place.rows[1] - place.rows[0], columns[1] - columns[0]
+            out = memory[: rows * width].view(rows, width)
+            values.write(rule.hf[place.tensor], (*place.rows, *columns), out)
+            written += rows * width
+    assert written * 1.01 >= sum(p.numel() for module in policy.modules for p in module.parameters()), "all weights"
 
 
 def resumed(policy: Any) -> None:
@@ -161,6 +188,11 @@ def test_phases_take_what_is_estimated(tmp_path: Path, case: str) -> None:
     state = sum(terms.gpu[name] for name in ("weights", "gradients", "optimizer"))
     assert state == pytest.approx(found["state"], rel=NEAR), "state"
     assert found["save"] - found["state"] == pytest.approx(terms.gpu["save"], rel=NEAR), "a save gathers nothing"
+    updating = opts.model_copy(
+        update={"loss_type": "policy_loss", "rollout_num_gpus": 1, "update_weight_buffer_size": BUFFER}
+    )
+    update = kept_buffers(updating) + update_bytes(updating, config, kind.transformer(config))
+    assert state + update == pytest.approx(found["weight update"], rel=NEAR), "an update in pieces gathers nothing"
     assert found["log-probs"] + allowed <= terms.total, "never the most"
     if "start" not in FUSED.get(case, ("start",)):
         assert terms.resumed - allowed == pytest.approx(found["start"], rel=NEAR), "with Transformer Engine's Adam"

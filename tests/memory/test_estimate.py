@@ -21,9 +21,10 @@ from hpcrl.memory.host_fits import on_host, put_away
 from hpcrl.memory.nccl import communicators, nccl_bytes, update_members
 from hpcrl.memory.parameters import Count, Layout, on_stage, stage_layers, whole_model
 from hpcrl.memory.report import ASLEEP, SAMPLES, TRAINS, memory_lines, refuse_misfit, turns
-from hpcrl.memory.training import GIB, fullest_rank, gradient_bytes, optimizer_bytes, rank_on
+from hpcrl.memory.training import BAND, GIB, fullest_rank, gradient_bytes, optimizer_bytes, rank_on
 from hpcrl.models.family import find_family
 from hpcrl.slime.arguments import translate
+from hpcrl.weights import fp8
 from tests.slime.guides import GUIDES
 from tests.support.published_models import MODELS
 
@@ -210,7 +211,9 @@ def test_what_updates_keep_is_there_in_every_phase() -> None:
     wire = nccl_bytes(pieces) - nccl_bytes(gathered)
     assert wire > 0
     assert kept.phases["save"] == none.phases["save"] + bucket + wire
-    assert kept.phases["weight update"] == none.phases["weight update"] + wire, "the bucket counts once"
+    assert kept.phases["weight update"] == kept.phases["save"] - kept.gpu["save"], "pieces gather nothing"
+    assert none.gpu["weight update"] > 0, "whole tensors"
+    assert BAND == fp8.BAND
 
 
 def test_the_updates_communicator() -> None:
