@@ -201,6 +201,7 @@ with watched(RunDir(sys.argv[1]), 1.5, sys.argv[2:]):
         ("touch", None, "requeued", True),
         ("touch", "stop", "failed", False),
         ("touch", "cancel", "failed", False),
+        ("touch", "attempts/0/stop", "failed", False),
         ("no-such-scheduler", None, "failed", False),
     ],
 )

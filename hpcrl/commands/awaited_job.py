@@ -13,37 +13,43 @@ from hpcrl.launch.scheduler import Scheduler
 from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.toolbox.signs import LastSign
 
-LATE = 10.0  #: seconds that a shared file system may take to show a file of a job that has ended
+Answer = tuple[QueuedJob | None, str]
 
 
 class AwaitedJob:
     """What is known of the job.
 
     Args:
-        ask: asks the scheduler for its word on the job; None: it does not say.
+        ask: asks the scheduler: (its word on the job, None if it does not say; why it does not).
     """
 
-    def __init__(self, ask: Callable[[], QueuedJob | None], last: Callable[[], LastSign] = LastSign) -> None:
+    def __init__(self, ask: Callable[[], Answer], last: Callable[[], LastSign] = LastSign) -> None:
         self._ask = ask
         self._asked = last()
-        self._ended: LastSign | None = None
-        self._last = last
+        self._ended = 0
         self.word: QueuedJob | None = None
+        self.note = ""
 
     @property
     def over(self) -> bool:
-        """Whether it has ended so long ago that its files would have shown."""
-        if self._ended is None and self._asked.due(ASK):
-            self.word = self._ask() or self.word
-            if self.word and self.word.phase in ("ended", "gone"):
-                self._ended = self._last()
-        return self._ended is not None and self._ended.silence > LATE
+        """Whether it has ended, as two answers one after the other have it: the first may be a mistake, and the files
+        of a job that has ended have time to show."""
+        if self._ended < 2 and self._asked.due(ASK):
+            word, self.note = self._ask()
+            self.word = word or self.word
+            self._ended = self._ended + 1 if word and word.phase in ("ended", "gone") else 0
+        return self._ended > 1
 
     def state(self) -> str:
-        """The scheduler's last word, "" if it gave none."""
-        return " ".join(filter(None, (self.word.word, self.word.reason))) if self.word else ""
+        """The scheduler's last word, or why it gives none."""
+        return " ".join(filter(None, (self.word.word, self.word.reason))) if self.word else self.note
 
 
-def asker(scheduler: Scheduler, job: JobKey) -> Callable[[], QueuedJob | None]:
+def asker(scheduler: Scheduler, job: JobKey) -> Callable[[], Answer]:
     """What an `AwaitedJob` of this scheduler asks."""
-    return lambda: scheduler.look([job]).jobs.get(job)
+
+    def ask() -> Answer:
+        answer = scheduler.look([job])
+        return answer.jobs.get(job), answer.note
+
+    return ask

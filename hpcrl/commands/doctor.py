@@ -31,7 +31,7 @@ from hpcrl.doctor import directories, packages
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
 from hpcrl.errors import HpcrlError, UsageError, parts_of
 from hpcrl.findings import Finding, failed, last_line
-from hpcrl.launch.allocation_request import make_request
+from hpcrl.launch.allocation_request import make_request, nodes_are_alike
 from hpcrl.launch.preflight import NOTHING, HostView, absent, begins_with, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.scheduler import (
     AllocationRequest,
@@ -62,8 +62,8 @@ directory, packages, the model. One line each; the exit status is 1 if anything 
   --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
   --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
   --nodes          also submit a short job of the run's shape, which looks at the nodes: the run directory seen from
-                   each, network, ports, clocks, versions, GPUs and their memory, vLLM, an all-reduce over the GPUs of
-                   trainers and engines
+                   each, network, ports, clocks, versions, GPUs and their memory, vLLM, an all-reduce over the trainer's
+                   GPUs, in a homogeneous job over all
   --wait SECONDS   how long that job may take, from submission to its end (default: 900)
   --help           this text
 
@@ -101,9 +101,14 @@ class Case:
         return load_scheduler(self.site.scheduler)
 
     def request(self) -> AllocationRequest:
-        """The allocation of the run; without a recipe one node of each component that the site describes."""
+        """The allocation of the run; without a recipe one node of each component that the site describes, or two that
+        are alike."""
         if self.stages:
             return make_request(self.stages, self.site)
+        if self.site.layout != "heterogeneous" and nodes_are_alike(self.site):
+            all_nodes = self.site.trainer
+            both = Component("trainer", 2, all_nodes.gpus_per_node or 0, all_nodes.cpus_per_node)
+            return AllocationRequest("homogeneous", (both,), margin=60)
         named = [name for name in ("trainer", "engine", "rollout") if self.site.describes(name)]
         parts = [(name, getattr(self.site, name)) for name in named or ["trainer"]]
         return AllocationRequest(

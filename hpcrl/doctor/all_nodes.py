@@ -145,7 +145,7 @@ def _start(step: NodeStep, job: NodesJob, directory: Path, expected: int) -> Pop
     words = [str(directory), f"--expect={expected}", f"--role={step.role}", f"--wait={job.seconds:g}"]
     if job.interface:
         words.append(f"--interface={job.interface}")
-    if job.allreduce and step.role in ("trainer", "engine"):  # weights go from one to the other over the same network
+    if job.allreduce and step.role == "trainer":  # of a homogeneous job all nodes
         words.append(f"--ranks={step.slots}")
     if job.imports and step.role == engines:
         words.append("--import=vllm")

@@ -34,7 +34,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Total(msgspec.Struct, frozen=True):
-    """A timed all-reduce over a rank for each slot of the trainers' and engines' nodes.
+    """A timed all-reduce over a rank for each slot of the trainer's nodes, in a homogeneous job of all.
 
     Attributes:
         bus_bandwidth: bytes a second that a link carries.
@@ -357,7 +357,7 @@ def _total(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     if broken := [report for report in reports if report.broken]:
         yield Finding("fail", broken[0].host, f"the all-reduce over the nodes failed: {broken[0].broken}", hint)
         return
-    several = len([report for report in reports if report.role != "rollout"]) > 1
+    several = len([report for report in reports if report.role == "trainer"]) > 1
     if any(report.ranks for report in reports) and not any(report.total for report in reports):
         yield Finding("warn", "", "the all-reduce over the nodes was not tried", "see the failures above")
     for total in (report.total for report in reports if report.total):

@@ -72,16 +72,20 @@ def _components(stages: Sequence[Options], site: SiteProfile) -> tuple[str, list
     one step, which is what shares a network's identifiers (such as Slingshot's VNI).
     """
     ordinary = any(o.colocate for o in stages) or site.layout == "homogeneous"
-    if ordinary or (site.layout is None and _nodes_are_alike(site)):
+    if ordinary or (site.layout is None and nodes_are_alike(site)):
         try:
             return "homogeneous", _homogeneous(stages, site)
-        except UsageError:
+        except UsageError as error:
             if ordinary:
                 raise
+            try:
+                return "heterogeneous", _used(stages, _heterogeneous(stages, site))
+            except UsageError:
+                raise error from None
     return "heterogeneous", _used(stages, _heterogeneous(stages, site))
 
 
-def _nodes_are_alike(site: SiteProfile) -> bool:
+def nodes_are_alike(site: SiteProfile) -> bool:
     """Whether the profile says what a node has, and the same for engines as for trainers, with no node of the rollout
     process's own."""
     engine = site.engine == type(site.engine)() or site.engine == site.trainer
@@ -125,7 +129,8 @@ def _heterogeneous(stages: Sequence[Options], site: SiteProfile) -> list[Compone
 def _engine_nodes(stages: Sequence[Options], site: SiteProfile, wanted: int) -> tuple[int, int]:
     """(nodes, slots a node) for `wanted` GPUs of engines; an engine is in one node, or fills several."""
     per_engine = max(o.rollout_num_gpus_per_engine for o in stages if o.num_engines)
-    node = site.engine.gpus_per_node or min(wanted, 8)
+    as_trainers = site.trainer.gpus_per_node if site.engine == type(site.engine)() else None
+    node = site.engine.gpus_per_node or as_trainers or min(wanted, 8)
     if per_engine > node:
         if per_engine % node:
             raise UsageError(

@@ -172,7 +172,11 @@ def _broken_host(job: RunJob) -> tuple[str, str] | None:
     rundir = last_attempt(job)
     if rundir is None or not rundir.plan_file.is_file():
         return None
-    if found := find_broken_host(rundir, read_plan(rundir)):
+    try:
+        found = find_broken_host(rundir, read_plan(rundir))
+    except HpcrlError:  # no plan to read: the failure's own words stand
+        return None
+    if found:
         note_broken_host(job.root, *found)
         say(
             f"host {found[0]} is broken and is left out at this run's next starts (see {job.root / BROKEN}): {found[1]}"

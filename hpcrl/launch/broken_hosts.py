@@ -1,6 +1,7 @@
 """Hosts whose hardware broke: found by what their processes and their kernels say, left out at later starts.
 
-Invariants: a host is called broken only for words by which a driver or CUDA says that its hardware is; only what was
+Invariants: a host is called broken only for words by which a driver or CUDA says that its hardware is, and only one of
+the plan's; what has failed for a reason of its own, such as a user's function, is not blamed on hardware; only what was
 written in the attempt that failed counts, since a log holds one attempt after the other, of other hosts perhaps.
 """
 
@@ -24,6 +25,13 @@ from hpcrl.untrusted_files import Damaged, open_append, read_json
 
 BROKEN = "broken-hosts.json"  #: in a run directory: host -> what was seen there
 DMESG = 5.0  #: seconds that dmesg may take
+RECENT = 600.0  #: seconds before a failure in which the kernel's words are taken for its cause
+#: errors behind which broken hardware of another rank or host may be: an end by a signal, a peer that is gone, a GPU
+MAY_BE_HARDWARE = re.compile(
+    r"\bSIG[A-Z]+|signal|CUDA|NCCL|gloo|peer|connection|sign of life|has died|was lost|time[d ]*out|within \d+ s"
+    r"|before the run was over",
+    re.IGNORECASE,
+)
 LOOKED_AT = 200  #: lines at the end of a log
 LOG = re.compile(r"(trainer|engine)-(\d+)(-node-\d+)?\.log")
 #: the line with which the host's process begins a role's part of its log
@@ -46,7 +54,8 @@ def note_kernel_words(log: Path | None, since: float) -> None:
     """
     answer = run_command(["dmesg"], DMESG) if log and shutil.which("dmesg") else None
     lines = answer.out.splitlines() if answer and answer.code == 0 else []
-    new = [line for line in lines if (at := re.match(r"\[ *([\d.]+)\]", line)) and float(at[1]) >= since - 1.0]
+    since = max(since - 1.0, time.monotonic() - RECENT)
+    new = [line for line in lines if (at := re.match(r"\[ *([\d.]+)\]", line)) and float(at[1]) >= since]
     if log and (said := hardware_words("\n".join(new))):
         with contextlib.suppress(OSError), open_append(log) as out:
             out.write(f"hpcrl: the kernel says: {said}\n".encode())
@@ -55,9 +64,9 @@ def note_kernel_words(log: Path | None, since: float) -> None:
 def find_broken_host(rundir: RunDir, plan: Plan) -> tuple[str, str] | None:
     """(host, what was seen) if anything of the attempt that failed tells of broken hardware.
 
-    The role that failed first is asked first: its error, and the end of its log.  Then every other trainer's and
-    engine's log: under torchrun the ranks of a host share one, and a rank may have missed its peer before the peer's
-    own host said why.
+    The role that failed first is asked first: its error, and the end of its log.  Then, where that error is none of the
+    role's own, every other trainer's and engine's log: under torchrun the ranks of a host share one, and a rank may
+    have missed its peer before the peer's own host said why.
     """
     failure = rundir.failure()
     if failure is None:
@@ -65,15 +74,20 @@ def find_broken_host(rundir: RunDir, plan: Plan) -> tuple[str, str] | None:
     host = _host_of(failure.role, failure.index, plan)
     if host and (said := hardware_words(failure.message)):
         return host, said
-    for where, text in _logs(rundir, plan, failure):
-        if said := hardware_words(text):
+    others = failure.role != "rollout" and MAY_BE_HARDWARE.search(failure.message)
+    for name, where, text in _logs(rundir, plan, failure):
+        if (others or name == _log_of(failure)) and where in plan.hosts and (said := hardware_words(text)):
             return where, said
     return None
 
 
-def _logs(rundir: RunDir, plan: Plan, failure: AttemptFailure) -> Iterator[tuple[str, str]]:
-    """(host, what the attempt has written at the end) of every role's log, that of the failed role first."""
-    first = f"{failure.role}-{failure.index}.log"
+def _log_of(failure: AttemptFailure) -> str:
+    return f"{failure.role}-{failure.index}.log"
+
+
+def _logs(rundir: RunDir, plan: Plan, failure: AttemptFailure) -> Iterator[tuple[str, str, str]]:
+    """(name, host, what the attempt has written at the end) of every role's log, that of the failed role first."""
+    first = _log_of(failure)
     names = [name for name in listed(rundir.logs) if LOG.fullmatch(name)]
     for name in sorted(names, key=lambda name: (name != first, name)):
         host, lines = _of_attempt(last_lines(rundir.logs / name, LOOKED_AT), rundir.attempt)
@@ -81,16 +95,23 @@ def _logs(rundir: RunDir, plan: Plan, failure: AttemptFailure) -> Iterator[tuple
             found = LOG.fullmatch(name)
             host = _host_of(found[1], int(found[2]), plan) if found and not found[3] else None
         if host:
-            yield host, b"\n".join(lines).decode(errors="replace")
+            yield name, host, b"\n".join(lines).decode(errors="replace")
 
 
 def _of_attempt(lines: list[bytes], attempt: int) -> tuple[str | None, list[bytes]]:
-    """(host, lines) that an attempt wrote; (None, all) without a heading among them, (None, []) of another attempt."""
-    for number in range(len(lines) - 1, -1, -1):
-        if found := HEADING.match(lines[number]):
-            own = int(found[1]) == attempt
-            return (found[2].decode(errors="replace"), lines[number + 1 :]) if own else (None, [])
-    return None, lines
+    """(host, lines) that an attempt wrote there last, all incarnations of an engine on one host; (None, all) without a
+    heading among them, (None, []) of another attempt."""
+    found = [(at, match) for at, line in enumerate(lines) if (match := HEADING.match(line))]
+    if not found:
+        return None, lines
+    if int(found[-1][1][1]) != attempt:
+        return None, []
+    begin, host = found[-1][0], found[-1][1][2]
+    for at, match in reversed(found):
+        if match[2] != host or int(match[1]) != attempt:
+            break
+        begin = at
+    return host.decode(errors="replace"), lines[begin:]
 
 
 def _begun(rundir: RunDir) -> float:

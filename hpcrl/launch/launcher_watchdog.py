@@ -30,7 +30,7 @@ from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.scratch import scratch
 
-ANSWER = 30.0  #: seconds that a scheduler may take to queue the job again
+ANSWER = 960.0  #: seconds that it may take to have the job queued again: its command asks until the scheduler answers
 
 
 @contextlib.contextmanager
@@ -92,7 +92,8 @@ def _queue_again(rundir: RunDir, what: str, words: Sequence[str]) -> None:
     root = next((root for root in (rundir.root, rundir.root.parent) if (root / STATE).is_file()), None)
     if root is None:
         return
-    phase: Phase = "requeued" if words and not any((root / name).exists() for name in (STOP, CANCEL)) else "failed"
+    asked = rundir.stop_requested() or any((root / name).exists() for name in (STOP, CANCEL))
+    phase: Phase = "requeued" if words and not asked else "failed"
     _last_word(rundir, root, phase, what)  # before, since the scheduler may end us at once
     if phase == "requeued":
         answer = run_command(list(words), ANSWER)

@@ -81,17 +81,17 @@ def make_keys(rundir: RunDir, dp_size: int) -> None:
         old.unlink()
     services: tuple[tuple[Service, int], ...] = (("queue", dp_size), ("ranks", 1), ("weights", 1))
     for service, count in services:
-        _make(rundir.keys, service, count)
+        _make(rundir.keys, service, count, write_unread)
     write_atomic(rundir.keys / HTTP_KEY, secrets.token_hex(32).encode())
 
 
-def _make(folder: Path, service: Service, count: int) -> None:
+def _make(folder: Path, service: Service, count: int, write: Callable[[Path, bytes], None]) -> None:
     """The files of a service with so many clients."""
     server, *clients = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(1 + count)]
     keys = ServerKeys(*server, tuple(public for public, _ in clients))
-    write_unread(_server_file(folder, service), msgspec.json.encode(keys))
+    write(_server_file(folder, service), msgspec.json.encode(keys))
     for number, client in enumerate(clients):
-        write_unread(_client_file(folder, number, service), msgspec.json.encode(ClientKeys(*client, server[0])))
+        write(_client_file(folder, number, service), msgspec.json.encode(ClientKeys(*client, server[0])))
 
 
 # ---- keys of engines that a run has not started
@@ -106,7 +106,7 @@ def make_engine_keys(folder: Path) -> None:
     try:
         fcntl.flock(at, fcntl.LOCK_EX)  # several may be served at once
         if not (folder / HTTP_KEY).exists():
-            _make(folder, "weights", 1)
+            _make(folder, "weights", 1, write_atomic)
             write_atomic(folder / HTTP_KEY, secrets.token_hex(32).encode())
     finally:
         os.close(at)

@@ -25,6 +25,7 @@ from hpcrl.queue.sockets import HEARTBEAT, HEARTBEAT_TIMEOUT, endpoint
 from hpcrl.rendezvous.table import StoreReply, StoreRequest, Verb, to_answer, to_bytes
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.retry import Pauses
+from hpcrl.toolbox.signs import LastSign
 
 LOOK = 2.0  #: seconds between two calls of `check` while an answer is awaited
 KNOCK = 1.0  #: seconds that a look at the server's port may take
@@ -128,12 +129,12 @@ class KeyedStore(Store):
         connection = self._connection()
         self._mine.number = number = self._mine.number + 1
         end = Deadline(seconds)
-        knock = Deadline(0.0)
+        knock, looked = Deadline(0.0), LastSign(ago=self._look)
         pauses = iter(KNOCKS)
         connection.send(to_bytes(StoreRequest(number, verb, keys or [], values or [], amount)))
         while True:
             left = end.left
-            if connection.poll(max(0, int(1000 * min(left, self._look)))):
+            if connection.poll(max(0, int(1000 * min(left, LOOK)))):
                 answer = to_answer.decode(connection.recv())
                 if answer.number == number:  # else to a question that was given up
                     return answer
@@ -143,7 +144,8 @@ class KeyedStore(Store):
                     f"the store at {self.host}:{self.port} did not answer {verb} {what} within {seconds:.0f} s"
                 )
             else:
-                self._check()
+                if looked.due(self._look):
+                    self._check()
                 if knock.over:
                     knock = Deadline(next(pauses))
                     self._knock(verb)

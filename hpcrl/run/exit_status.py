@@ -182,11 +182,14 @@ def _number(path: Path) -> int | None:
 
 # ---- what drivers say of hardware
 
-#: what CUDA (cuda-runtime-api, cudaError: ECCUncorrectable, NvlinkUncorrectable, HardwareStackError) and NVIDIA's
-#: driver (the Xid errors after which a GPU needs a reset or a replacement) say of hardware
+#: what CUDA (cuda-runtime-api, cudaError: ECCUncorrectable, NvlinkUncorrectable, HardwareStackError), NVML and NVIDIA's
+#: driver (the Xid errors after which a GPU needs a reset or a replacement; not those of memory that it has contained or
+#: remapped, 63, 92 and 94, after which it works on) say of hardware, in their own lines: a prompt may speak of it too
 HARDWARE = re.compile(
-    r"uncorrectable ECC error|uncorrectable NVLink error|hardware stack error|GPU is lost|fallen off the bus"
-    r"|NVRM: Xid \([^)]*\): (?:48|62|63|64|74|79|92|94|95|119|120)\b|double.bit ECC"
+    r"CUDA\b.{0,40}error\b.{0,20}(?:uncorrectable ECC error|uncorrectable NVLink error|hardware stack error)"
+    r"|(?:NVML|nvidia-smi|Unable to determine the device handle).{0,80}GPU is lost|NVRM: .{0,80}fallen off the bus"
+    r"|NVRM: Xid \([^)]*\): (?:48|62|64|74|79|95|119|120)\b|NVRM: .{0,80}double.bit ECC",
+    re.IGNORECASE,
 )
 
 

@@ -45,7 +45,7 @@ class SlurmAllocation:
         self.job_id = environment["SLURM_JOB_ID"]
         self.restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
         again = self.restarts < int(environment.get("HPCRL_MAX_REQUEUES", "0"))
-        self.backend = SrunHosts(groups, ("scontrol", "requeue", self.job_id) if again else ())
+        self.backend = SrunHosts(groups, (sys.executable, "-m", "hpcrl.slurm.requeue", self.job_id) if again else ())
         self.cluster = environment.get("SLURM_CLUSTER_NAME")
 
     def nodes(self) -> list[Host]:
@@ -65,17 +65,7 @@ class SlurmAllocation:
         return node_events.failures(hosts, since, until)
 
     def requeue(self) -> None:
-        answer = run_command(["scontrol", "requeue", self.job_id], CALL)
-        if answer.code in (
-            0,
-            -signal.SIGTERM,
-        ):  # the latter: Slurm has begun to end this job's processes, scontrol first
-            return
-        error = _failure(answer, "requeue", self.job_id)
-        said = answer.err.lower()
-        if any(words in said for words in UNDER_WAY):  # Slurm was faster
-            raise AlreadyRequeued(error.what)
-        raise error if any(words in said for words in REFUSED) else SchedulerSilent(error.what, error.hint)
+        requeue(self.job_id)
 
     def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
         _scontrol("update", f"jobid={job_id}", f"excnodelist={','.join(hosts)}")
@@ -83,6 +73,23 @@ class SlurmAllocation:
     def mark(self, identity: str, said: str = "") -> None:
         more = f" {' '.join(said.split())[:500]}" if said else ""
         _scontrol("update", f"jobid={self.job_id}", f"comment={squeue.MARK}{identity}{more}")
+
+
+def requeue(job_id: str) -> None:
+    """Queue a job again, once.
+
+    Raises:
+        AlreadyRequeued: if Slurm was faster.
+        SchedulerSilent: if it did not answer; HpcrlError if it refuses.
+    """
+    answer = run_command(["scontrol", "requeue", job_id], CALL)
+    if answer.code in (0, -signal.SIGTERM):  # the latter: Slurm has begun to end the job's processes, scontrol first
+        return
+    error = _failure(answer, "requeue", job_id)
+    said = answer.err.lower()
+    if any(words in said for words in UNDER_WAY):
+        raise AlreadyRequeued(error.what)
+    raise error if any(words in said for words in REFUSED) else SchedulerSilent(error.what, error.hint)
 
 
 def _scontrol(*words: str) -> None:

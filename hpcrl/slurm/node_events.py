@@ -19,10 +19,16 @@ from hpcrl.run.queued_job import QueueAnswer
 from hpcrl.slurm import squeue
 
 LATER = 60.0  #: seconds after a job's end in which Slurm may still write down what ended it
-#: what health checks (NHC, DCGM, a centre's own) write as the reason for draining a node whose hardware is at fault
+DRAINED = 1800.0  #: seconds before a failure within which a drain is taken for its cause
+#: what health checks (NHC, DCGM, a centre's own) write as the reason for draining a node whose hardware is at fault:
+#: the part, and what is wrong with it; and what administrators write of work that they have planned
 HEALTH = re.compile(
     r"\b(s?xid|gpus?|nvlink|nvswitch|nvidia|dcgm|ecc|edac|mce|infiniband|hcas?|ib\d*|hsn\d*)\b", re.IGNORECASE
 )
+FAULT = re.compile(
+    r"xid|fail|error|fault|\becc\b|fallen|\bdown\b|\bbad\b|broken|degraded|check|dead\b|lost\b|missing", re.IGNORECASE
+)
+PLANNED = re.compile(r"updat|upgrad|maint|firmware|driver|reboot|swap|replace|reserv|moved|planned", re.IGNORECASE)
 EVENT = ("NodeName", "State", "Start", "Reason")
 
 
@@ -53,11 +59,12 @@ def failures(nodes: Sequence[str], since: float, until: float) -> dict[str, str]
     if not nodes:
         return {}
     found: dict[str, NodeFailure] = {}
+    drained = max(since, min(time.time(), until) - DRAINED)
     for look in (_now, _in_accounting):
         for one in look(nodes, since):
-            if one.node in nodes and since <= one.began <= until:
+            if one.node in nodes and (since if one.state == "down" else drained) <= one.began <= until:
                 found.setdefault(one.node, one)
-        if found:
+        if any(one.state == "down" for one in found.values()):
             break
     return {node: str(one) for node, one in found.items()}
 
@@ -115,7 +122,8 @@ def _how(state: str, reason: str) -> str:
     job, where the reason is one of a health check that has seen broken hardware.  "" of any other."""
     if re.match(r"(DOWN|FAIL)\b", state):
         return "down"
-    return "drained" if "DRAIN" in state and HEALTH.search(reason) else ""
+    sick = HEALTH.search(reason) and FAULT.search(reason) and not PLANNED.search(reason)
+    return "drained" if "DRAIN" in state and sick else ""
 
 
 # ---- node lists

@@ -9,22 +9,24 @@ from hpcrl.toolbox.signs import LastSign
 
 
 def test_the_scheduler_is_asked_seldom() -> None:
-    """A quarter of an hour of looks once a second makes 60 questions; the end is believed when files had time."""
+    """A quarter of an hour of looks once a second makes 60 questions; an end is believed when it is said twice."""
     now = 0.0
     asked: list[float] = []
 
-    def ask() -> QueuedJob | None:
+    def ask() -> tuple[QueuedJob | None, str]:
         asked.append(now)
-        if now == 30:
-            return None  # it does not answer
-        return QueuedJob("ended", "FAILED") if now >= 900 else QueuedJob("pending", "PENDING", "Priority")
+        if now in (15, 30):
+            return None, "squeue: no answer"
+        ended = now == 600 or now >= 900  # the first is a mistake
+        return QueuedJob("gone", "GONE") if ended else QueuedJob("pending", "PENDING", "Priority"), ""
 
     awaited = AwaitedJob(ask, lambda: LastSign(clock=lambda: now))
-    over = None
+    over, states = None, {}
     for second in range(1000):
         now = float(second)
         if awaited.over:
             over = now
             break
-        assert awaited.state() == ("" if now < ASK else "PENDING Priority" if now < 900 else "FAILED")
-    assert len(asked) == 900 / ASK and asked[-1] == 900 and over == 911
+        states[now] = awaited.state()
+    assert over == 915 and asked == [ASK * number for number in range(1, 62)]
+    assert (states[14], states[16], states[46], states[601]) == ("", "squeue: no answer", "PENDING Priority", "GONE")

@@ -141,13 +141,16 @@ def test_chained_job_waits_for_the_one_before() -> None:
     [
         ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
         ("[ 12.3] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.", True),
-        ("NVRM: Xid (PCI:0000:3b:00): 94, pid=1, Contained", True),
+        ("NVRM: Xid (PCI:0000:3b:00): 94, pid=1, Contained", False),
         ("NVRM: Xid (PCI:0000:3b:00): 31, MMU fault", False),
         ("NVRM: Xid (PCI:0000:3b:00): 13, Graphics Exception", False),
         ("CUDA error: an illegal memory access was encountered", False),
         ("torch.OutOfMemoryError: CUDA out of memory", False),
         ("NCCL WARN Timeout", False),
         ("Xid 79 is discussed in the documents", False),
+        ("prompt: what does 'uncorrectable ECC error' mean, and when is a GPU lost?", False),
+        ("NVRM: Xid (PCI:0000:3b:00): 63, Row Remapper: New row marked for remapping", False),
+        ("what():  CUDA error: uncorrectable NVLink error detected during the execution", True),
     ],
 )
 def test_only_hardware_words_mark_a_host(line: str, hardware: bool) -> None:
@@ -191,13 +194,39 @@ def test_broken_host_by_any_log_of_the_attempt(tmp_path: Path, rank: int) -> Non
     log = rundir.logs / names[0]
     log.write_text("what(): CUDA error: uncorrectable NVLink error detected during the execution\n")
     assert find_broken_host(rundir, plan) == ("n2", log.read_text().strip())
-    log.write_bytes(heading(0, "n7") + log.read_bytes())
-    assert find_broken_host(rundir, plan)[0] == "n7", "the heading knows, as after a start on other hosts"
+    log.write_bytes(heading(0, "n1") + log.read_bytes())
+    assert find_broken_host(rundir, plan)[0] == "n1", "the heading knows"
     log.write_bytes(log.read_bytes() + heading(1, "n3") + b"step 4\n")
     assert find_broken_host(rundir, plan) is None, "what an earlier attempt said is of another host, perhaps"
-    log.write_text("uncorrectable NVLink error\n")
+    said = b"CUDA error: uncorrectable ECC error encountered\n"
+    log.write_bytes(heading(0, "n2") + said + heading(0, "n2") + b"RuntimeError: CUDA unknown error\n")
+    assert find_broken_host(rundir, plan)[0] == "n2", "what an earlier incarnation said counts"
+    log.write_bytes(heading(0, "n99") + said)
+    assert find_broken_host(rundir, plan) is None, "an engine of another job is on no host of this one"
+    log.write_bytes(said)
     os.utime(log, (1, 1))
     assert find_broken_host(rundir, plan) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "message", "found"),
+    [
+        ("trainer", "trainer-0 ended with exit code 1; it says: ValueError: no reward", False),
+        ("rollout", "reward.py: connection refused", False),
+        ("trainer", "rank 0 was ended by SIGABRT", True),
+        ("trainer", "DistBackendError: NCCL error: remote process exited", True),
+        ("engine", "engine 0 on n1 has died: /health answers 503", True),
+        ("launcher", "the process of host n2 gives no sign of life for 80 s", True),
+    ],
+)
+def test_hardware_is_blamed_for_what_it_may_cause(tmp_path: Path, role: str, message: str, found: bool) -> None:
+    """A failure with a reason of its own ends the run with that, whatever another log says."""
+    rundir = broken(make(tmp_path / "run"))
+    (rundir.here / "error.json").unlink()
+    rundir.fail(role, 0, message)
+    assert find_broken_host(rundir, read_plan(rundir)) == (
+        ("n2", "CUDA error: uncorrectable ECC error encountered") if found else None
+    )
 
 
 def test_the_kernels_words_since_the_roles_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

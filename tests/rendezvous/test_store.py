@@ -189,7 +189,7 @@ def test_store_in_a_reference_cycle(meeting: Meeting) -> None:
 
 
 def test_a_server_that_has_ended_is_not_waited_for(meeting: Meeting) -> None:
-    store = meeting.member(seconds=300)
+    store = meeting.member(seconds=300, look=200.0)  # as among thousands of ranks, who seldom look at files
     store.set("x", "1")
     threading.Timer(0.1, meeting.server.close).start()
     with pytest.raises(dist.DistStoreError, match="ended before it answered"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from hpcrl.config.options import Options
@@ -44,3 +45,9 @@ def test_a_hosts_report_that_is_none_is_named(rundir: RunDir, damage: bytes) -> 
     (rundir.here / "hosts" / "b.json").write_bytes(damage)
     with pytest.raises(PeerError, match=r"hosts/b\.json.*damaged, or of another"):
         probe.gather(rundir, ["a", "b"], 5)
+
+
+def test_a_plan_of_before_is_read(rundir: RunDir) -> None:
+    """plan.json once had a line for each rank; a run that began so still starts engines again."""
+    rundir.plan_file.write_bytes(msgspec.json.encode(PLAN))
+    assert read_plan(rundir) == PLAN

@@ -61,6 +61,9 @@ def test_down_node_with_slurms_reason(slurm: FakeSlurm, state: str, reason: str,
         ("ALLOCATED+DRAIN", "NHC: check_nvidia: Xid 79 on GPU 3", True),
         ("IDLE+DRAIN", "dcgm diag failed", True),
         ("MIXED+DRAIN", "kernel update on Tuesday", False),
+        ("MIXED+DRAIN", "NVIDIA driver update 570", False),
+        ("MIXED+DRAIN", "GPU firmware upgrade after job ends", False),
+        ("MIXED+DRAIN", "moved to gpu-test reservation", False),
         ("DRAINED", "ib0 down", True),
         ("ALLOCATED", "gpu", False),
     ],
@@ -70,6 +73,14 @@ def test_a_health_check_that_drains_a_node_is_heard(slurm: FakeSlurm, state: str
     slurm.command("scontrol", node("node1", state, f"{reason} [root@1795392996]"))
     said = f"Slurm has had it drained since {WHEN}: {reason}"
     assert failures(NODES, AT - 100, AT + 100) == ({"node1": said} if named else {})
+
+
+def test_a_drain_long_before_the_failure_is_no_cause(slurm: FakeSlurm) -> None:
+    """And it does not hide a node that was down for a while, which accounting knows."""
+    slurm.command("scontrol", node("node1", "ALLOCATED+DRAIN", "GPU 3 failed [root@1795392996]"))
+    assert failures(NODES, AT - 9000, AT + 7000) == {}
+    slurm.command("sacctmgr", "node3|DOWN*|1795392990|Not responding\n")
+    assert set(failures(NODES, AT - 9000, AT + 100)) == {"node1", "node3"}
 
 
 @pytest.mark.parametrize(("since", "until"), [(AT + 1, AT + 100), (AT - 100, AT - 1)])

@@ -148,3 +148,15 @@ def test_slingshot_sites_start_everything_in_one_step(file: Path, tmp_path: Path
     for recipe in map(load_recipe, RECIPES):
         (options,) = resolve_stages(recipe, site.options(recipe, {}), {"run": "r", "prepared": "p"})
         assert not list(steps_apart(site, make_request([options], site).components)), recipe.name
+
+
+def test_what_is_said_where_neither_layout_fits() -> None:
+    """The hint of the ordinary job, which was tried first; and engines without a table have the trainers' nodes."""
+    four = {"gpus_per_node": 4}
+    site = SlurmSite.model_validate({"trainer": four, "engine": four})
+    with pytest.raises(UsageError, match="give --actor-num-nodes 2 --actor-num-gpus-per-node 4"):
+        make_request([Options(actor_num_gpus_per_node=8, rollout_num_gpus=4)], site)
+    sixes = Options(actor_num_gpus_per_node=4, rollout_num_gpus=12, rollout_num_gpus_per_engine=6)
+    alone = SlurmSite.model_validate({"trainer": four})
+    with pytest.raises(UsageError, match="of 4 GPUs"):
+        make_request([sixes], alone)
