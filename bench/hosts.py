@@ -13,7 +13,7 @@ hosts.  Measured:
   waiting     the same of the trainer ranks of a host, eight of them, each the first of its data-parallel rank, which wait for samples
               of a real rollout queue (hpcrl/queue/client.py), in a plan of so many hosts
   ranks       so many ranks meet in a real store (hpcrl/rendezvous): each looks up in two groups as many peers as gloo needs for its
-              rings and trees; requests and bytes in all, CPU seconds of the server, bytes of plan.json, seconds to make the keys
+              rings and trees; requests and bytes in all, CPU seconds of the server, seconds to make the keys
   after       processes and sruns that the batch host starts to find out which hosts answer
 
 Bounds that are checked: at most 1 call a second and host in the steady state, waiting ranks included; requests of the store that
@@ -39,12 +39,13 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+import msgspec  # noqa: E402
 import zmq  # noqa: E402
 
 from hpcrl.doctor.node_records import NodeRecord, share_records  # noqa: E402
 from hpcrl.doctor.node_reports import peers_of  # noqa: E402
 from hpcrl.launch.probe import HostReport, Network  # noqa: E402
-from hpcrl.plan import Location, Plan, encode_plan  # noqa: E402
+from hpcrl.plan import Location, Plan  # noqa: E402
 from hpcrl.queue.auth import ClientKeys, client_keys, lock_client, make_keys  # noqa: E402
 from hpcrl.rendezvous.table import StoreRequest, to_bytes  # noqa: E402
 from hpcrl.run.process import raise_file_limit  # noqa: E402
@@ -206,7 +207,7 @@ def waiting(seconds: float, hosts: int, ranks: int) -> float:
         with tempfile.TemporaryDirectory() as folder:
             rundir = RunDir.create(Path(folder) / "run")
             rundir.begin()
-            write_atomic(rundir.plan_file, encode_plan(plan_of(hosts, ranks)))
+            write_atomic(rundir.plan_file, msgspec.json.encode(plan_of(hosts, ranks)))
             make_keys(rundir, 2 * ranks)
             words = [sys.executable, "-c", QUEUE, str(rundir.root), str(2 * ranks)]
             with subprocess.Popen(words, cwd=REPO, stdout=subprocess.PIPE) as server:
@@ -261,8 +262,7 @@ def ranks_meet(ranks: int) -> dict[str, float]:
             seconds = time.monotonic() - begun
             server.stdin.close()
             cpu = float(server.stdout.readline())
-        plan = len(encode_plan(plan_of(max(ranks // 8, 1), min(ranks, 8))))
-    return {"requests": requests, "bytes": size, "cpu": cpu, "seconds": seconds, "keys": keys_seconds, "plan": plan}
+    return {"requests": requests, "bytes": size, "cpu": cpu, "seconds": seconds, "keys": keys_seconds}
 
 
 def _meet(ranks: int, port: int, keys: ClientKeys) -> tuple[int, int]:
@@ -334,7 +334,7 @@ def main() -> int:
         n, met = hosts * args.ranks, row["ranks"]
         meetings.append(
             f"| {n:,} | {met['requests']:,} | {met['requests'] / n / math.log2(n):.1f} | {4 * n * n:,} | {met['bytes'] / 1e6:.1f} "
-            f"| {met['cpu']:.1f} | {met['seconds']:.1f} | {met['keys']:.2f} | {met['plan'] / 1e3:.0f} |"
+            f"| {met['cpu']:.1f} | {met['seconds']:.1f} | {met['keys']:.2f} |"
         )
     text = "\n".join(
         [
@@ -356,8 +356,8 @@ def main() -> int:
             "connects every rank to every other, as torch has it by default, asks the store 2 N^2 times.",
             "",
             "| ranks | requests of the store | per N log2 N | with 2 N^2 a group | MB of answers | CPU s of the store | "
-            "s in all | s for the keys | kB of plan.json |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "s in all | s for the keys |",
+            "|---|---|---|---|---|---|---|---|",
             *meetings,
             "",
         ]

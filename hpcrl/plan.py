@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import groupby
 
 import msgspec
 
@@ -135,45 +134,6 @@ class Plan(msgspec.Struct, frozen=True):
         rows.append(("rollout", "0", self.rollout.host, "-"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
-class RanksOfHost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Consecutive trainer ranks of one host, as plan.json has them.
-
-    Attributes:
-        slots: of each rank.
-    """
-
-    host: str
-    slots: list[tuple[int, ...]]
-    address: str = ""
-    interface: str = ""
-
-
-class StoredPlan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A Plan as plan.json has it, which every process reads: a line for each host, and not for each rank."""
-
-    run_id: str
-    attempt: int
-    trainers: list[RanksOfHost]
-    engines: tuple[Location, ...]
-    rollout: Location
-    external: tuple[str, ...] = ()
-
-    def plan(self) -> Plan:
-        """What was stored."""
-        trainers = tuple(
-            Location(part.host, slots, part.address, part.interface) for part in self.trainers for slots in part.slots
-        )
-        return Plan(self.run_id, self.attempt, trainers, self.engines, self.rollout, self.external)
-
-
-def encode_plan(plan: Plan) -> bytes:
-    """plan.json's content; `StoredPlan.plan` gives it back."""
-    groups = groupby(plan.trainers, key=lambda place: (place.host, place.address, place.interface))
-    parts = [RanksOfHost(host, [p.slots for p in places], at, face) for (host, at, face), places in groups]
-    stored = StoredPlan(plan.run_id, plan.attempt, parts, plan.engines, plan.rollout, plan.external)
-    return msgspec.json.encode(stored)
 
 
 def visible_devices(

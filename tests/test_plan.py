@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.groups import planned
-from hpcrl.plan import Host, Plan, StoredPlan, encode_plan, local_hosts, make_plan, socket_names, visible_devices
+from hpcrl.plan import Host, Plan, local_hosts, make_plan, socket_names, visible_devices
 
 
 def options(trainers: int, gpus: int, per_engine: int = 1, nodes: int = 1, **more: object) -> Options:
@@ -171,15 +171,3 @@ def test_slots_up_to_the_last_in_use() -> None:
     """Slots of a host are counted up to the last one in use."""
     plan = make_plan(options(4, 8, 4, nodes=2), [Host("a", 16), Host("b", 8), Host("c", 0)], "r")
     assert [plan.slots_on(host) for host in "abc"] == [12, 4, 0]
-
-
-def test_a_stored_plan_is_the_plan_and_small() -> None:
-    """4,096 ranks on 512 hosts take a line for each host, and a sixth of the bytes of a line for each rank."""
-    options = Options(
-        actor_num_nodes=512, actor_num_gpus_per_node=8, rollout_num_gpus=32, rollout_num_gpus_per_engine=16
-    )
-    hosts = [Host(f"nid{number:06}", 8, f"10.100.{number // 256}.{number % 256}", "hsn0") for number in range(516)]
-    plan = make_plan(options, hosts, "0" * 32, 3)
-    data = encode_plan(plan)
-    assert msgspec.json.decode(data, type=StoredPlan).plan() == plan
-    assert len(data) * 6 < len(msgspec.json.encode(plan)) and len(data) < 60_000

@@ -25,7 +25,7 @@ from hpcrl.launch.engines.standalone import borrow
 from hpcrl.launch.host import CLOSING, GRACE, HOST_BEAT
 from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.launch.stop_signals import StopRequest
-from hpcrl.plan import Host, Plan, encode_plan, make_plan
+from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.report.file_tail import last_lines
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended
@@ -145,7 +145,7 @@ def _run(
         hosts = backend.hosts(options, rundir)
         write_atomic(rundir.here / HOSTS, msgspec.json.encode(hosts))
         plan = make_plan(options, hosts, run_id, rundir.attempt)
-        write_atomic(rundir.plan_file, encode_plan(plan))
+        write_atomic(rundir.plan_file, msgspec.json.encode(plan))
         make_keys(rundir, options.data_parallel_size)
         lent = borrow(rundir, plan, options)
         members += backend.start(options, plan, rundir)

@@ -15,13 +15,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.heartbeat import beating
 from hpcrl.plain_text import strip_control
-from hpcrl.plan import Plan, StoredPlan
+from hpcrl.plan import Plan
 from hpcrl.run.engine_files import is_added, with_added
 from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
@@ -62,15 +61,6 @@ def read_options(rundir: RunDir) -> Options:
         raise HpcrlError(f"{rundir.options_file} is damaged, or of another version of hpcrl: {error}") from error
 
 
-def _plan_of(file: Path) -> Plan:
-    try:
-        return read_json(file, StoredPlan).plan()
-    except Damaged:
-        with contextlib.suppress(Damaged):  # that of a run which began before plan.json had a line for each host
-            return read_json(file, Plan)
-        raise
-
-
 def read_plan(rundir: RunDir) -> Plan:
     """Who runs where in this attempt.
 
@@ -78,7 +68,7 @@ def read_plan(rundir: RunDir) -> Plan:
         HpcrlError: if the launcher has left no whole plan.
     """
     try:
-        return _plan_of(rundir.plan_file)
+        return read_json(rundir.plan_file, Plan)
     except FileNotFoundError:
         raise HpcrlError(f"{rundir.plan_file} is not there", "does this host see the run directory?") from None
     except (OSError, Damaged) as error:

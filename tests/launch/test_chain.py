@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcrl.config.options import Options
@@ -26,7 +27,7 @@ from hpcrl.launch.restarts import (
     place_in_chain,
 )
 from hpcrl.launch.scheduler import BatchScript
-from hpcrl.plan import Host, Location, Plan, encode_plan, make_plan
+from hpcrl.plan import Host, Location, Plan, make_plan
 from hpcrl.run.exit_status import hardware_words
 from hpcrl.run.job_files import CANCEL, JobFile, read_job, replace_job
 from hpcrl.run.role import read_plan
@@ -162,7 +163,7 @@ def broken(job: RunJob, role: str = "trainer", index: int = 1) -> RunDir:
     rundir = RunDir(job.root)
     rundir.begin()
     plan = Plan("id", 0, (Location("n1", (0,)), Location("n2", (0,))), (Location("n3", (0,)),), Location("n3", ()))
-    rundir.plan_file.write_bytes(encode_plan(plan))
+    rundir.plan_file.write_bytes(msgspec.json.encode(plan))
     rundir.fail(role, index, "trainer-1 ended with exit code 1; its log is there")
     (rundir.logs / f"{role}-{index}.log").write_text(
         "step 3\nCUDA error: uncorrectable ECC error encountered\nTraceback ...\n"
@@ -187,7 +188,7 @@ def test_broken_host_by_any_log_of_the_attempt(tmp_path: Path, rank: int) -> Non
     rundir.begin()
     options = Options(actor_num_nodes=2, actor_num_gpus_per_node=8, loss_type="sft_loss", rollout_num_gpus=0)
     plan = make_plan(options, [Host("n1", 8), Host("n2", 8)], "id")
-    rundir.plan_file.write_bytes(encode_plan(plan))
+    rundir.plan_file.write_bytes(msgspec.json.encode(plan))
     names = [f"{role}-{index}.log" for role, index, _ in commands(options, plan, rundir, "n2")]
     assert names == ["trainer-8.log"]
     rundir.fail("trainer", rank, "ended by SIGABRT")

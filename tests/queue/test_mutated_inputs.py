@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from hpcrl.errors import HpcrlError
-from hpcrl.plan import Location, Plan, encode_plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue import messages
 from hpcrl.queue.share_format import WireError, decode, encode
 from hpcrl.rendezvous.table import StoreRequest, Table, to_ask, to_bytes
@@ -126,7 +126,7 @@ def test_whatever_a_plan_holds(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     chance = random.Random(SEED)
     rundir.begin()
-    valid = encode_plan(PLAN)
+    valid = msgspec.json.encode(PLAN)
     rundir.plan_file.write_bytes(valid)
     assert read_plan(rundir) == PLAN
     for number in range(COUNT):

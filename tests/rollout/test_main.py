@@ -16,12 +16,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.plan import Plan, encode_plan, local_hosts, make_plan
+from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.queue.client import Late, QueueClient
 from hpcrl.queue.messages import UNFINISHED
@@ -86,7 +87,7 @@ class Attempt:
         self.rundir.begin()
         self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")
         write_atomic(self.rundir.options_file, self.options.model_dump_json().encode())
-        write_atomic(self.rundir.plan_file, encode_plan(self.plan))
+        write_atomic(self.rundir.plan_file, msgspec.json.encode(self.plan))
         if not number:
             make_keys(self.rundir, 2)
         self.engines = [FakeEngine(script, keys_of(self.rundir)) for script in scripts]

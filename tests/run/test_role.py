@@ -8,7 +8,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch import probe
-from hpcrl.plan import Location, Plan, encode_plan
+from hpcrl.plan import Location, Plan
 from hpcrl.run.role import open_role, read_plan
 from hpcrl.run.rundir import RunDir
 
@@ -22,7 +22,7 @@ def rundir(rundir: RunDir) -> RunDir:
 
 
 def test_a_role_finds_its_place(rundir: RunDir) -> None:
-    rundir.plan_file.write_bytes(encode_plan(PLAN))
+    rundir.plan_file.write_bytes(msgspec.json.encode(PLAN))
     context = open_role([str(rundir.root), "--attempt", "0", "--index", "3"])
     assert (context.plan, context.index, context.rundir.here) == (PLAN, 3, rundir.here)
 
@@ -45,9 +45,3 @@ def test_a_hosts_report_that_is_none_is_named(rundir: RunDir, damage: bytes) -> 
     (rundir.here / "hosts" / "b.json").write_bytes(damage)
     with pytest.raises(PeerError, match=r"hosts/b\.json.*damaged, or of another"):
         probe.gather(rundir, ["a", "b"], 5)
-
-
-def test_a_plan_of_before_is_read(rundir: RunDir) -> None:
-    """plan.json once had a line for each rank; a run that began so still starts engines again."""
-    rundir.plan_file.write_bytes(msgspec.json.encode(PLAN))
-    assert read_plan(rundir) == PLAN

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 
@@ -17,7 +18,7 @@ from hpcrl.config.options import Options
 from hpcrl.engines.fleet import EngineBroadcast
 from hpcrl.engines.http import Address, ask
 from hpcrl.engines.registry import Engine
-from hpcrl.plan import Plan, encode_plan, local_hosts, make_plan
+from hpcrl.plan import Plan, local_hosts, make_plan
 from hpcrl.queue.auth import http_key, make_keys
 from hpcrl.redistribution.layouts import whole
 from hpcrl.run.peers import EnginePeer, find
@@ -64,7 +65,7 @@ class Engines:
         self.processes = [self._start(i) for i in range(count)]
 
     def write(self, plan: Plan) -> None:
-        self.rundir.plan_file.write_bytes(encode_plan(plan))
+        self.rundir.plan_file.write_bytes(msgspec.json.encode(plan))
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", self.module, str(self.rundir.root), "--attempt", "0", "--index", str(index)]

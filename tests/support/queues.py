@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from hpcrl.plan import Location, Plan, encode_plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue import auth, messages
 from hpcrl.queue.client import QueueClient
 from hpcrl.queue.server import QueueServer
@@ -31,7 +31,7 @@ def make_rundir(path: Path, plan: Plan = PLAN, dp_size: int = 2) -> RunDir:
     """A run directory with the keys and the plan of one attempt."""
     rundir = RunDir.create(path)
     rundir.begin()
-    write_atomic(rundir.plan_file, encode_plan(plan))
+    write_atomic(rundir.plan_file, msgspec.json.encode(plan))
     auth.make_keys(rundir, dp_size)
     return rundir
 

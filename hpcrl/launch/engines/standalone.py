@@ -16,10 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from hpcrl.config.options import Options
 from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.plan import Location, Plan, encode_plan
+from hpcrl.plan import Location, Plan
 from hpcrl.queue.auth import HTTP_KEY, borrow_keys, lend_keys, make_engine_keys
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.untrusted_files import open_regular
@@ -44,7 +46,7 @@ def prepare(options: Options, listen: str, keys: Path) -> RunDir:
     rundir.begin()
     lend_keys(keys, listen, rundir.keys)
     write_atomic(rundir.options_file, options.model_dump_json().encode())
-    write_atomic(rundir.plan_file, encode_plan(Plan("external", 0, (), (place,), place, (listen,))))
+    write_atomic(rundir.plan_file, msgspec.json.encode(Plan("external", 0, (), (place,), place, (listen,))))
     return rundir
 
 
