@@ -14,7 +14,7 @@ from hpcrl.errors import UsageError
 from hpcrl.memory.engine import EngineTerms, engine_terms, share, utilization
 from hpcrl.memory.fits import Misfit, misfit
 from hpcrl.memory.host_fits import HOST, host_misfit, on_host
-from hpcrl.memory.training import GIB, STATE, MemoryTerms, fullest_rank
+from hpcrl.memory.training import GIB, STATE, MemoryTerms, fullest_rank, most_resumed
 from hpcrl.models.family import Config, Family
 
 GPU = 80.0  #: GiB of a GPU where nothing else is said
@@ -48,9 +48,9 @@ def memory_lines(
         yield f"  of both on one GPU while {_each(turns(options, trainer, engine))}"
     taken = on_host(options, trainer, engine)
     yield f"  host, for {options.actor_num_gpus_per_node} ranks: {_sum(taken)}"
-    if trainer.resumed > gpu * GIB and options.bf16:
+    if (resumed := most_resumed(options, family, config)) > gpu * GIB and options.bf16:
         yield (
-            f"warn: a run that resumes takes {trainer.resumed / GIB:.0f} of {gpu:g} GiB while Transformer Engine's "
+            f"warn: a run that resumes takes {resumed / GIB:.0f} of {gpu:g} GiB while Transformer Engine's "
             "Adam is loaded (docs/memory.md)"
         )
     if host is None and (lacks := host_misfit(options, family, config, gpu, HOST)):

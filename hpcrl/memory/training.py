@@ -84,6 +84,12 @@ def fullest_rank(options: Options, family: Family, config: Config) -> MemoryTerm
     )
 
 
+def most_resumed(options: Options, family: Family, config: Config) -> float:
+    """Bytes of a rank whose run resumes, on the stage where that is most: another one, perhaps, than the fullest."""
+    layout = Layout.of(options, family.transformer(config)["num_layers"])
+    return max(rank_on(options, family, config, layout, stage).resumed for stage in range(layout.pp))
+
+
 def rank_on(options: Options, family: Family, config: Config, layout: Layout, stage: int) -> MemoryTerms:
     """The terms of a rank on one pipeline stage."""
     count = on_stage(family, config, layout, stage, options.megatron)

@@ -127,6 +127,7 @@ class WeightStream:
         self.exporter = exporter
         self.ended = False
         self._gathering: Pairs = iter(())
+        self._begun = False  #: whether the other ranks are in that export
 
     # ---- rank 0
 
@@ -136,6 +137,7 @@ class WeightStream:
         return self._gathering
 
     def _gathered(self) -> Pairs:
+        self._begun = True
         self._say("gather")
         yield from export(self.exporter.policy, self.exporter.patient)
 
@@ -168,8 +170,9 @@ class WeightStream:
         """
         if not self.ended:
             self.ended = True
-            with contextlib.suppress(ValueError):  # a thread that did not give up is in it: that error says it
-                deque(self._gathering, maxlen=0)
+            if self._begun:
+                with contextlib.suppress(ValueError):  # a thread that did not give up is in it: that error says it
+                    deque(self._gathering, maxlen=0)
             self._say("end")
 
     def _say(self, word: Word, what: Any = None) -> None:

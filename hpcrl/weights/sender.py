@@ -166,7 +166,11 @@ class WeightSender:
         assert self.fleet is not None and self.update is not None, "connect() comes first"
         begin = time.monotonic()
         self.comparison = Comparison(self.manifests, self.ties, self.options.check_weight_update_equal, self._is_due())
-        self.update.stage(source, self._checked, bool(self.comparison), version)
+        try:
+            self.update.stage(source, self._checked, bool(self.comparison), version)
+        except Exception as error:
+            self._tell_lost(error)
+            raise
         paused = time.monotonic()
         try:
             if not self.options.takes_turns:  # asleep, and with an empty cache, as it is
@@ -180,8 +184,7 @@ class WeightSender:
             if not self.options.takes_turns:
                 self.fleet.post("resuming", "/resume")
         except BaseException as error:
-            if lost := self._lost(error):
-                raise EngineLost(str(error), [*lost, *self._give_up(lost)]) from error
+            self._tell_lost(error)
             self._put_right(error)
             raise
         end = time.monotonic()
@@ -232,6 +235,11 @@ class WeightSender:
             raise HpcrlError(
                 f"the trainer has not exported {len(missing)} tensors of the engines, the first is {min(missing)}"
             )
+
+    def _tell_lost(self, error: BaseException) -> None:
+        """Raise EngineLost if an error tells of engines that have ended, of which the run may do without."""
+        if lost := self._lost(error):
+            raise EngineLost(str(error), [*lost, *self._give_up(lost)]) from error
 
     def _lost(self, error: BaseException) -> list[Engine]:
         """The engines whose end an error tells of, if the run may continue without them."""

@@ -46,3 +46,16 @@ def test_an_export_that_is_given_up_lets_all_ranks_go(layout: str, tmp_path: Pat
     found = run_ranks(2, rank_side, options, timeout=60)
     assert all(held == exported for held, exported, _ in found)
     assert [seen for *_, seen in found] == [3, 0]
+
+
+def test_an_export_that_nobody_began_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where members do not come together rank 0 has the export in its hand, and no rank is in it."""
+    from hpcrl.trainer.weight_export import WeightStream
+
+    said: list[str] = []
+    monkeypatch.setattr(WeightStream, "_say", lambda _, word, what=None: said.append(word))
+    stream = WeightStream(None)  # type: ignore[arg-type]
+    stream.gathered()
+    stream.end()
+    stream.end()
+    assert said == ["end"]

@@ -14,8 +14,6 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import find_algorithm_file
 from hpcrl.errors import UsageError
 
-#: each file is a way of --weight-transfer, named as the option's value
-
 
 def check_needed(o: Options) -> None:
     """Raise UsageError for a run without model, prompts or length."""

@@ -189,13 +189,18 @@ def optimizer_parts(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
     return [optimizer[number] for number in numbers] or [optimizer]
 
 
+def groups_of(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer's part; those of one in fp32 that is not distributed are at its top."""
+    return part.get("optimizer", part).get("param_groups", [])
+
+
 def drop_classes(part: dict[str, Any]) -> None:
     """Take what is no plain value out of the parameter groups, in place.
 
     An optimizer that is partly on the CPU keeps there which classes it is made of: no reader of ours takes a class from
     a file or another rank, and a layout that loads it has its own.
     """
-    for group in part["optimizer"]["param_groups"]:
+    for group in groups_of(part):
         for name in [name for name, value in group.items() if isinstance(value, type)]:
             del group[name]
 
@@ -208,10 +213,10 @@ def as_chained(loaded: dict[Any, Any], own: list[dict[str, Any]]) -> dict[Any, A
             takes its numbers (learning rate, weight decay, step) from a stored one of the same kind.
     """
     leaves = [loaded, *(part for key, part in loaded.items() if isinstance(key, int))]
-    stored = [group for leaf in leaves for group in leaf.get("optimizer", {}).get("param_groups", [])]
+    stored = [group for leaf in leaves for group in groups_of(leaf)]
     parts = []
     for i, part in enumerate(own):
-        for group in part["optimizer"]["param_groups"]:
+        for group in groups_of(part):
             same = [
                 g for g in stored if all(g.get(k) == group.get(k) for k in ("wd_mult", "lr_mult", "is_decoupled_lr"))
             ]

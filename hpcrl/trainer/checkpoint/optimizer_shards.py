@@ -24,6 +24,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from hpcrl.errors import HpcrlError
+
 STEP = "step"  #: Megatron keeps it with the groups of parameters
 Box = tuple[tuple[int, ...], tuple[int, ...]]  #: offsets, sizes
 
@@ -72,6 +74,25 @@ def take(optimizer: Any, loaded: dict[int, dict[str, dict[int, torch.Tensor]]] |
         optimizer._set_main_param_and_optimizer_states(parameter, tensors)
     if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
         optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def fill_states(optimizer: Any, loading: bool = False) -> None:
+    """Before a save, give an Adam that has not taken a step the moments that it would begin with, as Megatron does
+    before a load.
+
+    Else a checkpoint of before the policy's first step (--num-critic-only-steps) lacks what every reader asks for.
+
+    Raises:
+        HpcrlError: for one of which a part alone is on the host, whose states Megatron makes in its first step.
+    """
+    for leaf in () if loading else getattr(optimizer, "chained_optimizers", [optimizer]):
+        if fill := getattr(leaf, "init_state_fn", None):
+            fill(leaf.optimizer, leaf.config)
+        elif isinstance(leaf.optimizer, HybridDeviceOptimizer) and not any(leaf.optimizer.state.values()):
+            raise HpcrlError(
+                "an optimizer that is partly on the host cannot be saved before its first step",
+                "save after --num-critic-only-steps, or leave out --optimizer-offload-fraction",
+            )
 
 
 def _joined(flat: list[torch.Tensor]) -> torch.Tensor:

@@ -39,8 +39,7 @@ from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.torch_dist import TorchDist, latest, step
 from hpcrl.run import storage_errors
 from hpcrl.run.rundir import TRACKER, flush, write_atomic
-from hpcrl.trainer.checkpoint import contents, writers
-from hpcrl.trainer.checkpoint.contents import megatron_args
+from hpcrl.trainer.checkpoint import contents, optimizer_shards, writers
 from hpcrl.trainer.collectives import agree, agree_in_step, broadcast_json
 from hpcrl.trainer.megatron import cpu_shim
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
@@ -358,6 +357,7 @@ def writable(directory: Path) -> None:
 def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: bool = False) -> dict[str, Any]:
     """Model, optimizer, schedule and RNG, under Megatron-LM's keys; collective."""
     cpu_shim.before_load(policy.optimizer)  # before the first step there is no state to save
+    optimizer_shards.fill_states(policy.optimizer, loading)
     model = weights(policy)
     optimizer = policy.optimizer.sharded_state_dict(
         {k: v for k, v in model.items() if k.startswith("model")}, is_loading=loading, metadata=metadata()
@@ -385,7 +385,7 @@ def weights(policy: Policy) -> dict[str, Any]:
         for name in HEAD:
             if name in part:  # Megatron takes it for rows of the vocabulary, which may be padded
                 part[name].allow_shape_mismatch = False
-    args = megatron_args(policy, padded_vocab_size(policy.vocab_size, policy.ranks.tp_size))
+    args = contents.megatron_args(policy, padded_vocab_size(policy.vocab_size, policy.ranks.tp_size))
     return {"args": args, "checkpoint_version": 3.0, "iteration": 0, **model}
 
 

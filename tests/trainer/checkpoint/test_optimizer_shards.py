@@ -21,7 +21,7 @@ from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.models.family import find_family
 from tests.support import families
-from tests.support.ranks import on_fake_device, run_ranks
+from tests.support.ranks import on_fake_device, on_fake_gpu, run_ranks
 
 SHAPES = [(7,), (4, 5), (3, 2, 4), (1, 6), (6, 1), (2, 1, 3)]
 
@@ -219,3 +219,39 @@ def test_the_host_holds_what_is_estimated(tmp_path: Path, where: str) -> None:
     assert found["load"] <= 1.1 * loading + OTHER, found
     if where == "offloaded":
         assert found["load"] >= 0.9 * loading, "an estimate, not a bound"
+
+
+def named_before_a_step(path: str, fields: dict[str, Any]) -> tuple[set[str], str]:
+    """On a rank whose policy has taken no step: states of its first parameter in a checkpoint, or why there is none."""
+    from hpcrl.errors import HpcrlError
+    from hpcrl.trainer.checkpoint.save_load import Position, everything
+    from hpcrl.trainer.megatron import model
+    from tests.support import fake_device
+
+    opts = Options(hf_checkpoint=path, lr=1e-6, loss_type="sft_loss", rollout_max_response_len=64, **fields)
+    with fake_device.FakeDevice():
+        policy = model.build(opts, fake_device.join(opts, 0))
+        try:
+            saved = everything(policy, policy.ranks, Position(0, 0))
+        except HpcrlError as error:
+            return set(), str(error)
+    return set(saved["optimizer"]["param_state"][0]), ""
+
+
+@pytest.mark.parametrize(
+    ("told", "names"),
+    [
+        ({}, {"param", "exp_avg", "exp_avg_sq"}),
+        ({"use_precision_aware_optimizer": True}, {"param", "exp_avg", "exp_avg_sq"}),
+        (
+            {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+            set(),
+        ),
+    ],
+    ids=["plain", "precise", "half offloaded"],
+)
+def test_a_checkpoint_of_before_the_first_step(tmp_path: Path, told: dict[str, Any], names: set[str]) -> None:
+    """While a critic alone learns, Transformer Engine's Adam (its stand-in) has no states; every reader asks for them."""
+    path = str(families.make(tmp_path, "qwen3"))
+    found, said = on_fake_gpu(named_before_a_step, path, {"megatron": told})
+    assert found == names and ("before its first step" in said) == (not names)
