@@ -238,6 +238,7 @@ def named_before_a_step(path: str, fields: dict[str, Any]) -> tuple[set[str], st
     return set(saved["optimizer"]["param_state"][0]), ""
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("told", "names"),
     [
