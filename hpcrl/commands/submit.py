@@ -22,7 +22,7 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.nodes_of_site import fitted_nodes, shown_flags
 from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_submit, load_scheduler
 from hpcrl.launch.site import FLAGS, from_flags
-from hpcrl.launch.submission import chained, preview, refuse_absent_files, refuse_what_does_not_fit, submit_new
+from hpcrl.launch.submission import chained, preview, refuse_absent_files, refuse_unfit, submit_new
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 from hpcrl.untrusted_files import read_system
 
@@ -147,7 +147,7 @@ def _show(scheduler: Scheduler, shown: Submission) -> None:
         if silent := [finding for finding in scheduler.responds() if finding.level == "fail"]:
             print(f"# {silent[0].what}: whether it would take this job is not known")
             return
-        refuse_what_does_not_fit(scheduler, shown)
+        refuse_unfit(scheduler, shown.request, shown.site)
         if scheduler.test_command:
             verdict = scheduler.test(text)
             if verdict.never:

@@ -72,17 +72,18 @@ def _components(stages: Sequence[Options], site: SiteProfile) -> tuple[str, list
     one step, which is what shares a network's identifiers (such as Slingshot's VNI).
     """
     ordinary = any(o.colocate for o in stages) or site.layout == "homogeneous"
+    refused: UsageError | None = None
     if ordinary or (site.layout is None and nodes_are_alike(site)):
         try:
             return "homogeneous", _homogeneous(stages, site)
         except UsageError as error:
             if ordinary:
                 raise
-            try:
-                return "heterogeneous", _used(stages, _heterogeneous(stages, site))
-            except UsageError:
-                raise error from None
-    return "heterogeneous", _used(stages, _heterogeneous(stages, site))
+            refused = error
+    try:
+        return "heterogeneous", _used(stages, _heterogeneous(stages, site))
+    except UsageError as error:
+        raise refused or error from None
 
 
 def nodes_are_alike(site: SiteProfile) -> bool:
@@ -146,22 +147,25 @@ def _homogeneous(stages: Sequence[Options], site: SiteProfile) -> list[Component
     """Nodes of one kind; as few as hold every stage."""
     training = [o for o in stages if not o.debug_rollout_only]
     each = max((o.actor_num_gpus_per_node for o in training), default=1)
-    actors = max((o.actor_num_nodes for o in training), default=0)
     per_engine = max((o.rollout_num_gpus_per_engine for o in stages if o.num_engines), default=1)
     node = site.trainer.gpus_per_node or max(each, min(per_engine, 8))
-    most = actors + max(o.engine_gpus for o in stages)
-    for nodes in range(1, most + 1):
-        if _hold(stages, [Host(f"node-{i}", node) for i in range(nodes)]):
-            return [_component(site, "trainer", nodes, node)]
+    if nodes := _fewest(stages, node):
+        return [_component(site, "trainer", nodes, node)]
     raise UsageError(f"no number of nodes of {node} GPUs holds this run", _what_would_fit(stages, node))
+
+
+def _fewest(stages: Sequence[Options], node: int) -> int:
+    """How many nodes of `node` GPUs hold every stage, at the least; 0 where no number does."""
+    actors = max((o.actor_num_nodes for o in stages if not o.debug_rollout_only), default=0)
+    most = actors + max(o.engine_gpus for o in stages)
+    counts = range(1, most + 1)
+    return next((n for n in counts if _hold(stages, [Host(f"node-{i}", node) for i in range(n)])), 0)
 
 
 def _what_would_fit(stages: Sequence[Options], node: int) -> str:
     """The smallest change of the options that makes the run fit nodes of so many GPUs, as a hint."""
     for wanted in _changes(stages, node):
-        changed = [o.model_copy(update=wanted) for o in stages]
-        most = max(o.actor_num_nodes + o.engine_gpus for o in changed)
-        if any(_hold(changed, [Host(f"node-{i}", node) for i in range(count)]) for count in range(1, most + 1)):
+        if _fewest([o.model_copy(update=wanted) for o in stages], node):
             return f"give {shown_flags(wanted)}"
     return "set trainer.gpus_per_node of the site to what its nodes have, or change the layout of the run"
 

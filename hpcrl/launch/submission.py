@@ -73,7 +73,7 @@ def submit_new(
             f"{program} is not here", f"submit from a login node of the cluster; hpcrl run needs no {scheduler.title}"
         )
     shown = preview(recipe, overrides, site)
-    refuse_what_does_not_fit(scheduler, shown)
+    refuse_unfit(scheduler, shown.request, shown.site)
     refuse_absent_files(shown)
     job = begin_job(recipe, overrides, lambda _: shown.request.hosts(), here=False)
     submission = Submission(job, shown.stages, shown.request, site)
@@ -84,13 +84,11 @@ def submit_new(
         raise
 
 
-def refuse_what_does_not_fit(scheduler: Scheduler, submission: Submission) -> None:
-    """Raise UsageError if the site cannot hold the job, which the scheduler might else accept and let wait for ever."""
-    refuse_unfit(scheduler, submission.request, submission.site)
-
-
 def refuse_unfit(scheduler: Scheduler, request: AllocationRequest, site: SiteProfile) -> None:
-    """The same of an allocation; what is only worth knowing is said."""
+    """Raise UsageError if the site cannot hold the job, which the scheduler might else accept and let wait for ever.
+
+    What is only worth knowing is said.
+    """
     findings = list(scheduler.fits(request, site))
     if bad := [finding for finding in findings if finding.level == "fail"]:
         raise UsageError(bad[0].what, bad[0].hint)

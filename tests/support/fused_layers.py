@@ -16,32 +16,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
-        out = torch.empty_like(query)
-        rows = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        ctx.save_for_backward(query, key, value, out, rows)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        query, key, value, _, _ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any) -> Any:
-        rows = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-        ctx.save_for_backward(x, weight, rows)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+from tests.support.engine_stand_in_kernels import Attention, Norm
 
 
 class _Rope(torch.autograd.Function):
@@ -79,10 +54,10 @@ def fused(sent: tuple[int, ...]) -> Iterator[None]:
     from hpcrl.trainer.megatron.packed_attention import PackedAttention, RMSNorm
 
     def attend(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-        return _Attention.apply(query, key, value).flatten(1)
+        return Attention.apply(query, key, value).flatten(1)
 
     def norm(self: Any, x: Any) -> Any:
-        return _Norm.apply(x, self.weight)
+        return Norm.apply(x, self.weight)
 
     def rotate(x: Any, *_: Any, **__: Any) -> Any:
         return _Rope.apply(x)
