@@ -22,7 +22,7 @@ from hpcrl.slime.verbatim import recipe_of, split_arguments
 USAGE = """\
 usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch RECIPE.toml --hostfile FILE [--option value ...]
        hpcrl launch RECIPE.toml --hostfile FILE [--mpirun COMMAND] [--agent COMMAND] [--option value ...]
-       hpcrl launch --resume RUN --hostfile FILE [...]
+       hpcrl launch --resume RUN --hostfile FILE [--live-code] [...]
        hpcrl launch --hostfile FILE [...] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
 
   --hostfile FILE    the machines and their slots, in any dialect; the order of roles and ranks comes from it
@@ -66,8 +66,11 @@ def _recipe(
     words: list[str], arguments: list[str] | None, overrides: dict[str, Any], resume: Path | None
 ) -> Recipe | None:
     if resume:
-        if words or overrides or arguments is not None:
-            raise UsageError("--resume keeps the options that the run began with", "leave recipe and options out")
+        if words or overrides.keys() - {"live_code"} or arguments is not None:
+            raise UsageError(
+                "--resume keeps the options that the run began with, but for --live-code",
+                "leave recipe and options out",
+            )
         return None
     if len(words) + (arguments is not None) != 1:
         raise UsageError(f"{len(words)} recipes given", "name one: hpcrl launch RECIPE.toml --hostfile FILE")

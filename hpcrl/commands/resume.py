@@ -19,6 +19,7 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
+from hpcrl.launch.code.snapshot import resume_code
 from hpcrl.launch.job import RunJob, finished, held, reopen_job
 from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.launch.submission import submit_again
@@ -86,11 +87,13 @@ def rewind_run(job: RunJob, number: int) -> None:
 
 
 USAGE = """\
-usage: hpcrl resume RUN [--num-rollout N] [--ckpt-step N] [--time T] [--chain N] [--set KEY=VALUE ...]
+usage: hpcrl resume RUN [--num-rollout N] [--ckpt-step N] [--live-code] [--time T] [--chain N] [--set KEY=VALUE ...]
 
   RUN                run directory, its name, or its job ID
   --num-rollout N    train longer than the run was begun for, also where it is finished: up to N rollouts in all
   --ckpt-step N      resume from this checkpoint, not from the last: one that is damaged, or later than a divergence
+  --live-code        from now on import custom functions from where they are, not from the copies of RUN/code;
+                     --no-live-code: from the copies again
   --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS; only for a run that was submitted
   --chain N          N jobs, each after the one before, as for hpcrl submit
   --set KEY=VALUE    a key of the site's profile, for this start and later ones; only for a run that was submitted
@@ -111,10 +114,10 @@ def resume(argv: list[str]) -> int:
         "help": Kind("bool"),
     }
     overrides, own, words = parse_flags(argv, flags)
-    if len(words) != 1 or overrides.keys() - {"num_rollout", "ckpt_step"}:
+    if len(words) != 1 or overrides.keys() - {"num_rollout", "ckpt_step", "live_code"}:
         raise UsageError(
             "hpcrl resume takes one run directory",
-            "a run keeps the options that it began with, but for --num-rollout and --ckpt-step",
+            "a run keeps the options that it began with, but for --num-rollout, --ckpt-step and --live-code",
         )
     job = reopen_job(Path(words[0]) if Path(words[0]).exists() else find_run(words[0]).root)
     root = job.root
@@ -125,7 +128,7 @@ def resume(argv: list[str]) -> int:
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):
         raise UsageError(f"{root} is finished", f"train on with hpcrl resume {root} --num-rollout N")
     record = read_job(root)
-    starter = record.scheduler
+    starter, live = record.scheduler, overrides.get("live_code")
     if starter == "mpirun":
         raise UsageError(f"{root} ran under mpirun", f"hpcrl launch --resume {root} --hostfile FILE")
     if starter not in UNQUEUED:
@@ -134,10 +137,11 @@ def resume(argv: list[str]) -> int:
             raise UsageError(
                 f"{root} was started from a script", f"write --run-dir {root} into its last line, and {give}"
             )
+        resume_code(root, live)
         say_submitted(*submit_again(root, record, own, own.get("chain", 1)))
         return 0
     if own:
         raise UsageError(f"--{next(iter(own))} has no effect: {root} ran on this machine", "leave it out")
     from hpcrl.launch.local import run_recipe
 
-    return run_recipe(None, {}, root)
+    return run_recipe(None, overrides, root)

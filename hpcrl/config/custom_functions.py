@@ -50,6 +50,7 @@ BUILT_INS = {
     "rollout.vllm_rollout.generate_rollout": "",
 }
 _FOREIGN = re.compile(r"(?:slime|vime)\.([\w.]+)")
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 TRACE = 6000  #: characters of a traceback that are kept
 
 
@@ -146,7 +147,10 @@ def load_object(path: str, flag: str) -> Any:
         if isinstance(error, AttributeError) and module in sys.modules and not hasattr(sys.modules[module], name):
             raise UsageError(f"{shown}: {module} has no {name}", f"it has {_functions(sys.modules[module])}") from None
         raise UsageError(
-            f"{shown}: importing {module} raises {type(error).__name__}: {error}{place_of(error)}"
+            f"{shown}: importing {module} raises {type(error).__name__}: {error}{place_of(error)}",
+            "does it read a file that is not in the run's copy of it? see --live-code"
+            if isinstance(error, OSError) and SNAPSHOT in os.environ
+            else "",
         ) from error
 
 
@@ -243,7 +247,7 @@ def place_of(error: BaseException) -> str:
     own = [
         f
         for f in traceback.extract_tb(error.__traceback__)
-        if not any(part in f.filename for part in ("/hpcrl/", "/site-packages/", "/lib/python", "<frozen"))
+        if not any(part in f.filename for part in (_PACKAGE, "/site-packages/", "/lib/python", "<frozen"))
     ]
     return f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name})" if own else ""
 
@@ -256,6 +260,8 @@ def short(value: Any) -> str:
 
 # ---- module search
 
+#: an environment variable: the directory of the run's copies of the user's modules, where there are any
+SNAPSHOT = "HPCRL_CODE"
 SHOWN = 10  #: names that a hint lists at most
 
 
@@ -327,7 +333,8 @@ def _asked_elsewhere(name: str) -> ModuleSpec | None:
 
 def searched() -> str:
     """Where modules are looked for, as a hint."""
-    return f"modules are looked for in {os.getcwd()}, where the run is started, and in PYTHONPATH"
+    copies = f"{os.environ[SNAPSHOT]}, " if SNAPSHOT in os.environ else ""
+    return f"modules are looked for in {copies}{os.getcwd()}, where the run is started, and in PYTHONPATH"
 
 
 def _shadowed(top: str) -> str:

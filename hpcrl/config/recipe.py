@@ -42,6 +42,8 @@ _STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are not options
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _TAKEN = {
     "prepared",
+    "code",
+    "live-code",
     "keys",
     "attempts",
     "logs",

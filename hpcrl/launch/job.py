@@ -30,6 +30,7 @@ from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.run import check_run_dir
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempt import Backend, run_attempt
+from hpcrl.launch.code.snapshot import begin_code, note_changed_scripts
 from hpcrl.launch.preflight import (
     NOTHING,
     HostView,
@@ -173,13 +174,18 @@ def say(text: str) -> None:
 
 
 def begin_job(
-    recipe: Recipe, overrides: dict[str, Any], hosts: Callable[[Options], list[Host]] = local_hosts, here: bool = True
+    recipe: Recipe,
+    overrides: dict[str, Any],
+    hosts: Callable[[Options], list[Host]] = local_hosts,
+    here: bool = True,
+    pythonpath: str | None = None,
 ) -> RunJob:
     """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made.
 
     Args:
         here: whether this machine is one of the run's, with the files that it begins with and the packages that it runs
             with.
+        pythonpath: PYTHONPATH of the run's machines; None: as it is here.
     """
     root = directory_of(recipe, overrides)
     job = RunJob(recipe, recipe.placed(overrides), root, uuid.uuid4().hex)
@@ -190,6 +196,7 @@ def begin_job(
     job = job if root == job.root else replace(job, root=root)
     if found := swappable_by_group(root):
         say(f"note: all of group {found[1]} can replace {root}: {found[0]} is writable by it (chmod g-w, or +t)")
+    begin_code(root, job.stages, recipe.prepare_commands(root, job.overrides), pythonpath)
     write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), job.overrides), recipe.text)
     return job
 
@@ -228,6 +235,7 @@ def run_prepare_commands(
     if not job.recipe.prepare or done.exists() or stop.requests:
         return
     say("preparing")
+    note_changed_scripts(job.root)
     state.set("preparing")
     shutil.rmtree(job.root / "prepared", ignore_errors=True)
     done.parent.mkdir()

@@ -15,6 +15,7 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
 from hpcrl.launch.attempt import HostProcess
+from hpcrl.launch.code.snapshot import resume_code
 from hpcrl.launch.host import role_environment
 from hpcrl.launch.job import begin_job, reopen_job, run_job
 from hpcrl.plan import Host, Plan, local_hosts
@@ -62,10 +63,15 @@ def spawn(command: list[str], log: Path | None) -> subprocess.Popen[bytes]:
 def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> int:
     """Start a recipe, or resume a run; returns the exit status.
 
+    Args:
+        overrides: what the flags set; of a run that is resumed --live-code alone.
+
     Raises:
         HpcrlError: says what went wrong.
     """
     if resume:
-        return run_job(reopen_job(resume), Local())
+        job = reopen_job(resume)
+        resume_code(job.root, overrides.get("live_code"))
+        return run_job(job, Local())
     assert recipe is not None
     return run_job(begin_job(recipe, for_this_machine(recipe, overrides)), Local())

@@ -75,7 +75,9 @@ def submit_new(
     shown = preview(recipe, overrides, site)
     refuse_unfit(scheduler, shown.request, shown.site)
     refuse_absent_files(shown)
-    job = begin_job(recipe, overrides, lambda _: shown.request.hosts(), here=False)
+    job = begin_job(
+        recipe, overrides, lambda _: shown.request.hosts(), here=False, pythonpath=site.env.get("PYTHONPATH")
+    )
     submission = Submission(job, shown.stages, shown.request, site)
     try:
         return submission, _send(scheduler, submission, chain)

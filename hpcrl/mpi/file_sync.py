@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from hpcrl.errors import PeerError
+from hpcrl.errors import PeerError, UsageError
+from hpcrl.run.code_files import CODE, code_root
 from hpcrl.run.rundir import ERROR, OVER, RunDir, write_atomic
+from hpcrl.run.started_runs import LIVE
 from hpcrl.run.summary import SUMMARY, summary_of
 from hpcrl.untrusted_files import read_regular
 
-ALLOWED = ("attempts", "keys", "options.json", SUMMARY)
+ALLOWED = ("attempts", "keys", CODE, LIVE, "options.json", SUMMARY)
+LARGEST = 1 << 25  #: bytes of the copies of the user's modules that are carried
 
 
 class FileSync:
@@ -48,6 +51,29 @@ class FileSync:
 def read_files(rundir: RunDir, names: list[str]) -> dict[str, bytes]:
     """The contents of files of the run directory, for a message."""
     return {name: read_regular(rundir.root / name) for name in names}
+
+
+def read_code(rundir: RunDir) -> dict[str, bytes]:
+    """The copies of the user's modules, for a host that does not see them, without large data files, which are links;
+    only a mark where the run does not import them.
+
+    Raises:
+        UsageError: if they are too many for a message.
+    """
+    root = code_root(rundir.root)
+    if root is None:
+        return {}
+    if (root / LIVE).exists():
+        return {LIVE: b""}
+    folder = root / CODE
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    paths = [path for path in paths if path.suffix != ".pyc"]
+    if sum(path.stat().st_size for path in paths) > LARGEST:
+        raise UsageError(
+            f"{folder} has more than {LARGEST >> 20} MiB, and not every host sees it",
+            "put --run-dir on a file system that all hosts share, or give --live-code",
+        )
+    return {f"{CODE}/{path.relative_to(folder)}": read_regular(path) for path in paths}
 
 
 def write_files(rundir: RunDir, files: dict[str, bytes]) -> None:

@@ -34,6 +34,7 @@ from hpcrl.mpi.file_sync import FileSync, write_files
 from hpcrl.mpi.placement import Placement, RankPlace
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.started_runs import LIVE
 
 
 @dataclass
@@ -122,6 +123,8 @@ class HostRank:
             rundir.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             (rundir.here / "peers").mkdir(parents=True, exist_ok=True, mode=0o700)
             (rundir.root / "samples").mkdir(exist_ok=True, mode=0o700)
+            if LIVE not in message.files:
+                (rundir.root / LIVE).unlink(missing_ok=True)  # of an attempt before
             write_files(rundir, message.files)
         return start_part(rundir, self.place, self.per_slot, bool(message.files))
 

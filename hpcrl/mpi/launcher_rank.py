@@ -30,7 +30,7 @@ from hpcrl.mpi.channel import (
     Quit,
     RunFiles,
 )
-from hpcrl.mpi.file_sync import read_files
+from hpcrl.mpi.file_sync import read_code, read_files
 from hpcrl.mpi.host_rank import HostPart, start_part
 from hpcrl.mpi.placement import Placement
 from hpcrl.plan import Host, Plan
@@ -109,6 +109,7 @@ class MpiHosts:
         self._ask_who_sees(rundir, options.launch_timeout)
         self._check_shared(plan)
         files = read_files(rundir, ["options.json", *_below(rundir, rundir.here), *_below(rundir, rundir.keys)])
+        files |= read_code(rundir) if self.apart else {}
         self.remote = []
         for place in self.placement.places[1:]:
             log = rundir.logs / f"host-{place.host}.log"

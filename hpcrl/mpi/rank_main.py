@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch import probe
+from hpcrl.launch.code.snapshot import resume_code
 from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job, say
 from hpcrl.mpi import exit_status_relay
 from hpcrl.mpi.channel import Channel, RankJoined
@@ -66,6 +67,7 @@ def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any],
     hosts = backend.placement.hosts
     if resume:
         job: RunJob = reopen_job(resume)
+        resume_code(job.root, overrides.get("live_code"))
     else:
         assert recipe is not None
         job = begin_job(recipe, overrides, lambda _: list(hosts))

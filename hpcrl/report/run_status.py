@@ -25,6 +25,7 @@ from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, JobState
 from hpcrl.run.peers import EnginePeer, StorePeer, TrainerPeer, peer_file
 from hpcrl.run.queued_job import QueuedJob
 from hpcrl.run.rundir import RunDir, listed
+from hpcrl.run.started_runs import LIVE
 from hpcrl.untrusted_files import Damaged, read_json
 
 FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
@@ -107,6 +108,8 @@ def judge_run(
     if stage:
         _numbers(status, stage, now, *(BRIEF if brief else LONG))
     if not brief:
+        if os.path.lexists(run.root / LIVE):
+            status.notes.append("custom functions are imported from where they are, not from copies (--live-code)")
         if stage:
             stage.note_gap()
             status.failed_gradings = failed_gradings(stage.root, stage.rows(*LONG))

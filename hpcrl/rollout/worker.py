@@ -31,6 +31,7 @@ from hpcrl.rollout.worker_messages import (
     frame,
     receive,
 )
+from hpcrl.run.code_files import use_inherited_code
 from hpcrl.run.process import die_with_parent
 
 _setup = msgspec.msgpack.Decoder(GradingSetup | SamplerSetup).decode
@@ -108,6 +109,7 @@ async def _take_requests(code: UserCode, reader: asyncio.StreamReader, writer: a
 
 def main() -> None:
     die_with_parent()
+    use_inherited_code()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.dup2(2, 1)  # what the user's code prints
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):

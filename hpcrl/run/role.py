@@ -21,6 +21,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.heartbeat import beating
 from hpcrl.plain_text import strip_control
 from hpcrl.plan import Plan
+from hpcrl.run.code_files import use_code
 from hpcrl.run.engine_files import is_added, with_added
 from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
@@ -77,7 +78,8 @@ def read_plan(rundir: RunDir) -> Plan:
 
 def open_role(argv: list[str] | None = None) -> RoleContext:
     """Parse `RUN --attempt N [--index I] [--incarnation K]` and read the options and the plan of that attempt, which
-    for an engine that was added to it holds those as well."""
+    for an engine that was added to it holds those as well; custom functions are imported from the run's snapshot from
+    then on."""
     parser = argparse.ArgumentParser(description="One role of a run; started by hpcrl, srun or mpirun.")
     parser.add_argument("run")
     parser.add_argument("--attempt", type=int, required=True)
@@ -86,6 +88,7 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
     args = parser.parse_args(argv)
     raise_file_limit()
     rundir = RunDir(args.run, args.attempt)
+    use_code(rundir.root)
     try:
         plan = read_plan(rundir)
         if is_added(rundir, args.index):

@@ -27,6 +27,7 @@ from hpcrl.untrusted_files import Damaged, as_given, read_json
 #: the names in a run directory
 RECIPE = "recipe.json"
 COPY = "recipe.toml"
+LIVE = "live-code"  #: there where custom functions are not imported from copies (code_files.py)
 
 
 class RecipeFile(msgspec.Struct, frozen=True):

@@ -74,6 +74,14 @@ def test_failed_run_shows_error_hint_and_log(tmp_path: Path) -> None:
     assert f"hpcrl resume {root}" in page(found)
 
 
+def test_live_code_is_said(tmp_path: Path) -> None:
+    """Of a run that imports custom functions from where they are, and of no other."""
+    root = make(tmp_path, phase="stopped")
+    assert "--live-code" not in page(look(root))
+    (root / "live-code").touch()
+    assert "--live-code" in page(look(root))
+
+
 def test_the_way_to_go_on_is_one_that_is_open(tmp_path: Path) -> None:
     """hpcrl resume refuses a run whose script was given to sbatch by hand, and one under mpirun."""
     root = make(tmp_path, phase="stopped")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import find_algorithm_file
+from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import UsageError
 
 
@@ -204,6 +205,8 @@ def inert_in_run(o: Options) -> Iterator[tuple[str, str]]:
     """Options of the run without effect, several in one string -> why."""
     yield from _inert_in_loop(o)
     yield from _inert_in_weights(o)
+    if not o.eval_config and not any(paths_of(o, name) for name in POINTS):
+        yield "live_code", "no function of your own is given"
     if o.debug_rollout_only:
         yield "save_token_data", "--debug-rollout-only trains nothing"
     if o.num_rollout is not None:

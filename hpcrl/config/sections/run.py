@@ -20,6 +20,11 @@ class RunOptions(Base):
     num_rollout: int | None = opt(
         None, "rollouts (training iterations); 0 with --eval-interval only evaluates", "slime", ge=0
     )
+    live_code: bool = opt(
+        False,
+        "import custom functions from where they are in every attempt, and not from the copy in RUN/code that is made "
+        "when the run is begun",
+    )
     loop: Literal["sync", "async", "fully-async"] = opt(
         "sync",
         "sync: sample, train, sample; async: the next rollout is sampled while one is trained on; fully-async: the "
