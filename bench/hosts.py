@@ -14,6 +14,8 @@ hosts.  Measured:
               of a real rollout queue (hpcrl/queue/client.py), in a plan of so many hosts
   ranks       so many ranks meet in a real store (hpcrl/rendezvous): each looks up in two groups as many peers as gloo needs for its
               rings and trees; requests and bytes in all, CPU seconds of the server, seconds to make the keys
+  files       what ten attempts on so many hosts, a torchrun and a rank with a timeline on each, leave in the run directory, by kind,
+              and how long the launcher's thread takes to pack what the eight before the last two have left
   after       processes and sruns that the batch host starts to find out which hosts answer
 
 Bounds that are checked: at most 1 call a second and host in the steady state, waiting ranks included; requests of the store that
@@ -44,12 +46,14 @@ import zmq  # noqa: E402
 
 from hpcrl.doctor.node_records import NodeRecord, share_records  # noqa: E402
 from hpcrl.doctor.node_reports import peers_of  # noqa: E402
+from hpcrl.launch.old_attempts import tidy  # noqa: E402
 from hpcrl.launch.probe import HostReport, Network  # noqa: E402
 from hpcrl.plan import Location, Plan  # noqa: E402
 from hpcrl.queue.auth import ClientKeys, client_keys, lock_client, make_keys  # noqa: E402
 from hpcrl.rendezvous.table import StoreRequest, to_bytes  # noqa: E402
+from hpcrl.report.timeline.spans import FOLDER, role_timeline  # noqa: E402
 from hpcrl.run.process import raise_file_limit  # noqa: E402
-from hpcrl.run.rundir import RunDir, write_atomic  # noqa: E402
+from hpcrl.run.rundir import RunDir, write_atomic, write_unread  # noqa: E402
 from hpcrl.slurm.srun import HetGroup, SrunHosts  # noqa: E402
 
 MEET = """
@@ -309,6 +313,84 @@ def after(hosts: int) -> dict[str, float]:
         return {"sruns": len(log.read_text().splitlines()), "seconds": time.monotonic() - begun}
 
 
+ATTEMPTS = 10
+LINES = 200  #: of a role's log
+#: kind of file -> its places in a run directory
+KINDS = {
+    "reports of hosts at the start": ("attempts/*/hosts/*", "attempts/*/doctor/*"),
+    "logs": ("logs/attempt-*/*", "logs/attempt-*.tar.gz"),
+    "timelines": (f"{FOLDER}/attempt-*/*", f"{FOLDER}/attempt-*.jsonl"),
+    "what roles published": ("attempts/*/peers/*",),
+    "plans, hosts, errors": ("attempts/*/*.json",),
+}
+
+
+def leave_attempt(rundir: RunDir, hosts: int, ranks: int) -> None:
+    """What the processes of an attempt write: reports, plan, logs, timelines, and the first addresses."""
+    rundir.begin()
+    doctor = rundir.here / "doctor"
+    doctor.mkdir()
+    plan = plan_of(hosts, ranks)
+    write_unread(rundir.plan_file, msgspec.json.encode(plan))
+    write_unread(rundir.here / "hosts.json", b"[]")
+    write_unread(rundir.here / "error.json", b"{}")
+    for name in ("store-0", "trainer-0", "rollout-0"):
+        write_unread(rundir.here / "peers" / f"{name}.json", b"{}")
+    for number, host in enumerate(plan.hosts):
+        record = msgspec.json.encode(card(number))
+        for path in (rundir.here / "hosts" / f"{host}.json", doctor / f"{host}.json", doctor / f"{host}.1.report"):
+            write_unread(path, record)
+        write_unread(doctor / f"{host}.done", b"")
+        write_unread(
+            rundir.logs / f"trainer-{number * ranks}.log", b"10:33:33 step 7: loss 0.1234, reward 0.5\n" * LINES
+        )
+        for role, index in (("host", 0), ("trainer", number * ranks)):
+            timeline = role_timeline(rundir, role, index, host)
+            for step in range(LINES):
+                timeline.mark("ready", rollout_id=step)
+            timeline.close()
+
+
+def files(hosts: int, ranks: int) -> dict[str, Any]:
+    """Files and MiB of each kind after ATTEMPTS attempts, with nothing packed and with what is; seconds to pack it."""
+
+    def count() -> dict[str, list[float]]:
+        found = {
+            kind: [path for glob in globs for path in root.glob(glob) if path.is_file()]
+            for kind, globs in KINDS.items()
+        }
+        return {kind: [len(paths), sum(path.stat().st_size for path in paths) / 2**20] for kind, paths in found.items()}
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = RunDir.create(Path(folder) / "run").root
+        for number in range(ATTEMPTS):
+            leave_attempt(RunDir(root, number), hosts, ranks)
+        plain, begun = count(), time.monotonic()
+        tidy(RunDir(root, ATTEMPTS - 1))
+        return {"plain": plain, "seconds": time.monotonic() - begun, "kept": count()}
+
+
+def table_of_files(hosts: int, found: dict[str, Any]) -> list[str]:
+    """The part of the page about files."""
+    rows = [
+        f"| {kind} | {n:,} | {size:.1f} | {found['kept'][kind][0]:,} | {found['kept'][kind][1]:.1f} |"
+        for kind, (n, size) in found["plain"].items()
+    ]
+    total = [sum(row[0] for row in found[which].values()) for which in ("plain", "kept")]
+    return [
+        f"Files of {ATTEMPTS} attempts of trainers on {hosts} hosts (a log, two timelines and four reports a host and attempt; a log of "
+        f"{LINES} lines): as they were written, and with what each start packs and removes, which takes a thread of the "
+        f"launcher {found['seconds']:.1f} s for all of it. Each further attempt adds {found['kept']['plans, hosts, errors'][0] // ATTEMPTS + 2}. Besides, the samples of a step "
+        "are two files, and an attempt's ledger is one.",
+        "",
+        "| kind | files written | MiB | files kept | MiB |",
+        "|---|---|---|---|---|",
+        *rows,
+        f"| all | {total[0]:,} | | {total[1]:,} | |",
+        "",
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the steady state")
@@ -327,6 +409,7 @@ def main() -> int:
             "after": after(hosts),
             "ranks": ranks_meet(hosts * args.ranks),
         }
+    found["files"] = files(counts[-1], args.ranks)
     rows = [f"| {hosts} | {row['meeting']['calls']} | {row['meeting']['connections']} | {row['meeting']['share_seconds']:.2f} "
             f"| {row['after']['sruns']} | {row['after']['seconds']:.2f} |" for hosts, row in found["hosts"].items()]  # fmt: skip
     meetings = []
@@ -360,6 +443,7 @@ def main() -> int:
             "|---|---|---|---|---|---|---|---|",
             *meetings,
             "",
+            *table_of_files(counts[-1], found["files"]),
         ]
     )
     (REPO / "bench" / "results" / "hosts.md").write_text(text)
@@ -368,6 +452,8 @@ def main() -> int:
     for hosts, row in found["hosts"].items():
         n = hosts * args.ranks
         assert row["ranks"]["requests"] <= 6 * n * math.log2(n) and row["ranks"]["cpu"] < 60 * max(1, n / 4096)
+    kept = sum(row[0] for row in found["files"]["kept"].values())
+    assert kept <= 12 * counts[-1] + 8 * ATTEMPTS
     first, last = (found["hosts"][hosts]["meeting"] for hosts in (counts[0], counts[-1]))
     growth = math.log2(counts[-1]) / math.log2(counts[0])
     assert last["calls"] <= max(growth, 1) * first["calls"] + 20 and last["connections"] <= max(

@@ -2,6 +2,7 @@
 
     RUN/logs/*.out, *.log                  the job itself (role job): the batch script, prepare commands
     STAGE/logs/attempt-N/ROLE-I.log        the roles; other names there (a host's process, srun) count as job too
+    STAGE/logs/attempt-N.tar.gz            the same of an attempt that is long over (report/log_archive.py)
 
 Invariants: a log is read from its end, and only as far as was asked for; each line is shown once, whole, behind the
 role, number and host that wrote it, and can do nothing to the terminal.
@@ -21,6 +22,7 @@ from hpcrl.commands.find_run import Ending, Jobs, find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.report.file_tail import FileTail
+from hpcrl.report.log_archive import archive_of, archived_lines
 from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
 from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.untrusted_files import count_of
@@ -59,13 +61,20 @@ def logs(argv: list[str]) -> int:
     parser.add_argument(
         "-f", "--follow", action="store_true", help="follow across attempts and stages, until the run ends"
     )
+    parser.add_argument(
+        "--attempt", type=int, metavar="N", help="only of this attempt of the stage, not of the last one"
+    )
     parser.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"last lines of each file ({LINES})")
     args = parser.parse_args(argv)
     if args.lines < 0:
         raise UsageError(f"--lines {args.lines} is negative", "give a number from 0")
     if args.role is not None and args.role not in ROLES:
         raise UsageError(f"--role {args.role}: there is no such role", f"there are {', '.join(ROLES)}")
+    if args.attempt is not None and args.follow:
+        raise UsageError(f"--attempt {args.attempt} has no effect with -f", "leave one of them out")
     run = find_run(args.run)
+    if args.attempt is not None:
+        return show_attempt(run, args.attempt, args.role, args.host, args.lines)
     every = logs_of(run)
     shown = chosen(latest(every), args.role, args.host)
     if args.host is not None and args.host not in (hosts := hosts_of(run, every)):
@@ -88,6 +97,30 @@ def logs(argv: list[str]) -> int:
     return 0
 
 
+def show_attempt(run: Run, number: int, role: str | None, host: str | None, lines: int) -> int:
+    """Print the last lines of each log of one attempt of the last stage that has begun.
+
+    Raises:
+        UsageError: if it has no such attempt.
+    """
+    stage = next((stage for stage in reversed(run.stages) if stage.attempt is not None), None)
+    folder = (stage.root if stage else run.root) / "logs" / f"attempt-{number}"
+    archive = archive_of(folder)
+    if stage is None or not (folder.is_dir() or archive.is_file()):
+        last = "none yet" if stage is None or stage.attempt is None else f"0 to {stage.attempt}"
+        raise UsageError(f"--attempt {number}: there are no logs of such an attempt", f"there are {last}")
+    packed = archived_lines(archive, lines) if archive.is_file() else None
+    found = _roles(stage, number, run.state.host if run.state else "", entries(folder) if packed is None else packed)
+    shown = chosen(found, role, host)
+    width = max((len(log.label) for log in shown), default=0)
+    for log in shown:
+        for text in FileTail(log.path).last(lines) if packed is None else packed[log.path.name]:
+            print(f"{log.label:{width}} | {clean(text)}")
+    if not shown:
+        print("hpcrl: nothing has been logged there", file=sys.stderr)
+    return 0
+
+
 # ---- which files
 
 
@@ -102,16 +135,16 @@ def logs_of(run: Run) -> list[RoleLog]:
     for stage in run.stages:
         for name in sorted(entries(stage.root / "logs"), key=_number):
             if name.startswith("attempt-") and (attempt := count_of(name[8:])) is not None:
-                found += _roles(stage, attempt, host)
+                found += _roles(stage, attempt, host, entries(stage.root / "logs" / name))
     return found
 
 
-def _roles(stage: StageFiles, attempt: int, launcher: str) -> Iterator[RoleLog]:
-    """The logs of one attempt, trainers first."""
+def _roles(stage: StageFiles, attempt: int, launcher: str, names: Iterable[str]) -> Iterator[RoleLog]:
+    """The logs of one attempt, which are called so, trainers first."""
     plan = load_json(stage.root / "attempts" / str(attempt) / "plan.json", dict[str, Any], []) or {}
     folder = stage.root / "logs" / f"attempt-{attempt}"
     found = []
-    for name in entries(folder):
+    for name in names:
         if match := _NAME.match(name):
             role = match[1]
             index = int(match[2])

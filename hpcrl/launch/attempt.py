@@ -24,6 +24,7 @@ from hpcrl.heartbeat import LEAST, HeartbeatMonitor
 from hpcrl.launch.engines.standalone import borrow
 from hpcrl.launch.host import CLOSING, GRACE, HOST_BEAT
 from hpcrl.launch.launcher_watchdog import watched
+from hpcrl.launch.old_attempts import begin_tidying
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
@@ -132,6 +133,7 @@ def run_attempt(
         DeadlineError: says that a stop was asked for and did not come in time.
     """
     rundir.begin()
+    begin_tidying(rundir)
     with watched(rundir, max(options.hang_timeout, LEAST), backend.requeue_words):
         return _run(options, backend, run_id, rundir, stop, poll)
 

@@ -16,7 +16,7 @@
       attempts/N/hand-back-engine-I   exists when it has no time to finish its responses
       attempts/N/end              exists when every process of the attempt is to end now
       attempts/N/over             exists when summary.json has what came of the attempt
-      logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N
+      logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N; of attempts before the last two attempt-N.tar.gz
       bank/N.groups               groups that are finished, or begun, and not yet trained
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
       added/                      scripts of jobs whose engines joined

@@ -16,8 +16,9 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.report.html_page import own_metrics
+from hpcrl.report.log_archive import archive_of
 from hpcrl.report.timeline.reading import read_stage
-from hpcrl.report.timeline.spans import GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT
+from hpcrl.report.timeline.spans import FOLDER, GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT, merged_of
 from hpcrl.run.engine_files import EngineView, end_of, read_views
 from hpcrl.run.rundir import RunDir
 from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
@@ -159,6 +160,9 @@ def test_ended_and_resumed_is_the_same_run(
     assert status == 0, out + run.logs()
     assert metrics(run.root) == metrics(uncut)
     assert samples(run.root) == samples(uncut)
+    assert (
+        archive_of(run.root / "logs" / "attempt-0").is_file() and merged_of(run.root / FOLDER / "attempt-0").is_file()
+    )
     bill = bill_of(run.root, capsys)
     assert len(bill["allocations"]) == 3 and sum(bill["node_hours"].values()) == pytest.approx(bill["total"])
     assert bill["node_hours"]["lost"] > 0, bill

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from hpcrl.report.timeline.spans import ALIVE, FOLDER, GENERATE, Header, old_of, order
-from hpcrl.untrusted_files import read_regular
+from hpcrl.report.timeline.spans import ALIVE, FOLDER, GENERATE, Header, merged_of, old_of, order
+from hpcrl.untrusted_files import MOST, SAMPLES, count_of, read_regular
 
 
 class Span(NamedTuple):
@@ -80,12 +81,17 @@ class Track:
 def read_stage(stage: Path) -> list[Track]:
     """The tracks of every attempt of a stage, by attempt, role and number."""
     found = []
-    for folder in (stage / FOLDER).glob("attempt-*"):
-        number = folder.name.removeprefix("attempt-")
-        if number.isdigit():
-            for path in folder.glob("*.jsonl"):
-                if not path.name.endswith(".old.jsonl"):
-                    found += read_tracks(path, int(number))
+    names = {path.name.removesuffix(".jsonl") for path in (stage / FOLDER).glob("attempt-*")}
+    for name in names:
+        number, folder = count_of(name.removeprefix("attempt-")), stage / FOLDER / name
+        if number is None:
+            continue
+        if (merged := merged_of(folder)).is_file():
+            found += _tracks(_rows(merged, SAMPLES), number)
+            continue
+        for path in folder.glob("*.jsonl"):
+            if not path.name.endswith(".old.jsonl"):
+                found += read_tracks(path, number)
     return sorted(found, key=lambda track: (track.attempt, track.role, track.header.index, track.header.opened))
 
 
@@ -97,28 +103,33 @@ def read_launchers(root: Path) -> list[Track]:
 
 def read_tracks(path: Path, attempt: int | None) -> list[Track]:
     """The tracks of a file: one, or one for each process that continued it; what was put aside comes first."""
+    return _tracks(chain(_rows(old_of(path)), _rows(path)), attempt)
+
+
+def _tracks(rows: Iterable[Header | Span], attempt: int | None) -> list[Track]:
     tracks: list[Track] = []
-    for part in (old_of(path), path):
-        for row in _rows(part):
-            if isinstance(row, Header):
-                if tracks and row.part and tracks[-1].header.pid == row.pid:  # the same process continues
-                    opened = tracks[-1].header.opened
-                    row = msgspec.structs.replace(row, opened=opened)
-                    tracks[-1].header = row
-                else:
-                    tracks.append(Track(row, attempt))
-            elif tracks:
-                tracks[-1].spans.append(row)
+    for row in rows:
+        if isinstance(row, Header):
+            if tracks and row.part and _who(tracks[-1].header) == _who(row):  # the same process continues
+                tracks[-1].header = msgspec.structs.replace(row, opened=tracks[-1].header.opened)
+            else:
+                tracks.append(Track(row, attempt))
+        elif tracks:
+            tracks[-1].spans.append(row)
     return tracks
 
 
-def _rows(path: Path) -> Iterator[Header | Span]:
+def _who(header: Header) -> tuple[str, int, str, int]:
+    return header.role, header.index, header.host, header.pid
+
+
+def _rows(path: Path, most: int = MOST) -> Iterator[Header | Span]:
     header = msgspec.json.Decoder(Header).decode
     short, long = (
         msgspec.json.Decoder(kind).decode for kind in (tuple[str, int, int], tuple[str, int, int, dict[str, Any]])
     )
     try:
-        lines = read_regular(path).split(b"\n")
+        lines = read_regular(path, most).split(b"\n")
     except OSError:
         return
     for line in lines[:-1]:

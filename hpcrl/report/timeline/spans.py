@@ -241,6 +241,11 @@ def old_of(path: Path) -> Path:
     return path.with_suffix(".old.jsonl")
 
 
+def merged_of(folder: Path) -> Path:
+    """The file of all timelines of an attempt that is long over, in place of their directory."""
+    return folder.with_name(f"{folder.name}.jsonl")
+
+
 def role_timeline(rundir: RunDir, role: str, index: int, host: str) -> Timeline:
     """The timeline of a role in an attempt."""
     name = f"{role}-{index}" if role != "host" else f"host-{host.replace('/', '_')}-{index}"
