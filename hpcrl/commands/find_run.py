@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.errors import UsageError
+from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
 from hpcrl.run.job_files import OVER
 from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.run.started_runs import is_run, known_runs
+from hpcrl.run.sweep_file import is_sweep, read_sweep
 from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import as_given, open_regular
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 ASK = 15.0
 PATIENCE = 5.0
 MISSING = "name a run directory, its name, or its job ID; hpcrl status lists the runs"
+#: a job's number; of a task of a job array ARRAY_TASK
+NUMBER = re.compile(r"\d+(_\d+)?\Z")
 
 
 # ---- which run
@@ -41,6 +45,8 @@ def find_run(word: str) -> Run:
     Raises:
         UsageError: if there is none, or more than one.
     """
+    if sweep := find_sweep(word):
+        raise UsageError(f"{word} is a sweep of several runs", f"name one of them; hpcrl status {sweep} lists them")
     with contextlib.suppress(PermissionError):
         path = as_given(word)
         for root in (path, path.parent):  # a stage's directory stands for its run
@@ -48,7 +54,7 @@ def find_run(word: str) -> Run:
                 return Run(root)
     runs = [Run(root) for root in all_runs()]
     found = [run for run in runs if run.root.name == word]
-    if word.isdigit():
+    if NUMBER.match(word):
         found += [run for run in runs if run.job and run.job.job_id == word]
     if not found and Path(word).is_dir():
         raise UsageError(f"{word} is not a run directory: it has no recipe.json", MISSING)
@@ -60,14 +66,50 @@ def find_run(word: str) -> Run:
 
 
 def all_runs() -> list[Path]:
-    """The runs that the registry knows, and those in ./runs."""
+    """The runs that the registry knows, and those in ./runs, in the sweeps there as well."""
     roots = {path.resolve(): path for path in known_runs()}
-    with contextlib.suppress(OSError):
-        for path in as_given("runs").iterdir():
-            with contextlib.suppress(OSError):
-                if is_run(path):
-                    roots.setdefault(path.resolve(), path)
+    for path in _children(as_given("runs")):
+        with contextlib.suppress(OSError, HpcrlError):
+            for root in read_sweep(path).roots(path) if is_sweep(path) else [path]:
+                if is_run(root):
+                    roots.setdefault(root.resolve(), root)
     return sorted(roots.values())
+
+
+def find_sweep(word: str) -> Path | None:
+    """The sweep that `word` names, as a path, as the last part of one of those that are known, or by the number of its
+    job array; None if it names none.
+
+    Raises:
+        UsageError: if it may be several.
+    """
+    with contextlib.suppress(PermissionError):
+        if is_sweep(path := as_given(word)):
+            return path
+        if is_run(path):
+            return None
+    if "/" in word:
+        return None
+    known = {path.resolve(): path for path in (*(run.parent for run in known_runs()), *_children(as_given("runs")))}
+    found = [path for path in known.values() if _is_called(path, word)]
+    if len(found) > 1:
+        raise UsageError(f"{word} may be {' or '.join(map(str, found))}", "give the path")
+    return found[0] if found else None
+
+
+def _is_called(path: Path, word: str) -> bool:
+    """Whether this is a sweep of that name or number."""
+    with contextlib.suppress(OSError, HpcrlError):
+        return is_sweep(path) and (word in (path.name, read_sweep(path).job_id))
+    return False
+
+
+def _children(folder: Path) -> list[Path]:
+    """What is in a directory; nothing if it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 # ---- what is known of it
@@ -164,7 +206,7 @@ def _key(run: Run) -> JobKey | None:
     """The run's job, as its scheduler is asked for it; None if no scheduler has it."""
     if not run.job or not run.job.queued or not run.job.job_id:
         return None
-    return JobKey(run.job.job_id, run.identity, run.job.submitted, history=not _quiet(run))
+    return JobKey(run.job.job_id, run.identity, run.job.submitted, history=not _quiet(run), array=run.job.array)
 
 
 def _quiet(run: Run) -> bool:

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcrl.commands.find_run import Ending, Jobs, all_runs, find_run, look_at_run, look_at_runs
+from hpcrl.commands.find_run import Ending, Jobs, all_runs, find_run, find_sweep, look_at_run, look_at_runs
+from hpcrl.commands.sweep import look_at_sweep, watch_sweep
 from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import line, on_terminal, page, shorten_path, table
+from hpcrl.report.sweep_table import sweep_page
 from hpcrl.toolbox.arguments import RUN, Parser
 
 if TYPE_CHECKING:
@@ -33,13 +35,21 @@ EXIT = {"finished": 0, "failed": 1, "cancelled": 1, "lost": 1, "stopped": 143}
 
 
 def status(argv: list[str]) -> int:
-    """`hpcrl status`: all runs as a table, or one in full."""
-    parser = Parser("status", "What runs are doing: all that are known here and those in ./runs, or one in full.")
-    parser.add_argument("run", nargs="?", metavar="RUN", help=RUN)
+    """`hpcrl status`: all runs as a table, one in full, or those of one sweep as a table."""
+    parser = Parser(
+        "status",
+        "What runs are doing: all that are known here and those in ./runs, one in full, or those of one sweep with "
+        "their results, the best one first.",
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help=f"{RUN}; or the same of a sweep")
     parser.add_argument(
         "--json", action="store_true", help="for programs: one JSON object (a list of them without RUN)"
     )
     args = parser.parse_args(argv)
+    if args.run and (sweep := find_sweep(args.run)):
+        table_of_runs = look_at_sweep(sweep)
+        print(_json(table_of_runs) if args.json else sweep_page(table_of_runs))
+        return 0
     if args.run:
         found = look_at_run(find_run(args.run))
         if args.json:
@@ -73,14 +83,17 @@ def _json(value: object) -> str:
 
 
 def watch(argv: list[str]) -> int:
-    """`hpcrl watch`: a live view of one run until it ends."""
+    """`hpcrl watch`: a live view of one run, or of a sweep, until it ends."""
     parser = Parser(
         "watch",
-        "Follow one run until it ends. Exit status: 0 it finished, 1 it failed, 143 it was stopped; Ctrl-C only stops "
-        "looking.",
+        "Follow one run, or all runs of a sweep, until it ends. Exit status: 0 it finished, 1 it failed, 143 it was "
+        "stopped; Ctrl-C only stops looking.",
     )
-    parser.add_argument("run", metavar="RUN", help=RUN)
-    root = find_run(parser.parse_args(argv).run).root
+    parser.add_argument("run", metavar="RUN", help=f"{RUN}; or the same of a sweep")
+    word = parser.parse_args(argv).run
+    if sweep := find_sweep(word):
+        return watch_sweep(sweep)
+    root = find_run(word).root
     with _view() as view:
         jobs = Jobs([Run(root)])
         asked = time.monotonic()

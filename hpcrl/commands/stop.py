@@ -1,7 +1,8 @@
-"""`hpcrl stop` and `hpcrl cancel`: end a run in order, or at once.
+"""`hpcrl stop` and `hpcrl cancel`: end a run in order, or at once; or all runs of a sweep.
 
-Invariant: a job or a process is touched only if it still is this run's: a scheduler's job by the identity that it
-carries, a process by the run directory's lock that it holds.
+Invariants: a job or a process is touched only if it still is this run's: a scheduler's job by the identity that it
+carries, a process by the run directory's lock that it holds.  Of a sweep, what waits in the queue is taken out of it
+before what is at work is ended, so that none of it starts meanwhile; a run that cannot be ended keeps no other from it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import psutil
 
-from hpcrl.commands.find_run import Jobs, find_run, look_at_run, owner
+from hpcrl.commands.find_run import Jobs, find_run, find_sweep, look_at_run, owner
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.restarts import later_jobs
 from hpcrl.launch.scheduler import load_scheduler
@@ -23,6 +27,9 @@ from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import WORKING, Status
 from hpcrl.report.status_text import shorten_path
 from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, JobState, write_state
+from hpcrl.run.queued_job import QueuedJob
+from hpcrl.run.started_runs import is_run
+from hpcrl.run.sweep_file import read_sweep
 from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.untrusted_files import touch
 
@@ -30,10 +37,44 @@ BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "no
 GRACE = 30.0  #: seconds that a launcher may take to end after them
 
 
-def _one(name: str, description: str, argv: list[str]) -> Run:
+def _word(name: str, description: str, argv: list[str]) -> str:
     parser = Parser(name, description)
-    parser.add_argument("run", metavar="RUN", help=RUN)
-    return find_run(parser.parse_args(argv).run)
+    parser.add_argument("run", metavar="RUN", help=f"{RUN}; or the same of a sweep, for all of its runs")
+    return parser.parse_args(argv).run
+
+
+def _end_all(root: Path, end: Callable[[Run, Jobs, Status], int]) -> int:
+    """End the runs of a sweep that have not ended.
+
+    Args:
+        end: ends one that is at work; one that waits in the queue is taken out of it.
+
+    Raises:
+        HpcrlError: if all have ended.
+    """
+    runs = [run for path in read_sweep(root).roots(root) if is_run((run := Run(path)).root)]
+    jobs = Jobs(runs)
+    looks = [(run, look_at_run(run, jobs)) for run in runs]
+    waiting = [(run, found) for run, found in looks if _waits(jobs.word(run), found)]
+    working = [(run, found) for run, found in looks if found.phase in WORKING and not _waits(jobs.word(run), found)]
+    if not waiting and not working:
+        raise HpcrlError(f"{shorten_path(str(root))}: none of its runs waits or is at work", "hpcrl status shows them")
+    status = 0
+    for run, found in (*waiting, *working):
+        try:
+            if _waits(jobs.word(run), found):
+                _cancel_job(run, jobs)
+            else:
+                end(run, jobs, found)
+        except HpcrlError as error:
+            print(f"hpcrl: error: {error}", file=sys.stderr)
+            status = error.exit_code
+    return status
+
+
+def _waits(word: QueuedJob | None, found: Status) -> bool:
+    """Whether the run's job is in the queue, or about to be again."""
+    return word is not None and not word.over and (word.phase == "pending" or found.phase == "requeued")
 
 
 # ---- hpcrl stop
@@ -45,9 +86,15 @@ def stop(argv: list[str]) -> int:
     Raises:
         HpcrlError: if none is alive to do so.
     """
-    run = _one("stop", "Let a run finish its step, save a checkpoint and end; continue it with hpcrl resume.", argv)
+    word = _word("stop", "Let a run finish its step, save a checkpoint and end; continue it with hpcrl resume.", argv)
+    if sweep := find_sweep(word):
+        return _end_all(sweep, _stop_run)
+    run = find_run(word)
     jobs = Jobs([run])
-    found = look_at_run(run, jobs)
+    return _stop_run(run, jobs, look_at_run(run, jobs))
+
+
+def _stop_run(run: Run, jobs: Jobs, found: Status) -> int:
     name = shorten_path(str(run.root))
     if found.stop_asked:
         with contextlib.suppress(OSError):  # what was asked before this start would not hold for it
@@ -92,13 +139,18 @@ def cancel(argv: list[str]) -> int:
     Raises:
         HpcrlError: if there is nothing to end, or it is out of reach.
     """
-    run = _one("cancel", "End a run at once, or take it out of the queue; its last saved checkpoint stays good.", argv)
+    word = _word(
+        "cancel", "End a run at once, or take it out of the queue; its last saved checkpoint stays good.", argv
+    )
+    if sweep := find_sweep(word):
+        return _end_all(sweep, lambda run, jobs, _: _cancel_job(run, jobs))
+    run = find_run(word)
     if run.job and run.job.queued:
         return _cancel_job(run)
     return _end_process(run)
 
 
-def _cancel_job(run: Run) -> int:
+def _cancel_job(run: Run, jobs: Jobs | None = None) -> int:
     name, job = shorten_path(str(run.root)), run.job
     assert job is not None
     if not job.job_id:
@@ -110,7 +162,7 @@ def _cancel_job(run: Run) -> int:
             f"{name} is {called}, and {scheduler.title}'s commands are not here",
             f"cancel it on {job.submit_host or 'its cluster'}",
         )
-    jobs = Jobs([run])
+    jobs = jobs or Jobs([run])
     word = jobs.word(run)
     if word is None:
         raise HpcrlError(jobs.note or f"{scheduler.title} does not answer", "try again")

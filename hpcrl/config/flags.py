@@ -23,7 +23,7 @@ def parse_flags(
     """A command line -> (options that flags set, the command's own flags named in `extra`, the other words).
 
     Options come by name, Megatron's and vLLM's in the tables "megatron" and "vllm"; those of one stage (--grpo.lr) as
-    "grpo.lr" and "grpo.megatron"; of a flag given twice the later counts.
+    "grpo.lr" and "grpo.megatron"; of a flag given twice the later counts, unless both add up.
 
     Raises:
         UsageError: unknown flags, missing, superfluous or mistyped values, all that there are.
@@ -63,7 +63,8 @@ def _take(
         raise UsageError(f"{word} is an unknown option", "flags begin with two dashes; see hpcrl run --help")
     name, inline, value = word.removeprefix("--").partition("=")
     if name in extra:
-        command[name] = _read(name, extra[name], _values(words, extra[name], value if inline else None))
+        said = _read(name, extra[name], _values(words, extra[name], value if inline else None))
+        command[name] = [*command.get(name, []), said] if extra[name].adds_up else said
         return
     stage, option = split_name(name)
     target = find_flag(option, () if stage else extra, stage)

@@ -46,14 +46,14 @@ def place_flags(flags: Values, stages: Mapping[str, Values], recipe: str) -> dic
     staged = {name: value for name, value in flags.items() if split_name(name)[0]}
     wrong = [problem for name in staged if (problem := _misplaced(name, list(stages), recipe))]
     found: dict[str, Any] = {}
-    for path, value in _leaves({name: value for name, value in flags.items() if name not in staged}):
-        naming = [stage for stage, values in stages.items() if stage and path in dict(_leaves(values))]
-        if len({repr(dict(_leaves(stages[stage]))[path]) for stage in naming}) > 1:
+    for path, value in leaves({name: value for name, value in flags.items() if name not in staged}):
+        naming = [stage for stage, values in stages.items() if stage and path in dict(leaves(values))]
+        if len({repr(dict(leaves(stages[stage]))[path]) for stage in naming}) > 1:
             wrong.append(_ambiguous(path[-1], naming, recipe))
         for stage in naming or [""]:
             _put(found, stage, path, value)
     raise_together(wrong)
-    for path, value in _leaves(staged):
+    for path, value in leaves(staged):
         _put(found, "", path, value)
     return found
 
@@ -64,8 +64,8 @@ def spread_flags(flags: Values, stages: Mapping[str, Values]) -> dict[str, Any]:
     What `place_flags` made comes back unchanged; so do the flags of a run directory from before there was STAGE.option.
     """
     found: dict[str, Any] = {}
-    for path, value in _leaves(flags):
-        named = any(stage and path in dict(_leaves(values)) for stage, values in stages.items())
+    for path, value in leaves(flags):
+        named = any(stage and path in dict(leaves(values)) for stage, values in stages.items())
         for stage in stages if named else [""]:
             _put(found, stage, path, value)
     return found
@@ -75,14 +75,14 @@ def flags_of(flags: Values, stage: str) -> dict[str, Any]:
     """What placed flags set in one stage, by option."""
     found: dict[str, Any] = {}
     for within in ("", stage):
-        for path, value in _leaves(flags):
+        for path, value in leaves(flags):
             of, option = split_name(path[0])
             if of == within:
                 _put(found, "", (option, *path[1:]), value)
     return found
 
 
-def _leaves(values: Values) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(values: Values) -> Iterator[tuple[tuple[str, ...], Any]]:
     """(name,) and value; of the tables of Megatron and vLLM (table, name) and value."""
     for name, value in values.items():
         if split_name(name)[1] in TABLES:

@@ -49,6 +49,7 @@ class Kind:
         optional: null is allowed.
         bounds: as text, such as ">= 1".
         bare: the flag may be without a value and then means true (only where nothing is known of the type).
+        adds_up: a flag that may be given several times; all of its values count, as a list.
     """
 
     base: Base
@@ -58,6 +59,7 @@ class Kind:
     optional: bool = False
     bounds: str = ""
     bare: bool = False
+    adds_up: bool = False
 
     @property
     def takes_words(self) -> tuple[int, int | None]:
@@ -176,3 +178,8 @@ def kind_of(annotation: Any) -> Kind:
     if origin is dict:
         return Kind("object")
     return Kind(_PLAIN[annotation])
+
+
+def shown_value(value: Any) -> str:
+    """A value as names and tables have it: text as it is, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)

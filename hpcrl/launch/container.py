@@ -7,6 +7,7 @@ Invariant: the command inside is the command outside, word for word, and nothing
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -156,3 +157,9 @@ def check_mount(mount: str) -> None:
         or "," in mount
     ):
         raise ValueError(f"mounts: {mount} is not SRC, SRC:DST or SRC:DST:ro with absolute paths and no comma")
+
+
+def mountable(root: Path) -> str:
+    """What to mount for a run directory, or for one of its stages: the directory above where its name has commas, as
+    those of a sweep's runs have, since no container takes any."""
+    return str(next((path for path in (root, *root.parents[:2]) if "," not in str(path)), root))

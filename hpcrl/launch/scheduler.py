@@ -79,6 +79,8 @@ class BatchScript:
         launch: directory of task.sh.
         identity: of the run, for the job to carry.
         follows: the number of a job that must have ended, however.
+        array: how many tasks a job array has, 0 for a job of its own.
+        at_once: how many of them may run at once, 0 for any number.
         mounts: directories that a container must see.
         tasks: "hosts" or "slots".
         python: the interpreter on the nodes where the site names none.
@@ -95,6 +97,8 @@ class BatchScript:
     tasks: str = "hosts"
     python: str = "python3"
     follows: str = ""
+    array: int = 0
+    at_once: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,8 @@ class Submission:
 
     def script(self, command: str, output: str) -> BatchScript:
         """The script of this run."""
+        from hpcrl.launch.container import mountable
+
         root = self.job.root
         return BatchScript(
             name=self.job.recipe.name,
@@ -134,7 +140,7 @@ class Submission:
             output=output,
             launch=str(root / "launch"),
             identity=self.job.identity,
-            mounts=(str(root),),
+            mounts=(mountable(root),),
             tasks=self.tasks(),
             python=task_python(self.site),
             follows=self.follows,
@@ -162,6 +168,23 @@ class Submission:
             mounts=mounts,
             tasks=self.tasks(),
         )
+
+
+@dataclass(frozen=True)
+class JobArray:
+    """Runs that are to become the tasks of one job array.
+
+    Attributes:
+        root: a directory that the runs' are in.
+        identity: what each task carries until its launcher says otherwise.
+        runs: in the order of the tasks; all make the same request to the same site.
+        at_once: how many may run at once, 0 for any number.
+    """
+
+    root: Path
+    identity: str
+    runs: tuple[Submission, ...]
+    at_once: int = 0
 
 
 def batch_python(site: SiteProfile) -> str:
@@ -273,6 +296,18 @@ class Scheduler(Protocol):
         Raises:
             HpcrlError: if it is refused.
         """
+
+    # ---- job arrays
+
+    def no_array(self, request: AllocationRequest) -> str:
+        """Why several runs of this request cannot be one job array, "" if they can: else the next two are not used."""
+
+    def array_script(self, array: JobArray) -> str:
+        """The text of the script that `submit_array` would send."""
+
+    def submit_array(self, array: JobArray) -> tuple[str, list[SubmittedJob]]:
+        """The same as `submit` for all of its runs at once: (the array's number, its tasks in the order of the
+        runs)."""
 
 
 @cache

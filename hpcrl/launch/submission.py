@@ -10,7 +10,7 @@ import contextlib
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,7 @@ def submit_new(
         UsageError: for what cannot run, and then nothing is left behind.
     """
     site = chained(site, chain)
-    scheduler = load_scheduler(site.scheduler)
-    if not can_submit(scheduler):
-        program = shlex.split(scheduler.submit_command)[0]
-        raise UsageError(
-            f"{program} is not here", f"submit from a login node of the cluster; hpcrl run needs no {scheduler.title}"
-        )
+    scheduler = submitter(site)
     shown = preview(recipe, overrides, site)
     refuse_unfit(scheduler, shown.request, shown.site)
     refuse_absent_files(shown)
@@ -80,10 +75,21 @@ def submit_new(
     )
     submission = Submission(job, shown.stages, shown.request, site)
     try:
-        return submission, _send(scheduler, submission, chain)
+        return submission, send(scheduler, submission, chain)
     except BaseException:
         shutil.rmtree(job.root, ignore_errors=True)  # nothing runs, so nothing is to be found later
         raise
+
+
+def submitter(site: SiteProfile) -> Scheduler:
+    """The site's scheduler, UsageError if nothing can be submitted to it from here."""
+    scheduler = load_scheduler(site.scheduler)
+    if not can_submit(scheduler):
+        program = shlex.split(scheduler.submit_command)[0]
+        raise UsageError(
+            f"{program} is not here", f"submit from a login node of the cluster; hpcrl run needs no {scheduler.title}"
+        )
+    return scheduler
 
 
 def refuse_unfit(scheduler: Scheduler, request: AllocationRequest, site: SiteProfile) -> None:
@@ -141,7 +147,7 @@ def submit_again(
     stages = list(job.stages)
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
     submission = Submission(job, stages, make_request(stages, site, int(measured)), site)
-    return submission, _send(load_scheduler(site.scheduler), submission, chain)
+    return submission, send(load_scheduler(site.scheduler), submission, chain)
 
 
 def submit_elsewhere(root: Path, record: JobFile) -> str:
@@ -157,13 +163,13 @@ def submit_elsewhere(root: Path, record: JobFile) -> str:
     site = site.model_copy(update={"exclude": [*dict.fromkeys((*site.exclude, *broken_hosts(root)))]})
     job = reopen_job(root)
     submission = Submission(job, list(job.stages), make_request(job.stages, site), site)
-    return _send(scheduler, submission, 1)[0].job_id
+    return send(scheduler, submission)[0].job_id
 
 
 def _check_gone(root: Path, record: JobFile) -> None:
     """Raise UsageError if the run's job, or a later one of its chain, is still queued or running."""
     keys = [
-        JobKey(name, record.identity, record.submitted, history=False)
+        JobKey(name, record.identity, record.submitted, history=False, array=record.array)
         for name in (str(record.job_id), *later_jobs(record))
     ]
     words = load_scheduler(record.scheduler).look(keys).jobs
@@ -173,26 +179,43 @@ def _check_gone(root: Path, record: JobFile) -> None:
             raise UsageError(f"{root}: its job {key.job_id} is {word.word.lower()}", "hpcrl cancel it first, or wait")
 
 
-def _send(scheduler: Scheduler, submission: Submission, chain: int) -> list[SubmittedJob]:
+def send(scheduler: Scheduler, submission: Submission, chain: int = 1) -> list[SubmittedJob]:
     """Submit it, `chain` times, each job after the one before; all or none of them stay in the queue."""
     root, jobs = submission.job.root, list[SubmittedJob]()
     shutil.copytree(shipped("launch"), root / "launch", dirs_exist_ok=True)
-    try:
+    with all_or_none(scheduler, jobs):
         while len(jobs) < chain:
             jobs.append(scheduler.submit(replace(submission, follows=jobs[-1].job_id if jobs else "")))
-            write_job(
-                root,
-                submission.job.identity,
-                submission.site.scheduler,
-                jobs[0].job_id,
-                script=str(root / scheduler.script_file),
-                components=[msgspec.to_builtins(component) for component in submission.request.components],
-                site=submission.site.model_dump(),
-                chain=[job.job_id for job in jobs] if chain > 1 else [],
-            )
+            chained_jobs = [job.job_id for job in jobs] if chain > 1 else []
+            note_job(submission, jobs[0], root / scheduler.script_file, chain=chained_jobs)
+    return jobs
+
+
+@contextlib.contextmanager
+def all_or_none(scheduler: Scheduler, jobs: Sequence[SubmittedJob]) -> Iterator[None]:
+    """Cancel `jobs`, which may grow meanwhile, if what is done in this context fails."""
+    try:
+        yield
     except BaseException:
         for job in reversed(jobs):
             with contextlib.suppress(HpcrlError):
                 scheduler.cancel(job.job_id)
         raise
-    return jobs
+
+
+def note_job(submission: Submission, job: SubmittedJob, script: Path, **more: Any) -> None:
+    """Write a run's job.json.
+
+    Args:
+        more: further fields of it.
+    """
+    write_job(
+        submission.job.root,
+        submission.job.identity,
+        submission.site.scheduler,
+        job.job_id,
+        script=str(script),
+        components=[msgspec.to_builtins(component) for component in submission.request.components],
+        site=submission.site.model_dump(),
+        **more,
+    )

@@ -40,7 +40,11 @@ def cells(found: Sequence[Status]) -> dict[str, list[str]]:
 
 def table(found: Sequence[Status]) -> str:
     """One line a run, as given, however long; for files and pipes."""
-    columns = [[head, *column] for head, column in cells(found).items()]
+    return aligned([[head, *column] for head, column in cells(found).items()])
+
+
+def aligned(columns: Sequence[Sequence[str]]) -> str:
+    """Columns of cells as lines."""
     widths = [max(map(len, column)) for column in columns]
     rows = zip(
         *([cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True)), strict=True
@@ -49,7 +53,7 @@ def table(found: Sequence[Status]) -> str:
 
 
 def _row(s: Status) -> tuple[str, ...]:
-    step = _steps(s) or "-"
+    step = step_of(s) or "-"
     needs = "-" if s.needs is None else span(s.needs) + (" !" if s.fits is False else "")
     last = "-" if s.last_step is None else span(s.last_step)
     row = (
@@ -68,7 +72,7 @@ def _row(s: Status) -> tuple[str, ...]:
     return tuple(map(strip_control, row))
 
 
-def _steps(s: Status) -> str:
+def step_of(s: Status) -> str:
     """`12/100`; "" before an attempt, and for an evaluation alone, which has none."""
     return f"{s.step}/{'?' if s.total is None else s.total}" if s.attempt is not None and s.total != 0 else ""
 
@@ -174,7 +178,7 @@ def line(s: Status) -> str:
     parts = [s.phase]
     if s.stage:
         parts.append(s.stage)
-    if steps := _steps(s):
+    if steps := step_of(s):
         parts.append(steps)
     if s.phase in WORKING:
         if s.reward is not None:

@@ -30,6 +30,7 @@ from rich.text import Text
 
 from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import cells, facts
+from hpcrl.report.sweep_table import SweepStatus, sweep_page
 
 STYLES = {
     "running": "green", "saving": "green", "finished": "green", "failed": "red", "lost": "red", "pending": "yellow",
@@ -81,7 +82,7 @@ def run_page(status: Status) -> RenderableType:
 
 
 class LivePage:
-    """The page of one run, drawn over the one before; what is shown last stays.  A context."""
+    """The page of one run or sweep, drawn over the one before; what is shown last stays.  A context."""
 
     def __init__(self, stream: TextIO) -> None:
         self._live = Live(console=console(stream), auto_refresh=False)
@@ -93,9 +94,10 @@ class LivePage:
     def __exit__(self, *_: Any) -> None:
         self._live.stop()
 
-    def show(self, status: Status) -> None:
+    def show(self, status: Status | SweepStatus) -> None:
         """Draw it as it is now."""
-        self._live.update(run_page(status), refresh=True)
+        page = run_page(status) if isinstance(status, Status) else Text(sweep_page(status), overflow="fold")
+        self._live.update(page, refresh=True)
 
 
 class _BarAndNumbers(Progress):

@@ -124,7 +124,9 @@ class JobFile(msgspec.Struct, frozen=True):
 
     Attributes:
         scheduler: "local" where none has the run.
-        job_id: the scheduler's number (of a heterogeneous job the leader's).
+        job_id: the scheduler's number (of a heterogeneous job the leader's; of a task of a job array as the scheduler
+            writes it).
+        array: the identity that all tasks of its array carry; "" for a job of its own.
         chain: the numbers of all jobs of a chain, this one among them.
         submitted: unix time.
         identity: the run's.
@@ -142,6 +144,7 @@ class JobFile(msgspec.Struct, frozen=True):
     components: list[dict[str, Any]] = []
     site: dict[str, Any] | None = None
     chain: list[str] = []
+    array: str = ""
 
     @property
     def queued(self) -> bool:
@@ -154,7 +157,8 @@ def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **m
 
     Args:
         scheduler: its name, or one of UNQUEUED.
-        more: cluster, script, components, site as far as they are known, and chain; a site that was known is kept.
+        more: cluster, script, components, site as far as they are known, chain and array; a site that was known is
+            kept.
     """
     known = {"site": read_job(root).site, **more}
     replace_job(

@@ -42,7 +42,7 @@ class SlurmAllocation:
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         """Raise UsageError if this is not a job, or the batch script is none of hpcrl's."""
         groups = read_groups(environment)
-        self.job_id = environment["SLURM_JOB_ID"]
+        self.job_id = job_number(environment)
         self.restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
         again = self.restarts < int(environment.get("HPCRL_MAX_REQUEUES", "0"))
         self.backend = SrunHosts(groups, (sys.executable, "-m", "hpcrl.slurm.requeue", self.job_id) if again else ())
@@ -73,6 +73,15 @@ class SlurmAllocation:
     def mark(self, identity: str, said: str = "") -> None:
         more = f" {' '.join(said.split())[:500]}" if said else ""
         _scontrol("update", f"jobid={self.job_id}", f"comment={squeue.MARK}{identity}{more}")
+
+
+def job_number(environment: Mapping[str, str]) -> str:
+    """The number of the job around this process; ARRAY_TASK for a task of an array.
+
+    The number that such a task has as a job is for one of them the array's own, by which Slurm means all tasks.
+    """
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
 
 
 def requeue(job_id: str) -> None:

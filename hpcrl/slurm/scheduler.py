@@ -15,7 +15,7 @@ from hpcrl.run.queued_job import JobKey, QueueAnswer
 from hpcrl.slurm import node_events, squeue
 
 if TYPE_CHECKING:
-    from hpcrl.launch.scheduler import AllocationRequest, BatchScript, ScriptVerdict, Submission
+    from hpcrl.launch.scheduler import AllocationRequest, BatchScript, JobArray, ScriptVerdict, Submission
     from hpcrl.slurm.site import SlurmSite
 
 
@@ -88,3 +88,18 @@ class Slurm:
         from hpcrl.slurm.submit import send_script
 
         return send_script(file)
+
+    # ---- job arrays
+
+    def no_array(self, request: AllocationRequest) -> str:
+        return "Slurm takes no arrays of heterogeneous jobs" if len(request.components) > 1 else ""
+
+    def array_script(self, array: JobArray) -> str:
+        from hpcrl.slurm.submit import preview_array
+
+        return preview_array(array)
+
+    def submit_array(self, array: JobArray) -> Any:
+        from hpcrl.slurm.submit import send_array
+
+        return send_array(array)

@@ -31,6 +31,8 @@ ECHOES = ("srun:", "slurmstepd:")
 CUT = "\x1f"  #: between fields: nothing that a job's name may hold
 #: a job, a component of one (its leader's number + 1), or a task of an array, which has its own number besides
 _ID = re.compile(r"(\d+)(?:\+(\d+)|(_\d+))?\Z")
+#: what may be asked for: a job, or a task of an array
+_ASKED = re.compile(r"\d+(_\d+)?\Z")
 
 #: states in which a job is not at work, and may be again
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
@@ -67,6 +69,7 @@ REASONS = {
     "PartitionInactive": "its partition takes no jobs now",
     "ReqNodeNotAvail": "nodes that it needs are not available now",
     "MaxRequeue": "requeued too often",
+    "JobArrayTaskLimit": "waits for other tasks of its array, of which only so many may run at once",
 }
 ORDER = ("Resources", "Priority", "None")  #: of components that wait for different things, these tell the least
 #: reasons that do not pass by waiting
@@ -88,10 +91,13 @@ class JobRow(msgspec.Struct, frozen=True):
     """One component of a job in Slurm's tables.
 
     Attributes:
+        job_id: of a task of an array ARRAY_TASK.
+        raw: the number of the task as a job, which it has once it was started: before, it is that of the array.
         start, ends: unix times or None.
     """
 
     job_id: str
+    raw: str
     part: int
     state: str
     reason: str
@@ -103,16 +109,18 @@ class JobRow(msgspec.Struct, frozen=True):
     name: str
     comment: str
 
-    def belongs(self, identity: str, submitted: float) -> bool:
-        """Whether it is the job of the run `identity`, whose number was noted at unix time `submitted`.
+    def belongs(self, job: JobKey) -> bool:
+        """Whether it is that job, whose number was noted at unix time `job.submitted`.
 
         A site may put its own text into the comment, and a script that the user gave to sbatch has none: then name,
-        user and time must do.  A job that waits again after a requeue counts as submitted then.
+        user and time must do.  A job that waits again after a requeue counts as submitted then.  All tasks of an array
+        begin with one comment: the number tells which of them it is.
         """
         if self.comment.startswith(MARK):
-            return bool(identity) and self.comment.partition(" ")[0] == MARK + identity
+            carried = self.comment.partition(" ")[0].removeprefix(MARK)
+            return bool(carried) and carried in (job.identity, job.array)
         ours = self.name.endswith(NAME) and self.user == getpass.getuser()
-        return ours and (self.submitted is None or self.submitted <= submitted + 60.0 or self.state == "PENDING")
+        return ours and (self.submitted is None or self.submitted <= job.submitted + 60.0 or self.state == "PENDING")
 
     @property
     def said(self) -> str:
@@ -145,15 +153,16 @@ def look(jobs: Sequence[JobKey]) -> QueueAnswer:
 
 def ask(ids: Sequence[str]) -> QueueRows:
     """The jobs of `ids` that are in Slurm's memory, with one squeue."""
-    ids = [i for i in ids if i.isdigit()]
+    ids = [i for i in ids if _ASKED.match(i)]
     if not ids or not there():
         return QueueRows()
-    answer = call(["squeue", "--noheader", "--states=all", "--jobs", ",".join(ids), "--format", CUT.join(FIELDS)])
+    words = ["squeue", "--noheader", "--array", "--states=all"]  # --array: tasks that wait are one row otherwise
+    answer = call([*words, "--jobs", ",".join(ids), "--format", CUT.join(FIELDS)])
     if (
         answer.code and "Invalid job id" not in answer.err
     ):  # what one forgotten job gives; of several, squeue leaves it out
         return QueueRows(note=f"squeue: {answer.said}")
-    return QueueRows(found=_by_job(filter(None, map(_row, answer.out.splitlines()))), asked=True)
+    return QueueRows(found=_by_job(filter(None, map(_row, answer.out.splitlines())), ids), asked=True)
 
 
 def remembered(ids: Sequence[str]) -> dict[str, list[JobRow]]:
@@ -169,12 +178,12 @@ def remembered(ids: Sequence[str]) -> dict[str, list[JobRow]]:
         if len(cells) == len(SACCT):
             job, raw, state, submit, start, end, nodes, user, name, comment = cells
             rows.append(_row(CUT.join((job, raw, state, "", submit, start, end, nodes, user, name, comment))))
-    return _by_job(filter(None, rows))
+    return _by_job(filter(None, rows), ids)
 
 
 def word(job: JobKey, rows: Sequence[JobRow]) -> QueuedJob:
     """The rows of a number as one word on the job that was submitted under it."""
-    if not all(row.belongs(job.identity, job.submitted) for row in rows):
+    if not all(row.belongs(job) for row in rows):
         return msgspec.structs.replace(GONE, foreign=True)
     return together(rows) or GONE
 
@@ -259,7 +268,8 @@ def _row(line: str) -> JobRow | None:
     number = int(nodes) if nodes.isdigit() else 0
     comment = "" if comment == "(null)" else comment
     times = map(_time, (submitted, start, ends))
-    return JobRow(raw if match[3] else match[1], int(match[2] or 0), state, reason, *times, number, user, name, comment)
+    job = match[1] + (match[3] or "")
+    return JobRow(job, raw, int(match[2] or 0), state, reason, *times, number, user, name, comment)
 
 
 def _time(text: str) -> float | None:
@@ -270,8 +280,13 @@ def _clock(at: float) -> str:
     return time.strftime("%a %H:%M", time.localtime(at))
 
 
-def _by_job(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
+def _by_job(rows: Iterable[JobRow], ids: Sequence[str]) -> dict[str, list[JobRow]]:
+    """The rows of each of `ids` that has any; a task of an array may be asked for by either of its numbers."""
     found: dict[str, list[JobRow]] = {}
     for row in rows:
-        found.setdefault(row.job_id, []).append(row)
+        array, task, _ = row.job_id.partition("_")
+        begun = row.state != "PENDING" or row.raw != array  # only then the second number is its own
+        own = {row.job_id, row.raw} if task and begun else {row.job_id}
+        for job in own.intersection(ids):
+            found.setdefault(job, []).append(row)
     return found

@@ -31,7 +31,7 @@ from hpcrl.findings import Finding
 from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 
 if TYPE_CHECKING:
-    from hpcrl.launch.scheduler import AllocationRequest, BatchScript, ScriptVerdict, Submission
+    from hpcrl.launch.scheduler import AllocationRequest, BatchScript, JobArray, ScriptVerdict, Submission
     from hpcrl.launch.site import SiteProfile
 
 NAME = "local-queue"
@@ -194,6 +194,15 @@ class LocalQueue:
 
     def submit_script(self, file: Path) -> str:
         return put(file)
+
+    def no_array(self, request: AllocationRequest) -> str:
+        return "this queue takes no arrays"
+
+    def array_script(self, array: JobArray) -> str:
+        raise NotImplementedError  # there are none
+
+    def submit_array(self, array: JobArray) -> tuple[str, list[Number]]:
+        raise NotImplementedError
 
 
 def put(file: Path, identity: str = "", limit: float = 3600.0, state: str = "waiting", follows: str = "") -> str:

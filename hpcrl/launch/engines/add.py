@@ -17,6 +17,7 @@ from pathlib import Path
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.allocation_request import CPUS_PER_SLOT
+from hpcrl.launch.container import mountable
 from hpcrl.launch.host import role_environment
 from hpcrl.launch.scheduler import AllocationRequest, BatchScript, Component, can_submit, load_scheduler, task_python
 from hpcrl.launch.site import SiteProfile
@@ -117,7 +118,7 @@ def script_of(rundir: RunDir, options: Options, site: SiteProfile, nodes: int, e
         command=command(rundir, each),
         output=str(output_of(rundir)),
         launch=str(folder / "launch"),
-        mounts=(str(rundir.root),),
+        mounts=(mountable(rundir.root),),
         python=task_python(site),
     )
     return load_scheduler(site.scheduler).render(script, request_of(options, site, nodes, each), site)

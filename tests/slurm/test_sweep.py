@@ -1,0 +1,311 @@
+"""Sweeps and Slurm: one script for the array, all runs or none, and which task of an array is which run's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.errors import HpcrlError
+from hpcrl.launch import sweep as launch_sweep
+from hpcrl.run.job_files import read_job
+from hpcrl.run.queued_job import JobKey
+from hpcrl.run.started_runs import read_recipe_file
+from hpcrl.run.sweep_file import SweepFile, SweepRun, read_sweep, write_sweep
+from hpcrl.slurm.batch_process import job_number
+from hpcrl.slurm.squeue import look
+from tests.support.rundirs import FakeSlurm, make, put, row
+from tests.support.runs import REPO
+
+RECIPE = str(REPO / "examples/quickstart.toml")
+SWEEP = ("--sweep", "grpo.lr=1e-4,2e-4", "--seeds", "2")
+#: one ordinary job, of nodes without GPUs
+ALIKE = ("--layout", "homogeneous", "--set", "trainer.gpus_per_node=0", "engine.gpus_per_node=0")
+NAMES = [f"grpo.lr={lr},seed={seed}" for lr in ("0.0001", "0.0002") for seed in (1234, 1235)]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A Slurm that takes every job as number 77."""
+    fake = FakeSlurm(tmp_path / "bin")
+    fake.command("sbatch", "Submitted batch job 77\n")
+    for name in ("srun", "scancel", "squeue"):
+        fake.command(name)
+    monkeypatch.setenv("PATH", f"{fake.bin}:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nowhere")
+    monkeypatch.delenv("HPCRL_SITE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+# ---- the script
+
+
+def test_one_script_for_all_tasks(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["submit", RECIPE, *SWEEP, "--at-once", "3", "--run-dir", "a b", "--dry-run", *ALIKE]) == 0
+    out = capsys.readouterr().out
+    script = out[out.index("#!/bin/bash") : out.index("# nothing was written")]
+    assert "#SBATCH --array=0-3%3\n" in script
+    assert f"#SBATCH --output='{tmp_path}/a b/tasks/%a/logs/job-%A_%a.out'" in script
+    assert [line for line in script.splitlines() if line.startswith("# task")] == [
+        f"# task {number}: {name}" for number, name in enumerate(NAMES)
+    ]
+    assert f"'{tmp_path}/a b/submitit'" in script.splitlines()[-2] and not (tmp_path / "a b").exists()
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_submitted_as_one_array(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each run has its directory, its seeds and its task; the sweep has the number of the array."""
+    assert main(["submit", RECIPE, *SWEEP, "--run-dir", "s", "--after", "5", *ALIKE]) == 0
+    root = tmp_path / "s"
+    assert re.match(rf"jobs 77_0 to 77_3, 4 runs\nsweep directory: {root}\n", capsys.readouterr().out)
+    assert len([call for call in slurm.calls("sbatch") if "test-only" not in call]) == 1
+    script = (root / "job.sbatch").read_text()
+    assert "--array=0-3\n" in script and "--dependency=afterok:5" in script
+    record = read_sweep(root)
+    assert (record.swept, record.job_id, [run.name for run in record.runs]) == (["grpo.lr", "seed"], "77", NAMES)
+    identities = set()
+    for number, (name, values) in enumerate((run.name, run.values) for run in record.runs):
+        job, begun = read_job(root / name), read_recipe_file(root / name)
+        assert (job.job_id, job.script, job.site["layout"]) == (f"77_{number}", f"{root}/job.sbatch", "homogeneous")
+        assert f"--comment=hpcrl:{job.array}\n" in script
+        assert begun.overrides["grpo.lr"] == values["grpo.lr"] and begun.overrides["seed"] == values["seed"]
+        assert begun.overrides["rollout_seed"] == 42 + values["seed"] - 1234
+        assert (root / "tasks" / str(number) / "logs").resolve() == root / name / "logs"
+        assert (root / "submitit" / f"77_{number}_submitted.pkl").is_file()
+        identities |= {job.identity, job.array}
+    assert len(identities) == 5, "four runs and one array"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--seeds", "2", "--chain", "3"), "--chain and a sweep"),
+        (("--seeds", "2", "--print"), "--print writes the script"),
+        (("--at-once", "2"), "--at-once has no effect"),
+        (("--seeds", "2", "--at-once", "2"), "--at-once 2 has no effect"),
+        (("--seeds", "2", "--at-once", "0"), "--at-once 0: "),
+        (("--seeds", "1"), "--seeds 1"),
+        (("--sweep", "grpo.lr=1,x"), "--grpo.lr x: expected a number"),
+        (("--sweep", "grpo.eval-interval=1,0"), "grpo.eval-interval=0: "),
+        (("--sweep", "sft.kl-coef=0,0.1"), "sft.kl-coef=0.1: stage sft: --kl-coef"),
+        (("--seeds", "2", "--run-dir", "50%a"), "have % in its"),
+    ],
+)
+def test_refused_before_anything_is_submitted(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    assert main(["submit", RECIPE, *words, *ALIKE]) == 2
+    assert said in capsys.readouterr().err
+    assert slurm.calls("sbatch") == [] and not list(tmp_path.glob("runs/*")) and not (tmp_path / "50%a").exists()
+
+
+def test_an_array_may_not_be_given_past_us(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", RECIPE, "--set", "trainer.extra.array=0-3"]) == 2
+    assert "--sweep or --seeds" in capsys.readouterr().err
+
+
+def test_a_container_sees_a_run_whose_name_has_commas(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Lists of mounts are divided by commas: the directory of the sweep is mounted, for an array and for each job."""
+    pyxis = ("container.kind=pyxis", "container.image=docker://x")
+    for layout in ("homogeneous", "heterogeneous"):
+        words = ("--run-dir", layout, "--layout", layout, "--dry-run", "--set", *ALIKE[3:], *pyxis)
+        assert main(["submit", RECIPE, *SWEEP, *words]) == 0
+        root = tmp_path / layout
+        assert f"--container-mounts={root}:{root}" in capsys.readouterr().out.replace("'", "").replace('"', "")
+
+
+# ---- all or none
+
+
+def test_heterogeneous_runs_are_separate_jobs(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    numbers = tmp_path / "number"
+    slurm.command("sbatch", before=f'echo x >> {numbers}; echo "Submitted batch job $(wc -l < {numbers})"')
+    words = ("--run-dir", "s", "--layout", "heterogeneous")
+    assert main(["submit", RECIPE, *SWEEP, *words]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("jobs 1 to 4, 4 runs") and "arrays of heterogeneous jobs" in said.err
+    assert [read_job(tmp_path / "s" / name).job_id for name in NAMES] == ["1", "2", "3", "4"]
+    assert read_sweep(tmp_path / "s").job_id == "" and read_job(tmp_path / "s" / NAMES[0]).array == ""
+    assert main(["submit", RECIPE, *SWEEP, "--at-once", "2", "--run-dir", "t", "--layout", "heterogeneous"]) == 2
+    assert "--at-once 2 needs a job array" in capsys.readouterr().err
+
+
+def test_the_first_are_cancelled_when_one_is_refused(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    numbers = tmp_path / "number"
+    refuse = f"[ $(wc -l < {numbers}) -lt 3 ] || {{ echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1; }}"
+    slurm.command("sbatch", before=f'echo x >> {numbers}; {refuse}; echo "Submitted batch job $(wc -l < {numbers})"')
+    assert main(["submit", RECIPE, *SWEEP, "--run-dir", "s", "--layout", "heterogeneous"]) == 2
+    assert "QOSMaxSubmitJobPerUserLimit" in capsys.readouterr().err
+    assert slurm.calls("scancel") == ["2", "1"] and not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("where", ["note_job", "write_sweep"])
+def test_an_array_that_cannot_be_noted_is_cancelled(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    count = 0
+
+    def full(*words: object, **more: object) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise HpcrlError("no space left")
+        real(*words, **more)
+
+    real = getattr(launch_sweep, where)
+    monkeypatch.setattr(launch_sweep, where, full)
+    assert main(["submit", RECIPE, *SWEEP, "--run-dir", "s", *ALIKE]) == 1
+    assert sorted(slurm.calls("scancel")) == [f"77_{number}" for number in range(4)]
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_job_whose_call_cannot_be_kept_is_cancelled(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch has taken it, and what it begins with cannot be put into its place."""
+    from submitit.core.utils import JobPaths
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(JobPaths, "move_temporary_file", full)
+    assert main(["submit", RECIPE, *SWEEP, "--run-dir", "s", *ALIKE]) == 1
+    assert slurm.calls("scancel") == ["77"] and not (tmp_path / "s").exists()
+
+
+# ---- which task is which run's
+
+
+def test_the_number_of_a_task() -> None:
+    """SLURM_JOB_ID of one of the tasks is the array's number, by which Slurm means all of them."""
+    assert job_number({"SLURM_JOB_ID": "77"}) == "77"
+    assert job_number({"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}) == "77_3"
+
+
+def test_tasks_are_told_apart_by_number(slurm: FakeSlurm) -> None:
+    """All carry the array's identity; one that said otherwise is that run's alone."""
+    keys = [JobKey(f"77_{number}", f"id-{number}", 0.0, array="arr") for number in range(4)]
+    slurm.command(
+        "squeue",
+        row("77_3", "PENDING", "JobArrayTaskLimit", raw="77", comment="hpcrl:arr")
+        + row("77_0", raw="78", comment="hpcrl:arr")
+        + row("77_1", "FAILED", raw="79", comment="hpcrl:id-1 disk full")
+        + row("77_2", raw="80", comment="hpcrl:another"),
+    )
+    jobs = look([*keys, JobKey("78", "arr", 0.0), JobKey("77", "arr", 0.0)]).jobs
+    assert [jobs[key].phase for key in keys] == ["running", "ended", "gone", "pending"]
+    assert jobs[keys[2]].foreign and jobs[keys[1]].reason == "disk full"
+    assert jobs[keys[3]].reason.startswith("waits for other tasks")
+    assert jobs[JobKey("78", "arr", 0.0)].phase == "running", "by its number as a job"
+    assert jobs[JobKey("77", "arr", 0.0)].phase == "gone", "a task that has not begun has none"
+    (call,) = slurm.calls("squeue")
+    assert "--array" in call and "--jobs 77_0,77_1,77_2,77_3,78,77 " in call
+
+
+@pytest.fixture
+def sweep(slurm: FakeSlurm, tmp_path: Path) -> Path:
+    """A sweep in ./runs: one run finished, one at work, one in the queue."""
+    root = tmp_path / "runs/SWEEP"
+    now = time.time()
+    phases = {"lr=1": {"phase": "finished", "time": now}, "lr=2": {"phase": "running", "time": now}, "lr=3": {}}
+    for number, (name, state) in enumerate(phases.items()):
+        make(root / name, **state)
+        put(root / name / "job.json", {"scheduler": "slurm", "job_id": f"77_{number}", "submitted": now - 60, "array": "arr", "site": {}})  # fmt: skip
+    write_sweep(root, SweepFile(["lr"], [SweepRun(name, {"lr": int(name[3:])}) for name in phases], "slurm", "77"))
+    slurm.command(
+        "squeue",
+        row("77_0", "COMPLETED", raw="78", comment="hpcrl:arr", start=int(now - 60))
+        + row("77_1", raw="79", comment="hpcrl:arr", start=int(now - 60))
+        + row("77_2", "PENDING", "Priority", raw="77", comment="hpcrl:arr"),
+    )
+    return root
+
+
+@pytest.mark.parametrize("word", ["runs/SWEEP", "SWEEP", "77"])
+def test_a_sweep_by_path_name_and_number(sweep: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert main(["status", word, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["status"]["phase"] for row in found["runs"]] == ["finished", "running", "pending"]
+    assert main(["status", word]) == 0
+    assert "runs/SWEEP: 3 runs, job array 77: 1 finished, 1 running, 1 pending" in capsys.readouterr().out
+
+
+def test_its_runs_are_runs(sweep: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs"]) == 0
+    assert sorted(capsys.readouterr().out.split()) == ["runs/SWEEP/lr=1", "runs/SWEEP/lr=2", "runs/SWEEP/lr=3"]
+    make(sweep.parents[1] / "SWEEP", phase="finished")
+    assert main(["status", "SWEEP"]) == 0
+    assert capsys.readouterr().out.startswith("SWEEP: finished"), "a run that is here is meant by its name"
+    assert main(["status", "77_1"]) == 0
+    assert "runs/SWEEP/lr=2: running" in capsys.readouterr().out
+    assert main(["cancel", "lr=3"]) == 0
+    assert slurm.calls("scancel") == ["77_2"]
+    capsys.readouterr()
+    for words in (["logs", "77"], ["resume", str(sweep)]):
+        assert main(words) == 2
+        assert "is a sweep" in capsys.readouterr().err
+    assert main(["resume", str(sweep / "lr=2")]) == 2
+
+
+def test_stop_of_a_sweep(sweep: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """What waits never starts; what is at work saves and ends."""
+    assert main(["stop", "SWEEP"]) == 0
+    assert slurm.calls("scancel") == ["77_2"]
+    assert [path.parent.name for path in sweep.glob("*/stop")] == ["lr=2"]
+    assert len(slurm.calls("squeue")) == 1, "one question for all"
+
+
+def test_cancel_of_a_sweep(sweep: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """What waits first: it would start in the place of what is ended."""
+    assert main(["cancel", "SWEEP"]) == 0
+    assert slurm.calls("scancel") == ["77_2", "77_1"]
+    make(sweep / "lr=2", phase="finished", time=time.time())
+    slurm.command("squeue", "", 1, "slurm_load_jobs error: Invalid job id specified")
+    assert main(["cancel", "77"]) == 1
+    assert "none of its runs" in capsys.readouterr().err
+
+
+def test_one_that_cannot_be_cancelled_keeps_no_other(
+    sweep: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.command("scancel", before='[ "$1" != 77_2 ] || { echo "Access denied" >&2; exit 1; }')
+    assert main(["cancel", "77"]) == 1
+    assert slurm.calls("scancel") == ["77_2", "77_1"] and "scancel 77_2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("phases", "status"), [(("finished", "finished"), 0), (("finished", "stopped"), 143), (("failed", "stopped"), 1)]
+)
+def test_watch_ends_with_the_worst(
+    sweep: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    phases: tuple[str, str],
+    status: int,
+) -> None:
+    monkeypatch.setattr("hpcrl.commands.find_run.PATIENCE", 0.0)
+    for name, phase in zip(("lr=2", "lr=3"), phases, strict=True):
+        make(sweep / name, phase=phase, time=time.time())
+    (sweep.parents[1] / "bin" / "squeue").unlink()
+    assert main(["watch", "SWEEP"]) == status
+    out = capsys.readouterr().out
+    assert f"lr=2  {phases[0]}" in out and "runs/SWEEP: 3 runs" in out
+
+
+def test_a_damaged_record_names_the_file(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sweep / "sweep.json").write_text("{")
+    assert main(["status", "runs/SWEEP"]) == 1
+    assert "runs/SWEEP/sweep.json cannot be read" in capsys.readouterr().err
