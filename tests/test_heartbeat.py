@@ -212,7 +212,8 @@ def test_a_launcher_that_hangs_is_ended_and_named(
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     (rundir.root / "state.json").write_text("{}")
-    words = [requeue, str(tmp_path / "queued")] if requeue else []
+    touch = f"import pathlib; pathlib.Path({str(tmp_path / 'queued')!r}).touch()"
+    words = {None: [], "touch": [sys.executable, "-c", touch]}.get(requeue, [str(requeue), "-x"])
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(rundir.root), *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     )

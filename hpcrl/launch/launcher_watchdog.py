@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--launcher", type=int, required=True)
     parser.add_argument("--beats", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--requeue", nargs="+", default=[])
+    parser.add_argument("--requeue", nargs=argparse.REMAINDER, default=[], help="a command, with all that follows")
     args = parser.parse_args()
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
