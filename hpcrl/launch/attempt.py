@@ -37,7 +37,9 @@ from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import Summary, summary_of
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.signs import LastSign
 
+LOOK = 1.0  #: seconds between two looks of the launcher into the run directory
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
 
@@ -177,12 +179,16 @@ def _watch(
     close_by = float("inf")
     patience = options.stop_timeout
     pulse = HeartbeatMonitor(rundir.here / BEATS, here=False, look=HOST_BEAT)
-    while any(m.status is None for m in members) or summary_of(rundir) is None:
+    looked, over = LastSign(ago=LOOK), False
+    while not over or any(m.status is None for m in members):
         poll()
-        _check(members, rundir)
+        # at once where a host has ended or a user waits; else seldom: the directory is shared by all hosts
+        if stop.requests or looked.due(LOOK) or any(m.status is not None for m in members):
+            _check(members, rundir)
+            over = summary_of(rundir) is not None
         _check_hosts(pulse, options.hang_timeout, rundir)
         now = time.monotonic()
-        if close_by == float("inf") and summary_of(rundir) is not None:
+        if over and close_by == float("inf"):
             close_by = now + ENDING
         if now > close_by:
             late = ", ".join(m.name for m in members if m.status is None)
@@ -195,7 +201,7 @@ def _watch(
             stop_by = now + patience
         if stop.requests > 1:
             raise Interrupted("ended at once on a second signal: the last saved checkpoint is good")
-        if now > stop_by and summary_of(rundir) is None:
+        if now > stop_by and not over:
             raise DeadlineError(
                 f"the run did not save and end within {patience:.0f} s",
                 "it was ended; the last checkpoint is good; if a step takes longer, raise --stop-timeout",

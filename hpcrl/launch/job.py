@@ -29,7 +29,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.run import check_run_dir
 from hpcrl.errors import HpcrlError, Stopped, UsageError
-from hpcrl.launch.attempt import Backend, run_attempt
+from hpcrl.launch.attempt import LOOK, Backend, run_attempt
 from hpcrl.launch.code.snapshot import begin_code, note_changed_scripts
 from hpcrl.launch.preflight import (
     NOTHING,
@@ -108,6 +108,7 @@ def run_job(
         StopRequest() as stop,
     ):
         forget_old_requests(job.root, restarts, max(age, process_age()))
+        looked = LastSign(ago=LOOK)  # it may have been told to stop while it came up
 
         def turn(rundir: RunDir | None = None) -> None:
             if stop.requests and state.phase != "saving":
@@ -117,14 +118,14 @@ def run_job(
                 )
             state.beat("saving" if stop.requests else None)
             timeline.alive()
-            if (job.root / STOP).exists():
+            if looked.due(LOOK) and (job.root / STOP).exists():
                 stop.ask("hpcrl stop")
             if watch:
                 watch(stop, rundir)
             if stop.nudges:
                 stop.ask("SIGUSR1")
 
-        turn()  # it may have been told to stop while it came up
+        turn()
         with timeline.span(PREPARE):
             run_prepare_commands(job, backend, stop, state, turn)
         for stage in job.recipe.stages:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EVERY = 15.0  #: seconds between lines where there is no terminal
 AGAIN = 30.0  #: seconds after which what is still waited for is said again there
-GLANCE = 0.5  #: seconds between looks at the file
+GLANCE = 1.0  #: seconds between looks at the file
 Item = TypeVar("Item")
 
 #: metric -> how it is shown

@@ -46,9 +46,12 @@ from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout, 
 from hpcrl.run.engine_files import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
+from hpcrl.run.rundir import STOP
+from hpcrl.toolbox.signs import LastSign
 
 T = TypeVar("T")
-POLL = 0.2  #: seconds between two looks at the stop file and at the other roles' errors
+POLL = 0.2  #: seconds between two counts of requests
+LOOK = 1.0  #: seconds between two looks at the stop file and at the other roles' errors
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -294,19 +297,20 @@ class RolloutRole:
 
     async def _watch(self) -> None:
         """Look out for the stop file and for other roles' errors."""
+        looked = LastSign(ago=LOOK)
         try:
             while True:
-                self.context.rundir.check()
-                await self._stop_if_asked()
+                if looked.due(LOOK):
+                    await self._stop_if_asked(STOP in self.context.rundir.check())
                 self.timeline.count(REQUESTS, running=self.pool.loads.total)
                 await asyncio.sleep(POLL)
         except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
             self._fail(error)
 
-    async def _stop_if_asked(self) -> None:
-        """If the run was asked to stop, wait until all is put away that a resumed run continues with; it is done once,
-        and to its end, also when the first caller is cancelled meanwhile."""
-        if self._stop_work is None and self.context.rundir.stop_requested():
+    async def _stop_if_asked(self, asked: bool | None = None) -> None:
+        """If the run was asked to stop (None: look), wait until all is put away that a resumed run continues with; it
+        is done once, and to its end, also when the first caller is cancelled meanwhile."""
+        if self._stop_work is None and (self.context.rundir.stop_requested() if asked is None else asked):
             self._stop_work = asyncio.create_task(self._stop())
         if self._stop_work is not None:
             await asyncio.shield(self._stop_work)

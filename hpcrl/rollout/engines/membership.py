@@ -22,7 +22,7 @@ from hpcrl.run.engine_files import EngineView, hand_back_requests, let_leave, re
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
-LOOK = 0.5  #: seconds between two looks for what supervisors have said
+LOOK = 1.0  #: seconds between two looks for what supervisors have said
 DOUBT = 2.0  #: seconds between two questions to an engine that is in doubt
 VIEW = 5.0  #: seconds after which the view from outside is written again
 LAST_WORDS = 8.0  #: seconds that a supervisor may take to say why the last engine has ended

@@ -126,6 +126,7 @@ class Bank:
         self._alive: dict[int, set[int]] = {}  # file -> the groups that stand in no newer one
         self._spent: list[int] = []  # files that are of no use; a reader removes none
         self._next = -1  # number of the next file; -1: not looked up yet
+        self._made = False  # whether the folder is known to be there
         self._maps = threading.Lock()
         self._coming = _Together()
         self._writing = asyncio.Lock()
@@ -185,7 +186,9 @@ class Bank:
             self._next = self._next + 1
         sizes = [(number, len(data)) for number, data in packed.items()]
         index = msgspec.msgpack.encode(sizes)
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        if not self._made:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._made = True
         write_atomic(self._file(file), b"".join((_LENGTH.pack(len(index)), index, *packed.values())), patience=PATIENCE)
         with self._maps:
             self._spent += self._enter(file, len(index), sizes)
