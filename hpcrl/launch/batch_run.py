@@ -20,6 +20,7 @@ import msgspec
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
+from hpcrl.config.stage_flags import split_name, stage_flag
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
 from hpcrl.launch.broken_hosts import BROKEN, broken_hosts, find_broken_host, note_broken_host
 from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job, say
@@ -41,6 +42,7 @@ from hpcrl.launch.submission import submit_elsewhere
 from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, read_job, write_job
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
+from hpcrl.run.started_runs import is_run, read_recipe_file
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import read_summary
 from hpcrl.toolbox.deadline import Deadline
@@ -299,6 +301,17 @@ def _clock(at: float) -> str:
     return time.strftime("%H:%M:%SZ", time.gmtime(at))
 
 
+def refuse_other_options(job: RunJob, overrides: dict[str, Any]) -> None:
+    """Raise UsageError if the run began with other options: it resumes with those, and these have no effect."""
+    begun, given = read_recipe_file(job.root).overrides, msgspec.to_builtins(job.recipe.placed(overrides))
+    if other := next((name for name in sorted({*begun, *given}) if begun.get(name) != given.get(name)), None):
+        raise UsageError(
+            f"{stage_flag(*split_name(other))}: {job.root} is a run that began with other options, and resumes with "
+            "those",
+            "name another --run-dir for a new run",
+        )
+
+
 def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
     """Start the RECIPE of the words in their --run-dir, or resume it if this job has been there before; the exit
     status.
@@ -315,8 +328,9 @@ def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
             raise UsageError("a recipe and --run-dir are needed", "see the last line of the batch script")
         root = Path(overrides["run_dir"])
         allocation = here()
-        if (root / "recipe.json").is_file():
+        if is_run(root):
             job = reopen_job(root)
+            refuse_other_options(job, overrides)
         else:
             job = begin_job(load_recipe(words[0]), overrides, lambda _: allocation.nodes(), here=False)
         write_job(job.root, job.identity, allocation.scheduler, allocation.job_id, cluster=allocation.cluster)

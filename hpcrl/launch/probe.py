@@ -102,17 +102,21 @@ def _network(name: str, entry: Any, speed: int) -> Network | None:
 # ---- one network for all
 
 
-def choose(reports: Mapping[str, HostReport], interface: str | None = None) -> dict[str, Network]:
+def choose(reports: Mapping[str, HostReport], interface: str | None = None, apart: bool = False) -> dict[str, Network]:
     """host -> the address that its processes listen on.
 
-    With one host it is the loopback: nothing leaves the host. `interface` is a name, or the beginning of one.
+    With one host it is the loopback: nothing leaves the host.
+
+    Args:
+        interface: a name, or the beginning of one.
+        apart: whether others than these hosts are to reach them.
 
     Raises:
         UsageError: names hosts and networks where none or several would do.
     """
     if interface:
         return {host: _named(found, interface) for host, found in reports.items()}
-    if len(reports) == 1:
+    if len(reports) == 1 and not apart:
         return {host: Network("lo", "127.0.0.1", 8, 0) for host in reports}
     for key in ("subnet", "interface"):
         shared = {name: chosen for name in _keys(reports, key) if (chosen := _all_on(reports, key, name))}

@@ -16,6 +16,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.attempt import HostHandle, HostProcess
+from hpcrl.launch.engines.standalone import elsewhere
 from hpcrl.launch.local import Local
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.mpi.channel import (
@@ -102,7 +103,7 @@ class MpiHosts:
                 "there is an MPI rank for each slot, and --rank-launcher torchrun would start one more for each",
                 "give --rank-launcher ranks, or start one rank a host (--map-by ppr:1:node, -ppn 1)",
             )
-        network = probe.choose(self.reports, options.interface)
+        network = probe.choose(self.reports, options.interface, apart=elsewhere(options) is not None)
         return [Host(h.name, h.slots, network[h.name].address, network[h.name].interface) for h in self.placement.hosts]
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostHandle]:

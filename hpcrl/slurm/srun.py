@@ -22,6 +22,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.attempt import HostProcess
 from hpcrl.launch.batch_run import HostsSilent
+from hpcrl.launch.engines.standalone import elsewhere
 from hpcrl.launch.job import say
 from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
@@ -72,8 +73,19 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
                 f"the job's environment has no valid {error}",
                 "start from a script of sbatch/ or of hpcrl submit --dry-run",
             ) from error
-        found.append(HetGroup(tuple(nodes), slots, tuple(shlex.split(step))))
+        found.append(_held(HetGroup(tuple(nodes), slots, tuple(shlex.split(step)))))
     return found
+
+
+def _held(group: HetGroup) -> HetGroup:
+    """The component on as many nodes as its srun asks for: an allocation may have more, which its user has for other
+    things."""
+    counts = [int(found[1]) for word in group.step if (found := re.fullmatch(r"--nodes=(\d+)", word))]
+    if not counts or counts[-1] >= len(group.nodes):
+        return group
+    nodes, spare = group.nodes[: counts[-1]], group.nodes[counts[-1] :]
+    say(f"note: the run takes {counts[-1]} of the job's {len(group.nodes)} nodes, and not {', '.join(spare)}")
+    return HetGroup(nodes, group.slots, _with(group.step, [f"--nodelist={','.join(nodes)}"]))
 
 
 @dataclass
@@ -122,7 +134,7 @@ class SrunHosts:
         finally:
             for step in steps:
                 step.terminate()
-        network = probe.choose(reports, options.interface)
+        network = probe.choose(reports, options.interface, apart=elsewhere(options) is not None)
         self._examine(options, rundir)
         slots = [(node, group.slots) for group in self.groups for node in group.nodes]
         return [Host(node, count, network[node].address, network[node].interface) for node, count in slots]
@@ -234,7 +246,11 @@ def _check_started(steps: list[subprocess.Popen[bytes]], log: Path) -> None:
 
 
 def _alone(step: tuple[str, ...], node: str) -> list[str]:
-    """The same srun, for one task on one node: of options given twice the later counts."""
+    """The same srun, for one task on one node."""
+    return list(_with(step, [f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]))
+
+
+def _with(step: tuple[str, ...], options: list[str]) -> tuple[str, ...]:
+    """The same srun with more options: of those given twice the later counts."""
     at = next((i for i, word in enumerate(step) if i and not word.startswith("-")), len(step))
-    only = [f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
-    return [*step[:at], *only, *step[at:]]
+    return (*step[:at], *options, *step[at:])

@@ -264,14 +264,14 @@ def _call(site: SiteProfile, root: Path) -> str:
 
 def script_by_hand(submission: Submission, words: Sequence[str]) -> str:
     """The script for a person; the run directory is the one that was given, the job's number in place of the time in
-    it."""
+    it.  Words that follow the script's name are options too, and count after its own."""
     recipe = submission.job.recipe
     root = _quoted(run_dir_of(recipe, submission.job.overrides).format(name=recipe.name, time=JOB_ID))
     inside = (
         submission.site.container.kind != "none"
     )  # then HPCRL_PYTHON is the image's, and this process runs outside of it
     python = shlex.quote(batch_python(submission.site)) if inside else '"$HPCRL_PYTHON"'
-    command = f"{python} -m hpcrl.slurm.batch_process {shlex.join(words)} --run-dir {root}"
+    command = f'{python} -m hpcrl.slurm.batch_process {shlex.join(words)} --run-dir {root} "$@"'
     return render(submission.script_by_hand(command, "hpcrl-%j.out"), submission.request, submission.site)
 
 

@@ -50,6 +50,12 @@ def prepare(options: Options, listen: str, keys: Path) -> RunDir:
     return rundir
 
 
+def elsewhere(options: Options) -> str | None:
+    """The first of the engines that the run does not start which is not on its own machine, as its address."""
+    addresses = options.rollout_external_engine_addrs if options.needs_engines else ()
+    return next((text for text in addresses if split_address(text)[0] not in _LOOPBACK), None)
+
+
 def borrow(rundir: RunDir, plan: Plan, options: Options) -> IO[bytes] | None:
     """Keys of the engines that the run does not start, into the run's; what is returned is held open as long as it has
     them.
@@ -59,12 +65,13 @@ def borrow(rundir: RunDir, plan: Plan, options: Options) -> IO[bytes] | None:
     """
     if not plan.external:
         return None
-    away = next((text for text in plan.external if split_address(text)[0] not in _LOOPBACK), None)
+    away = elsewhere(options)
     if away and plan.trainers[0].at in _LOOPBACK:
         raise UsageError(
             f"{ADDRS} {away}: the run is on this machine alone and listens on {plan.trainers[0].at}, "
             "which that engine cannot reach",
-            "start the run with hpcrl submit or hpcrl launch, or serve the engine here, at 127.0.0.1",
+            "start the run with hpcrl submit or hpcrl launch (without --interface lo), or serve the engine here, at "
+            "127.0.0.1",
         )
     folder = Path(options.rollout_external_engine_keys or "").expanduser()
     try:
