@@ -5,6 +5,8 @@
 #   PYTHON312=python3.12  the interpreter of `make fast-312` and `make trainer-312`
 #   HPCRL_VENV=/big/venv  another place for it
 #   CLUSTER=/big/cluster  where `make cluster` puts what its nodes share
+#   RELEASE=26.05         which Slurm it has, if not the machine's: a version, or a Debian (trixie, forky)
+#   CLUSTER_RELEASE=24.11 which Slurm the tests run under, if not the newest that `make packages` has unpacked (machine: its own)
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -30,7 +32,7 @@ help:
 	@echo "make sbatch       write the scripts of sbatch/ again"
 	@echo "make bench        measure against Ray and Redis (installs them into the environment)"
 	@echo "make cluster      a real Slurm and MPI cluster on this machine, to experiment with; it is in $(CLUSTER)"
-	@echo "make packages     the Debian packages that the cluster needs (as root; make test does it too)"
+	@echo "make packages     the Debian packages and the newer Slurm that the cluster needs (as root; make test does it too)"
 	@echo "make env          the environment alone, in $(HPCRL_VENV)"
 
 # One quiet step of the installation: `$(call pip,what it is,arguments)`; its output is in the log, and shown if it fails.
@@ -111,7 +113,7 @@ packages: $(ENV)
 	@$(BIN)/python -m tools.cluster packages --install || true
 
 cluster: packages
-	@$(BIN)/python -m tools.cluster start $(CLUSTER)
+	@$(BIN)/python -m tools.cluster start $(CLUSTER) $(if $(RELEASE),--release $(RELEASE))
 
 lint: $(ENV)
 	$(BIN)/ruff check .

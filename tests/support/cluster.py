@@ -5,6 +5,9 @@
         job = cluster.sbatch("--nodes=2", script="#!/bin/bash\nsrun hostname\n")
         cluster.wait_state(job, "COMPLETED", 30)
 
+CLUSTER_RELEASE=24.11 runs the tests under that Slurm, CLUSTER_RELEASE=machine under the machine's own; without it they
+run under the newest that there is a root of (tools/cluster/roots.py).
+
 One cluster serves all tests of a session.  After each test that used it nothing may be left: no job, no process on any
 node, every node up; what is found is removed, and the test fails.
 """
@@ -20,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.cluster import control, packages
+from tools.cluster import control, packages, roots
 from tools.cluster.layout import HEAD, Layout, read
 
 #: states in which Slurm is done with a job
@@ -37,13 +40,18 @@ ENDED = {
 }
 
 
+def release() -> str:
+    """The release of Slurm that the tests run under: what CLUSTER_RELEASE says, else the newest that is here."""
+    return os.environ.get("CLUSTER_RELEASE") or roots.newest() or roots.MACHINE
+
+
 class Cluster:
     """A running cluster, from outside."""
 
-    def __init__(self, shared: Path, *, visible: Sequence[Path] = (), **options: bool | int) -> None:
+    def __init__(self, shared: Path, *, visible: Sequence[Path] = (), **options: bool | int | str) -> None:
         """Start it in `shared` with the options of tools.cluster.control.start; it ends with this process at the
         latest."""
-        self._handle = control.start(shared, visible=visible, **options)  # type: ignore[arg-type]
+        self._handle = control.start(shared, visible=visible, **({"release": release()} | options))  # type: ignore[arg-type]
         self.layout: Layout = read(shared)
         self.shared = shared
         self.nodes = self.layout.workers

@@ -55,8 +55,9 @@ def test_stop_saves_and_resume_submits_it_again(queue: Queue, tmp_path: Path, ta
     assert "hpcrl stop" in stopped["message"] and run.steps() < STEPS, stopped
     run.until(lambda: not queue.processes(run), 20)
     if isinstance(queue, SlurmQueue):
-        # the batch process ended with 143, of which sacct shows what is above 128
-        run.until(lambda: ("FAILED", "15:0") in queue.cluster.sacct(int(run.number), "State,ExitCode"), 30)
+        # the batch process ended with 143, of which an older sacct shows what is above 128
+        ended = {("FAILED", "15:0"), ("FAILED", "143:0")}
+        run.until(lambda: bool(ended & set(queue.cluster.sacct(int(run.number), "State,ExitCode"))), 30)
     again = queue.hpcrl("resume", run.root, "--time", "20").stdout
     second = Submitted(queue, run.root, re.match(r"job (\d+)", again)[1])
     assert second.number != run.number

@@ -17,6 +17,7 @@ from tests.support.cluster import Cluster
 from tools.cluster import processes
 from tools.cluster.config import START_FILE, START_FILES
 from tools.cluster.layout import GRACE, REPO
+from tools.cluster.roots import version
 
 pytestmark = pytest.mark.cluster
 
@@ -72,6 +73,17 @@ def test_every_node_is_a_host_of_its_own(cluster: Cluster, tmp_path: Path) -> No
     cluster.run("rm /tmp/mine /dev/shm/mine", "node2")
 
 
+def test_all_that_a_node_runs_is_of_the_release(cluster: Cluster) -> None:
+    """Every node has the Slurm of the root that it was started with, not the machine's."""
+    suite = cluster.layout.release
+    if not suite:
+        pytest.skip("the machine's own release")
+    for node in cluster.hosts:
+        assert cluster.run(["slurmd", "-V"], node).stdout.split()[-1] == version(suite)
+        assert suite in cluster.run("cat /etc/debian_version /etc/os-release", node).stdout
+    assert cluster.run(["srun", "-N4", "slurmd", "-V"]).stdout.split()[1::2] == [version(suite)] * 4
+
+
 def test_heterogeneous_job_and_accounting(cluster: Cluster, tmp_path: Path) -> None:
     """A heterogeneous job starts, and accounting knows it."""
     script = f"""#!/bin/bash
@@ -94,11 +106,19 @@ wait
 
 
 def test_impossible_job_is_refused_or_pends(cluster: Cluster, tmp_path: Path) -> None:
-    """As where EnforcePartLimits is not set, which is Slurm's default."""
-    job = cluster.sbatch("-p", "small", "-t", "30", "-o", tmp_path / "log", "--wrap", "true")
-    assert cluster.job(job)["Reason"] in {"PartitionConfig", "PartitionTimeLimit"}
-    cluster.run(["scancel", str(job)])
-    for arguments in (["-p", "small", "-N", "2"], ["-p", "none"], ["--gpus-per-node=9"], ["-A", "nobody"]):
+    """As where EnforcePartLimits is not set, which is Slurm's default.
+
+    The older Slurm knows at once why a job waits, the newer when it first tries to start it; and the newer `--test-only`
+    takes more nodes than a partition allows.
+    """
+    for option, limit in (("-t30", "PartitionTimeLimit"), ("-N2", "PartitionNodeLimit")):
+        job = cluster.sbatch("-p", "small", option, "-o", tmp_path / "log", "--wrap", "true")
+        deadline = time.monotonic() + 20
+        while (reason := cluster.job(job)["Reason"]) not in {"PartitionConfig", limit}:
+            assert time.monotonic() < deadline, reason
+            time.sleep(0.1)
+        cluster.run(["scancel", str(job)])
+    for arguments in (["-p", "none"], ["--gpus-per-node=9"], ["-A", "nobody"]):
         result = cluster.run(["sbatch", "--test-only", *arguments, "--wrap", "true"], check=False)
         assert result.returncode != 0, (arguments, result.stdout)
 
@@ -154,7 +174,9 @@ def test_pulled_cable(cluster: Cluster) -> None:
 def test_mpirun_reaches_the_nodes_over_ssh(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
     (tmp_path / "hello.py").write_text(HELLO)
     hosts = cluster.hostfile(mpi, ["node3", "node1", "node2"], 2)
-    launch = {"openmpi": ["mpirun.openmpi", "--hostfile", hosts], "mpich": ["mpiexec.mpich", "-f", hosts]}[mpi]
+    # of the environment, Open MPI hands on to other hosts what it is told to
+    openmpi = ["mpirun.openmpi", "-x", "MPI4PY_MPIABI", "--hostfile", hosts]
+    launch = {"openmpi": openmpi, "mpich": ["mpiexec.mpich", "-f", hosts]}[mpi]
     result = cluster.run(
         [*launch, "-n", "5", sys.executable, tmp_path / "hello.py"], env=cluster.mpirun_env(mpi), timeout=40
     )

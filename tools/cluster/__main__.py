@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.cluster import control, packages
+from tools.cluster import control, packages, roots
 from tools.cluster.layout import HEAD, read
 
 
@@ -29,6 +29,11 @@ def parser() -> argparse.ArgumentParser:
     begin = add("start", "start a cluster in DIR, anew")
     begin.add_argument("--nodes", type=int, default=4, help="besides the head (default 4)")
     begin.add_argument("--no-accounting", action="store_true", help="no MariaDB, no slurmdbd: sacct answers nothing")
+    begin.add_argument(
+        "--release",
+        default=roots.MACHINE,
+        help="another Slurm than the machine's: its version (26.05) or its Debian (forky); `root` makes it",
+    )
     begin.add_argument("--cgroups", action="store_true", help="limits by cgroups (version 1)")
     begin.add_argument(
         "--visible", type=Path, action="append", default=[], help="below /tmp, yet seen by every node; repeatable"
@@ -41,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     add("start-slurmd", "start a node's slurmd again", "node")
     add("link", "pull or plug in a node's cable", "node").add_argument("state", choices=["up", "down"])
     add("stop", "end the cluster; nothing is left of it but DIR")
+    text = "make the root of another Debian release, for its Slurm"
+    commands.add_parser("root", help=text, description=text).add_argument("suite", choices=roots.SUITES)
     missing = commands.add_parser("packages", help="name the Debian packages that are missing")
     missing.add_argument("--install", action="store_true", help="install them (as root), without starting a daemon")
     return root
@@ -51,14 +58,19 @@ def main() -> int:
     options = parser().parse_args()
     try:
         return _run(options)
-    except (control.ClusterError, FileNotFoundError) as error:
+    except (control.ClusterError, roots.RootError, FileNotFoundError) as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.command == "packages":
-        return packages.main(install=options.install)
+        status = packages.main(install=options.install)
+        if options.install:
+            roots.make_newest()
+        return status
+    if options.command == "root":
+        return roots.main(options.suite)
     if options.command == "start":
         return _start(options)
     layout = read(options.dir)
@@ -84,6 +96,7 @@ def _start(options: argparse.Namespace) -> int:
         accounting=not options.no_accounting,
         cgroups=options.cgroups,
         visible=options.visible,
+        release=options.release,
     )
     control.detach(handle)
     program = f"{sys.executable} -m tools.cluster"

@@ -16,6 +16,7 @@ from pathlib import Path
 from tools.cluster.layout import GPUS_PER_NODE, GRACE, HEAD, Layout
 
 DATABASE_PORT = 3306
+DATABASE = "slurm_acct_db"
 SLURMDBD_PORT = 6819
 SLURMCTLD_PORT = 6817
 
@@ -56,7 +57,7 @@ def slurm(layout: Layout) -> str:
         # a node that was cut off comes back by itself
         "ReturnToService=2",
         "MailProg=/bin/true",
-        "MpiDefault=none",
+        f"MpiDefault={_mpi(layout)}",
         *([] if layout.bare else ["GresTypes=gpu"]),
         "KillWait=5",
         "SlurmdTimeout=12",
@@ -78,6 +79,15 @@ def slurm(layout: Layout) -> str:
         *_partitions(layout),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _mpi(layout: Layout) -> str:
+    """As most centres have it where the release has it: what knows of ranks is every step's default; the machine's own
+    Slurm has none."""
+    for plugin in ("pmix", "pmi2") if layout.release else ():
+        if [*(layout.root / "usr/lib").glob(f"*/slurm*/mpi_{plugin}.so")]:
+            return plugin
+    return "none"
 
 
 def _accounting(layout: Layout) -> list[str]:
@@ -137,7 +147,7 @@ StorageType=accounting_storage/mysql
 StorageHost=127.0.0.1
 StoragePort={DATABASE_PORT}
 StorageUser={user()}
-StorageLoc=slurm_acct_db
+StorageLoc={DATABASE}
 """
 
 
@@ -194,6 +204,8 @@ Host node* head {layout.address(HEAD).rpartition(".")[0]}.*
 
 #: what a shell reads of the user's home when it starts; each is read in one's stead that comes later here
 START_FILES = (".bash_profile", ".bash_login", ".profile", ".bashrc")
+#: Open MPI's, of the whole cluster: release 6 finds no way between two hosts of which each has a loopback as well
+OPENMPI = "btl_tcp_if_include = eth0\n"
 START_FILE = "# The start-up file of every shell on the test cluster, of a login and of ssh alike.\n"
 
 
@@ -205,12 +217,13 @@ def write(layout: Layout) -> None:
         (layout.base / "spool" / node).mkdir(parents=True, exist_ok=True)
     devices = f"Name=gpu File={layout.base}/dev/nvidia[0-{GPUS_PER_NODE - 1}]\n"
     texts = {"slurm.conf": slurm(layout), "gres.conf": devices, "hosts": hosts(layout), "sshd_config": sshd(layout)}
-    texts |= {"ssh_config": ssh(layout), "shell_start": START_FILE} | {
+    texts |= {"ssh_config": ssh(layout), "shell_start": START_FILE, "openmpi-mca-params.conf": OPENMPI} | {
         f"hostname.{host}": f"{host}\n" for host in layout.hosts
     }
     texts |= {f"boot_id.{host}": f"{uuid.uuid4()}\n" for host in layout.hosts}
     if layout.accounting:
         texts["slurmdbd.conf"] = slurmdbd(layout)
+        texts["database.sql"] = f"CREATE DATABASE IF NOT EXISTS {DATABASE};\n"
     if layout.cgroups:
         texts["cgroup.conf"] = CGROUP
     if layout.bare:
@@ -238,10 +251,10 @@ def _libraries(layout: Layout) -> None:
     opens libmpi.so.12, the name by the MPI ABI, which MPICH calls libmpich.so.12; Open MPI is here as well, so that
     name may not be found unasked: it is in a directory for LD_LIBRARY_PATH.
     """
-    for pmix in Path("/usr/lib").glob("*/pmix2/lib"):
+    for pmix in (layout.root / "usr/lib").glob("*/pmix2/lib"):
         shutil.copytree(pmix, layout.pmix, symlinks=True)
         if not (layout.pmix / "libpmix.so").exists():
             (layout.pmix / "libpmix.so").symlink_to("libpmix.so.2")
     layout.mpich.mkdir()
-    for library in Path("/usr/lib").glob("*/libmpich.so.12"):
-        (layout.mpich / "libmpi.so.12").symlink_to(library)
+    for library in (layout.root / "usr/lib").glob("*/libmpich.so.12"):
+        (layout.mpich / "libmpi.so.12").symlink_to(Path("/", library.relative_to(layout.root)))

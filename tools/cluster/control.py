@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tools.cluster import config, processes
+from tools.cluster import config, processes, roots
 from tools.cluster.layout import PRIVATE, REPO, Layout, read
 from tools.cluster.sandbox import DETACH, NAMESPACES, UNSHARE, remove_cgroups
 
@@ -55,12 +55,14 @@ def start(
     cgroups: bool = False,
     visible: Iterable[Path] = (),
     bare: bool = False,
+    release: str = roots.MACHINE,
 ) -> subprocess.Popen[bytes]:
     """Start a cluster in `shared`, anew; returns when all nodes are idle.
 
     visible: directories below /tmp and the like that every node shall see; those that Python and this program need are
     added.
     bare: as in Layout.
+    release: which Slurm, as roots.find understands it.
     The cluster ends when the process that called this does, or its handle's stdin is closed; `detach` lets it live on.
     ClusterError with the end of the log if it does not come up.
     """
@@ -71,7 +73,13 @@ def start(
     below = tuple(
         str(path) for path in sorted(path.resolve() for path in needed) if any(map(path.is_relative_to, PRIVATE))
     )
-    layout = Layout(shared, nodes, accounting, cgroups, below, bare)
+    try:
+        release = roots.find(release)
+    except roots.RootError as error:
+        raise ClusterError(str(error)) from None
+    if release:
+        roots.prepare(release)
+    layout = Layout(shared, nodes, accounting, cgroups, below, bare, release)
     if outer(layout) is not None:
         raise ClusterError(f"a cluster is running in {shared} already: `stop` ends it")
     shutil.rmtree(layout.base, ignore_errors=True)

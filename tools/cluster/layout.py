@@ -14,6 +14,7 @@ from pathlib import Path
 
 #: the checkout that this program belongs to: processes inside import it from there
 REPO = Path(__file__).resolve().parents[2]
+ROOTS = Path("/var/cache/hpcrl-cluster")  #: where the programs of other releases are (roots.py)
 HEAD = "head"
 NETWORK = "10.77.0"
 GPUS_PER_NODE = 8
@@ -30,6 +31,7 @@ class Layout:
     bare: nodes without GPUs and without generic resources, of cores with two hardware threads each, which jobs get
     whole; no default partition, and partitions of one node each as well; a TMPDIR of each job and node, which Slurm's
     task prolog makes.
+    release: Debian's name of the release whose programs the nodes run (roots.py); "" is the machine's own.
     """
 
     shared: Path
@@ -38,11 +40,17 @@ class Layout:
     cgroups: bool = False
     visible: tuple[str, ...] = ()
     bare: bool = False
+    release: str = ""
 
     @property
     def base(self) -> Path:
         """The cluster's own files."""
         return self.shared / ".cluster"
+
+    @property
+    def root(self) -> Path:
+        """What the nodes see as / of the system's programs."""
+        return ROOTS / self.release if self.release else Path("/")
 
     @property
     def etc(self) -> Path:

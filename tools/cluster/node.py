@@ -69,6 +69,8 @@ def _mounts(layout: Layout, name: str) -> None:
         f"hostname.{name}": "/etc/hostname",
         f"boot_id.{name}": "/proc/sys/kernel/random/boot_id",
     }
+    if layout.release:
+        bind(layout.etc / "openmpi-mca-params.conf", "/etc/openmpi/openmpi-mca-params.conf")
     for source, target in (own | {"ssh_config": "/etc/ssh/ssh_config"}).items():
         bind(layout.etc / source, target)
     # the user's own may take long, and nodes whose power is cut would leave in his home what it had begun to write
@@ -145,7 +147,14 @@ def _database(layout: Layout) -> None:
     server = ["mariadbd", "--no-defaults", *tuning, "--bind-address=127.0.0.1", f"--port={config.DATABASE_PORT}"]
     server += ["--socket=/run/mysqld.sock", "--pid-file=/run/mysqld.pid", "--skip-grant-tables", "--skip-name-resolve"]
     server += ["--skip-log-bin", "--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=0"]
-    server += ["--innodb-lock-wait-timeout=900", "--performance-schema=OFF", "--max-connections=20"]
+    server += [
+        "--loose-innodb-snapshot-isolation=OFF",
+        "--innodb-lock-wait-timeout=900",
+        "--performance-schema=OFF",
+        "--max-connections=20",
+    ]
+    # one release's slurmdbd comes to no good with one release's library if it has to create its database itself
+    server += [f"--init-file={layout.etc}/database.sql"]
     with open(layout.log / "mariadb.log", "ab") as log:
         subprocess.Popen(server, stdout=log, stderr=log)
     wait_for_port("127.0.0.1", config.DATABASE_PORT)

@@ -65,10 +65,19 @@ def main(*, install: bool) -> int:
     if not install or os.geteuid() != 0 or shutil.which("apt-get") is None:
         print(f"the test cluster needs: apt-get install --no-install-recommends {' '.join(lacking)}")
         return 0 if install else 1
-    wanted = [line for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
-    print(f"installing Debian packages for the test cluster: {' '.join(wanted)}", flush=True)
+    print(f"installing Debian packages for the test cluster: {' '.join(wanted())}", flush=True)
+    return 0 if install_packages(*wanted()) else 1
+
+
+def wanted() -> list[str]:
+    """The Debian packages of the cluster."""
+    return [line for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
+
+
+def install_packages(*names: str) -> bool:
+    """Whether apt-get installed them, as root; what it says of a failure is shown.  No daemon is started."""
     with _no_daemons():
-        return 0 if _apt("update") and _apt("install", "--yes", "--no-install-recommends", *wanted) else 1
+        return _apt("update") and _apt("install", "--yes", "--no-install-recommends", *names)
 
 
 @contextlib.contextmanager

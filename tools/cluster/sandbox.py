@@ -55,7 +55,9 @@ class Sandbox:
         """Power on: a process in new namespaces, and a cable from it to the switch."""
         if processes.first("tools.cluster.node", str(self.layout.shared), host) is not None:
             raise ValueError(f"{host} is already running")
-        command = [*UNSHARE, sys.executable, "-S", "-m", "tools.cluster.node", str(self.layout.shared), host]
+        python = [sys.executable, "-S", "-m"]
+        within = [*python, "tools.cluster.release", str(self.layout.root)] if self.layout.release else []
+        command = [*UNSHARE, *within, *python, "tools.cluster.node", str(self.layout.shared), host]
         with open(self.layout.log / f"{host}.log", "ab") as log:
             node = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         _await_namespace(node)
