@@ -6,7 +6,7 @@
 #   HPCRL_VENV=/big/venv  another place for it
 #   CLUSTER=/big/cluster  where `make cluster` puts what its nodes share
 #   RELEASE=26.05         which Slurm it has, if not the machine's: a version, or a Debian (trixie, forky)
-#   CLUSTER_RELEASE=24.11 which Slurm the tests run under, if not the newest that `make packages` has unpacked (machine: its own)
+#   CLUSTER_RELEASE=24.11 which Slurm all tests on the cluster run under (machine: its own)
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -83,12 +83,15 @@ quickstart: $(ENV)
 # shown when both are done.
 CLUSTER_LOG := $(HPCRL_VENV)/test-cluster.log
 AFTER_CLUSTER := $(patsubst %,tests/whole_runs/test_%.py,schedulers loops external_engines engines_come_and_go)
+# On the cluster the machine's own Slurm runs all but these, which ask most of it: they run under the newest that is here.
+NEWEST := tests/slurm tests/whole_runs/test_under_slurm.py
 SECOND := -m "(process or vllm) and not cluster and not soak"
 test: $(ENV) packages
 	$(BIN)/python -m pytest $(FAST)
 	@echo "the tests on the cluster run meanwhile; log: $(CLUSTER_LOG)"
-	@{ $(BIN)/python -m pytest -m "cluster and not soak"; cluster=$$?; \
-	  $(BIN)/python -m pytest $(SECOND) $(AFTER_CLUSTER); exit $$((cluster + $$?)); } > $(CLUSTER_LOG) 2>&1 & beside=$$!; \
+	@{ CLUSTER_RELEASE=$(or $(CLUSTER_RELEASE),machine) $(BIN)/python -m pytest -m "cluster and not soak" $(NEWEST:%=--ignore=%); cluster=$$?; \
+	  $(BIN)/python -m pytest -m "cluster and not soak" $(NEWEST); newest=$$?; \
+	  $(BIN)/python -m pytest $(SECOND) $(AFTER_CLUSTER); exit $$((cluster + newest + $$?)); } > $(CLUSTER_LOG) 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(SECOND) $(AFTER_CLUSTER:%=--ignore=%); processes=$$?; \
 	wait $$beside; last=$$?; cat $(CLUSTER_LOG); exit $$((processes + last))
 
