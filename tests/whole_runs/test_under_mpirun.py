@@ -81,6 +81,8 @@ def test_started_by_mpirun(cluster: Cluster, tmp_path: Path, task: Path) -> None
         "OMP_NUM_THREADS",
         "-x",
         "XDG_STATE_HOME",
+        "-x",
+        "MPI4PY_MPIABI",
         "--hostfile",
         theirs,
         "-np",
