@@ -6,6 +6,7 @@ Invariant: hosts and their order come from Slurm's node lists; a host that does 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -180,6 +181,9 @@ class SrunHosts:
         return f"hpcrl resume {root}"
 
     def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        # this process's interpreter is not in the site's container; task.sh goes by the same variable
+        inside = os.environ.get("HPCRL_PYTHON") or sys.executable
+        command = [inside if word == sys.executable else word for word in command]
         return spawn([sys.executable, "-m", "hpcrl.run.process", *self.groups[0].step, "once", *command], log)
 
     def silent(self, seconds: float) -> list[str]:

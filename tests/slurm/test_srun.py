@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hpcrl.errors import PeerError
 from hpcrl.launch.attempt import _check
 from hpcrl.run.rundir import RunDir
-from hpcrl.slurm.srun import Step
+from hpcrl.slurm.srun import HetGroup, SrunHosts, Step
 
 
 @pytest.fixture
@@ -83,3 +84,12 @@ def test_half_a_line_waits_for_the_rest(step: Step) -> None:
     assert step.lost() == ""
     add(step, "Killed\n")
     assert "node2" in step.lost()
+
+
+def test_prepare_runs_the_nodes_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container it is not the one that the batch process runs with, and no other word of the command changes."""
+    monkeypatch.setenv("HPCRL_PYTHON", "/opt/inside/python")
+    hosts = SrunHosts([HetGroup(("node1",), 1, ("printf", "%s,"))])
+    process = hosts.prepare([sys.executable, "task.py", f"--note={sys.executable}"], tmp_path / "log")
+    assert process.wait(30) == 0
+    assert (tmp_path / "log").read_text() == f"once,/opt/inside/python,task.py,--note={sys.executable},"
