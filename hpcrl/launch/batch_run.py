@@ -39,7 +39,7 @@ from hpcrl.launch.restarts import (
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued, SchedulerSilent
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.launch.submission import submit_elsewhere
-from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, read_job, write_job
+from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, read_job, settle, write_job
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import is_run, read_recipe_file
@@ -127,31 +127,50 @@ def run_in_job(job: RunJob, allocation: Allocation) -> dict[str, Any]:
     explain_last_end(job, allocation)
     check_headway(job.root, allocation.restarts + place_in_chain(read_job(job.root), allocation.job_id))
     try:
-        run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends)
-    except Stopped as end:
-        if clock.due:
-            _requeue(job, allocation, end.what, clock.ends)
-        elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
-            _requeue(job, allocation, f"preempted; {end.what}", clock.ends)
-        say(str(end))
-        return {"status": "stopped", "message": str(end)}
+        run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends, judged=True)
     except HpcrlError as error:
-        _tell(job, allocation, error)
-        if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: it resumes from the last checkpoint
-            _requeue(job, allocation, str(error), clock.ends)
-        elif _preempted(
-            job, allocation
-        ):  # the scheduler has told every process to end, and one was faster than a checkpoint
-            _requeue(job, allocation, f"preempted ({error})", clock.ends)
-        elif broken := _broken_host(job):
-            _start_elsewhere(job, allocation, *broken, clock.ends)
-        elif lost := ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation):
-            why = f"{lost} (first seen as: {error.what})"
-            correct_error(job, why)
-            _requeue(job, allocation, why, clock.ends)
-            raise PeerError(why, f"the last checkpoint is good: hpcrl resume {job.root}") from error
-        raise
+        last: HpcrlError = error
+        try:
+            return _judge(job, allocation, clock, error)
+        except HpcrlError as found:
+            last = found
+            raise
+        finally:
+            settle(job.root, last)
     return final_summary(job)
+
+
+def _judge(job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, error: HpcrlError) -> dict[str, Any]:
+    """Have a job that has ended early queued again where that leads on.
+
+    Returns:
+        The summary of a run that was stopped.
+
+    Raises:
+        HpcrlError: says why it failed.
+    """
+    if isinstance(error, Stopped):
+        if clock.due:
+            _requeue(job, allocation, error.what, clock.ends)
+        elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
+            _requeue(job, allocation, f"preempted; {error.what}", clock.ends)
+        say(str(error))
+        return {"status": "stopped", "message": str(error)}
+    _tell(job, allocation, error)
+    if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: it resumes from the last checkpoint
+        _requeue(job, allocation, str(error), clock.ends)
+    elif _preempted(
+        job, allocation
+    ):  # the scheduler has told every process to end, and one was faster than a checkpoint
+        _requeue(job, allocation, f"preempted ({error})", clock.ends)
+    elif broken := _broken_host(job):
+        _start_elsewhere(job, allocation, *broken, clock.ends)
+    elif lost := ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation):
+        why = f"{lost} (first seen as: {error.what})"
+        correct_error(job, why)
+        _requeue(job, allocation, why, clock.ends)
+        raise PeerError(why, f"the last checkpoint is good: hpcrl resume {job.root}") from error
+    raise error
 
 
 def _silent(allocation: Allocation) -> str:
@@ -304,7 +323,8 @@ def _clock(at: float) -> str:
 def refuse_other_options(job: RunJob, overrides: dict[str, Any]) -> None:
     """Raise UsageError if the run began with other options: it resumes with those, and these have no effect."""
     begun, given = read_recipe_file(job.root).overrides, msgspec.to_builtins(job.recipe.placed(overrides))
-    if other := next((name for name in sorted({*begun, *given}) if begun.get(name) != given.get(name)), None):
+    names = sorted({*begun, *given} - {"run_dir"})  # the directory is this one, however it is written
+    if other := next((name for name in names if begun.get(name) != given.get(name)), None):
         raise UsageError(
             f"{stage_flag(*split_name(other))}: {job.root} is a run that began with other options, and resumes with "
             "those",

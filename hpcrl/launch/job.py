@@ -84,6 +84,7 @@ def run_job(
     watch: Callable[[StopRequest, RunDir | None], None] | None = None,
     ends: float | None = None,
     age: float = 0.0,
+    judged: bool = False,
 ) -> int:
     """Bring a job to its end, from where it is; returns the exit status.
 
@@ -92,6 +93,8 @@ def run_job(
         watch: called about five times a second; it may ask to stop.
         ends: when the allocation's time is over, in Unix seconds.
         age: seconds since this start was asked for, if that was before this process began.
+        judged: whether the caller finds out, after an error, if the job is queued again, and says how it ended
+            (`settle`).
 
     Raises:
         HpcrlError: says what went wrong.
@@ -104,7 +107,7 @@ def run_job(
         swept(),
         held(job.root),
         closing(launcher_timeline(job.root)) as timeline,
-        JobStateFile(job.root, restarts, ends) as state,
+        JobStateFile(job.root, restarts, ends, judged) as state,
         StopRequest() as stop,
     ):
         forget_old_requests(job.root, restarts, max(age, process_age()))

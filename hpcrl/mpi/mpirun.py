@@ -38,9 +38,8 @@ from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
 from hpcrl.mpi.ssh_check import REACH, check_hosts, lost_hosts
 from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at
-from hpcrl.report.run_status import WORKING
 from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.job_files import STATE, JobState, process_age, write_state
+from hpcrl.run.job_files import STATE, WORKING, JobState, process_age, write_state
 from hpcrl.run.process import LATE, MISSING, PARENT, end, run_command
 from hpcrl.run.scratch import scratch, sweep
 from hpcrl.shipped_files import shipped

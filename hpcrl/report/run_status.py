@@ -21,7 +21,7 @@ from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import WINDOW, evaluated, number, seconds_left, step_rows, step_time
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.run.engine_files import EngineView
-from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, JobState
+from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, WORKING, JobState
 from hpcrl.run.peers import EnginePeer, StorePeer, TrainerPeer, peer_file
 from hpcrl.run.queued_job import QueuedJob
 from hpcrl.run.rundir import RunDir, listed
@@ -32,7 +32,6 @@ FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it ever
 SKEW = 30.0  #: seconds by which the clocks of hosts may differ
 #: bytes at the end of metrics.jsonl, and records among them, that count in a list and for one run
 BRIEF, LONG = (24 << 10, WINDOW + 4), (1 << 20, 1 << 20)
-WORKING = ("preparing", "starting", "running", "saving")
 
 
 class Status(msgspec.Struct):

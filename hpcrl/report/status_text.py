@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from hpcrl.plain_text import strip_control
-from hpcrl.report.run_status import WORKING, Status, span
+from hpcrl.report.run_status import Status, span
 from hpcrl.run.engine_files import EngineView, EngineViews
-from hpcrl.run.job_files import OVER
+from hpcrl.run.job_files import OVER, WORKING
 
 HEAD = ("RUN", "STATE", "STAGE", "STEP", "REWARD", "TOK/S", "STALE", "LAST STEP", "NEEDS", "JOB", "")
 

@@ -36,6 +36,7 @@ CANCEL = "cancel"
 CANCELLED = "cancelled; what was saved is good"
 
 Phase = Literal["preparing", "starting", "running", "saving", "requeued", "finished", "stopped", "failed", "cancelled"]
+WORKING = ("preparing", "starting", "running", "saving")
 OVER = ("finished", "stopped", "failed", "cancelled")  #: those after which its launcher does nothing more
 
 
@@ -69,10 +70,16 @@ def write_state(root: Path, state: JobState) -> None:
 
 class JobStateFile:
     """The writer of state.json, as a context: leaving it says whether the job finished, stopped, failed or was
-    cancelled."""
+    cancelled.
 
-    def __init__(self, root: Path, restarts: int = 0, ends: float | None = None) -> None:
+    Attributes:
+        judged: whether leaving it with an error leaves the phase as it is: the job may be queued again, and who decides
+            that says how it ended (`last_word`).
+    """
+
+    def __init__(self, root: Path, restarts: int = 0, ends: float | None = None, judged: bool = False) -> None:
         self.root = root
+        self.judged = judged
         self._written = LastSign()
         self.state = JobState("starting", 0.0, restarts=restarts, host=socket.gethostname(), pid=os.getpid(), ends=ends)
 
@@ -104,12 +111,30 @@ class JobStateFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
             self.set("finished", message="")
-        elif (self.root / CANCEL).exists():
+        elif self.judged and isinstance(error, HpcrlError) and not (self.root / CANCEL).exists():
+            self.set("saving", message=f"{error.what}; looking whether it is to be queued again")
+        else:
+            self.last_word(error)
+
+    def last_word(self, error: BaseException) -> None:
+        """How the job ended, by its error."""
+        if (self.root / CANCEL).exists():
             self.set("cancelled", message=CANCELLED)
         elif isinstance(error, Stopped):
             self.set("stopped", message=str(error))
         else:
             self.set("failed", message=str(error) or type(error).__name__)
+
+
+def settle(root: Path, error: BaseException) -> None:
+    """Have a state that was left to be judged say how the job ended, unless it says meanwhile that it is queued
+    again."""
+    with contextlib.suppress(OSError, Damaged):
+        state = read_json(root / STATE, JobState)
+        if state.phase in WORKING:
+            file = JobStateFile(root, judged=True)
+            file.state = state
+            file.last_word(error)
 
 
 # ---- job.json

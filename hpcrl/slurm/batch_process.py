@@ -30,8 +30,9 @@ from hpcrl.slurm.srun import SrunHosts, read_groups
 CALL = 30.0  #: seconds that scontrol may take
 #: what Slurm says (slurm_errno.c) of a job that it is queueing again, or ending, already
 UNDER_WAY = ("already completing", "pending execution", "job is completing")
-#: and of one that it will not queue again; whatever else it says may be otherwise in a minute
-REFUSED = ("disabled", "denied", "not permitted", "invalid job id", "not supported")
+#: and of one that it will not queue again, an interactive one among them; whatever else it says may be otherwise in a
+#: minute
+REFUSED = ("disabled", "denied", "not permitted", "invalid job id", "not supported", "batch jobs")
 
 
 class SlurmAllocation:

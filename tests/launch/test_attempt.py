@@ -103,7 +103,7 @@ def test_a_run_that_a_preemption_ended_is_queued_again(
     requeue."""
     job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
 
-    def ended(*_: Any) -> int:
+    def ended(*_: Any, **__: Any) -> int:
         if user:
             (job.root / user).touch()
         raise error
@@ -127,7 +127,7 @@ def test_slow_save_at_time_limit_is_requeued(
     """From its last checkpoint, as a step longer than the time that is left needs; an error before is the run's end."""
     job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
 
-    def late(job: RunJob, backend: Any, restarts: int, watch: Any, ends: Any) -> int:
+    def late(job: RunJob, backend: Any, restarts: int, watch: Any, ends: Any, judged: bool) -> int:
         watch.__self__.due = due
         raise DeadlineError("the run did not save and end within 20 s")
 
@@ -166,7 +166,7 @@ def test_lost_host_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (rundir.root / "options.json").write_text("{}")
     rundir.begin()
 
-    def ended(*_: Any) -> int:
+    def ended(*_: Any, **__: Any) -> int:
         rundir.fail("trainer", 0, "RuntimeError: Connection closed by peer [10.0.0.2]:1234")
         rundir.check()
         raise AssertionError
@@ -212,7 +212,7 @@ def test_unwritable_error_is_left_with_scheduler(tmp_path: Path, monkeypatch: py
     allocation = Allocation(preempts=False)
     monkeypatch.setattr(allocation, "mark", lambda identity, said="": marked.append((identity, said)), raising=False)
 
-    def ended(*_: Any) -> int:
+    def ended(*_: Any, **__: Any) -> int:
         raise PeerError("cannot write metrics.jsonl: the file system is full")
 
     monkeypatch.setattr(batch_run, "run_job", ended)

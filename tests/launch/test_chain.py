@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage
-from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.errors import HpcrlError, PeerError, Stopped
 from hpcrl.launch import batch_run
 from hpcrl.launch.allocation_request import make_request
 from hpcrl.launch.broken_hosts import broken_hosts, find_broken_host, heading, note_kernel_words
@@ -29,9 +29,9 @@ from hpcrl.launch.restarts import (
 from hpcrl.launch.scheduler import BatchScript
 from hpcrl.plan import Host, Location, Plan, make_plan
 from hpcrl.run.exit_status import hardware_words
-from hpcrl.run.job_files import CANCEL, JobFile, read_job, replace_job
+from hpcrl.run.job_files import CANCEL, JobFile, JobStateFile, read_job, replace_job
 from hpcrl.run.role import read_plan
-from hpcrl.run.rundir import RunDir
+from hpcrl.run.rundir import HOSTS, RunDir
 from hpcrl.run.summary import Summary, write_summary
 from hpcrl.slurm.site import SlurmSite
 from hpcrl.slurm.submit import render
@@ -99,7 +99,7 @@ def test_later_job_of_a_finished_run(
         write_summary(job.root, Summary("finished", 0, 5, 5, 5, 1.0))
     else:
         (job.root / what).touch()
-    monkeypatch.setattr(batch_run, "run_job", lambda *_: pytest.fail("it started the run"))
+    monkeypatch.setattr(batch_run, "run_job", lambda *_, **__: pytest.fail("it started the run"))
     batch_run.run_in_job(job, Allocation("12"))  # type: ignore[arg-type]
     err = capsys.readouterr().err
     assert said in err and "do for job 12 of the chain" in err
@@ -116,7 +116,7 @@ def test_near_its_limit_a_job_of_a_chain_hands_over(tmp_path: Path, capsys: pyte
 
 def test_a_chain_without_headway_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make(tmp_path / "run", chain=[str(n) for n in range(11, 21)])
-    monkeypatch.setattr(batch_run, "run_job", lambda *_: 0)
+    monkeypatch.setattr(batch_run, "run_job", lambda *_, **__: 0)
     for number in range(11, 16):
         batch_run.run_in_job(job, Allocation(str(number)))  # type: ignore[arg-type]
     with pytest.raises(HpcrlError, match="5 restarts without a new"):
@@ -254,7 +254,7 @@ def test_broken_host_is_left_out(
     job = make(tmp_path / "run", chain=chain, site={"scheduler": "slurm"})
     submitted: list[Path] = []
 
-    def fails(*_: Any) -> int:
+    def fails(*_: Any, **__: Any) -> int:
         broken(job)
         raise PeerError("trainer-1: ended with exit code 1")
 
@@ -289,3 +289,52 @@ def test_ever_new_broken_hosts(
     allocation.restarts = 1
     batch_run._start_elsewhere(job, allocation, "b", "y")  # type: ignore[arg-type]
     assert "1 of 1 requeues are used up" in capsys.readouterr().err and allocation.requeued == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "lost", "requeues", "ends"),
+    [
+        (PeerError("trainer-0: peer gone"), {}, "2", "failed"),
+        (PeerError("trainer-0: peer gone"), {"n1": "down"}, "2", "requeued"),
+        (PeerError("trainer-0: peer gone"), {"n1": "down"}, "0", "failed"),
+        (Stopped("saved"), {}, "2", "stopped"),
+    ],
+)
+def test_no_last_word_before_it_is_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: HpcrlError, lost: dict[str, str], requeues: str, ends: str
+) -> None:
+    """While the scheduler is asked who was lost, a run that may be queued again is at work to who looks."""
+    job = make(tmp_path / "run", chain=[])
+    seen = []
+
+    class Asked(Allocation):
+        def failed(self, hosts: Sequence[str], since: float, until: float) -> dict[str, str]:
+            seen.append(json.loads((job.root / "state.json").read_text())["phase"])
+            return lost
+
+        def preempted(self) -> bool:
+            self.failed((), 0, 0)
+            return False
+
+    def run(job: RunJob, *_: Any, judged: bool) -> None:
+        with JobStateFile(job.root, judged=judged) as state:
+            state.set("running", attempt=0)
+            rundir = RunDir(job.root)
+            rundir.begin()
+            rundir.fail("trainer", 0, "peer gone")
+            plan = Plan("id", 0, (Location("n1", (0,), "n1", "lo"),), (), Location("n1", (), "n1", "lo"))
+            rundir.plan_file.write_bytes(msgspec.json.encode(plan))
+            (rundir.here / HOSTS).write_bytes(msgspec.json.encode([Host("n1", 1, "n1", "lo")]))
+            raise error
+
+    monkeypatch.setattr(batch_run, "run_job", run)
+    monkeypatch.setattr(batch_run, "PARTING", 0.0)
+    monkeypatch.setenv("HPCRL_MAX_REQUEUES", requeues)
+    if ends == "stopped":
+        batch_run.run_in_job(job, Asked("11"))
+    else:
+        with pytest.raises(PeerError):
+            batch_run.run_in_job(job, Asked("11"))
+    assert set(seen) == {"saving"}
+    state = json.loads((job.root / "state.json").read_text())
+    assert state["phase"] == ends, state

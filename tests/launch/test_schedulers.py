@@ -12,10 +12,11 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch import scheduler_names
-from hpcrl.launch.batch_run import _requeue
-from hpcrl.launch.job import RunJob
+from hpcrl.launch.batch_run import _requeue, refuse_other_options
+from hpcrl.launch.job import RunJob, reopen_job
 from hpcrl.launch.scheduler import AlreadyRequeued, load_scheduler
 from hpcrl.launch.site import SiteProfile, apply, load_site, saved_site
+from hpcrl.run.started_runs import RecipeFile, write_recipe_file
 from hpcrl.slurm.scheduler import Slurm
 from hpcrl.slurm.site import SlurmSite
 from tests.support.local_queue import NAME, LocalQueue, register
@@ -174,3 +175,18 @@ def test_requeue_limit_and_refusal(
     assert allocation.asked == asked and said in capsys.readouterr().err
     state = tmp_path / "state.json"
     assert (json.loads(state.read_text())["phase"] if state.exists() else None) == phase
+
+
+def test_other_options_for_a_run_that_has_begun(tmp_path: Path) -> None:
+    """They would have no effect; another spelling of its directory is no other option."""
+    path = tmp_path / "recipe.toml"
+    path.write_text('loss_type = "sft_loss"\n')
+    root = tmp_path / "run"
+    root.mkdir()
+    write_recipe_file(root, RecipeFile("id", str(path), {"run_dir": "runs/q-5", "lr": 1e-3}), path.read_text())
+    job = reopen_job(root)
+    for spelling in ("runs/q-5", str(root)):
+        refuse_other_options(job, {"run_dir": spelling, "lr": 1e-3})
+    for other in ({"lr": 1e-4}, {}, {"lr": 1e-3, "seed": 7}):
+        with pytest.raises(UsageError, match="began with other options"):
+            refuse_other_options(job, {"run_dir": str(root)} | other)

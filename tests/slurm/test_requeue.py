@@ -4,6 +4,7 @@ answer."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +77,11 @@ def test_refusal_and_requeue_by_slurm(cluster: Cluster, tmp_path: Path, running:
     words = f"Slurm does not requeue it: scontrol requeue {refused}: Requested operation is presently disabled"
     assert words in done.stderr, done.stderr
     assert state(tmp_path / "refused")["phase"] == "stopped" and words in state(tmp_path / "refused")["message"]
+    words = ["salloc", "-p", "main", "--no-shell", "-N1"]
+    interactive = int(re.search(r"allocation (\d+)", cluster.run(words).stderr)[1])
+    done = cluster.run(requeue(tmp_path / "interactive", interactive), env=ENV)
+    cluster.run(["scancel", str(interactive)])
+    assert state(tmp_path / "interactive")["phase"] == "stopped" and "batch jobs" in done.stderr.lower(), done.stderr
     taken = running("--requeue")
     cluster.run(["scontrol", "requeue", str(taken)])
     done = cluster.run(requeue(tmp_path / "taken", taken), env=ENV)

@@ -38,5 +38,6 @@ Looking
     rundirs, screens, live_bytes        run directories as launchers leave them; what a terminal shows; bytes of tensors alive
     trained_on_fake    one rollout trained on the fake device, and the waits that it took
     allowed_waits      where the host may wait for the device, how often, and why
+    status_watch       what `hpcrl status` says through requeues and losses, held against Slurm's own word
     device_bytes       bytes that are alive on the fake device, by phase
 """

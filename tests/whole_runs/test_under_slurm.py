@@ -13,6 +13,7 @@ import pytest
 from tests.support.cluster import Cluster
 from tests.support.runs import NO_AGENT, Run, metrics, policy, rows, sft
 from tests.support.slurm import ENV, HURRY, MEMORY, Job, hpcrl, submit
+from tests.support.status_watch import StatusWatch
 
 pytestmark = pytest.mark.cluster
 
@@ -126,42 +127,47 @@ def test_same_losses_after_any_interruption(cluster: Cluster, tmp_path: Path, ta
     )
     status, out = uncut.end()
     assert status == 0, out
-    job.until(lambda: job.training(0))
-    job.limit(40)  # Slurm signals that the limit is near: the run saves and queues itself again
-    job.until(lambda: set(cluster.states(job.number).values()) == {"PENDING"})
-    out = (job.root / f"logs/job-{job.number}.out").read_text()
-    assert "time limit is near)" in " ".join(out.split()) and "(1 of 20 requeues)" in " ".join(out.split()), job.logs()
-    cluster.run(["scontrol", "update", f"jobid={job.number}", "timelimit=30"])
-    job.until(lambda: job.training(1))
-    cluster.run(["scontrol", "requeue", str(job.number)])
-    job.until(lambda: job.training(2))
-    nodes = json.loads((job.root / "attempts/2/plan.json").read_text())
-    taken = [place["host"] for place in nodes["trainers"]] + [nodes["engines"][0]["host"]]
-    high = cluster.sbatch("-p", "main", f"--nodelist={taken[2]}", "--exclusive", "--wrap", "sleep 3")
-    job.until(lambda: job.training(3))
-    cluster.wait_state(high, "COMPLETED", 30)
-    lost = json.loads((job.root / "attempts/3/plan.json").read_text())["trainers"][1]["host"]
-    cluster.kill_node(lost)
-    job.until(lambda: job.training(4))
-    assert re.search(rf"(host|answer from) {lost}\b", error(job.root, 3))
-    cluster.boot_node(lost)
-    cluster.wait_nodes(("idle", "mixed", "allocated"), 60)
-    launchers = json.loads((job.root / "state.json").read_text())["host"]
-    cluster.kill_node(launchers, told=True)  # nobody of the run is left to say what became of it
-    job.until(lambda: job.training(5))
-    # An answer still on its way may return the node to service after the administrator's word: then Slurm's own reason
-    # follows.
-    assert re.match(
-        rf"launcher-0: host {launchers} was lost \(Slurm.*had it down since.*: (power|Not responding)\)",
-        error(job.root, 4),
-    )
-    (job.root / HURRY).touch()
-    job.ends()
+    with StatusWatch(job) as watch:
+        job.until(lambda: job.training(0))
+        job.limit(40)  # Slurm signals that the limit is near: the run saves and queues itself again
+        job.until(lambda: set(cluster.states(job.number).values()) == {"PENDING"})
+        out = (job.root / f"logs/job-{job.number}.out").read_text()
+        assert "time limit is near)" in " ".join(out.split()) and "(1 of 20 requeues)" in " ".join(out.split()), (
+            job.logs()
+        )
+        cluster.run(["scontrol", "update", f"jobid={job.number}", "timelimit=30"])
+        job.until(lambda: job.training(1))
+        cluster.run(["scontrol", "requeue", str(job.number)])
+        job.until(lambda: job.training(2))
+        cluster.run("kill $(pgrep -x slurmctld); while pgrep -x slurmctld; do sleep 0.1; done; slurmctld")
+        nodes = json.loads((job.root / "attempts/2/plan.json").read_text())
+        taken = [place["host"] for place in nodes["trainers"]] + [nodes["engines"][0]["host"]]
+        high = cluster.sbatch("-p", "main", f"--nodelist={taken[2]}", "--exclusive", "--wrap", "sleep 3")
+        job.until(lambda: job.training(3))
+        cluster.wait_state(high, "COMPLETED", 30)
+        lost = json.loads((job.root / "attempts/3/plan.json").read_text())["trainers"][1]["host"]
+        cluster.kill_node(lost)
+        job.until(lambda: job.training(4))
+        assert re.search(rf"(host|answer from) {lost}\b", error(job.root, 3))
+        cluster.boot_node(lost)
+        cluster.wait_nodes(("idle", "mixed", "allocated"), 60)
+        launchers = json.loads((job.root / "state.json").read_text())["host"]
+        cluster.kill_node(launchers, told=True)  # nobody of the run is left to say what became of it
+        job.until(lambda: job.training(5))
+        # An answer still on its way may return the node to service after the administrator's word: then Slurm's own reason
+        # follows.
+        assert re.match(
+            rf"launcher-0: host {launchers} was lost \(Slurm.*had it down since.*: (power|Not responding)\)",
+            error(job.root, 4),
+        )
+        (job.root / HURRY).touch()
+        job.ends()
     cluster.boot_node(launchers)
     cluster.run(["scontrol", "update", f"nodename={launchers}", "state=resume"], check=False)
     cluster.wait_nodes("idle", 60)
     assert metrics(job.root) == metrics(uncut.root)
     assert job.attempt() >= 5
+    watch.check()
 
 
 def error(root: Path, attempt: int) -> str:
