@@ -1,6 +1,7 @@
 """`hpcrl status` and `hpcrl watch` of a sweep: all of its runs in one table, once or live.
 
-Invariants: as of a run, they change nothing, and the scheduler is asked once for all runs.
+Invariants: as of a run, they change nothing, and the scheduler is asked once for all runs.  A run that has surely ended
+is neither looked at nor asked for again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.commands.find_run import Ending, Jobs, alive
+from hpcrl.commands.find_run import ASK, Ending, Jobs, alive
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status, judge_run
 from hpcrl.report.status_text import line, on_terminal
-from hpcrl.report.sweep_table import SweepStatus, sweep_page, sweep_status
+from hpcrl.report.sweep_table import BestEvaluations, SweepRow, SweepStatus, sweep_page, sweep_row, sweep_status
 from hpcrl.run.started_runs import is_run
-from hpcrl.run.sweep_file import SweepFile, read_sweep
+from hpcrl.run.sweep_file import SweepRun, read_sweep
 from hpcrl.toolbox.signs import LastSign
 
 EVERY = 3.0  #: seconds between looks at all runs
@@ -29,13 +30,52 @@ def look_at_sweep(root: Path) -> SweepStatus:
     Raises:
         HpcrlError: if its record cannot be read.
     """
-    sweep = read_sweep(root)
-    return _look(root, sweep, Jobs(map(Run, sweep.roots(root))))
+    return SweepView(root).look()
 
 
-def _look(root: Path, sweep: SweepFile, jobs: Jobs) -> SweepStatus:
-    notes = [f"{jobs.note}; this is from the run directories alone"] if jobs.note else []
-    return sweep_status(root, sweep, [_status(Run(path), jobs) for path in sweep.roots(root)], notes)
+class SweepView:
+    """A sweep that is looked at, perhaps again and again.
+
+    Raises:
+        HpcrlError: if its record cannot be read.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.sweep = read_sweep(root)
+        self._endings = {run.name: Ending() for run in self.sweep.runs}
+        self._sure: dict[str, SweepRow] = {}  # the last word on those that have ended
+        self._evaluations = BestEvaluations()
+        self.ask()
+
+    def ask(self) -> None:
+        """Ask the scheduler for the runs that have not surely ended."""
+        self.jobs = Jobs(Run(path) for path in self.sweep.roots(self.root) if path.name not in self._sure)
+
+    @property
+    def interval(self) -> float:
+        """Seconds after which it should be asked again."""
+        if self.jobs.note:
+            return 60.0
+        return min((ending.interval for name, ending in self._endings.items() if name not in self._sure), default=ASK)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all runs have."""
+        return len(self._sure) == len(self.sweep.runs)
+
+    def look(self) -> SweepStatus:
+        """The status of the sweep now."""
+        rows = [self._sure.get(run.name) or self._look_at(run) for run in self.sweep.runs]
+        notes = [f"{self.jobs.note}; this is from the run directories alone"] if self.jobs.note else []
+        return sweep_status(self.root, self.sweep, rows, notes)
+
+    def _look_at(self, swept: SweepRun) -> SweepRow:
+        run = Run(self.root / swept.name)
+        row = sweep_row(swept, run, _status(run, self.jobs), self._evaluations)
+        if self._endings[swept.name].sure(row.status):
+            self._sure[swept.name] = row
+        return row
 
 
 def _status(run: Run, jobs: Jobs) -> Status:
@@ -51,18 +91,14 @@ def _status(run: Run, jobs: Jobs) -> Status:
 def watch_sweep(root: Path) -> int:
     """Follow a sweep until the last of its runs has ended; 0 if all have finished, 143 if some were stopped and the
     others finished, else 1."""
-    sweep = read_sweep(root)
-    paths = sweep.roots(root)
-    jobs, asked = Jobs(map(Run, paths)), LastSign()
-    endings = {run.name: Ending() for run in sweep.runs}
+    sweep, asked = SweepView(root), LastSign()
     with _view() as view:
         while True:
-            if asked.due(60.0 if jobs.note else min(ending.interval for ending in endings.values())):
-                jobs = Jobs(map(Run, paths))
-            found = _look(root, sweep, jobs)
+            if asked.due(sweep.interval):
+                sweep.ask()
+            found = sweep.look()
             view.show(found)
-            ended = [endings[row.name].sure(row.status) for row in found.runs]  # each of them looks
-            if all(ended):
+            if sweep.ended:
                 return _exit_status([row.status.phase for row in found.runs])
             time.sleep(EVERY)
 

@@ -1,16 +1,22 @@
-"""Signals by which the launcher, or the process of a host, is asked to stop: counted, and acted on where it is safe.
+"""Signals by which the launcher, the process of a host, or a submission is asked to stop: counted, and acted on where
+it is safe.
 
 `launch/attempt.py` and on each host `launch/host.py` (`_watch`) act on them: the first writes `stop` into the run
 directory, which the trainer (`trainer/rollout_calls.py`) and the rollout process see; the second ends all at once.
 
-Invariant: a handler only counts; the handlers that were there before are back when the context is left.
+Invariant: a handler only counts; the handlers that were there before are back when the context is left.  A submission
+(`HeldSignals`) acts on them between two calls of the scheduler's, never during one, whose job would be lost.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from dataclasses import dataclass, field
 from typing import ClassVar
+
+from hpcrl.errors import Interrupted, Stopped
 
 
 @dataclass
@@ -80,3 +86,37 @@ class StopRequest(SignalFlags):
             self.requests = 1
             self.why = why
             self.seconds = seconds
+
+
+class HeldSignals:
+    """Holds SIGTERM, SIGHUP and SIGINT back while what must be done whole, or undone, is under way.  A context.
+
+    What came is raised by `check`; if none has, and no error ends the context, it is delivered at its end.  A signal
+    that was ignored before (nohup) stays so; outside of the main thread nothing is held.
+    """
+
+    HELD: ClassVar[tuple[signal.Signals, ...]] = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self._came: list[int] = []
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> HeldSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.HELD:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, lambda which, _: self._came.append(which))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if kind is None and self._came:
+            os.kill(os.getpid(), self._came[0])
+
+    def check(self) -> None:
+        """Raise Stopped, of SIGINT Interrupted, if one has come."""
+        if self._came:
+            name = signal.Signals(self._came[0]).name
+            kind = Interrupted if self._came[0] == signal.SIGINT else Stopped
+            raise kind(f"{name} came before all was submitted: nothing stays in the queue")

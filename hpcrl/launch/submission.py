@@ -33,6 +33,7 @@ from hpcrl.launch.scheduler import (
     load_scheduler,
 )
 from hpcrl.launch.site import SiteProfile, from_flags, saved_site
+from hpcrl.launch.stop_signals import HeldSignals
 from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.job_files import JobFile, write_job
 from hpcrl.run.queued_job import JobKey
@@ -70,14 +71,36 @@ def submit_new(
     shown = preview(recipe, overrides, site)
     refuse_unfit(scheduler, shown.request, shown.site)
     refuse_absent_files(shown)
+    with HeldSignals() as signals:
+        submission = begin_submission(recipe, overrides, shown)
+        with removed_on_error(submission.job.root):
+            signals.check()
+            return submission, send(scheduler, submission, chain)
+
+
+def begin_submission(recipe: Recipe, overrides: dict[str, Any], shown: Submission, array: str = "") -> Submission:
+    """The run directory of what `preview` has shown; it says from now on that a scheduler has the run.
+
+    Args:
+        array: the identity of the job array that it is to be a task of.
+    """
+    site = shown.site
     job = begin_job(
         recipe, overrides, lambda _: shown.request.hosts(), here=False, pythonpath=site.env.get("PYTHONPATH")
     )
-    submission = Submission(job, shown.stages, shown.request, site)
+    submission = replace(shown, job=job)
+    with removed_on_error(job.root):
+        note_job(submission, None, None, array=array)  # else it would count as a run of this machine until it has a job
+    return submission
+
+
+@contextlib.contextmanager
+def removed_on_error(root: Path) -> Iterator[None]:
+    """Remove the directory if what is done in this context fails: nothing runs, so nothing is to be found later."""
     try:
-        return submission, send(scheduler, submission, chain)
+        yield
     except BaseException:
-        shutil.rmtree(job.root, ignore_errors=True)  # nothing runs, so nothing is to be found later
+        shutil.rmtree(root, ignore_errors=True)
         raise
 
 
@@ -170,7 +193,8 @@ def _check_gone(root: Path, record: JobFile) -> None:
     """Raise UsageError if the run's job, or a later one of its chain, is still queued or running."""
     keys = [
         JobKey(name, record.identity, record.submitted, history=False, array=record.array)
-        for name in (str(record.job_id), *later_jobs(record))
+        for name in (record.job_id, *later_jobs(record))
+        if name  # it has none if it was never submitted
     ]
     words = load_scheduler(record.scheduler).look(keys).jobs
     for key in keys:
@@ -183,38 +207,48 @@ def send(scheduler: Scheduler, submission: Submission, chain: int = 1) -> list[S
     """Submit it, `chain` times, each job after the one before; all or none of them stay in the queue."""
     root, jobs = submission.job.root, list[SubmittedJob]()
     shutil.copytree(shipped("launch"), root / "launch", dirs_exist_ok=True)
-    with all_or_none(scheduler, jobs):
+    with all_or_none(scheduler, jobs) as signals:
         while len(jobs) < chain:
             jobs.append(scheduler.submit(replace(submission, follows=jobs[-1].job_id if jobs else "")))
             chained_jobs = [job.job_id for job in jobs] if chain > 1 else []
             note_job(submission, jobs[0], root / scheduler.script_file, chain=chained_jobs)
+            signals.check()
     return jobs
 
 
 @contextlib.contextmanager
-def all_or_none(scheduler: Scheduler, jobs: Sequence[SubmittedJob]) -> Iterator[None]:
-    """Cancel `jobs`, which may grow meanwhile, if what is done in this context fails."""
-    try:
-        yield
-    except BaseException:
-        for job in reversed(jobs):
-            with contextlib.suppress(HpcrlError):
-                scheduler.cancel(job.job_id)
-        raise
+def all_or_none(scheduler: Scheduler, jobs: Sequence[SubmittedJob]) -> Iterator[HeldSignals]:
+    """Cancel `jobs`, which may grow meanwhile, if what is done in this context fails.
+
+    SIGTERM, SIGHUP (a connection that is lost) and SIGINT wait for the scheduler's answer: the signals that this yields
+    are to be checked after each.
+    """
+    with HeldSignals() as signals:
+        try:
+            yield signals
+        except BaseException:
+            for job in reversed(jobs):
+                try:
+                    scheduler.cancel(job.job_id)
+                except HpcrlError as error:
+                    say(f"note: job {job.job_id} may still be in the queue: {error}")
+            raise
 
 
-def note_job(submission: Submission, job: SubmittedJob, script: Path, **more: Any) -> None:
+def note_job(submission: Submission, job: SubmittedJob | None, script: Path | None, **more: Any) -> None:
     """Write a run's job.json.
 
     Args:
+        job: None before it is submitted.
+        script: its batch script, None before there is one.
         more: further fields of it.
     """
     write_job(
         submission.job.root,
         submission.job.identity,
         submission.site.scheduler,
-        job.job_id,
-        script=str(script),
+        job.job_id if job else None,
+        script=str(script) if script else None,
         components=[msgspec.to_builtins(component) for component in submission.request.components],
         site=submission.site.model_dump(),
         **more,

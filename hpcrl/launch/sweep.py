@@ -1,12 +1,14 @@
 """The runs of a sweep as one job array of a scheduler, or one job each where there can be no array.
 
-Invariants: all runs are checked as if each were submitted alone before anything is made; either all of them are
-submitted, or none, and then nothing is left behind.  Each run is a run like any other, in its own directory.
+Invariants: all runs are checked as if each were submitted alone before anything is made, and no two of them write to
+the same place or are the same run; either all of them are submitted, or none, and then nothing is left behind.  Each
+run is a run like any other, in its own directory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import time
 import uuid
@@ -18,9 +20,11 @@ from typing import Any
 import msgspec
 
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.stage_flags import stage_flag
 from hpcrl.config.sweep import GridRun
 from hpcrl.errors import UsageError, parts_of, raise_together
-from hpcrl.launch.job import begin_job, directory_of, run_dir_of
+from hpcrl.launch.job import directory_of, run_dir_of
+from hpcrl.launch.preflight import begins_with, writes_to
 from hpcrl.launch.scheduler import (
     BatchScript,
     JobArray,
@@ -31,12 +35,15 @@ from hpcrl.launch.scheduler import (
     load_scheduler,
 )
 from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.stop_signals import HeldSignals
 from hpcrl.launch.submission import (
     all_or_none,
+    begin_submission,
     note_job,
     preview,
     refuse_absent_files,
     refuse_unfit,
+    removed_on_error,
     send,
     submitter,
 )
@@ -104,8 +111,10 @@ def preview_sweep(
         except UsageError as error:
             wrong += [UsageError(f"{run.name}: {part.what}", part.hint) for part in parts_of(error)]
     raise_together(wrong)
-    if len({run.request for run in shown}) > 1:
-        separate = "its runs do not ask for the same nodes"
+    _refuse_same(runs, shown)
+    _refuse_shared(runs, shown)
+    if len({(run.request, run.tasks()) for run in shown}) > 1:
+        separate = "its runs do not ask for the same nodes, or not for the same tasks on them"
     else:
         separate = scheduler.no_array(shown[0].request)
     if at_once and separate:
@@ -113,6 +122,38 @@ def preview_sweep(
     if at_once >= len(runs):
         raise UsageError(f"--at-once {at_once} has no effect: there are {len(runs)} runs", "leave it out")
     return Sweep(root, tuple(shown), separate, at_once)
+
+
+def _refuse_same(runs: Sequence[GridRun], shown: Sequence[Submission]) -> None:
+    """Raise UsageError for a run whose options are those of another."""
+    known: dict[str, str] = {}
+    for run, submission in zip(runs, shown, strict=True):
+        options = repr([stage.model_dump(exclude={"run_dir"}) for stage in submission.stages])  # nan is like nan
+        if (first := known.setdefault(options, run.name)) != run.name:
+            raise UsageError(f"runs {first} and {run.name} have the same options", "sweep values that differ")
+
+
+def _refuse_shared(runs: Sequence[GridRun], shown: Sequence[Submission]) -> None:
+    """Raise UsageError for an option by which one run writes where another writes, or finds what it begins with."""
+    owners: dict[str, str] = {}
+    hint = "write {run}/...: {run} is each run's own directory"
+    for run, submission in zip(runs, shown, strict=True):
+        for stage, options in zip(submission.job.recipe.stages, submission.stages, strict=True):
+            for option, path in writes_to(options):
+                owner = owners.setdefault(_place(path, submission), run.name)
+                if owner != run.name:
+                    what = f"{stage_flag(stage.name, option)} {path}"
+                    raise UsageError(f"{what}: runs {owner} and {run.name} would both write to it", hint)
+    for run, submission in zip(runs, shown, strict=True):
+        for flag, path in (row for options in submission.stages for row in begins_with(options)):
+            owner = owners.get(_place(path, submission), run.name)
+            if owner != run.name:
+                raise UsageError(f"{flag} {path}: run {owner} would write what run {run.name} begins with", hint)
+
+
+def _place(path: str, submission: Submission) -> str:
+    """A path of a previewed run's options as it will be."""
+    return os.path.realpath(path.replace("{run}", str(submission.job.root)))
 
 
 def submit_sweep(
@@ -132,26 +173,20 @@ def submit_sweep(
         refuse_unfit(scheduler, request, site)
     for run in shown.runs:
         refuse_absent_files(run)
-    root = RunDir.create(shown.root, (), another="{time}" in run_dir_of(recipe, dict(flags))).root
-    try:
-        swept = [SweepRun(run.name, run.values) for run in runs]
-        record = SweepFile(list(runs[0].values), swept, site.scheduler, submitted=time.time())
-        write_sweep(root, record)
-        begun = tuple(_begin(recipe, run, each, root) for run, each in zip(shown.runs, runs, strict=True))
-        sweep = Sweep(root, begun, shown.separate, at_once, uuid.uuid4().hex)
-        return sweep, _send(scheduler, sweep, record)
-    except BaseException:
-        shutil.rmtree(root, ignore_errors=True)  # nothing runs, so nothing is to be found later
-        raise
-
-
-def _begin(recipe: Recipe, shown: Submission, run: GridRun, root: Path) -> Submission:
-    """The run directory of one run in that of its sweep."""
-    own = {**shown.job.overrides, "run_dir": _literal(root / run.name)}
-    job = begin_job(
-        recipe, own, lambda _: shown.request.hosts(), here=False, pythonpath=shown.site.env.get("PYTHONPATH")
-    )
-    return dataclasses.replace(shown, job=job)
+    with HeldSignals() as signals:
+        root = RunDir.create(shown.root, (), another="{time}" in run_dir_of(recipe, dict(flags))).root
+        with removed_on_error(root):
+            swept = [SweepRun(run.name, run.values) for run in runs]
+            record = SweepFile(list(runs[0].values), swept, site.scheduler, submitted=time.time())
+            write_sweep(root, record)
+            identity, begun = uuid.uuid4().hex, list[Submission]()
+            for run, each in zip(shown.runs, runs, strict=True):
+                signals.check()
+                own = {**run.job.overrides, "run_dir": _literal(root / each.name)}
+                begun.append(begin_submission(recipe, own, run, "" if shown.separate else identity))
+            signals.check()
+            sweep = Sweep(root, tuple(begun), shown.separate, at_once, identity)
+            return sweep, _send(scheduler, sweep, record)
 
 
 def _literal(path: Path) -> str:
@@ -162,14 +197,16 @@ def _literal(path: Path) -> str:
 def _send(scheduler: Scheduler, sweep: Sweep, record: SweepFile) -> list[SubmittedJob]:
     """Submit all runs, as one array, whose number the record gets, or one after another; the job of each run."""
     jobs = list[SubmittedJob]()
-    with all_or_none(scheduler, jobs):
+    with all_or_none(scheduler, jobs) as signals:
         if sweep.separate:
             for run in sweep.runs:
                 jobs += send(scheduler, run)
+                signals.check()
             return jobs
         shutil.copytree(shipped("launch"), sweep.root / "launch")
         number, tasks = scheduler.submit_array(sweep.array())
         jobs += tasks
+        signals.check()
         for run, job in zip(sweep.runs, jobs, strict=True):
             note_job(run, job, sweep.root / scheduler.script_file, array=sweep.identity)
         write_sweep(sweep.root, msgspec.structs.replace(record, job_id=number))

@@ -51,11 +51,17 @@ def _backwards(file: BinaryIO, end: int, count: int | None, within: int) -> tupl
 
 
 class FileTail:
-    """Follows one file.  rest: what follows the last newline that was seen."""
+    """Follows one file.
+
+    Attributes:
+        rest: what follows the last newline that was seen.
+        starts: how often `new` has begun with its first byte.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rest = b""
+        self.starts = 0
         self._at = 0
         self._file = 0
 
@@ -79,6 +85,7 @@ class FileTail:
                     self._file = number
                     self._at = 0
                     self.rest = b""
+                    self.starts += 1
                 file.seek(self._at)
                 data = file.read(FARTHEST)
         except OSError:

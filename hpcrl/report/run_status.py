@@ -164,6 +164,8 @@ def _without_word(
         if queued.phase == "gone":
             return "lost", f"{title} knows no job {run.job.job_id} of this run"
         return "starting", ""
+    if title and run.job and not run.job.job_id:
+        return "lost", f"its submission was cut short; hpcrl resume {run.root} submits it"
     if title:
         return "pending", f"submitted; {title} is not here to say more"
     if stage is None or stage.attempt is None:

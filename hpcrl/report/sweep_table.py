@@ -1,7 +1,8 @@
 """A sweep as a table: a line a run, the best one first, and the mean and spread over the seeds of each setting.
 
-Invariants: it only reads.  Runs are ranked by held-out accuracy, each run's best evaluation, as soon as one of them has
-evaluated, else by reward; a sweep that has neither is in the order of its submission.
+Invariants: it only reads, and a second look reads only what has come since.  Runs are ranked by held-out accuracy, each
+run's best evaluation, as soon as one of them has evaluated, else by reward; a sweep that has neither is in the order of
+its submission.  A setting some of whose seeds have no number comes after those that have all.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import msgspec
 
 from hpcrl.config.value_types import shown_value
 from hpcrl.plain_text import strip_control
-from hpcrl.report.metrics import WINDOW, last_records, number, read_metrics, step_rows
+from hpcrl.report.file_tail import FileTail
+from hpcrl.report.metrics import WINDOW, last_records, number, parse_record, step_rows
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import aligned, shorten_path, step_of
-from hpcrl.run.sweep_file import SweepFile
+from hpcrl.run.sweep_file import SweepFile, SweepRun
 
 SEED = "seed"  #: the last part of the options whose runs are one setting
 
@@ -62,13 +64,15 @@ class SettingRow(msgspec.Struct):
 
     Attributes:
         values: what they share, by swept option.
-        runs: how many have a number for accuracy or reward.
+        runs: how many there are.
+        counted: how many of them have the number that they are ranked by, and so are in its mean.
         accuracy, reward: the means.
         accuracy_spread, reward_spread: the standard deviations, None for one run.
     """
 
     values: dict[str, Any]
     runs: int
+    counted: int
     accuracy: float | None = None
     accuracy_spread: float | None = None
     reward: float | None = None
@@ -95,26 +99,27 @@ class SweepStatus(msgspec.Struct):
     notes: list[str] = []
 
 
-def sweep_status(root: Path, sweep: SweepFile, statuses: Sequence[Status], notes: Sequence[str] = ()) -> SweepStatus:
+def sweep_status(root: Path, sweep: SweepFile, rows: Sequence[SweepRow], notes: Sequence[str] = ()) -> SweepStatus:
     """What is known of a sweep.
 
     Args:
-        statuses: of its runs, in the order of `sweep.runs`.
+        rows: of its runs, as `sweep_row` makes them, in the order of `sweep.runs`.
     """
-    rows = [
-        _row(root / run.name, run.name, run.values, status) for run, status in zip(sweep.runs, statuses, strict=True)
-    ]
     by = next((by for by in ("accuracy", "reward") if any(getattr(row, by) is not None for row in rows)), "")
     ranked = _ranked(rows, by)
     best = ranked[0].name if by else ""
-    settings = _ranked(list(_settings(rows)), by)
+    settings = sorted(_ranked(list(_settings(rows, by)), by), key=lambda row: row.counted < row.runs)
     return SweepStatus(str(root), sweep.swept, sweep.job_id, by, best, ranked, settings, list(notes))
 
 
-def _row(root: Path, name: str, values: dict[str, Any], status: Status) -> SweepRow:
-    run = Run(root)
-    found = next((found for stage in reversed(run.stages) if (found := best_evaluation(stage.root))), None)
-    row = SweepRow(name, values, status)
+def sweep_row(swept: SweepRun, run: Run, status: Status, evaluations: BestEvaluations) -> SweepRow:
+    """What is known of one run of a sweep.
+
+    Args:
+        evaluations: what is known already of the stages of all its runs.
+    """
+    found = next((found for stage in reversed(run.stages) if (found := evaluations[stage.root].look())), None)
+    row = SweepRow(swept.name, swept.values, status)
     if found:
         row.accuracy, row.accuracy_after = found
     if run.stage:
@@ -124,28 +129,59 @@ def _row(root: Path, name: str, values: dict[str, Any], status: Status) -> Sweep
     return row
 
 
-def best_evaluation(stage: Path) -> Evaluation | None:
-    """The evaluation of a stage with the highest accuracy, the first of several; None without any."""
-    best: Evaluation | None = None
-    for row in read_metrics(stage / "metrics.jsonl"):
+class BestEvaluation:
+    """Follows a stage's metrics.jsonl for the evaluation with the highest accuracy, the first of several.
+
+    That before the training tells nothing of what the run does, and does not count.
+    """
+
+    def __init__(self, stage: Path) -> None:
+        self._tail = FileTail(stage / "metrics.jsonl")
+        self._starts = 0
+        self._best: Evaluation | None = None
+
+    def look(self) -> Evaluation | None:
+        """The best one so far; None without any."""
+        while lines := self._tail.new():
+            if self._starts != self._tail.starts:  # a later start of the run has rewritten the file
+                self._starts = self._tail.starts
+                self._best = None
+            for line in lines:
+                row = parse_record(line) if b'"eval/' in line else None
+                if row is not None and row["rollout_id"] >= 0:
+                    self._take(row)
+        return self._best
+
+    def _take(self, row: dict[str, Any]) -> None:
         found = [
             value
             for name, value in row.items()
             if name.startswith("eval/") and name.endswith("/accuracy") and number(value)
         ]
-        if found and (best is None or mean(found) > best.accuracy):
-            best = Evaluation(mean(found), row["rollout_id"] + 1)
-    return best
+        if found and (self._best is None or mean(found) > self._best.accuracy):
+            self._best = Evaluation(mean(found), row["rollout_id"] + 1)
 
 
-def _ranked(rows: list[Any], by: str) -> list[Any]:
+class BestEvaluations(dict[Path, BestEvaluation]):
+    """By a stage's directory; made when first asked for."""
+
+    def __missing__(self, stage: Path) -> BestEvaluation:
+        self[stage] = BestEvaluation(stage)
+        return self[stage]
+
+
+def _ranked(rows: Sequence[Any], by: str) -> list[Any]:
     """The rows with the highest value first, and those without one last; the others keep their order."""
     value = {id(row): getattr(row, by) if by else None for row in rows}
     return sorted(rows, key=lambda row: -value[id(row)] if value[id(row)] is not None else float("inf"))
 
 
-def _settings(rows: Sequence[SweepRow]) -> Iterable[SettingRow]:
-    """The settings, if there are several runs of any that differ in their seed."""
+def _settings(rows: Sequence[SweepRow], by: str) -> Iterable[SettingRow]:
+    """The settings, if there are several runs of any that differ in their seed.
+
+    Args:
+        by: what the runs are ranked by, "" for nothing.
+    """
     groups: dict[str, list[SweepRow]] = {}
     for row in rows:
         own = {option: value for option, value in row.values.items() if not _is_seed(option)}
@@ -156,8 +192,8 @@ def _settings(rows: Sequence[SweepRow]) -> Iterable[SettingRow]:
         values = {option: value for option, value in group[0].values.items() if not _is_seed(option)}
         accuracies = [row.accuracy for row in group if row.accuracy is not None]
         rewards = [row.reward for row in group if row.reward is not None]
-        count = max(len(accuracies), len(rewards))
-        yield SettingRow(values, count, *_spread(accuracies), *_spread(rewards))
+        counted = {"accuracy": len(accuracies), "reward": len(rewards)}.get(by, 0)
+        yield SettingRow(values, len(group), counted, *_spread(accuracies), *_spread(rewards))
 
 
 def _is_seed(option: str) -> bool:
@@ -194,7 +230,7 @@ def _runs(found: SweepStatus) -> str:
         cells |= {option.upper(): shown_value(value) for option, value in row.values.items()}
         cells |= {"STATE": s.phase, "STEP": step_of(s) or "-", "REWARD": _shown(row.reward)}
         cells |= {"LOSS": _shown(s.loss)} if row.reward is None else {}
-        cells |= {"ACCURACY": _shown(row.accuracy), "AFTER": str(row.accuracy_after or "-"), "JOB": s.job_id or "-"}
+        cells |= {"ACCURACY": _shown(row.accuracy), "AFTER": _count(row.accuracy_after), "JOB": s.job_id or "-"}
         rows.append(cells | {" ": s.message})
     return _table(rows)
 
@@ -203,7 +239,8 @@ def _setting_table(found: SweepStatus) -> str:
     rows = []
     for row in found.settings:
         cells = {option.upper(): shown_value(value) for option, value in row.values.items()}
-        cells |= {"RUNS": str(row.runs), "ACCURACY": _with_spread(row.accuracy, row.accuracy_spread)}
+        runs = str(row.runs) if row.counted in (0, row.runs) else f"{row.counted} of {row.runs}"
+        cells |= {"RUNS": runs, "ACCURACY": _with_spread(row.accuracy, row.accuracy_spread)}
         rows.append(cells | {"REWARD": _with_spread(row.reward, row.reward_spread)})
     return _table(rows)
 
@@ -230,6 +267,10 @@ def _explained(found: SweepStatus) -> Iterable[str]:
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _with_spread(value: float | None, spread: float | None) -> str:

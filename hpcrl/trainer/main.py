@@ -161,8 +161,9 @@ class Trainer:
         self.exporter = WeightExporter(self.policy, self.patient, at, keys, self.options.hf_checkpoint)
         rundir = self.context.rundir
         options = self.options
+        identity = self.context.plan.run_id.partition("/")[0]  # the stage's name is in its directory's
         sender = WeightSender(
-            rundir, self.context.plan.trainers[0].at, options, self.driver, self.hooks.weights_written
+            rundir, self.context.plan.trainers[0].at, options, self.driver, self.hooks.weights_written, identity
         )
         client = self.client if self.driver else None
         return Updates(sender, rundir, options.engine_start_timeout, client, partial(http_key, rundir), together)

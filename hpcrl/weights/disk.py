@@ -40,8 +40,18 @@ class DiskUpdate:
     current = False  #: never of what has changed
 
     def __init__(
-        self, fleet: EngineBroadcast, options: Options, scheme: Scheme | None, written: Written | None = None
+        self,
+        fleet: EngineBroadcast,
+        options: Options,
+        scheme: Scheme | None,
+        written: Written | None = None,
+        identity: str = "run",
     ) -> None:
+        """Remove what an earlier attempt left.
+
+        Args:
+            identity: the run's, since many runs, of one name too, may share --update-weight-disk-dir.
+        """
         self.fleet = fleet
         self.limit = options.update_weight_buffer_size
         self.scheme = scheme
@@ -49,7 +59,7 @@ class DiskUpdate:
         self.bytes = 0
         root = fleet.rundir.root
         directory = options.update_weight_disk_dir
-        self.base = Path(directory) / f"weights-of-{root.name}" if directory else root / "weights"
+        self.base = Path(directory) / f"weights-of-{root.name}-{identity}" if directory else root / "weights"
         self.there: Path | None = None
         self.files: dict[str, str] = {}  # name -> digest
         self._remove(self.base)

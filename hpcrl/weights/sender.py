@@ -42,6 +42,7 @@ class WeightSender:
     Attributes:
         host: address of the driver.
         written: is told of each directory that --weight-transfer disk has written.
+        identity: the run's, in the name of these directories.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class WeightSender:
         options: Options,
         is_driver: bool,
         written: Written | None = None,
+        identity: str = "run",
     ) -> None:
         self.written = written
+        self.identity = identity
         self.rundir = rundir
         self.host = host
         self.options = options
@@ -113,7 +116,7 @@ class WeightSender:
         if self.manifests[0][0]["backend"] == DISK:
             if wish in ("resharded", "delta"):
                 raise UsageError(f"--weight-update {wish}: {pieces_obstacle(DISK, wish)}", "use auto or gathered")
-            return DiskUpdate(fleet, self.options, self.scheme, self.written)
+            return DiskUpdate(fleet, self.options, self.scheme, self.written, self.identity)
         if why := obstacle(self.manifests, wish):
             raise UsageError(f"--weight-update {wish}: {why}", "start the engines with --weight-transfer disk")
         return PieceUpdate(fleet, self.manifests, self.options, self.scheme, self.host)

@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import judge_run
-from hpcrl.report.sweep_table import SweepStatus, sweep_page, sweep_status
+from hpcrl.report.sweep_table import BestEvaluation, BestEvaluations, SweepStatus, sweep_page, sweep_row, sweep_status
 from hpcrl.run.sweep_file import SweepFile, SweepRun
 from tests.support.rundirs import NOW, begin, log, make, steps
 
@@ -30,7 +30,12 @@ def sweep(tmp_path: Path) -> Path:
 
 def look(root: Path, swept: list[dict[str, Any]] = VALUES) -> SweepStatus:
     record = SweepFile(list(swept[0]), [SweepRun(name(values), values) for values in swept], "slurm", "77")
-    return sweep_status(root, record, [judge_run(Run(path), NOW, brief=True) for path in record.roots(root)])
+    runs = [Run(path) for path in record.roots(root)]
+    best = BestEvaluations()
+    rows = [
+        sweep_row(each, run, judge_run(run, NOW, brief=True), best) for each, run in zip(record.runs, runs, strict=True)
+    ]
+    return sweep_status(root, record, rows)
 
 
 def evaluation(after: int, **accuracy: float) -> dict[str, Any]:
@@ -82,6 +87,41 @@ def test_mean_and_spread_over_seeds(sweep: Path) -> None:
     assert "0.300 +- 0.141" in sweep_page(found)
     alone = [values for values in VALUES if values["seed"] == 1]
     assert look(sweep, alone).settings == [], "one seed each has no spread"
+
+
+def test_the_evaluation_before_training_is_no_result(sweep: Path) -> None:
+    """It is the same for all runs, and better than any of one that got worse."""
+    log(sweep / name(VALUES[0]), evaluation(0, a=0.9), evaluation(5, a=0.3))
+    log(sweep / name(VALUES[1]), evaluation(0, a=0.9))
+    found = look(sweep)
+    assert [(row.accuracy, row.accuracy_after) for row in found.runs[:2]] == [(0.3, 5), (None, None)]
+
+
+def test_a_setting_that_lacks_seeds_comes_last(sweep: Path) -> None:
+    """The mean of those that did not crash is not that of all."""
+    log(sweep / name(VALUES[0]), *steps(3), evaluation(3, heldout=0.9))
+    log(sweep / name(VALUES[1]), *steps(3))
+    for values in VALUES[2:]:
+        log(sweep / name(values), *steps(3), evaluation(3, heldout=0.4))
+    found = look(sweep)
+    assert [(row.values["lr"], row.counted, row.runs) for row in found.settings] == [(2e-6, 2, 2), (1e-6, 1, 2)]
+    assert "1 of 2" in sweep_page(found)
+
+
+def test_only_what_has_come_is_read(sweep: Path) -> None:
+    """Where a resumed run has written its record anew, that alone counts."""
+    run = sweep / name(VALUES[0])
+    file, best = run / "metrics.jsonl", BestEvaluation(run)
+    log(run, *steps(5), evaluation(5, heldout=0.6))
+    assert best.look() == (0.6, 5)
+    text = file.read_text()
+    file.write_text("#" * len(text))  # in place: had it been read again, the best would be gone
+    log(run, evaluation(6, heldout=0.7))
+    assert best.look() == (0.7, 6)
+    (sweep / "new").write_text("".join(text.splitlines(keepends=True)[:5]))
+    (sweep / "new").rename(file)
+    log(run, evaluation(8, heldout=0.2))
+    assert best.look() == (0.2, 8)
 
 
 def test_seeds_alone_are_one_setting(sweep: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import time
@@ -11,8 +12,13 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.commands.find_run import ASK
+from hpcrl.commands.sweep import SweepView
+from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.launch import sweep as launch_sweep
+from hpcrl.launch.job import reopen_job
+from hpcrl.launch.preflight import writes_to
 from hpcrl.run.job_files import read_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.started_runs import read_recipe_file
@@ -96,6 +102,15 @@ def test_submitted_as_one_array(slurm: FakeSlurm, capsys: pytest.CaptureFixture[
         (("--sweep", "grpo.eval-interval=1,0"), "grpo.eval-interval=0: "),
         (("--sweep", "sft.kl-coef=0,0.1"), "sft.kl-coef=0.1: stage sft: --kl-coef"),
         (("--seeds", "2", "--run-dir", "50%a"), "have % in its"),
+        (("--seeds", "2", "--grpo.save", "CK", "--grpo.load", "CK"), "--grpo.save CK: runs seed=1234 and seed=1235"),
+        (("--seeds", "2", "--sft.save", "CK", "--grpo.save", "{run}/b"), "--sft.save CK: runs seed=1234"),
+        (("--seeds", "2", "--grpo.save-debug-rollout-data", "d/{rollout_id}"), "--grpo.save-debug-rollout-data d/"),
+        (("--sweep", "grpo.save=a,b/", "--sweep", "grpo.lr=1,2"), "--grpo.save a: runs grpo.save=a,grpo.lr=1.0"),
+        (("--sweep", "grpo.save=a,b", "--sft.load", "a"), "--load a: run grpo.save=a would write what run grpo.save=b"),
+        (
+            ("--sweep", "eps-clip=0.1,0.2", "--sweep", "grpo.eps-clip=0.2,0.1"),
+            "=0.1,grpo.eps-clip=0.2 and eps-clip=0.2",
+        ),
     ],
 )
 def test_refused_before_anything_is_submitted(
@@ -121,6 +136,27 @@ def test_a_container_sees_a_run_whose_name_has_commas(
         assert main(["submit", RECIPE, *SWEEP, *words]) == 0
         root = tmp_path / layout
         assert f"--container-mounts={root}:{root}" in capsys.readouterr().out.replace("'", "").replace('"', "")
+
+
+def test_each_run_may_save_where_it_is_told(slurm: FakeSlurm, tmp_path: Path) -> None:
+    words = (
+        "--grpo.save",
+        "{run}/ck",
+        "--grpo.load",
+        "{run}/ck",
+        "--sft.save-debug-rollout-data",
+        "{run}/{rollout_id}",
+    )
+    assert main(["submit", RECIPE, "--seeds", "2", *words[:4], "--run-dir", "s", *ALIKE]) == 0
+    stage = reopen_job(tmp_path / "s" / "seed=1235").stages[-1]
+    assert stage.save == stage.load == str(tmp_path / "s/seed=1235/ck")
+
+
+def test_what_is_written_elsewhere_is_known() -> None:
+    """An option that names a place to write to is among those that runs of a sweep may not share."""
+    named = [name for name, field in Options.model_fields.items() if re.match("save|.*_dir$", name) and "str" in str(field.annotation)]  # fmt: skip
+    known = [name for name, _ in writes_to(Options(save="a", save_debug_rollout_data="b"))]
+    assert sorted(named) == sorted([*known, "run_dir", "update_weight_disk_dir"])
 
 
 # ---- all or none
@@ -184,6 +220,38 @@ def test_a_job_whose_call_cannot_be_kept_is_cancelled(
     monkeypatch.setattr(JobPaths, "move_temporary_file", full)
     assert main(["submit", RECIPE, *SWEEP, "--run-dir", "s", *ALIKE]) == 1
     assert slurm.calls("scancel") == ["77"] and not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("signal", ["HUP", "TERM"])
+@pytest.mark.parametrize("layout", ["homogeneous", "heterogeneous"])
+def test_a_lost_connection_cancels_what_was_submitted(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path, signal: str, layout: str
+) -> None:
+    """It waits for sbatch's answer: a job whose number is not known could not be cancelled."""
+    slurm.command("sbatch", "Submitted batch job 77\n", before=f"kill -{signal} {os.getpid()}; sleep 0.2")
+    given = ALIKE if layout == "homogeneous" else ("--layout", layout)
+    assert main(["submit", RECIPE, "--seeds", "2", "--run-dir", "s", *given]) == 143
+    assert f"SIG{signal} came" in capsys.readouterr().err
+    assert slurm.calls("scancel") == (["77_1", "77_0"] if layout == "homogeneous" else ["77"])
+    assert not (tmp_path / "s").exists() and len(slurm.calls("sbatch")) == 1
+    assert main(["submit", RECIPE, "--run-dir", "t", *given]) == 143
+    assert slurm.calls("scancel")[-1] == "77" and not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("words", [("--seeds", "2"), ()])
+def test_a_run_is_the_schedulers_before_it_is_sent(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """What is left of a submission that was killed is never resumed on the login node."""
+    slurm.command("sbatch", before=f"cp -r {tmp_path}/s {tmp_path}/left; exit 1")
+    assert main(["submit", RECIPE, *words, "--run-dir", "s", *ALIKE]) == 2
+    root = tmp_path / "left" / ("seed=1234" if words else "")
+    assert (read_job(root).scheduler, read_job(root).job_id) == ("slurm", None)
+    assert main(["status", str(root)]) == 0
+    assert "lost" in (said := capsys.readouterr().out) and "cut short" in said
+    slurm.command("sbatch", "Submitted batch job 78\n")
+    assert main(["resume", str(root)]) == 0
+    assert read_job(root).job_id == "78"
 
 
 # ---- which task is which run's
@@ -303,6 +371,27 @@ def test_watch_ends_with_the_worst(
     assert main(["watch", "SWEEP"]) == status
     out = capsys.readouterr().out
     assert f"lr=2  {phases[0]}" in out and "runs/SWEEP: 3 runs" in out
+
+
+def test_runs_that_have_ended_are_not_asked_for(sweep: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they make the others be asked for every few seconds."""
+    monkeypatch.setattr("hpcrl.commands.find_run.PATIENCE", 0.0)
+    make(sweep / "lr=1", phase="stopped", time=time.time())
+    view = SweepView(sweep)
+    assert [row.status.phase for row in view.look().runs] == ["stopped", "running", "pending"]
+    assert view.interval == ASK and not view.ended
+    view.ask()
+    assert "--jobs 77_1,77_2 " in slurm.calls("squeue")[-1]
+    (sweep / "lr=1" / "state.json").unlink()
+    assert [row.status.phase for row in view.look().runs] == ["stopped", "running", "pending"], (
+        "it is looked at no more"
+    )
+    for name in ("lr=2", "lr=3"):
+        make(sweep / name, phase="finished", time=time.time())
+    slurm.command("squeue")
+    view.ask()
+    view.look()
+    assert view.ended
 
 
 def test_a_damaged_record_names_the_file(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:

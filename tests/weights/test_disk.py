@@ -60,15 +60,18 @@ def stage(update: DiskUpdate, version: int, checked: Any = lambda tensors: tenso
 def test_model_directory_is_removed_later(tmp_path: Path) -> None:
     """What is published is a model directory, which is removed afterwards."""
     fleet = Posts(tmp_path / "run")
-    left = tmp_path / "disk" / "weights-of-run" / "version-00000001"
+    left = tmp_path / "disk" / "weights-of-run-me" / "version-00000001"
     left.mkdir(parents=True)
     written: list[list[str]] = []
 
     def note(there: Path, _: object) -> None:
         written.append(sorted(path.name for path in there.iterdir()))
 
-    made = DiskUpdate(fleet, options(tmp_path / "disk"), None, note)  # type: ignore[arg-type]
+    another = tmp_path / "disk" / "weights-of-run-other" / "version-00000001"
+    another.mkdir(parents=True)
+    made = DiskUpdate(fleet, options(tmp_path / "disk"), None, note, "me")  # type: ignore[arg-type]
     assert not left.exists(), "of an attempt that was killed"
+    assert another.exists(), "of another run of this name"
     for version in (3, 4):
         stage(made, version)
         assert [path.name for path in left.parent.iterdir()] == [f"version-{version:08d}"]
@@ -99,10 +102,10 @@ def test_unwritable_directory(tmp_path: Path) -> None:
         yield from islice(tensors, 2)
         raise PeerError("a rank died")
 
-    made = DiskUpdate(fleet, options(tmp_path / "disk"), None)  # type: ignore[arg-type]
+    made = DiskUpdate(fleet, options(tmp_path / "disk"), None, None, "me")  # type: ignore[arg-type]
     with pytest.raises(PeerError):
         stage(made, 1, broken)
-    assert list((tmp_path / "disk" / "weights-of-run").iterdir()) == []
+    assert list((tmp_path / "disk" / "weights-of-run-me").iterdir()) == []
 
 
 @pytest.mark.vllm
