@@ -1,6 +1,6 @@
 """What one run asks of slurmctld, from its submission to its end, next to a job of the same shape that does nothing.
 
-    python bench/slurm_calls.py [--nodes 2,4] [--rollouts 3,30]
+    python bench/slurm_calls.py [--nodes 2,3] [--rollouts 3,30]
 
 On a real Slurm (tools/cluster) the quick start is submitted as one ordinary job, and then a script with the same head
 that calls srun once.  `sdiag` counts the remote procedure calls that slurmctld has served of each kind; those of the
@@ -71,7 +71,7 @@ def plain(script: Path, target: Path) -> list[str | Path]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", default="2,4")
+    parser.add_argument("--nodes", default="2,3")
     parser.add_argument("--rollouts", default="3,30")
     args = parser.parse_args()
     numbers = [int(text) for text in args.nodes.split(",")]
