@@ -40,6 +40,7 @@ class QueuedJob(msgspec.Struct, frozen=True):
         never: it waits for what does not come.
         begun: some part of it has been on a node.
         over: every part has ended.
+        ending: the scheduler is ending what is left of it, on its nodes, for good or to queue it again.
         start, ends: unix times, expected ones too; None: not known. ends is the time limit's.
     """
 
@@ -50,6 +51,7 @@ class QueuedJob(msgspec.Struct, frozen=True):
     never: bool = False
     begun: bool = True
     over: bool = False
+    ending: bool = False
     foreign: bool = False
     start: float | None = None
     ends: float | None = None

@@ -220,6 +220,7 @@ def together(rows: Iterable[JobRow]) -> QueuedJob | None:
         never=never,
         begun=any(row.state != "PENDING" for row in parts),
         over=all(row.state in ENDINGS for row in parts),
+        ending=lead.state == "COMPLETING",
         start=lead.start,
         ends=lead.ends,
         nodes=sum(row.nodes for row in parts),

@@ -207,6 +207,15 @@ def test_launchers_last_state_stays(tmp_path: Path) -> None:
         assert look(root, queued=queued).phase == "finished"
 
 
+@pytest.mark.parametrize("written", [NOW - 2, NOW - 600])
+def test_a_job_that_its_scheduler_is_ending(tmp_path: Path, written: float) -> None:
+    """Its launcher has had no last word, or was on the node that was lost."""
+    root = make(tmp_path, phase="running", time=written)
+    submitted(root, "12")
+    found = look(root, queued=QueuedJob("running", "COMPLETING", start=NOW - 300, ending=True))
+    assert found.phase == "saving" and "ending what is left" in found.message
+
+
 # ---- runs without a state.json
 
 

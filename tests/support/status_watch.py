@@ -79,6 +79,18 @@ class StatusWatch:
         pairs = [(answer.slurm, answer.said["phase"]) for answer in self.answers]
         return [pair for before, pair in zip([None, *pairs], pairs, strict=False) if pair != before]
 
+    def waits(self) -> list[int]:
+        """Seconds from each time that the job was back in the queue until the run was said to train again, by answers
+        that are some seconds apart."""
+        found, since = [], 0.0
+        for answer in self.answers:
+            if answer.slurm == "PENDING" and not since:
+                since = answer.time
+            elif answer.said["phase"] == "running" and since:
+                found.append(round(answer.time - since))
+                since = 0.0
+        return found
+
     def check(self) -> None:
         """AssertionError with every answer that was not true."""
         wrong = [f"{answer.time:.0f}: {what}" for answer in self.answers if (what := answer.wrong())]

@@ -167,6 +167,7 @@ def test_same_losses_after_any_interruption(cluster: Cluster, tmp_path: Path, ta
     cluster.wait_nodes("idle", 60)
     assert metrics(job.root) == metrics(uncut.root)
     assert job.attempt() >= 5
+    print(f"seconds from the queue to training: {watch.waits()}; {len(watch.answers)} answers of hpcrl status compared")
     watch.check()
 
 

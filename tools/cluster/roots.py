@@ -25,6 +25,8 @@ from tools.cluster.layout import ROOTS
 
 MACHINE = "machine"  #: the release that is none of these: whatever the machine itself has installed
 SUITES = ("trixie", "forky")  #: Debian 13 and the one after it, oldest first
+#: releases of Slurm that the tests have been seen to pass under: what a testing release brings next is none of them yet
+TRIED = ("24.11", "26.05")
 ADDED = ("openssh-client", "libpython3-stdlib", "libexpat1")  #: what there is on any machine with Python
 LACKING = ("shellcheck",)  #: used on the machine alone
 #: the machine's, also on the nodes of another release
@@ -61,8 +63,12 @@ def version(suite: str) -> str | None:
 
 
 def newest() -> str:
-    """The newest release that has a root here; "" if there is none: the machine's own."""
-    return next((suite for suite in reversed(SUITES) if version(suite)), "")
+    """The newest release that has a root here, with a Slurm that was tried; "" if there is none: the machine's own."""
+    return next((suite for suite in reversed(SUITES) if (found := version(suite)) and _tried(found)), "")
+
+
+def _tried(found: str) -> bool:
+    return any(found.startswith(f"{release}.") for release in TRIED)
 
 
 def find(release: str) -> str:
@@ -163,6 +169,8 @@ def make_newest() -> None:
     try:
         if version(SUITES[-1]) is None:
             main(SUITES[-1])
+        if not _tried(found := version(SUITES[-1]) or ""):
+            print(f"the tests do without Slurm {found} of {SUITES[-1]}: tried are {' and '.join(TRIED)}")
     except RootError as error:
         print(f"the test cluster has no newer Slurm than {newest() or 'the machine'} has: {error}")
 
