@@ -41,7 +41,7 @@ WRITES = ("O_WRONLY", "O_RDWR", "O_CREAT")
 
 def trace(run: Path, log: Path, rollouts: int) -> None:
     """Run the second stage of the quick start under strace."""
-    words = ["--run-dir", run, "--sft.num-rollout=1", f"--grpo.num-rollout={rollouts}", "--grpo.eval-interval=1000"]
+    words = ["--run-dir", run, "--sft.num-rollout=2", f"--grpo.num-rollout={rollouts}", "--grpo.eval-interval=1000"]
     words += [f"--grpo.rollout-batch-size={GROUPS}"]
     command = ["strace", "-f", "-ttt", "-s", "4096", "-e", "trace=%file,%process", "-o", log, sys.executable]
     command += [Path(sys.executable).with_name("hpcrl"), "run", REPO / "examples" / "quickstart.toml", *words]
