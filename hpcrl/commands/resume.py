@@ -19,7 +19,6 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
-from hpcrl.launch.code.snapshot import resume_code
 from hpcrl.launch.job import RunJob, finished, held, reopen_job
 from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.launch.submission import submit_again
@@ -130,7 +129,7 @@ def resume(argv: list[str]) -> int:
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):
         raise UsageError(f"{root} is finished", f"train on with hpcrl resume {root} --num-rollout N")
     record = read_job(root)
-    starter, live = record.scheduler, overrides.get("live_code")
+    starter = record.scheduler
     if starter == "mpirun":
         raise UsageError(f"{root} ran under mpirun", f"hpcrl launch --resume {root} --hostfile FILE")
     if starter not in UNQUEUED:
@@ -139,8 +138,7 @@ def resume(argv: list[str]) -> int:
             raise UsageError(
                 f"{root} was started from a script", f"write --run-dir {root} into its last line, and {give}"
             )
-        resume_code(root, live)
-        say_submitted(*submit_again(root, record, own, own.get("chain", 1)))
+        say_submitted(*submit_again(root, record, own, own.get("chain", 1), overrides.get("live_code")))
         return 0
     if own:
         raise UsageError(f"--{next(iter(own))} has no effect: {root} ran on this machine", "leave it out")

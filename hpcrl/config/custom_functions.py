@@ -143,15 +143,20 @@ def load_object(path: str, flag: str) -> Any:
         if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
             raise
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise UsageError(f"{shown} cannot be imported: {error}", searched()) from None
+            raise UsageError(f"{shown} cannot be imported: {error}", "; ".join([searched(), *lacking(error)])) from None
         if isinstance(error, AttributeError) and module in sys.modules and not hasattr(sys.modules[module], name):
             raise UsageError(f"{shown}: {module} has no {name}", f"it has {_functions(sys.modules[module])}") from None
         raise UsageError(
             f"{shown}: importing {module} raises {type(error).__name__}: {error}{place_of(error)}",
-            "does it read a file that is not in the run's copy of it? see --live-code"
-            if isinstance(error, OSError) and SNAPSHOT in os.environ
-            else "",
+            "; ".join(lacking(error)),
         ) from error
+
+
+def lacking(error: BaseException) -> list[str]:
+    """The hint for an error that may come of what the run's copies of the user's modules lack, if there are any."""
+    if SNAPSHOT not in os.environ or not isinstance(error, ImportError | FileNotFoundError):
+        return []
+    return ["if that is not in the run's copies, hpcrl resume --live-code imports and reads it from where it is"]
 
 
 def _functions(module: ModuleType) -> str:
@@ -214,7 +219,8 @@ def named(shown: str) -> Iterator[None]:
         raise
     except BaseException as error:  # whatever the user's code does, SystemExit included
         print(trace_of(error), file=sys.stderr, flush=True)
-        raise HpcrlError(f"{shown} raised {said_of(error)}", "its traceback is in the log") from error
+        hints = ["its traceback is in the log", *lacking(error)]
+        raise HpcrlError(f"{shown} raised {said_of(error)}", "; ".join(hints)) from error
 
 
 def guarded(function: Callable[..., T], shown: str) -> Callable[..., T]:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from hpcrl.config.recipe import load_recipe
 from hpcrl.config.stage_flags import split_name, stage_flag
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
 from hpcrl.launch.broken_hosts import BROKEN, broken_hosts, find_broken_host, note_broken_host
-from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job, say
+from hpcrl.launch.code.snapshot import resume_code
+from hpcrl.launch.job import RunJob, begin_job, discard_unbegun, reopen_job, run_job, say
 from hpcrl.launch.restarts import (
     check_headway,
     correct_error,
@@ -42,7 +44,7 @@ from hpcrl.launch.submission import submit_elsewhere
 from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, read_job, settle, write_job
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
-from hpcrl.run.started_runs import is_run, read_recipe_file
+from hpcrl.run.started_runs import LIVE, is_run, read_recipe_file
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import read_summary
 from hpcrl.toolbox.deadline import Deadline
@@ -114,11 +116,14 @@ def _before(left: float) -> float:
     return max(left - RETREAT, left / 2, 1.0)
 
 
-def run_in_job(job: RunJob, allocation: Allocation) -> dict[str, Any]:
+def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | None = None) -> dict[str, Any]:
     """Bring a job to its end in this allocation; returns the last stage's summary, or that of a run that was stopped.
 
     Out of time, or with a host lost, the job is queued again and this process waits for the scheduler to end it.
     HPCRL_SIGNAL_MARGIN and HPCRL_MAX_REQUEUES of the batch script say how long before the limit, and how often.
+
+    Args:
+        begin: see `run_job`.
     """
     if why := nothing_left_to_do(job, allocation.job_id):
         say(f"{why}: nothing to do for job {allocation.job_id} of the chain")
@@ -127,7 +132,7 @@ def run_in_job(job: RunJob, allocation: Allocation) -> dict[str, Any]:
     explain_last_end(job, allocation)
     check_headway(job.root, allocation.restarts + place_in_chain(read_job(job.root), allocation.job_id))
     try:
-        run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends, judged=True)
+        run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends, judged=True, begin=begin)
     except HpcrlError as error:
         last: HpcrlError = error
         try:
@@ -321,15 +326,22 @@ def _clock(at: float) -> str:
 
 
 def refuse_other_options(job: RunJob, overrides: dict[str, Any]) -> None:
-    """Raise UsageError if the run began with other options: it resumes with those, and these have no effect."""
+    """Raise UsageError if the run began with other options: it resumes with those, and these have no effect.
+    --live-code has (`_switch_code`)."""
     begun, given = read_recipe_file(job.root).overrides, msgspec.to_builtins(job.recipe.placed(overrides))
     names = sorted({*begun, *given} - {"run_dir"})  # the directory is this one, however it is written
+    names = [name for name in names if split_name(name)[1] != "live_code"]
     if other := next((name for name in names if begun.get(name) != given.get(name)), None):
         raise UsageError(
             f"{stage_flag(*split_name(other))}: {job.root} is a run that began with other options, and resumes with "
             "those",
             "name another --run-dir for a new run",
         )
+
+
+def _switch_code(root: Path, live: bool | None) -> None:
+    """Have a run that a script starts again import its custom functions as the script says; None: as before."""
+    resume_code(root, None if live == (root / LIVE).exists() else live)
 
 
 def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
@@ -347,15 +359,18 @@ def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
         if len(words) != 1 or "run_dir" not in overrides:
             raise UsageError("a recipe and --run-dir are needed", "see the last line of the batch script")
         root = Path(overrides["run_dir"])
-        allocation = here()
+        allocation, begin = here(), None
         if is_run(root):
             job = reopen_job(root)
             refuse_other_options(job, overrides)
+            begin = partial(_switch_code, job.root, overrides.get("live_code"))
         else:
+            if allocation.restarts:
+                discard_unbegun(root)
             job = begin_job(load_recipe(words[0]), overrides, lambda _: allocation.nodes(), here=False)
         write_job(job.root, job.identity, allocation.scheduler, allocation.job_id, cluster=allocation.cluster)
         allocation.mark(job.identity)
-        return Stopped.exit_code if stopped(run_in_job(job, allocation)) else 0
+        return Stopped.exit_code if stopped(run_in_job(job, allocation, begin)) else 0
     except HpcrlError as error:
         print(f"hpcrl: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -45,14 +45,15 @@ from hpcrl.report.closing_line import closing_line, remarks, what_next
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import AGAIN, Progress
 from hpcrl.report.timeline.spans import ATTEMPT, BEGINS, PREPARE, Timeline, launcher_timeline
+from hpcrl.run.code_files import CODE, RECORD
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STOP, JobStateFile, forget_old_requests, process_age
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import adopt_orphans, end_descendants, raise_file_limit
 from hpcrl.run.role import read_options
-from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
+from hpcrl.run.rundir import FOLDERS, HALF, RunDir, write_atomic
 from hpcrl.run.scratch import swept
-from hpcrl.run.started_runs import COPY, RecipeFile, read_recipe_file, remember, write_recipe_file
+from hpcrl.run.started_runs import COPY, LIVE, RecipeFile, is_run, read_recipe_file, remember, write_recipe_file
 from hpcrl.run.summary import read_summary
 from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import as_given, open_append, swappable_by_group, touch
@@ -85,6 +86,7 @@ def run_job(
     ends: float | None = None,
     age: float = 0.0,
     judged: bool = False,
+    begin: Callable[[], None] | None = None,
 ) -> int:
     """Bring a job to its end, from where it is; returns the exit status.
 
@@ -95,6 +97,7 @@ def run_job(
         age: seconds since this start was asked for, if that was before this process began.
         judged: whether the caller finds out, after an error, if the job is queued again, and says how it ended
             (`settle`).
+        begin: see `held`.
 
     Raises:
         HpcrlError: says what went wrong.
@@ -105,7 +108,7 @@ def run_job(
     remember(job.root)
     with (
         swept(),
-        held(job.root),
+        held(job.root, begin),
         closing(launcher_timeline(job.root)) as timeline,
         JobStateFile(job.root, restarts, ends, judged) as state,
         StopRequest() as stop,
@@ -149,8 +152,11 @@ def tell_end(job: RunJob) -> None:
 
 
 @contextmanager
-def held(root: Path) -> Iterator[None]:
+def held(root: Path, begin: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the run directory.
+
+    Args:
+        begin: called once no other process can run in it.
 
     Raises:
         UsageError: if another process runs in it. The kernel lets go when we end, however.
@@ -167,6 +173,8 @@ def held(root: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(str(os.getpid()).encode())
         file.flush()
+        if begin:
+            begin()
         yield
 
 
@@ -183,26 +191,57 @@ def begin_job(
     hosts: Callable[[Options], list[Host]] = local_hosts,
     here: bool = True,
     pythonpath: str | None = None,
+    runs_here: bool = False,
 ) -> RunJob:
-    """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made.
+    """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made, and
+    nothing is left of one that cannot begin.
 
     Args:
         here: whether this machine is one of the run's, with the files that it begins with and the packages that it runs
             with.
-        pythonpath: PYTHONPATH of the run's machines; None: as it is here.
+        pythonpath, runs_here: see `begin_code`.
     """
     root = directory_of(recipe, overrides)
     job = RunJob(recipe, recipe.placed(overrides), root, uuid.uuid4().hex)
     sight = HostView(lambda path: made_by_run(recipe, str(root), path)) if here else NOTHING
     refuse_what_cannot_run(job.stages, hosts, sight, packages=here)
     alone = recipe.stages[0].name == ""
+    absent = not os.path.lexists(root)
     root = RunDir.create(root, FOLDERS if alone else ("logs",), another="{time}" in run_dir_of(recipe, overrides)).root
-    job = job if root == job.root else replace(job, root=root)
+    made = absent or root != job.root
+    job = replace(job, root=root) if root != job.root else job
     if found := swappable_by_group(root):
         say(f"note: all of group {found[1]} can replace {root}: {found[0]} is writable by it (chmod g-w, or +t)")
-    begin_code(root, job.stages, recipe.prepare_commands(root, job.overrides), pythonpath)
-    write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), job.overrides), recipe.text)
+    try:
+        begin_code(root, job.stages, recipe.prepare_commands(root, job.overrides), pythonpath, runs_here)
+        write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), job.overrides), recipe.text)
+    except BaseException:
+        _discard(root, made)
+        raise
     return job
+
+
+def _discard(root: Path, made: bool) -> None:
+    """Remove a run directory that has not begun; one that was there before, and empty, is empty again."""
+    for path in [root] if made else list(root.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def discard_unbegun(root: Path) -> None:
+    """Empty a directory in which there is nothing but what `begin_job` makes, if it was killed before the run had
+    begun."""
+    if not root.is_dir() or is_run(root):
+        return
+    for path in root.iterdir():
+        half = HALF.fullmatch(path.name)
+        if (half[1] if half else path.name) not in {*FOLDERS, CODE, RECORD, LIVE, COPY}:
+            return
+        if path.name in FOLDERS and any(path.iterdir()):
+            return
+    _discard(root, made=False)
 
 
 def run_dir_of(recipe: Recipe, overrides: dict[str, Any]) -> str:

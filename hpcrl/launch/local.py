@@ -9,6 +9,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,6 @@ def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | 
     """
     if resume:
         job = reopen_job(resume)
-        resume_code(job.root, overrides.get("live_code"))
-        return run_job(job, Local())
+        return run_job(job, Local(), begin=partial(resume_code, job.root, overrides.get("live_code")))
     assert recipe is not None
-    return run_job(begin_job(recipe, for_this_machine(recipe, overrides)), Local())
+    return run_job(begin_job(recipe, for_this_machine(recipe, overrides), runs_here=True), Local())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -25,6 +26,7 @@ from hpcrl.run.rundir import RunDir, listed
 from hpcrl.untrusted_files import count_of, open_append, read_regular
 
 KEPT = 2  #: attempts that stay as they are, the one that begins among them
+HALF_PACKED = re.compile(r"\.attempt-\d+\.(tar\.gz|jsonl)\.\d+")  #: names of files that are not in their places yet
 START = ("hosts", "doctor")  #: directories of attempts/N that are read by its start alone, and
 ANSWERS = "answers-"  #: how the names of others begin
 
@@ -37,7 +39,12 @@ def begin_tidying(rundir: RunDir) -> threading.Thread:
 
 
 def tidy(rundir: RunDir) -> None:
-    """Remove and pack what the attempts before `rundir.attempt` have left."""
+    """Remove and pack what the attempts before `rundir.attempt` have left, and what a launcher that ended meanwhile had
+    half packed."""
+    for folder in (rundir.root / "logs", rundir.root / FOLDER):
+        for name in filter(HALF_PACKED.fullmatch, listed(folder)):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
     numbers = (count_of(name) for name in listed(rundir.root / "attempts"))
     for number in sorted(n for n in numbers if n is not None and n < rundir.attempt):
         with contextlib.suppress(OSError):

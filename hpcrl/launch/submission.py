@@ -21,6 +21,7 @@ from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError, raise_together
 from hpcrl.launch.allocation_request import FLOOR, make_request
 from hpcrl.launch.broken_hosts import broken_hosts
+from hpcrl.launch.code.snapshot import switched_code
 from hpcrl.launch.job import RunJob, begin_job, directory_of, held, reopen_job, say
 from hpcrl.launch.preflight import NOTHING, HostView, absent, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.restarts import later_jobs, margin
@@ -78,15 +79,23 @@ def submit_new(
             return submission, send(scheduler, submission, chain)
 
 
-def begin_submission(recipe: Recipe, overrides: dict[str, Any], shown: Submission, array: str = "") -> Submission:
+def begin_submission(
+    recipe: Recipe, overrides: dict[str, Any], shown: Submission, array: str = "", again: bool = False
+) -> Submission:
     """The run directory of what `preview` has shown; it says from now on that a scheduler has the run.
 
     Args:
         array: the identity of the job array that it is to be a task of.
+        again: whether custom functions have been tried for another of its runs.
     """
     site = shown.site
     job = begin_job(
-        recipe, overrides, lambda _: shown.request.hosts(), here=False, pythonpath=site.env.get("PYTHONPATH")
+        recipe,
+        overrides,
+        lambda _: shown.request.hosts(),
+        here=False,
+        pythonpath=site.env.get("PYTHONPATH"),
+        runs_here=not again and sight_of(site, recipe).code,
     )
     submission = replace(shown, job=job)
     with removed_on_error(job.root):
@@ -155,22 +164,26 @@ def chained(site: SiteProfile, chain: int) -> SiteProfile:
 
 
 def submit_again(
-    root: Path, record: JobFile, own: Mapping[str, Any], chain: int = 1
+    root: Path, record: JobFile, own: Mapping[str, Any], chain: int = 1, live: bool | None = None
 ) -> tuple[Submission, list[SubmittedJob]]:
     """Submit a run once more, with the site of its job.json (`record`) and what the flags `own` change of it.
 
     Nodes that the run has found broken are left out.
+
+    Args:
+        live: see `resume_code`; nothing changes if the run cannot be submitted.
     """
     job = reopen_job(root)
     _check_gone(root, record)
-    with held(job.root):
-        pass
     site = chained(from_flags(own, saved_site(record.site).again()), chain)
     site = site.model_copy(update={"exclude": [*dict.fromkeys((*site.exclude, *broken_hosts(root)))]})
     stages = list(job.stages)
     measured = max(margin(RunDir(job.directory(stage)), FLOOR) for stage in job.recipe.stages)
     submission = Submission(job, stages, make_request(stages, site, int(measured)), site)
-    return submission, send(load_scheduler(site.scheduler), submission, chain)
+    with contextlib.ExitStack() as until_submitted:
+        with held(job.root):
+            until_submitted.enter_context(switched_code(root, live))
+        return submission, send(load_scheduler(site.scheduler), submission, chain)
 
 
 def submit_elsewhere(root: Path, record: JobFile) -> str:

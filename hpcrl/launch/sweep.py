@@ -183,7 +183,7 @@ def submit_sweep(
             for run, each in zip(shown.runs, runs, strict=True):
                 signals.check()
                 own = {**run.job.overrides, "run_dir": _literal(root / each.name)}
-                begun.append(begin_submission(recipe, own, run, "" if shown.separate else identity))
+                begun.append(begin_submission(recipe, own, run, "" if shown.separate else identity, again=bool(begun)))
             signals.check()
             sweep = Sweep(root, tuple(begun), shown.separate, at_once, identity)
             return sweep, _send(scheduler, sweep, record)

@@ -54,11 +54,11 @@ def read_files(rundir: RunDir, names: list[str]) -> dict[str, bytes]:
 
 
 def read_code(rundir: RunDir) -> dict[str, bytes]:
-    """The copies of the user's modules, for a host that does not see them, without large data files, which are links;
-    only a mark where the run does not import them.
+    """The copies of the user's modules, for a host that does not see them; only a mark where the run does not import
+    them.
 
     Raises:
-        UsageError: if they are too many for a message.
+        UsageError: if they are too many for a message, or if large data files, which are links, are among them.
     """
     root = code_root(rundir.root)
     if root is None:
@@ -66,8 +66,12 @@ def read_code(rundir: RunDir) -> dict[str, bytes]:
     if (root / LIVE).exists():
         return {LIVE: b""}
     folder = root / CODE
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    paths = [path for path in paths if path.suffix != ".pyc"]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    if linked := next((path for path in paths if path.is_symlink()), None):
+        raise UsageError(
+            f"{linked} is a link to a large file, and not every host sees it",
+            "put --run-dir on a file system that all hosts share, or give --live-code",
+        )
     if sum(path.stat().st_size for path in paths) > LARGEST:
         raise UsageError(
             f"{folder} has more than {LARGEST >> 20} MiB, and not every host sees it",

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,10 +65,10 @@ def run_ranks(
 
 
 def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any], resume: Path | None) -> int:
-    hosts = backend.placement.hosts
+    hosts, begin = backend.placement.hosts, None
     if resume:
         job: RunJob = reopen_job(resume)
-        resume_code(job.root, overrides.get("live_code"))
+        begin = partial(resume_code, job.root, overrides.get("live_code"))
     else:
         assert recipe is not None
         job = begin_job(recipe, overrides, lambda _: list(hosts))
@@ -76,7 +77,7 @@ def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any],
     components = [{"name": h.name, "nodes": 1, "slots": h.slots} for h in hosts]
     write_job(job.root, job.identity, "mpirun", None, components=components)
     say(f"{len(hosts)} hosts: {', '.join(f'{h.name} ({h.slots} slots)' for h in hosts)}")
-    return run_job(job, backend, watch=backend.carry, age=exit_status_relay.age())
+    return run_job(job, backend, watch=backend.carry, age=exit_status_relay.age(), begin=begin)
 
 
 # ---- the MPI world

@@ -127,7 +127,7 @@ def test_slow_save_at_time_limit_is_requeued(
     """From its last checkpoint, as a step longer than the time that is left needs; an error before is the run's end."""
     job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
 
-    def late(job: RunJob, backend: Any, restarts: int, watch: Any, ends: Any, judged: bool) -> int:
+    def late(job: RunJob, backend: Any, restarts: int, watch: Any, ends: Any, **_: Any) -> int:
         watch.__self__.due = due
         raise DeadlineError("the run did not save and end within 20 s")
 

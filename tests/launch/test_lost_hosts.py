@@ -134,7 +134,7 @@ def test_damaged_files_do_not_end_next_start(job: RunJob) -> None:
 def test_living_launcher_asks_scheduler(job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that is alive asks the scheduler first."""
 
-    def ended(*_: Any) -> int:
+    def ended(*_: Any, **__: Any) -> int:
         rundir = RunDir(job.root)
         rundir.fail("trainer", 1, ECHO)
         rundir.check()

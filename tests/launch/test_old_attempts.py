@@ -151,3 +151,13 @@ def test_a_damaged_archive_has_no_lines(tmp_path: Path, monkeypatch: pytest.Monk
     assert archived_lines(archive, 3) == {}
     archive.write_text("no archive")
     assert archived_lines(archive, 3) == {}
+
+
+def test_what_a_killed_launcher_was_packing_is_removed(run: RunDir) -> None:
+    """And nothing else, such as what is being written there now."""
+    half = [run.root / "logs" / ".attempt-0.tar.gz.123", run.root / FOLDER / ".attempt-1.jsonl.77"]
+    other = [run.root / "logs" / ".latest.9", run.root / FOLDER / ".launcher.jsonl"]
+    for path in (*half, *other):
+        path.write_text("x")
+    tidy(run)
+    assert not any(path.exists() for path in half) and all(path.exists() for path in other)

@@ -1,8 +1,7 @@
 """RUN/code: copies of the modules of a run's custom functions, made when its directory is made.
 
 Invariants: a run imports what was there when it was begun, in every attempt and on every host, unless --live-code says
-otherwise; a copy holds regular files of the user's directories alone: links are followed to files within them, and to
-nothing else.
+otherwise; what a copy may lack is said when it is made.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.code.own_modules import OwnModules, python_path
+from hpcrl.launch.code.package_files import LARGE, FoundFiles
+from hpcrl.launch.code.trial_import import refuse_broken_copies
 from hpcrl.run.code_files import CODE, CodeFile, CodeRecord, read_code_record, write_code_record
 from hpcrl.run.rundir import write_unread
-from hpcrl.run.started_runs import LIVE, RECIPE
+from hpcrl.run.started_runs import LIVE
 from hpcrl.run.storage_errors import describe
-from hpcrl.untrusted_files import read_regular, touch
+from hpcrl.untrusted_files import as_given, read_regular, touch
 
-LARGE = 1 << 24  #: bytes of a data file to which a link is made in place of a copy
 MANY = 5000  #: files, and
 MUCH = 1 << 26  #: bytes, above which the size of a copy is worth a word
-SKIPPED = ("__pycache__", "node_modules")  #: directories that hold nothing of the user's; nor do those with a dot
 SCRIPTS = (".py", ".sh")
 SHOWN = 3  #: names in a note
 
@@ -43,7 +42,11 @@ def say(text: str) -> None:
 
 
 def begin_code(
-    root: Path, stages: Sequence[Options], prepare: Iterable[Sequence[str]], pythonpath: str | None = None
+    root: Path,
+    stages: Sequence[Options],
+    prepare: Iterable[Sequence[str]],
+    pythonpath: str | None = None,
+    runs_here: bool = False,
 ) -> None:
     """Copy what a new run imports of the user's into RUN/code, and record it; with --live-code only say that it is not
     copied.
@@ -51,29 +54,28 @@ def begin_code(
     Args:
         prepare: the recipe's prepare commands, whose scripts are recorded.
         pythonpath: of the run's machines; None: as it is here.
+        runs_here: whether the code can be imported on this machine as on those of the run.
 
     Raises:
-        HpcrlError: for a file that cannot be copied.
+        HpcrlError: for a file that cannot be copied, and copies that cannot be imported.
     """
     if any(options.live_code for options in stages):
         touch(root / LIVE)
         return
     extra = next((found for options in stages if (found := options.train_env_vars.get("PYTHONPATH"))), "")
-    own = OwnModules(python_path(pythonpath, extra))
-    own.add(dict.fromkeys(path.rpartition(".")[0] for options in stages for path in function_paths(options)))
-    files = {**_within(own), **own.files}
-    _tell(own)
-    sizes = {place: source.stat().st_size for place, source in files.items()}
-    copied = sum(size for size in sizes.values() if size <= LARGE)
-    if len(files) > MANY or copied > MUCH:
-        say(
-            f"the custom functions' modules are {len(files)} files of {copied / 2**20:.0f} MiB, copied to "
-            f"{root / CODE}; --live-code imports them from where they are"
-        )
-    if linked := [str(files[place]) for place, size in sizes.items() if size > LARGE]:
-        say(f"{_some(linked)}: larger than {LARGE >> 20} MiB, and linked in {root / CODE}, not copied")
-    records = [_copy(source, root / CODE, place) for place, source in sorted(files.items())]
-    records += [CodeFile("", str(path), _digest(path)) for path in _scripts(prepare)]
+    path = python_path(pythonpath, extra)
+    functions = list(dict.fromkeys(path for options in stages for path in function_paths(options)))
+    own = OwnModules(list(path))
+    own.add(dict.fromkeys(function.rpartition(".")[0] for function in functions))
+    found = FoundFiles(own, root)
+    _tell_size(found, root)
+    records = [_copy(source, root / CODE, place) for place, (source, _) in sorted(found.sizes.items())]
+    records += [CodeFile("", str(script), _digest(script)) for script in _scripts(prepare)]
+    unknown = ""
+    doubtful = found.outside or found.runs or found.skipped or own.added or own.doubts
+    if runs_here and doubtful and (root / CODE).is_dir():
+        unknown = refuse_broken_copies(root / CODE, functions, os.pathsep.join(path))
+    _tell(found, unknown)
     if records:
         write_code_record(root, CodeRecord(tuple(records)))
 
@@ -86,16 +88,41 @@ def function_paths(options: Options) -> Iterator[str]:
     yield from (path for path in dict.fromkeys(every) if not is_foreign(path))
 
 
-def _tell(own: OwnModules) -> None:
-    """Say what is imported from elsewhere all the same."""
+def _tell_size(found: FoundFiles, root: Path) -> None:
+    copied = sum(size for _, size in found.sizes.values() if size <= LARGE)
+    if len(found.sizes) > MANY or copied > MUCH:
+        say(
+            f"the custom functions' modules are {len(found.sizes)} files of {copied / 2**20:.0f} MiB, copied to "
+            f"{root / CODE}; --live-code imports them from where they are"
+        )
+    if linked := [str(source) for source, size in found.sizes.values() if size > LARGE]:
+        say(f"{_some(linked)}: larger than {LARGE >> 20} MiB, and linked in {root / CODE}, not copied")
+
+
+def _tell(found: FoundFiles, unknown: str) -> None:
+    """Say what is imported from elsewhere all the same, and what a copy may lack.
+
+    Args:
+        unknown: why it is not known whether the copies can be imported.
+    """
+    own = found.own
     for module, file in own.editable.items():
         say(f"{module} is imported from {file}, an editable install, and is not copied: later edits count in the run")
-    if own.outside:
-        say(
-            f"{_some(map(str, own.outside))} leads out of its directory and is not copied: later edits count in the run"
-        )
     if own.absent:
         say(f"{_some(own.absent)} is not here and cannot be copied: the run imports what its machines have")
+    for names, why in (
+        (found.outside, "leads out of its directory and is not copied: the copy lacks it"),
+        (found.runs, "is the directory of a run and is not copied"),
+        (found.skipped, "and is not copied"),
+        (
+            dict.fromkeys(own.doubts),
+            "finds files or modules by __file__ or sys.path, and not all that it may find is copied",
+        ),
+    ):
+        if names:
+            say(f"{_some(map(str, names))} {why}; --live-code imports everything from where it is")
+    if unknown:
+        say(f"whether the copies in {CODE} can be imported is not known: {unknown}")
 
 
 def _some(names: Iterable[str]) -> str:
@@ -113,36 +140,12 @@ def _scripts(prepare: Iterable[Sequence[str]]) -> Iterator[Path]:
 # ---- copying
 
 
-def _within(own: OwnModules) -> dict[str, Path]:
-    """Place -> file of every file of the packages."""
-    found = dict[str, Path]()
-    for place, directory in own.packages.items():
-        top = directory.parents[place.count("/")].resolve()
-        for folder, names, files in os.walk(directory):
-            names[:] = [name for name in names if _is_source(Path(folder, name))]
-            for name in files:
-                path = Path(folder, name)
-                if path.suffix == ".pyc" or not path.is_file():
-                    continue
-                if not path.resolve().is_relative_to(top):
-                    own.outside.append(path)
-                    continue
-                found[f"{place}/{path.relative_to(directory)}"] = path
-    return found
-
-
-def _is_source(folder: Path) -> bool:
-    """Whether a directory in a package may hold what it imports or reads: no cache, environment or run."""
-    hidden = folder.name in SKIPPED or folder.name.startswith(".")
-    return not hidden and not any(os.path.exists(folder / name) for name in ("pyvenv.cfg", RECIPE))
-
-
 def _copy(source: Path, code: Path, place: str) -> CodeFile:
     target = code / place
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if source.stat().st_size > LARGE:
-            target.symlink_to(source.resolve())
+            target.symlink_to(as_given(source))
             return CodeFile(place, str(source), "")
         data = read_regular(source.resolve(), most=LARGE)
         write_unread(target, data)
@@ -199,6 +202,22 @@ def resume_code(root: Path, live: bool | None) -> None:
             f"{_some(changed)} changed since the run was begun: it imports the copies in {folder}, as before; "
             "hpcrl resume --live-code imports what is there now"
         )
+
+
+@contextlib.contextmanager
+def switched_code(root: Path, live: bool | None) -> Iterator[None]:
+    """`resume_code`, which is undone if what is done in this context fails."""
+    mark = root / LIVE
+    before = mark.exists()
+    resume_code(root, live)
+    try:
+        yield
+    except BaseException:
+        if before:
+            touch(mark)
+        else:
+            mark.unlink(missing_ok=True)
+        raise
 
 
 def note_changed_scripts(root: Path) -> None:

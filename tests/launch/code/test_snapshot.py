@@ -25,24 +25,6 @@ from hpcrl.run.started_runs import LIVE
 REPO = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory where the run is started, the first in which modules are looked for."""
-    place = tmp_path / "home"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    return place
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A run directory."""
-    place = tmp_path / "run"
-    place.mkdir()
-    return place
-
-
 def write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = folder / name
@@ -96,6 +78,7 @@ def test_a_package_is_copied_whole(home: Path, root: Path) -> None:
             "pack/env/pyvenv.cfg": "x",
             "pack/env/lib.py": "x",
             "pack/runs/recipe.json": "x",
+            "pack/runs/recipe.toml": "x",
             "pack/runs/big.txt": "x",
             "other/__init__.py": "import third\n",
             "third.py": "",
