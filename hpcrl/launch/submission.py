@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError, raise_together
 from hpcrl.launch.allocation_request import FLOOR, make_request
@@ -54,9 +55,20 @@ def preview(recipe: Recipe, overrides: dict[str, Any], site: SiteProfile, packag
     places = {"run": "{run}", "prepared": "{run}/prepared"}
     stages = list(resolve_stages(recipe, overrides, places))
     request = make_request(stages, site)
-    refuse_settings(stages, lambda _: request.hosts(), packages and same_packages(site))
+    refuse_settings(stages, lambda _: request.hosts(), packages=False)
+    if packages and same_packages(site):
+        _refuse_for_packages(stages, request)
     look_at(stages)
     return Submission(RunJob(recipe, overrides, directory_of(recipe, overrides), "IDENTITY"), stages, request, site)
+
+
+def _refuse_for_packages(stages: list[Options], request: AllocationRequest) -> None:
+    """Raise UsageError for what this interpreter lacks, which the nodes run unless the site names theirs."""
+    try:
+        refuse_settings(stages, lambda _: request.hosts(), packages=True)
+    except UsageError as error:
+        nodes = "if the nodes have it, name their interpreter, which is asked there: --set python=PATH"
+        raise UsageError(error.what, f"{error.hint}; {nodes}" if error.hint else nodes) from error
 
 
 def submit_new(

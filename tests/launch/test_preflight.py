@@ -11,9 +11,12 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.config.options import Options
+from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import UsageError
 from hpcrl.launch import preflight
 from hpcrl.launch.preflight import NOTHING, HostView, absent, refuse_missing_packages
+from hpcrl.launch.site import load_site
+from hpcrl.launch.submission import preview
 from hpcrl.run.rundir import TRACKER
 from tests.support.published_models import MODELS
 
@@ -124,3 +127,13 @@ def test_missing_packages_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         "torch, vllm" in caught.value.what and sys.executable in caught.value.what and "hpcrl[gpu]" in caught.value.hint
     )
+
+
+def test_what_a_login_node_lacks_is_asked_of_the_nodes() -> None:
+    """Where they run an interpreter of their own; else its name is the advice, and it is true."""
+    recipe = load_recipe(Path(__file__).parents[2] / "examples/qwen3-4b-8gpu.toml")
+    given = {"megatron": {"attention_backend": "flash"}}
+    nodes = {"trainer.gpus_per_node": 8, "engine.gpus_per_node": 8}
+    with pytest.raises(UsageError, match="is not installed; .*--set python=PATH"):
+        preview(recipe, given, load_site(None, nodes), packages=True)
+    preview(recipe, given, load_site(None, nodes | {"python": "/opt/env/bin/python"}), packages=True)
