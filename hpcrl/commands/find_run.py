@@ -115,10 +115,10 @@ def _children(folder: Path) -> list[Path]:
 # ---- what is known of it
 
 
-def look_at_run(run: Run, jobs: Jobs | None = None) -> Status:
-    """The status of one run, in full."""
+def look_at_run(run: Run, jobs: Jobs | None = None, brief: bool = False) -> Status:
+    """The status of one run, in full unless `brief`."""
     jobs = jobs or Jobs([run])
-    status = judge_run(run, time.time(), jobs.word(run), alive(run), jobs.title(run))
+    status = judge_run(run, time.time(), jobs.word(run), alive(run), jobs.title(run), brief)
     status.notes += [f"{jobs.note}; this is from the run directory alone"] if jobs.note else []
     return status
 

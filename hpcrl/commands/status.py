@@ -3,7 +3,7 @@ those that never trained.
 
 Invariants: status and watch change nothing, anywhere; a scheduler is asked a few times a minute, and less while it does
 not answer.  Only a run that has ended and holds neither a checkpoint nor a step's metrics is ever removed, and only on
---yes.
+--yes, and a sweep with the last of its runs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import msgspec
 
 from hpcrl.commands.find_run import Ending, Jobs, all_runs, find_run, find_sweep, look_at_run, look_at_runs
 from hpcrl.commands.sweep import look_at_sweep, watch_sweep
+from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import line, on_terminal, page, shorten_path, table
 from hpcrl.report.sweep_table import sweep_page
+from hpcrl.run.sweep_file import is_sweep, read_sweep, remove_empty_sweep
 from hpcrl.toolbox.arguments import RUN, Parser
 
 if TYPE_CHECKING:
@@ -163,7 +165,10 @@ def runs(argv: list[str]) -> int:
     for status in statuses:
         print(strip_control(shorten_path(status.run)))
         if args.yes:
-            shutil.rmtree(found[status.run].root)
+            root = found[status.run].root
+            shutil.rmtree(root)
+            if is_sweep(root.parent):
+                remove_empty_sweep(root.parent, load_scheduler(read_sweep(root.parent).scheduler).script_file)
     if args.clean and not args.yes and statuses:
         print(f"{len(statuses)} runs never came to a step; hpcrl runs --clean --yes removes them")
     return 0

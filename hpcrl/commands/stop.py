@@ -3,6 +3,8 @@
 Invariants: a job or a process is touched only if it still is this run's: a scheduler's job by the identity that it
 carries, a process by the run directory's lock that it holds.  Of a sweep, what waits in the queue is taken out of it
 before what is at work is ended, so that none of it starts meanwhile; a run that cannot be ended keeps no other from it.
+To stop never ends what has begun by the time that it is reached, and a launcher that lives has the last word on its
+run.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,7 +26,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.launch.restarts import later_jobs
 from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.report.run_files import Run
-from hpcrl.report.run_status import WORKING, Status
+from hpcrl.report.run_status import FRESH, WORKING, Status
 from hpcrl.report.status_text import shorten_path
 from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, JobState, write_state
 from hpcrl.run.queued_job import QueuedJob
@@ -33,7 +35,8 @@ from hpcrl.run.sweep_file import read_sweep
 from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.untrusted_files import touch
 
-BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "now"
+BETWEEN = 0.5  #: seconds between two looks, and between the two SIGTERMs that a launcher takes for "now"
+LOOKS = 10  #: so often a queue is asked, BETWEEN seconds apart, if what was cancelled has left it
 GRACE = 30.0  #: seconds that a launcher may take to end after them
 
 
@@ -43,29 +46,33 @@ def _word(name: str, description: str, argv: list[str]) -> str:
     return parser.parse_args(argv).run
 
 
-def _end_all(root: Path, end: Callable[[Run, Jobs, Status], int]) -> int:
+def _end_all(root: Path, waiting: Callable[[list[Run], Jobs], int], working: Callable[[Run, Jobs, Status], int]) -> int:
     """End the runs of a sweep that have not ended.
 
     Args:
-        end: ends one that is at work; one that waits in the queue is taken out of it.
+        waiting: ends those that wait in the queue.
+        working: ends one that is at work.
 
     Raises:
         HpcrlError: if all have ended.
     """
     runs = [run for path in read_sweep(root).roots(root) if is_run((run := Run(path)).root)]
     jobs = Jobs(runs)
-    looks = [(run, look_at_run(run, jobs)) for run in runs]
-    waiting = [(run, found) for run, found in looks if _waits(jobs.word(run), found)]
-    working = [(run, found) for run, found in looks if found.phase in WORKING and not _waits(jobs.word(run), found)]
-    if not waiting and not working:
+    looks = {run.root: look_at_run(run, jobs, brief=True) for run in runs}
+    queue = [run for run in runs if _waits(jobs.word(run), looks[run.root])]
+    work = [run for run in runs if looks[run.root].phase in WORKING and not _waits(jobs.word(run), looks[run.root])]
+    if not queue and not work:
         raise HpcrlError(f"{shorten_path(str(root))}: none of its runs waits or is at work", "hpcrl status shows them")
+    status = waiting(queue, jobs) if queue else 0
+    return _each(work, lambda run: working(run, jobs, looks[run.root])) or status
+
+
+def _each(runs: Sequence[Run], end: Callable[[Run], object]) -> int:
+    """End each of the runs; one that cannot be is told of.  The last such error's exit status, 0 if there was none."""
     status = 0
-    for run, found in (*waiting, *working):
+    for run in runs:
         try:
-            if _waits(jobs.word(run), found):
-                _cancel_job(run, jobs)
-            else:
-                end(run, jobs, found)
+            end(run)
         except HpcrlError as error:
             print(f"hpcrl: error: {error}", file=sys.stderr)
             status = error.exit_code
@@ -88,10 +95,45 @@ def stop(argv: list[str]) -> int:
     """
     word = _word("stop", "Let a run finish its step, save a checkpoint and end; continue it with hpcrl resume.", argv)
     if sweep := find_sweep(word):
-        return _end_all(sweep, _stop_run)
+        return _end_all(sweep, _stop_waiting, _stop_run)
     run = find_run(word)
     jobs = Jobs([run])
     return _stop_run(run, jobs, look_at_run(run, jobs))
+
+
+def _stop_waiting(runs: list[Run], jobs: Jobs) -> int:
+    """Take runs out of the queue; those that have begun since `jobs` were asked for are asked to stop."""
+    left = list[Run]()
+    status = _each(runs, lambda run: left.append(run) if _leave_queue(run, jobs) else _cancel_job(run, jobs))
+    for _ in range(LOOKS):
+        left = [Run(run.root) for run in left]
+        jobs = Jobs(left)
+        if not any((word := jobs.word(run)) and word.phase == "pending" for run in left):
+            break
+        time.sleep(BETWEEN)
+    return _each(left, lambda run: _stop_begun(run, jobs)) or status
+
+
+def _leave_queue(run: Run, jobs: Jobs) -> bool:
+    """Take its job out of the queue unless it has begun; false if it does not wait there, but is between two starts."""
+    job, word = run.job, jobs.word(run)
+    if not job or not job.job_id or not word or word.phase != "pending":
+        return False
+    for number in (*reversed(later_jobs(job)), job.job_id):
+        load_scheduler(job.scheduler).cancel(number, waiting=True)
+    return True
+
+
+def _stop_begun(run: Run, jobs: Jobs) -> int:
+    """Ask a run that was to leave the queue to stop if it has begun instead."""
+    name, word = shorten_path(str(run.root)), jobs.word(run)
+    if word is None or word.phase == "pending":
+        raise HpcrlError(f"{name}: its job may still wait{f': {jobs.note}' if jobs.note else ''}", "try again")
+    if word.phase == "running":
+        return _ask(run, name)
+    _record_waiting(run)
+    print(f"took {name} out of the queue")
+    return 0
 
 
 def _stop_run(run: Run, jobs: Jobs, found: Status) -> int:
@@ -109,11 +151,19 @@ def _stop_run(run: Run, jobs: Jobs, found: Status) -> int:
                 f"{name} seems to run, but its launcher is not on this host", f"if it is not: hpcrl cancel {name}"
             )
         process.send_signal(signal.SIGTERM)
-    else:
-        try:
-            touch(run.root / STOP)
-        except OSError as error:
-            raise HpcrlError(f"cannot write {run.root / STOP}: {error.strerror}", f"hpcrl cancel {name}") from error
+        return _asked(name)
+    return _ask(run, name)
+
+
+def _ask(run: Run, name: str) -> int:
+    try:
+        touch(run.root / STOP)
+    except OSError as error:
+        raise HpcrlError(f"cannot write {run.root / STOP}: {error.strerror}", f"hpcrl cancel {name}") from error
+    return _asked(name)
+
+
+def _asked(name: str) -> int:
     print(f"asked {name} to save and end; hpcrl watch {name} shows when it has")
     return 0
 
@@ -143,7 +193,11 @@ def cancel(argv: list[str]) -> int:
         "cancel", "End a run at once, or take it out of the queue; its last saved checkpoint stays good.", argv
     )
     if sweep := find_sweep(word):
-        return _end_all(sweep, lambda run, jobs, _: _cancel_job(run, jobs))
+        return _end_all(
+            sweep,
+            lambda runs, jobs: _each(runs, lambda run: _cancel_job(run, jobs)),
+            lambda run, jobs, _: _cancel_job(run, jobs),
+        )
     run = find_run(word)
     if run.job and run.job.queued:
         return _cancel_job(run)
@@ -178,9 +232,18 @@ def _cancel_job(run: Run, jobs: Jobs | None = None) -> int:
         (run.root / CANCEL).unlink(missing_ok=True)
         raise
     if not word.begun:
-        _record(run, "cancelled while it waited in the queue")
+        _record_waiting(Run(run.root))
     print(f"cancelled {called} of {name}" + ("" if word.begun else ", which had not started"))
     return 0
+
+
+def _record_waiting(run: Run) -> None:
+    """The last word on a run that waited when it was cancelled, unless its launcher has begun meanwhile, and speaks."""
+    state, since = run.state, run.job.submitted if run.job else 0.0
+    working = state and state.phase in WORKING and time.time() - state.time < FRESH
+    ended = state and state.phase in OVER and state.time > since
+    if not working and not ended:
+        _record(run, "cancelled while it waited in the queue")
 
 
 def _record(run: Run, message: str) -> None:

@@ -84,33 +84,47 @@ def read_axis(text: str) -> Axis:
     if option in KEPT:
         raise UsageError(f"{given}: {stage_flag(stage, option)} cannot be swept", KEPT[option])
     try:
-        flags = tuple(_flags_of(stage, option, word) for word in words)
+        read = [_read(stage, option, word) for word in words]
     except UsageError as error:
         raise UsageError(f"{given}: {error.what}", error.hint) from None
     if len(words) == 1:
         raise UsageError(f"{given} has one value", f"write {stage_flag(stage, option)} {words[0]}")
+    flags = tuple(each for _, each in read)
     for number, word in enumerate(words):
         if flags[number] in flags[:number]:
             raise UsageError(f"{given}: {word} is there twice", "leave it out")
-    return Axis(f"{stage}.{option}" if stage else option, f"--sweep {name}", tuple(map(_value, flags)), flags)
+    return Axis(f"{stage}.{option}" if stage else option, f"--sweep {name}", tuple(value for value, _ in read), flags)
 
 
-def _flags_of(stage: str, option: str, word: str) -> dict[str, Any]:
-    """What the option's flag sets with this value; of a switch with true or false."""
+def _read(stage: str, option: str, word: str) -> tuple[Any, dict[str, Any]]:
+    """(the value, what the option's flag sets with it).
+
+    Of a switch true or false: false sets the contrary of what the flag does, or nothing where it has none.
+    """
     target = find_flag(option, stage=stage)
     if target.fixed is None:
-        return parse_flags([f"{stage_flag(stage, option)}={word}"])[0]
-    if not target.fixed:
-        positive = option.removeprefix("no-")
-        raise UsageError(f"--no-{positive} has no values", f"write --sweep {positive}=true,false")
+        flags = parse_flags([f"{stage_flag(stage, option)}={word}"])[0]
+        return next(value for _, value in leaves(flags)), flags
+    if positive := _positive(option):
+        raise UsageError(f"--{option} has no values", f"write --sweep {positive}=true,false")
     if word not in ("true", "false"):
         raise UsageError(f"{stage_flag(stage, option)} {word}: expected true or false")
-    return parse_flags([stage_flag(stage, option if word == "true" else f"no-{option}")])[0]
+    if word == "false" and not isinstance(target.fixed, bool):
+        return False, {}
+    said = target.fixed if word == "true" else not target.fixed
+    name = f"{stage}." if stage else ""
+    if target.table:
+        return word == "true", {f"{name}{target.table}": {target.field: said}}
+    return word == "true", {f"{name}{target.field}": said}
 
 
-def _value(flags: Mapping[str, Any]) -> Any:
-    """The one value that is set."""
-    return next(value for _, value in leaves(flags))
+def _positive(option: str) -> str:
+    """The switch that this one turns off, by its name; "" if it is none, or there is no such switch."""
+    positive = re.sub(r"^(vllm-)?no-", r"\1", option)
+    try:
+        return positive if positive != option and find_flag(positive) else ""
+    except UsageError:
+        return ""
 
 
 def seed_axis(recipe: Recipe, flags: Mapping[str, Any], count: int) -> Axis:

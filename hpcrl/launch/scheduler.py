@@ -249,8 +249,11 @@ class Scheduler(Protocol):
         """Its word on all these jobs, in one question.  Never an error: where it is missing, slow or fails, a note says
         so."""
 
-    def cancel(self, job_id: str) -> None:
+    def cancel(self, job_id: str, waiting: bool = False) -> None:
         """End the job, or take it out of the queue.
+
+        Args:
+            waiting: only if it waits: one that has begun meanwhile is left alone.
 
         Raises:
             HpcrlError: with its words if it does not.

@@ -2,6 +2,7 @@
 
     SWEEP/sweep.json                 what is swept, which runs there are, and the number of their job array
     SWEEP/lr=1e-06,seed=2/           a run directory like any other, one for each combination
+    SWEEP/job.sbatch, launch/, submitit/, tasks/    of the array: its script, and what its tasks are started with
 
 Invariants: sweep.json is there before the first run is submitted, and gets the array's number when all have been; a
 directory with this file is a sweep's.  A run knows nothing of its sweep: what becomes of it (its job, its state) is in
@@ -10,6 +11,9 @@ its own directory alone.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from hpcrl.run.rundir import write_atomic
 from hpcrl.untrusted_files import Damaged, read_json
 
 SWEEP = "sweep.json"  #: its name in a sweep's directory
+STARTED_WITH = ("launch", "submitit", "tasks")  #: directories there that are of its array
 
 
 class SweepRun(msgspec.Struct, frozen=True):
@@ -80,3 +85,22 @@ def read_sweep(root: Path) -> SweepFile:
         return read_json(root / SWEEP, SweepFile)
     except (OSError, Damaged) as error:
         raise HpcrlError(f"{root / SWEEP} cannot be read: {error}", "name the directory of one of its runs") from error
+
+
+def remove_empty_sweep(root: Path, script: str) -> None:
+    """Remove a sweep none of whose runs is there any more; what hpcrl has not put into its directory stays.
+
+    Args:
+        script: name of the array's script.
+
+    Raises:
+        HpcrlError: if sweep.json cannot be read.
+    """
+    if any(os.path.lexists(path) for path in read_sweep(root).roots(root)):
+        return
+    for name in STARTED_WITH:
+        shutil.rmtree(root / name, ignore_errors=True)
+    for name in (script, SWEEP):
+        (root / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something else is there
+        root.rmdir()

@@ -40,8 +40,8 @@ class Slurm:
     def look(self, jobs: Sequence[JobKey]) -> QueueAnswer:
         return node_events.named(squeue.look(jobs))
 
-    def cancel(self, job_id: str) -> None:
-        answer = squeue.call(["scancel", job_id])
+    def cancel(self, job_id: str, waiting: bool = False) -> None:
+        answer = squeue.call(["scancel", *(["--state=PENDING"] if waiting else []), job_id])
         if answer.code:
             raise HpcrlError(f"scancel {job_id}: {answer.said}", "see squeue")
 

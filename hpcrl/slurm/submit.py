@@ -178,13 +178,18 @@ OUTPUT = "job-%j.out"
 TASKS = "tasks"  #: in the directory of an array: a link to the directory of each task's run, by the task's number
 TASK_OUTPUT = f"{TASKS}/%a/logs/job-%A_%a.out"  #: which Slurm opens through the link
 JOB_ID = "\0"  #: stands for the job's number in a path, which cannot hold it
-#: what sbatch says -> what a user can do about it
+_FEWER = "sweep fewer values, or wait for jobs to end; sacctmgr show qos and show assoc have the limits"
+_SHORTER = "ask for less with --time; see sinfo -o '%P %l'"
+#: what sbatch says -> what a user can do about it; its sentence on a limit for submission speaks of time limits too
 HINTS = {
     "invalid partition": "name a partition with --set trainer.partition=... engine.partition=...; see sinfo",
     "node configuration is not available": "ask for fewer nodes or GPUs, less time, memory or cores; "
     "see sinfo -o '%P %l %s %D %G %c %m'",
     "node count": "ask for fewer nodes, or a larger partition",
-    "time limit": "ask for less with --time; see sinfo -o '%P %l'",
+    "submitjob": _FEWER,
+    "wallduration": _SHORTER,
+    "job submit limit": _FEWER,
+    "time limit": _SHORTER,
     "account": "name your account with --set account=...; see sacctmgr show assoc user=$USER",
     "qos": "see sacctmgr show qos",
     "array specification": "sweep fewer values: scontrol show config has the site's MaxArraySize",

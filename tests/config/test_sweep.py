@@ -43,6 +43,19 @@ def test_switches_and_settings_of_other_packages() -> None:
     assert runs[3].name == "use-kl-loss=false,vllm-max-num-seqs=16"
 
 
+def test_switches_of_other_packages() -> None:
+    """false is what the switch is without, also where no flag of one word says so."""
+    for text, on, off in (
+        ("vllm-enforce-eager=true,false", {"vllm": {"enforce_eager": True}}, {"vllm": {"enforce_eager": False}}),
+        ("grpo.swiglu=true,false", {"grpo.megatron": {"gated_linear_unit": True}}, {"grpo.megatron": {"gated_linear_unit": False}}),
+        ("no-rope-fusion=true,false", {"megatron": {"apply_rope_fusion": False}}, {"megatron": {"apply_rope_fusion": True}}),
+        ("recompute-activations=true,false", {"megatron": {"recompute_granularity": "selective"}}, {}),
+    ):  # fmt: skip
+        axis = read_axis(text)
+        assert (axis.values, axis.flags) == ((True, False), (on, off))
+        assert [run.flags for run in grid([axis], {})] == [on, off]
+
+
 def test_seeds_count_from_the_recipes_or_the_flags(quickstart: Recipe) -> None:
     """Data and sampling have a seed of their own, which counts as well."""
     assert seed_axis(quickstart, {}, 2).flags == (
@@ -67,6 +80,7 @@ def test_seeds_count_from_the_recipes_or_the_flags(quickstart: Recipe) -> None:
         ("run-dir=a,b", "--run-dir cannot be swept"),
         ("grpo.name=a,b", "--grpo.name cannot be swept"),
         ("no-use-kl-loss=true,false", "--sweep use-kl-loss=true,false"),
+        ("vllm-no-enforce-eager=true,false", "--sweep vllm-enforce-eager=true,false"),
         ("use-kl-loss=1,0", "expected true or false"),
     ],
 )

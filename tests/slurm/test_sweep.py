@@ -138,6 +138,14 @@ def test_a_container_sees_a_run_whose_name_has_commas(
         assert f"--container-mounts={root}:{root}" in capsys.readouterr().out.replace("'", "").replace('"', "")
 
 
+def test_runs_whose_steps_differ_are_separate_jobs(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """One script could not start a task for each rank in one run and one for each node in another."""
+    words = ("--sweep", "rank-launcher=torchrun,ranks", "--run-dir", "s", "--dry-run")
+    assert main(["submit", RECIPE, *words, *ALIKE]) == 0
+    said = capsys.readouterr()
+    assert "not one array" in said.err and "--array" not in said.out
+
+
 def test_each_run_may_save_where_it_is_told(slurm: FakeSlurm, tmp_path: Path) -> None:
     words = (
         "--grpo.save",
@@ -254,6 +262,24 @@ def test_a_run_is_the_schedulers_before_it_is_sent(
     assert read_job(root).job_id == "78"
 
 
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("AssocMaxSubmitJobLimit", "jobs to end"),
+        ("QOSMaxSubmitJobPerUserLimit", "jobs to end"),
+        ("Batch job submission failed: Job violates accounting/QOS policy (job submit limit, users size and/or time limits)", "jobs to end"),
+        ("QOSMaxWallDurationPerJobLimit (job submit limit, users size and/or time limits)", "less with --time"),
+        ("Requested time limit is invalid", "less with --time"),
+    ],
+)  # fmt: skip
+def test_limits_on_submission_have_their_own_hint(
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], said: str, hint: str
+) -> None:
+    slurm.command("sbatch", status=1, error=f"sbatch: error: {said}")
+    assert main(["submit", RECIPE, "--seeds", "2", "--run-dir", "s", *ALIKE]) == 2
+    assert hint in capsys.readouterr().err
+
+
 # ---- which task is which run's
 
 
@@ -281,6 +307,18 @@ def test_tasks_are_told_apart_by_number(slurm: FakeSlurm) -> None:
     assert jobs[JobKey("77", "arr", 0.0)].phase == "gone", "a task that has not begun has none"
     (call,) = slurm.calls("squeue")
     assert "--array" in call and "--jobs 77_0,77_1,77_2,77_3,78,77 " in call
+
+
+def test_tasks_that_were_cancelled_unseparated(slurm: FakeSlurm) -> None:
+    """Accounting has one row for all of them, under the array's number."""
+    keys = [JobKey(f"77_{number}", f"id-{number}", 0.0, array="arr") for number in (0, 3, 5, 7)]
+    words = ("CANCELLED by 0", 1, 2, 2, 0, "me", "x-hpcrl", "hpcrl:arr")
+    slurm.command("sacct", "\x1f".join(map(str, ("77_[1-3,6-8:2%4]", 77, *words))) + "\n"
+        + "\x1f".join(map(str, ("77_0", 78, "COMPLETED", *words[1:]))) + "\n")  # fmt: skip
+    jobs = look(keys).jobs
+    assert [jobs[key].word for key in keys] == ["COMPLETED", "CANCELLED", "", ""]
+    assert [jobs[key].phase for key in keys] == ["ended", "ended", "gone", "gone"]
+    assert "-j 77 " in slurm.calls("sacct")[0] and jobs[keys[1]].outcome == "cancelled"
 
 
 @pytest.fixture
@@ -311,6 +349,24 @@ def test_a_sweep_by_path_name_and_number(sweep: Path, capsys: pytest.CaptureFixt
     assert "runs/SWEEP: 3 runs, job array 77: 1 finished, 1 running, 1 pending" in capsys.readouterr().out
 
 
+def test_a_sweep_goes_with_its_last_run(sweep: Path, slurm: FakeSlurm) -> None:
+    """But not what somebody has put there."""
+    for name in ("launch", "submitit", "tasks"):
+        (sweep / name).mkdir()
+    for name in ("job.sbatch", "notes"):
+        (sweep / name).touch()
+    slurm.command("squeue")
+    for name in ("lr=1", "lr=2"):
+        make(sweep / name, phase="failed", time=time.time())
+    make(sweep / "lr=3", phase="running", time=time.time())
+    assert main(["runs", "--clean", "--yes"]) == 0
+    assert sorted(path.name for path in sweep.iterdir() if "=" in path.name) == ["lr=3"]
+    assert (sweep / "sweep.json").exists() and (sweep / "launch").exists()
+    make(sweep / "lr=3", phase="failed", time=time.time())
+    assert main(["runs", "--clean", "--yes"]) == 0
+    assert [path.name for path in sweep.iterdir()] == ["notes"]
+
+
 def test_its_runs_are_runs(sweep: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 0
     assert sorted(capsys.readouterr().out.split()) == ["runs/SWEEP/lr=1", "runs/SWEEP/lr=2", "runs/SWEEP/lr=3"]
@@ -330,10 +386,35 @@ def test_its_runs_are_runs(sweep: Path, slurm: FakeSlurm, capsys: pytest.Capture
 
 def test_stop_of_a_sweep(sweep: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """What waits never starts; what is at work saves and ends."""
+    slurm.command("scancel", before=f"echo 77_2 CANCELLED > {sweep}/now")
+    before = (slurm.bin / "squeue.txt").read_text()
+    gone = row("77_2", "CANCELLED", raw="77", comment="hpcrl:arr")
+    slurm.command("squeue", before, before=f"[ ! -e {sweep}/now ] || {{ echo '{gone.strip()}'; exit 0; }}")
     assert main(["stop", "SWEEP"]) == 0
-    assert slurm.calls("scancel") == ["77_2"]
+    assert slurm.calls("scancel") == ["--state=PENDING 77_2"]
     assert [path.parent.name for path in sweep.glob("*/stop")] == ["lr=2"]
-    assert len(slurm.calls("squeue")) == 1, "one question for all"
+    assert len(slurm.calls("squeue")) == 2, "one question for all, and whether it has begun meanwhile"
+    assert json.loads((sweep / "lr=3" / "state.json").read_text())["phase"] == "cancelled"
+
+
+def test_stop_spares_what_begins_meanwhile(sweep: Path, slurm: FakeSlurm) -> None:
+    """It is asked to save, and its launcher has the word on it."""
+    state = make(sweep / "other", phase="starting", time=time.time()) / "state.json"
+    begun = row("77_2", raw="80", comment="hpcrl:arr", start=int(time.time()))
+    slurm.command("scancel", before=f"cp {state} {sweep}/lr=3/state.json; touch {sweep}/now")
+    before = (slurm.bin / "squeue.txt").read_text()
+    slurm.command("squeue", before, before=f"[ ! -e {sweep}/now ] || {{ echo '{begun.strip()}'; exit 0; }}")
+    assert main(["stop", "SWEEP"]) == 0
+    assert slurm.calls("scancel") == ["--state=PENDING 77_2"]
+    assert sorted(path.parent.name for path in sweep.glob("*/stop")) == ["lr=2", "lr=3"]
+    assert json.loads((sweep / "lr=3" / "state.json").read_text())["phase"] == "starting"
+
+
+def test_cancel_leaves_a_live_launcher_the_last_word(sweep: Path, slurm: FakeSlurm) -> None:
+    state = make(sweep / "other", phase="starting", time=time.time()) / "state.json"
+    slurm.command("scancel", before=f"[ $1 != 77_2 ] || cp {state} {sweep}/lr=3/state.json")
+    assert main(["cancel", "SWEEP"]) == 0
+    assert json.loads((sweep / "lr=3" / "state.json").read_text())["phase"] == "starting"
 
 
 def test_cancel_of_a_sweep(sweep: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:

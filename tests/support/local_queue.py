@@ -129,11 +129,12 @@ class LocalQueue:
         with jobs() as found:
             return QueueAnswer({key: _word(key, found.get(key.job_id)) for key in wanted})
 
-    def cancel(self, job_id: str) -> None:
-        try:
-            change(job_id, wish="kill")
-        except KeyError:
-            raise HpcrlError(f"the queue has no job {job_id}") from None
+    def cancel(self, job_id: str, waiting: bool = False) -> None:
+        with jobs() as found:
+            if job_id not in found:
+                raise HpcrlError(f"the queue has no job {job_id}")
+            if not waiting or found[job_id]["state"] in ("waiting", "held"):
+                found[job_id]["wish"] = "kill"
 
     def responds(self) -> Iterator[Finding]:
         yield (

@@ -62,6 +62,21 @@ def test_an_array_of_three_runs(cluster: Cluster, tmp_path: Path, task: Path) ->
     ended = look()
     assert {(row["phase"], row["step"]) for row in ended.values()} == {("finished", STEPS)}
     assert [ended[name]["restarts"] for name in NAMES] == [1, 0, 0]
+    hpcrl(
+        cluster,
+        "submit",
+        sft(tmp_path, task),
+        "--run-dir",
+        root := tmp_path / "HELD",
+        *SWEEP,
+        "--time",
+        "30",
+        *settings,
+    )
+    assert hpcrl(cluster, "stop", root).stdout.count("out of the queue") == 3
+    assert {row["status"]["phase"] for row in json.loads(hpcrl(cluster, "status", root, "--json").stdout)["runs"]} == {
+        "cancelled"
+    }
 
 
 @pytest.mark.process
