@@ -32,14 +32,15 @@ TRUE = {
     # slurmctld is down, as it is nowhere in these tests but in the middle of a run
     "SILENT": WORKING,
 }
-SLACK = 5.0  #: seconds by which the time that is left may differ: the question itself takes some
+SLACK = 2.0  #: seconds by which the time that is left may differ from that of any moment of the question
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What Slurm said before and after, and what `hpcrl status --json` said, at a unix time."""
+    """What Slurm said before and after, and what `hpcrl status --json` said, between two unix times."""
 
     time: float
+    after: float
     slurm: str
     ends: float | None
     said: dict[str, Any]
@@ -52,8 +53,9 @@ class Answer:
         left = self.said["left"]
         if self.slurm != "RUNNING" or left is None or self.ends is None:
             return ""
-        true = self.ends - self.time
-        return f"{left:.0f} s left, and Slurm ends the job in {true:.0f} s" if abs(left - true) > SLACK else ""
+        least, most = self.ends - self.after, self.ends - self.time
+        good = least - SLACK <= left <= most + SLACK
+        return "" if good else f"{left:.0f} s left, and Slurm ends the job in {least:.0f} to {most:.0f} s"
 
 
 class StatusWatch:
@@ -102,11 +104,12 @@ class StatusWatch:
             before = self._slurm()
             asked = time.time()
             done = hpcrl(self.job.cluster, "status", self.job.root, "--json", check=False)
+            answered = time.time()
             if self._slurm() != before:
                 self.unclear += 1
                 continue
             assert done.returncode == 0, done.stderr
-            self.answers.append(Answer(asked, *before, json.loads(done.stdout)))
+            self.answers.append(Answer(asked, answered, *before, json.loads(done.stdout)))
 
     def _slurm(self) -> tuple[str, float | None]:
         """(state, when it ends as a unix time) of the job; SILENT where slurmctld does not answer."""
