@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -230,16 +232,25 @@ def test_a_job_whose_call_cannot_be_kept_is_cancelled(
     assert slurm.calls("scancel") == ["77"] and not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("signal", ["HUP", "TERM"])
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """SIGHUP means what it does at a terminal, also where the tests were started with nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("name", ["HUP", "TERM"])
 @pytest.mark.parametrize("layout", ["homogeneous", "heterogeneous"])
+@pytest.mark.usefixtures("terminal")
 def test_a_lost_connection_cancels_what_was_submitted(
-    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path, signal: str, layout: str
+    slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, layout: str
 ) -> None:
     """It waits for sbatch's answer: a job whose number is not known could not be cancelled."""
-    slurm.command("sbatch", "Submitted batch job 77\n", before=f"kill -{signal} {os.getpid()}; sleep 0.2")
+    slurm.command("sbatch", "Submitted batch job 77\n", before=f"kill -{name} {os.getpid()}; sleep 0.2")
     given = ALIKE if layout == "homogeneous" else ("--layout", layout)
     assert main(["submit", RECIPE, "--seeds", "2", "--run-dir", "s", *given]) == 143
-    assert f"SIG{signal} came" in capsys.readouterr().err
+    assert f"SIG{name} came" in capsys.readouterr().err
     assert slurm.calls("scancel") == (["77_1", "77_0"] if layout == "homogeneous" else ["77"])
     assert not (tmp_path / "s").exists() and len(slurm.calls("sbatch")) == 1
     assert main(["submit", RECIPE, "--run-dir", "t", *given]) == 143
