@@ -76,12 +76,18 @@ class Recipe:
     stages: tuple[Stage, ...]
     text: str | None = None
 
-    def prepare_commands(self, run: Path, overrides: Mapping[str, Any]) -> list[list[str]]:
-        """The prepare commands for the run directory `run`, placeholders filled in."""
+    def prepare_commands(
+        self, run: Path, overrides: Mapping[str, Any], python: str = sys.executable
+    ) -> list[list[str]]:
+        """The prepare commands for the run directory `run`, placeholders filled in.
+
+        Args:
+            python: the interpreter where they run.
+        """
         known = {name: field.get_default(call_default_factory=True) for name, field in Options.model_fields.items()}
         known |= {**self.values, "name": self.name, **overrides}
         places = {k: str(v) for k, v in known.items() if isinstance(v, (str, int, float))}
-        places |= self.places({"run": str(run), "prepared": str(run / "prepared")})
+        places |= self.places({"run": str(run), "prepared": str(run / "prepared")}) | {"python": python}
         return [[_fill(word, places) for word in command] for command in self.prepare]
 
     def placed(self, flags: Mapping[str, Any]) -> dict[str, Any]:

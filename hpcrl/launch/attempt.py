@@ -92,9 +92,11 @@ class Backend(Protocol):
 
     Attributes:
         requeue_words: the command that queues the job again for a launcher that hangs and cannot; () for none.
+        python: the interpreter that `prepare` commands have there, in a container its own.
     """
 
     requeue_words: Sequence[str]
+    python: str
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         """The hosts of the run, in order, each with address and interface.  Errors name the host that does not

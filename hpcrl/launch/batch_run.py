@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from hpcrl.launch.restarts import (
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued, SchedulerSilent
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.launch.submission import submit_elsewhere
-from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, read_job, settle, write_job
+from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, judging, read_job, settle, write_job
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import LIVE, is_run, read_recipe_file
@@ -131,18 +132,31 @@ def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | 
     clock = TimeLimitWatcher(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")), allocation.preempted)
     explain_last_end(job, allocation)
     check_headway(job.root, allocation.restarts + place_in_chain(read_job(job.root), allocation.job_id))
-    try:
-        run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends, judged=True, begin=begin)
-    except HpcrlError as error:
-        last: HpcrlError = error
+    with _no_warning():
         try:
-            return _judge(job, allocation, clock, error)
-        except HpcrlError as found:
-            last = found
-            raise
-        finally:
-            settle(job.root, last)
+            run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends, judged=True, begin=begin)
+        except HpcrlError as error:
+            last: HpcrlError = error
+            try:
+                with judging(job.root):
+                    return _judge(job, allocation, clock, error)
+            except HpcrlError as found:
+                last = found
+                raise
+            finally:
+                settle(job.root, last)
     return final_summary(job)
+
+
+@contextlib.contextmanager
+def _no_warning() -> Iterator[None]:
+    """A scheduler's SIGUSR1, which says that the time limit is near, ends nothing where it is no longer counted: this
+    process may be about to have the job queued again."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _judge(job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, error: HpcrlError) -> dict[str, Any]:
@@ -224,8 +238,8 @@ def _start_elsewhere(job: RunJob, allocation: Allocation, host: str, said: str, 
     if following or record.site is None or int(os.environ.get("HPCRL_MAX_REQUEUES", "0")) < len(hosts):
         _requeue(job, allocation, why, ends)
         return
-    if (job.root / CANCEL).exists():
-        return
+    if any((job.root / name).exists() for name in (CANCEL, STOP)):
+        return  # a new job would not know of it
     try:
         submission = submit_elsewhere(job.root, record)
     except HpcrlError as error:

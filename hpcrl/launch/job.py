@@ -283,7 +283,7 @@ def run_prepare_commands(
     shutil.rmtree(job.root / "prepared", ignore_errors=True)
     done.parent.mkdir()
     log, told = job.root / "logs" / "prepare.log", LastSign()
-    for command in job.recipe.prepare_commands(job.root, job.overrides):
+    for command in job.recipe.prepare_commands(job.root, job.overrides, backend.python):
         process = backend.prepare(command, log)
         while process.poll() is None and not stop.requests:
             turn()

@@ -30,6 +30,7 @@ class Local:
     """This machine, as one host."""
 
     requeue_words: Sequence[str] = ()
+    python = sys.executable
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         return local_hosts(options)

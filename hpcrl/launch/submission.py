@@ -10,6 +10,7 @@ import contextlib
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from hpcrl.launch.scheduler import (
 from hpcrl.launch.site import SiteProfile, from_flags, saved_site
 from hpcrl.launch.stop_signals import HeldSignals
 from hpcrl.prompt_files.early_look import look_at
-from hpcrl.run.job_files import JobFile, write_job
+from hpcrl.run.job_files import SUBMITTING, JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
 from hpcrl.shipped_files import shipped
@@ -84,11 +85,9 @@ def submit_new(
     shown = preview(recipe, overrides, site)
     refuse_unfit(scheduler, shown.request, shown.site)
     refuse_absent_files(shown)
-    with HeldSignals() as signals:
-        submission = begin_submission(recipe, overrides, shown)
-        with removed_on_error(submission.job.root):
-            signals.check()
-            return submission, send(scheduler, submission, chain)
+    submission = begin_submission(recipe, overrides, shown)  # which may take a while: Ctrl-C ends it
+    with HeldSignals(), removed_on_error(submission.job.root):
+        return submission, send(scheduler, submission, chain)
 
 
 def begin_submission(
@@ -216,6 +215,8 @@ def submit_elsewhere(root: Path, record: JobFile) -> str:
 
 def _check_gone(root: Path, record: JobFile) -> None:
     """Raise UsageError if the run's job, or a later one of its chain, is still queued or running."""
+    if not record.job_id and time.time() - record.submitted < SUBMITTING:
+        raise UsageError(f"{root} is being submitted", f"if that was cut short, wait {SUBMITTING:.0f} s")
     keys = [
         JobKey(name, record.identity, record.submitted, history=False, array=record.array)
         for name in (record.job_id, *later_jobs(record))

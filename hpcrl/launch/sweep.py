@@ -23,6 +23,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.stage_flags import stage_flag
 from hpcrl.config.sweep import GridRun
 from hpcrl.errors import UsageError, parts_of, raise_together
+from hpcrl.launch.code.snapshot import function_paths
 from hpcrl.launch.job import directory_of, run_dir_of
 from hpcrl.launch.preflight import begins_with, writes_to
 from hpcrl.launch.scheduler import (
@@ -179,11 +180,14 @@ def submit_sweep(
             swept = [SweepRun(run.name, run.values) for run in runs]
             record = SweepFile(list(runs[0].values), swept, site.scheduler, submitted=time.time())
             write_sweep(root, record)
-            identity, begun = uuid.uuid4().hex, list[Submission]()
+            identity, begun, tried = uuid.uuid4().hex, list[Submission](), set[frozenset[str]]()
             for run, each in zip(shown.runs, runs, strict=True):
                 signals.check()
                 own = {**run.job.overrides, "run_dir": _literal(root / each.name)}
-                begun.append(begin_submission(recipe, own, run, "" if shown.separate else identity, again=bool(begun)))
+                functions = frozenset(path for options in run.stages for path in function_paths(options))
+                array = "" if shown.separate else identity
+                begun.append(begin_submission(recipe, own, run, array, again=functions in tried))
+                tried.add(functions)
             signals.check()
             sweep = Sweep(root, tuple(begun), shown.separate, at_once, identity)
             return sweep, _send(scheduler, sweep, record)

@@ -7,6 +7,7 @@ before each attempt, and a host that does not gets the small files by which role
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ class MpiHosts:
     remote: list[RemoteHost] = field(default_factory=list)
     part: HostPart | None = None
     requeue_words: Sequence[str] = ()
+    python: str = sys.executable
 
     @property
     def others(self) -> list[int]:

@@ -21,7 +21,7 @@ from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import WINDOW, evaluated, number, seconds_left, step_rows, step_time
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.run.engine_files import EngineView
-from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, WORKING, JobState
+from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, SUBMITTING, WORKING, JobState
 from hpcrl.run.peers import EnginePeer, StorePeer, TrainerPeer, peer_file
 from hpcrl.run.queued_job import QueuedJob
 from hpcrl.run.rundir import RunDir, listed
@@ -166,6 +166,8 @@ def _without_word(
         if queued.phase == "gone":
             return "lost", f"{title} knows no job {run.job.job_id} of this run"
         return "starting", ""
+    if title and run.job and not run.job.job_id and now - run.job.submitted < SUBMITTING:
+        return "pending", "it is being submitted"
     if title and run.job and not run.job.job_id:
         return "lost", f"its submission was cut short; hpcrl resume {run.root} submits it"
     if title:

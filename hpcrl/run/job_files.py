@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -62,9 +64,12 @@ class JobState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ends: float | None = None
 
 
+_WRITING = threading.RLock()  #: a process's writers of state.json, one after the other
+
+
 def write_state(root: Path, state: JobState) -> None:
     """Write it.  A full disk is told by those who need it: no error is raised."""
-    with contextlib.suppress(OSError, HpcrlError):
+    with _WRITING, contextlib.suppress(OSError, HpcrlError):
         write_atomic(root / STATE, msgspec.json.encode(state))
 
 
@@ -126,15 +131,43 @@ class JobStateFile:
             self.set("failed", message=str(error) or type(error).__name__)
 
 
+@contextlib.contextmanager
+def judging(root: Path) -> Iterator[None]:
+    """While it is found out whether a run that ended early is queued again: signs of life for those who look."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT):
+            with _WRITING:
+                if (state := _left_to_judge(root)) is not None:
+                    write_state(root, msgspec.structs.replace(state, time=time.time()))
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(BEAT)
+
+
 def settle(root: Path, error: BaseException) -> None:
-    """Have a state that was left to be judged say how the job ended, unless it says meanwhile that it is queued
-    again."""
-    with contextlib.suppress(OSError, Damaged):
-        state = read_json(root / STATE, JobState)
-        if state.phase in WORKING:
-            file = JobStateFile(root, judged=True)
+    """Have a state that this process has left to be judged say how the job ended, unless it says meanwhile that it is
+    queued again."""
+    with _WRITING:
+        if (state := _left_to_judge(root)) is not None:
+            file = JobStateFile(root)
             file.state = state
             file.last_word(error)
+
+
+def _left_to_judge(root: Path) -> JobState | None:
+    """The state if it is this process's own and says that the run is at work: another's says so of another start."""
+    with contextlib.suppress(OSError, Damaged):
+        state = read_json(root / STATE, JobState)
+        if state.phase in WORKING and (state.host, state.pid) == (socket.gethostname(), os.getpid()):
+            return state
+    return None
 
 
 # ---- job.json
@@ -142,6 +175,9 @@ def settle(root: Path, error: BaseException) -> None:
 JOB = "job.json"  #: its name in a run directory
 #: what starts a run without a queue before it: no scheduler has a job of it
 UNQUEUED = ("local", "mpirun")
+SUBMITTING = (
+    180.0  #: seconds in which a run that is being submitted gets its job's number, or the submission was cut short
+)
 
 
 class JobFile(msgspec.Struct, frozen=True):

@@ -119,6 +119,8 @@ class SrunHosts:
         self.groups = groups
         self.requeue_words = requeue_words
         self.count = sum(len(group.nodes) for group in groups)
+        # this process's interpreter is not in the site's container; task.sh goes by the same variable
+        self.python = os.environ.get("HPCRL_PYTHON") or sys.executable
         self.examined = False
         self.answers: Path | None = None  #: a directory that all hosts see, once there is one
 
@@ -181,9 +183,6 @@ class SrunHosts:
         return f"hpcrl resume {root}"
 
     def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
-        # this process's interpreter is not in the site's container; task.sh goes by the same variable
-        inside = os.environ.get("HPCRL_PYTHON") or sys.executable
-        command = [inside if word == sys.executable else word for word in command]
         return spawn([sys.executable, "-m", "hpcrl.run.process", *self.groups[0].step, "once", *command], log)
 
     def silent(self, seconds: float) -> list[str]:

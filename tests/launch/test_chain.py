@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +29,20 @@ from hpcrl.launch.restarts import (
 )
 from hpcrl.launch.scheduler import BatchScript
 from hpcrl.plan import Host, Location, Plan, make_plan
+from hpcrl.run import job_files
 from hpcrl.run.exit_status import hardware_words
-from hpcrl.run.job_files import CANCEL, JobFile, JobStateFile, read_job, replace_job
+from hpcrl.run.job_files import (
+    CANCEL,
+    STOP,
+    JobFile,
+    JobState,
+    JobStateFile,
+    judging,
+    read_job,
+    replace_job,
+    settle,
+    write_state,
+)
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import HOSTS, RunDir
 from hpcrl.run.summary import Summary, write_summary
@@ -310,6 +323,7 @@ def test_no_last_word_before_it_is_decided(
     class Asked(Allocation):
         def failed(self, hosts: Sequence[str], since: float, until: float) -> dict[str, str]:
             seen.append(json.loads((job.root / "state.json").read_text())["phase"])
+            assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "Slurm's warning comes now"
             return lost
 
         def preempted(self) -> bool:
@@ -338,3 +352,45 @@ def test_no_last_word_before_it_is_decided(
     assert set(seen) == {"saving"}
     state = json.loads((job.root / "state.json").read_text())
     assert state["phase"] == ends, state
+
+
+def test_signs_of_life_while_it_is_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler may take minutes to say who was lost."""
+    monkeypatch.setattr(job_files, "BEAT", 0.05)
+    with pytest.raises(PeerError), JobStateFile(tmp_path, judged=True):
+        raise PeerError("gone")
+    before = json.loads((tmp_path / "state.json").read_text())
+    with judging(tmp_path):
+        deadline = time.monotonic() + 20
+        while (now := json.loads((tmp_path / "state.json").read_text()))["time"] == before["time"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        JobStateFile(tmp_path).set("requeued")
+        time.sleep(0.2)
+    assert now == before | {"time": now["time"]}
+    assert json.loads((tmp_path / "state.json").read_text())["phase"] == "requeued", "its word stays"
+
+
+def test_the_state_of_another_launcher_stays(tmp_path: Path) -> None:
+    """A second start in a directory that is in use fails, and the first works on."""
+    state = JobState("running", time.time(), host="elsewhere", pid=os.getpid())
+    write_state(tmp_path, state)
+    settle(tmp_path, PeerError("in use"))
+    assert json.loads((tmp_path / "state.json").read_text())["phase"] == "running"
+
+
+def test_no_other_job_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even without the host that broke: the new job would not know of it."""
+    job = make(tmp_path / "run", chain=[], site={"scheduler": "slurm"})
+
+    def fails(*_: Any, **__: Any) -> int:
+        broken(job)
+        (job.root / STOP).touch()
+        raise PeerError("trainer-1: ended with exit code 1")
+
+    monkeypatch.setattr(batch_run, "run_job", fails)
+    monkeypatch.setattr(batch_run, "submit_elsewhere", lambda *_: pytest.fail("another start"))
+    monkeypatch.setenv("HPCRL_MAX_REQUEUES", "20")
+    with pytest.raises(PeerError):
+        batch_run.run_in_job(job, Allocation("11"))  # type: ignore[arg-type]
+    assert broken_hosts(job.root)

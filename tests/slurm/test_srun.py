@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hpcrl.config.recipe import Recipe
 from hpcrl.errors import PeerError
 from hpcrl.launch.attempt import _check
 from hpcrl.run.rundir import RunDir
@@ -87,9 +87,12 @@ def test_half_a_line_waits_for_the_rest(step: Step) -> None:
 
 
 def test_prepare_runs_the_nodes_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container it is not the one that the batch process runs with, and no other word of the command changes."""
+    """In a container it is not the one that the batch process runs with, wherever in a word it is named."""
     monkeypatch.setenv("HPCRL_PYTHON", "/opt/inside/python")
     hosts = SrunHosts([HetGroup(("node1",), 1, ("printf", "%s,"))])
-    process = hosts.prepare([sys.executable, "task.py", f"--note={sys.executable}"], tmp_path / "log")
+    recipe = Recipe("r", tmp_path / "r.toml", {}, (("bash", "-c", "{python} a && {python} b"),), ())
+    (command,) = recipe.prepare_commands(tmp_path, {}, hosts.python)
+    process = hosts.prepare(command, tmp_path / "log")
     assert process.wait(30) == 0
-    assert (tmp_path / "log").read_text() == f"once,/opt/inside/python,task.py,--note={sys.executable},"
+    said = "once,bash,-c,/opt/inside/python a && /opt/inside/python b,"
+    assert (tmp_path / "log").read_text() == said

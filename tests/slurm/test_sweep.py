@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpcrl.cli import main
@@ -21,7 +22,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.launch import sweep as launch_sweep
 from hpcrl.launch.job import reopen_job
 from hpcrl.launch.preflight import writes_to
-from hpcrl.run.job_files import read_job
+from hpcrl.run.job_files import read_job, replace_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.started_runs import read_recipe_file
 from hpcrl.run.sweep_file import SweepFile, SweepRun, read_sweep, write_sweep
@@ -266,6 +267,11 @@ def test_a_run_is_the_schedulers_before_it_is_sent(
     assert main(["submit", RECIPE, *words, "--run-dir", "s", *ALIKE]) == 2
     root = tmp_path / "left" / ("seed=1234" if words else "")
     assert (read_job(root).scheduler, read_job(root).job_id) == ("slurm", None)
+    assert main(["status", str(root)]) == 0
+    assert "it is being submitted" in capsys.readouterr().out
+    assert main(["resume", str(root)]) == 2
+    assert "is being submitted" in capsys.readouterr().err
+    replace_job(root, msgspec.structs.replace(read_job(root), submitted=time.time() - 1000))
     assert main(["status", str(root)]) == 0
     assert "lost" in (said := capsys.readouterr().out) and "cut short" in said
     slurm.command("sbatch", "Submitted batch job 78\n")

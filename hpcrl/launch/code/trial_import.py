@@ -19,6 +19,8 @@ from hpcrl.run.code_files import use_inherited_code
 from hpcrl.run.process import LATE, CommandResult, run_command
 
 SECONDS = 60.0  #: for all functions
+#: a trial on a login node takes no GPU, fetches nothing and reports to no service
+QUIET = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 FAILS = 3  #: exit status if one cannot be imported
 
 
@@ -38,19 +40,22 @@ def refuse_broken_copies(folder: Path, paths: Sequence[str], pythonpath: str | N
     copied = _tried(str(folder), paths, pythonpath)
     if copied.code == LATE:
         return f"importing them takes more than {SECONDS:.0f} s"
-    if copied.code and not _tried("", paths, pythonpath).code:
-        raise UsageError(
-            f"the copy of the custom functions cannot be imported, but the originals can: {copied.said}",
-            "--live-code imports them from where they are",
-        )
-    return ""
+    if not copied.code:
+        return ""
+    original = _tried("", paths, pythonpath)
+    if original.code:
+        return f"the originals cannot be imported here either: {original.said}"
+    raise UsageError(
+        f"the copy of the custom functions cannot be imported, but the originals can: {copied.said}",
+        "--live-code imports them from where they are",
+    )
 
 
 def _tried(folder: str, paths: Sequence[str], pythonpath: str | None) -> CommandResult:
     place = dict(os.environ) if pythonpath is None else {**os.environ, "PYTHONPATH": pythonpath}
     place.pop(SNAPSHOT, None)
     given = {SNAPSHOT: folder} if folder else {}
-    return run_command([sys.executable, "-m", __name__, *paths], SECONDS, env={**place, **given})
+    return run_command([sys.executable, "-m", __name__, *paths], SECONDS, env={**place, **QUIET, **given})
 
 
 def main(paths: Sequence[str]) -> int:
