@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from hpcrl.slurm.site import SlurmSite
 
 
+OVER = "already finished"  #: what scontrol says of a job that cannot be held since it has ended
+
+
 class Slurm:
     """A Slurm cluster, from a login node."""
 
@@ -41,9 +44,28 @@ class Slurm:
         return node_events.named(squeue.look(jobs))
 
     def cancel(self, job_id: str, waiting: bool = False) -> None:
-        answer = squeue.call(["scancel", *(["--state=PENDING"] if waiting else []), job_id])
+        if waiting and not self._held(job_id):
+            return
+        answer = squeue.call(["scancel", job_id])
         if answer.code:
             raise HpcrlError(f"scancel {job_id}: {answer.said}", "see squeue")
+
+    def _held(self, job_id: str) -> bool:
+        """Hold a job that waits, so that it cannot begin; false if it has begun or ended.
+
+        scancel --state=PENDING would do in one call, but takes all tasks of an array for one in Slurm 22.05; and
+        a job that runs is held without a word, for its next start.
+        """
+        answer = squeue.call(["scontrol", "hold", job_id])
+        if answer.code and OVER in answer.err.lower():
+            return False
+        if answer.code:
+            raise HpcrlError(f"scontrol hold {job_id}: {answer.said}", "see squeue")
+        found = squeue.call(["squeue", "--noheader", "--array", "--job", job_id, "--format=%T"])
+        if found.code == 0 and set(found.out.split()) == {"PENDING"}:
+            return True
+        squeue.call(["scontrol", "release", job_id])
+        return False
 
     # ---- before a job
 

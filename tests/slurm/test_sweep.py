@@ -401,28 +401,34 @@ def test_its_runs_are_runs(sweep: Path, slurm: FakeSlurm, capsys: pytest.Capture
     assert main(["resume", str(sweep / "lr=2")]) == 2
 
 
+def answers(slurm: FakeSlurm, sweep: Path, state: str, later: str) -> None:
+    """squeue gives a task's `state` alone where it is asked for it, and `later` once there is SWEEP/now."""
+    alone = f'case "$*" in *=%T) echo {state}; exit;; esac'
+    before = f"{alone}; [ ! -e {sweep}/now ] || {{ echo '{later.strip()}'; exit 0; }}"
+    slurm.command("squeue", (slurm.bin / "squeue.txt").read_text(), before=before)
+
+
 def test_stop_of_a_sweep(sweep: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    """What waits never starts; what is at work saves and ends."""
-    slurm.command("scancel", before=f"echo 77_2 CANCELLED > {sweep}/now")
-    before = (slurm.bin / "squeue.txt").read_text()
-    gone = row("77_2", "CANCELLED", raw="77", comment="hpcrl:arr")
-    slurm.command("squeue", before, before=f"[ ! -e {sweep}/now ] || {{ echo '{gone.strip()}'; exit 0; }}")
+    """What waits never starts: it is held before it is cancelled.  What is at work saves and ends."""
+    slurm.command("scontrol")
+    slurm.command("scancel", before=f"touch {sweep}/now")
+    answers(slurm, sweep, "PENDING", row("77_2", "CANCELLED", raw="77", comment="hpcrl:arr"))
     assert main(["stop", "SWEEP"]) == 0
-    assert slurm.calls("scancel") == ["--state=PENDING 77_2"]
+    assert (slurm.calls("scontrol"), slurm.calls("scancel")) == (["hold 77_2"], ["77_2"])
     assert [path.parent.name for path in sweep.glob("*/stop")] == ["lr=2"]
-    assert len(slurm.calls("squeue")) == 2, "one question for all, and whether it has begun meanwhile"
+    asked = [call for call in slurm.calls("squeue") if not call.endswith("=%T")]
+    assert len(asked) == 2, "one question for all, and whether it has begun meanwhile"
     assert json.loads((sweep / "lr=3" / "state.json").read_text())["phase"] == "cancelled"
 
 
 def test_stop_spares_what_begins_meanwhile(sweep: Path, slurm: FakeSlurm) -> None:
     """It is asked to save, and its launcher has the word on it."""
     state = make(sweep / "other", phase="starting", time=time.time()) / "state.json"
-    begun = row("77_2", raw="80", comment="hpcrl:arr", start=int(time.time()))
-    slurm.command("scancel", before=f"cp {state} {sweep}/lr=3/state.json; touch {sweep}/now")
-    before = (slurm.bin / "squeue.txt").read_text()
-    slurm.command("squeue", before, before=f"[ ! -e {sweep}/now ] || {{ echo '{begun.strip()}'; exit 0; }}")
+    slurm.command("scontrol", before=f"cp {state} {sweep}/lr=3/state.json; touch {sweep}/now")
+    slurm.command("scancel")
+    answers(slurm, sweep, "RUNNING", row("77_2", raw="80", comment="hpcrl:arr", start=int(time.time())))
     assert main(["stop", "SWEEP"]) == 0
-    assert slurm.calls("scancel") == ["--state=PENDING 77_2"]
+    assert slurm.calls("scontrol") == ["hold 77_2", "release 77_2"] and slurm.calls("scancel") == []
     assert sorted(path.parent.name for path in sweep.glob("*/stop")) == ["lr=2", "lr=3"]
     assert json.loads((sweep / "lr=3" / "state.json").read_text())["phase"] == "starting"
 
