@@ -198,7 +198,9 @@ def frames() -> Iterator[FrameType]:
 def _short(path: str) -> str:
     parts = Path(path).parts
     found = [i for i, part in enumerate(parts) if part in PACKAGES]
-    return "/".join(parts[found[-1] :]) if found and "tests" not in parts else path
+    # a checkout may be called hpcrl itself, and hold the environment of what is installed
+    ours = found and "tests" not in parts and "site-packages" not in parts[found[-1] :]
+    return "/".join(parts[found[-1] :]) if ours else path
 
 
 def _on(value: Any) -> bool:
