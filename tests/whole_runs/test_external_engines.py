@@ -44,7 +44,10 @@ def end(engine: subprocess.Popen[bytes]) -> None:
     there = psutil.Process(engine.pid).children(recursive=True)
     engine.send_signal(signal.SIGTERM)
     assert engine.wait(30) == 0
-    assert not [p for p in there if alive(p.pid)]
+    deadline = time.monotonic() + 10  # a child that was killed is there until the kernel is done with it
+    while left := [p for p in there if alive(p.pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def test_one_external_engine_two_runs(tmp_path: Path, task: Path) -> None:
@@ -72,8 +75,8 @@ def test_one_external_engine_two_runs(tmp_path: Path, task: Path) -> None:
         engine = serve(file, address, keys, log)  # it comes back with the weights that it began with
         there = run.steps()
         run.until(lambda: run.steps() >= there + 3, 240)
-        (view,) = read_views(root / "attempts/0").engines
-        assert (view.host, view.state, view.restarts) == (address, "serving", 1)
+        views = lambda: [(v.host, v.state, v.restarts) for v in read_views(root / "attempts/0").engines]  # noqa: E731
+        run.until(lambda: views() == [(address, "serving", 1)], 20)  # it is shown within a second or two
         os.kill(run.process.pid, signal.SIGTERM)
         status, out = run.end()
         assert status == 143, out + run.logs()
