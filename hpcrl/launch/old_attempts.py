@@ -14,16 +14,15 @@ left to the next start.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import threading
 from pathlib import Path
 
-from hpcrl.report.log_archive import pack_logs
+from hpcrl.report.log_archive import pack_logs, packed_into
 from hpcrl.report.timeline.spans import FOLDER, merged_of, old_of
 from hpcrl.run.rundir import RunDir, listed
-from hpcrl.untrusted_files import count_of, open_append, read_regular
+from hpcrl.untrusted_files import count_of, read_regular
 
 KEPT = 2  #: attempts that stay as they are, the one that begins among them
 HALF_PACKED = re.compile(r"\.attempt-\d+\.(tar\.gz|jsonl)\.\d+")  #: names of files that are not in their places yet
@@ -69,21 +68,11 @@ def merge_timelines(folder: Path) -> None:
     Raises:
         OSError: then the directory is still there; one that was merged before is removed.
     """
-    merged = merged_of(folder)
-    if not merged.exists():
-        beside = merged.with_name(f".{merged.name}.{os.getpid()}")
-        beside.unlink(missing_ok=True)
-        try:
-            with open_append(beside) as out:
-                for path in _in_order(folder):
-                    data = read_regular(path)
-                    out.write(data[: data.rfind(b"\n") + 1])  # without a line that a crash has torn
-                out.flush()
-                os.fsync(out.fileno())
-            beside.replace(merged)
-        finally:
-            beside.unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    with packed_into(merged_of(folder), folder) as out:
+        if out is not None:
+            for path in _in_order(folder):
+                data = read_regular(path)
+                out.write(data[: data.rfind(b"\n") + 1])  # without a line that a crash has torn
 
 
 def _in_order(folder: Path) -> list[Path]:

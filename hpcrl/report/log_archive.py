@@ -6,11 +6,14 @@ place; of an archive nothing is unpacked to disk, and no more is read than a run
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tarfile
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from hpcrl.report.file_tail import BLOCK, FARTHEST
 from hpcrl.untrusted_files import open_append, open_regular
@@ -30,18 +33,28 @@ def pack_logs(folder: Path) -> None:
     Raises:
         OSError: then the directory is still there; one that was packed before is removed.
     """
-    archive = archive_of(folder)
-    if not archive.exists():
-        beside = archive.with_name(f".{archive.name}.{os.getpid()}")
+    with packed_into(archive_of(folder), folder) as out:
+        if out is not None:
+            with tarfile.open(fileobj=out, mode="w:gz", compresslevel=FAST) as packed:
+                for name in sorted(os.listdir(folder)):
+                    packed.add(folder / name, f"{folder.name}/{name}")
+
+
+@contextlib.contextmanager
+def packed_into(place: Path, folder: Path) -> Iterator[IO[bytes] | None]:
+    """A file for all of a directory, which is removed once the file is whole, on disk and at `place`; None if it is
+    there already.  OSError: then the directory is still there."""
+    if place.exists():
+        yield None
+    else:
+        beside = place.with_name(f".{place.name}.{os.getpid()}")
         beside.unlink(missing_ok=True)
         try:
             with open_append(beside) as out:
-                with tarfile.open(fileobj=out, mode="w:gz", compresslevel=FAST) as packed:
-                    for name in sorted(os.listdir(folder)):
-                        packed.add(folder / name, f"{folder.name}/{name}")
+                yield out
                 out.flush()
                 os.fsync(out.fileno())
-            beside.replace(archive)
+            beside.replace(place)
         finally:
             beside.unlink(missing_ok=True)
     shutil.rmtree(folder)
