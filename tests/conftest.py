@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.batch import queue  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
+from tests.support.second_user import second_user  # noqa: F401
 
 # Processes that tests start find `tests` from any directory.  The environment lends them `hpcrl` alone, as it does to
 # users.

@@ -13,6 +13,7 @@ Whole runs
     ledger_account     from what a run wrote of its groups, what became of each
     small_recipes      the shipped recipes for GPUs with small models
     twins              tiny twins of the reference runs of slime's guides
+    second_user        an account from which tests attack what runs under the first
     faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards
 
 Models and data
