@@ -13,6 +13,7 @@ from pathlib import Path
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
+from hpcrl.plain_text import strip_control
 from hpcrl.slime.arguments import Translation, translate
 from hpcrl.slime.script import RunScript, run_script
 from hpcrl.slime.verbatim import broken_rules, name_of, recipe_text, split_arguments, split_program, summary
@@ -24,10 +25,10 @@ usage: hpcrl import SCRIPT.sh [NAME=VALUE ...] [--models-dir DIR] > RECIPE.toml
   NAME=VALUE         environment variables that the script reads, such as BASE_DIR=/scratch/me
   --models-dir DIR   slime's scripts/models, for a script that does not find it next to itself
 
-The script is sourced in a sandbox: no network, no file outside of a scratch directory is written, and what is not a
-text tool (ray, pkill, ssh, python ...) is noted down, not run. What it hands to train.py becomes the recipe; what
-became of each flag is at the recipe's end, and on standard error where it is not simply kept. Exit status 2: some
-cannot be honoured."""
+The script is sourced in a sandbox: of your files it sees its own directory and DIR, read-only; it has no network, no
+terminal and no other process; and what is not a text tool (ray, pkill, ssh, python ...) is noted down, not run. What it
+hands to train.py becomes the recipe; what became of each flag is at the recipe's end, and on standard error where it is
+not simply kept. Exit status 2: some cannot be honoured."""
 
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 
@@ -88,6 +89,6 @@ def _write(translation: Translation, name: str, about: str, notes: Sequence[str]
     """
     print(recipe_text(translation, name, about, notes), end="")
     for line in [*(line for line in summary(translation) if not line.startswith("refused")), *notes]:
-        print(f"hpcrl: note: {line}", file=sys.stderr)
+        print(f"hpcrl: note: {strip_control(line)}", file=sys.stderr)
     raise_together([*translation.wrong, *broken_rules(translation, {})])
     return 0

@@ -1,8 +1,11 @@
 """A whole run script of slime's or vime's, sourced where it can do no harm: what it hands to train.py, and what else it
 does.
 
-Invariant: of the script's commands only tools that read and write text run; all others are noted down, and the kernel
-keeps all of it from the network and from every file outside of a scratch directory (`sandbox.py`).
+Of the script's commands only tools that read and write text are meant to run; all others are noted down.  A script can
+get past that, with `awk 'BEGIN { system("...") }'` for one.
+
+Invariant: what a script does harms nothing, whatever of it runs: it is in hpcrl's sandbox (`hpcrl/sandbox/`), where it
+sees its own directory and model files, read-only, and a /tmp that ends with it.
 """
 
 from __future__ import annotations
@@ -12,8 +15,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
+import stat
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +26,8 @@ from typing import Any
 
 from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
-from hpcrl.slime.sandbox import LANDLOCK_WITH_NETWORK, UNCONFINED
+from hpcrl.sandbox.private_root import RESULTS, View, in_system
+from hpcrl.sandbox.run import Confined, Unconfined, run_confined
 from hpcrl.untrusted_files import read_given, read_regular
 
 HERE = Path(__file__).parent
@@ -42,7 +45,8 @@ MOST_CALL = 1 << 20
 MOST_SCRIPT = 1 << 20
 _TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
 _MISSING = re.compile(r"line \d+: (\w+): ")  #: what bash says of ${NAME:?...} where nothing sets NAME
-_UNENDED = -1  #: in place of an exit status
+#: where things are inside
+_TOOLS_INSIDE = "/hpcrl"
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _SET = re.compile(
     r"(?:^|[\s;&|(])(?:export\s+|local\s+|declare\s+(?:-\S+\s+)*|readonly\s+)?([A-Za-z_]\w*)(?:\+?=|\[\d*\]=)|\bfor\s+(\w+)\s+in\b|\b(?:read|printf\s+-v|mapfile|readarray)\s+(?:-\S+\s+)*(\w+)",
@@ -93,14 +97,12 @@ class RunScript:
         arguments: what it got.
         environment: what `ray job submit` would have set for it, and hpcrl does not.
         notes: what else the script did, and why that is needless.
-        confined: how the sandbox was made.
     """
 
     program: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     notes: tuple[str, ...]
-    confined: str
 
 
 def run_script(
@@ -113,17 +115,16 @@ def run_script(
         models: where model files are that it does not find.
 
     Raises:
-        UsageError: if it cannot be read, does not end, fails, or starts no training.
+        UsageError: if it cannot be read or confined, does not end, fails, or starts no training.
     """
     text = _read(path)
     with tempfile.TemporaryDirectory(prefix="hpcrl-import-") as folder:
         scratch = Path(folder)
-        said = _run(path.resolve(), scratch, variables, models, seconds)
+        said = _run(path, text, scratch, variables, models, seconds)
         calls = _calls(scratch / "calls")
-    confined, _, rest = said.stderr.partition("\n")
     training = [found for call in calls if (found := _training(call))]
     if not training:
-        raise _no_training(path, said.returncode, f"{said.stdout}\n{rest}", seconds)
+        raise _no_training(path, said, seconds)
     program, arguments, told = training[0]
     environment = told or {}
     notes = (
@@ -132,14 +133,14 @@ def run_script(
         else []
     )
     notes += [*_notes(calls, environment), *_unset(text, variables)]
-    if said.returncode == _UNENDED:
+    if said.late:
         notes.append(f"it had not ended after {seconds:g} s, but started the training before")
+    if said.limit:
+        notes.append(f"it was ended, as it {said.limit}, but started the training before")
     if len(training) > 1:
         notes.append(f"it starts training {len(training)} times: this is the first")
-    if confined == LANDLOCK_WITH_NETWORK:
-        notes.append("this machine lets users make no network namespace: the script could have reached the network")
     kept = {name: value for name, value in environment.items() if name not in _ENVIRONMENT}
-    return RunScript(program, tuple(arguments), kept, tuple(notes), confined)
+    return RunScript(program, tuple(arguments), kept, tuple(map(strip_control, notes)))
 
 
 def _read(path: Path) -> str:
@@ -161,53 +162,87 @@ def _read(path: Path) -> str:
 
 
 def _run(
-    script: Path, scratch: Path, variables: Mapping[str, str], models: Path | None, seconds: float
-) -> subprocess.CompletedProcess[str]:
-    bash = shutil.which("bash")
+    path: Path, text: str, scratch: Path, variables: Mapping[str, str], models: Path | None, seconds: float
+) -> Confined:
+    """Have bash source `text`, which stands at `path`; what it notes down is then in `scratch`/calls.
+
+    Raises:
+        UsageError: if there is no bash, or no way to confine it.
+    """
+    bash = _tool("bash")
     if bash is None:
-        raise UsageError("bash is not here", "hpcrl import runs the script's own shell")
-    for name in ("bin", "calls", "models", "home", "tmp"):
-        (scratch / name).mkdir()
-    for tool in TOOLS.split():
-        if found := shutil.which(tool):
-            (scratch / "bin" / tool).symlink_to(found)
-    for name in NOTED.split():
-        (scratch / "bin" / name).write_text(f'#!{bash}\nbuiltin source {HERE / "prelude.sh"}\nhpcrl_note {name} "$@"\n')
-        (scratch / "bin" / name).chmod(0o755)
-    for name, family in model_families().items():
-        (scratch / "models" / f"{name}.sh").write_text(
-            "MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n"
-        )
+        raise UsageError("bash is not here, or not in a system directory", "hpcrl import runs the script's own shell")
+    _equip(scratch, bash)
+    file = path.resolve()
+    script = str(file) if file.is_file() else f"{_TOOLS_INSIDE}/script.sh"
+    (scratch / "script.sh").write_text(text)
+    shown = [(_TOOLS_INSIDE, str(scratch / "tools")), (script, str(scratch / "script.sh"))]
+    shown += [(str(folder), str(folder)) for folder in _folders(file, models) if not in_system(str(folder))]
     environment = {
         "HOME": os.environ.get("HOME", "/"),
         "USER": os.environ.get("USER", ""),
         "LANG": "C.UTF-8",
         **variables,
-        "PATH": str(scratch / "bin"),
-        "TMPDIR": str(scratch / "tmp"),
-        "BASH_ENV": str(HERE / "prelude.sh"),
-        "HPCRL_CALLS": str(scratch / "calls"),
+        "PATH": f"{_TOOLS_INSIDE}/bin",
+        "TMPDIR": "/tmp",
+        "BASH_ENV": f"{_TOOLS_INSIDE}/prelude.sh",
+        "HPCRL_CALLS": RESULTS,
         "HPCRL_TOOLS": TOOLS,
         "HPCRL_NOTED": NOTED,
         "HPCRL_MODELS": str(models.resolve()) if models else "",
-        "HPCRL_OWN_MODELS": str(scratch / "models"),
+        "HPCRL_OWN_MODELS": f"{_TOOLS_INSIDE}/models",
     }
-    python = {name: os.environ[name] for name in ("PYTHONPATH", "VIRTUAL_ENV") if name in os.environ}
-    command = [sys.executable, "-P", "-m", "hpcrl.slime.sandbox", str(scratch), bash, str(script)]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:  # files, whose size the sandbox limits
-        where = {"cwd": script.parent, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
-        try:
-            code = subprocess.run(command, env=environment | python, timeout=seconds, check=False, **where).returncode
-        except subprocess.TimeoutExpired:
-            code = _UNENDED
-        texts = [(file.seek(0), file.read().decode(errors="replace"))[1] for file in (out, errors)]
-    said = subprocess.CompletedProcess(command, code, *texts)
-    if said.returncode == UNCONFINED:
+    view = View(tuple(dict(shown).items()), str(scratch / "calls"))
+    try:
+        return run_confined([bash, script], view, environment, seconds, os.path.dirname(script))
+    except Unconfined as error:
         raise UsageError(
-            f"{script} was not run: {(said.stderr.strip().splitlines() or ['no sandbox'])[-1]}",
+            f"{path} was not run: {error}",
             "run it elsewhere, or give its arguments yourself: hpcrl import -- ARGUMENTS",
-        )
-    return said
+        ) from error
+
+
+def _tool(name: str) -> str | None:
+    """The path of a program that every confined process sees."""
+    places = ("/usr/bin:/bin:/usr/local/bin", os.environ.get("PATH", ""))
+    found = (shutil.which(name, path=place) for place in places)
+    return next((path for path in found if path and in_system(path)), None)
+
+
+def _equip(scratch: Path, bash: str) -> None:
+    """Write what the script's bash works with: tools, those that note themselves down, names of models."""
+    tools = scratch / "tools"
+    for folder in (tools / "bin", tools / "models", scratch / "calls"):
+        folder.mkdir(parents=True)
+    for name in TOOLS.split():
+        if found := _tool(name):
+            (tools / "bin" / name).symlink_to(found)
+    for name in NOTED.split():
+        noted = f'#!{bash}\nbuiltin source {_TOOLS_INSIDE}/prelude.sh\nhpcrl_note {name} "$@"\n'
+        (tools / "bin" / name).write_text(noted)
+        (tools / "bin" / name).chmod(0o755)
+    for name, family in model_families().items():
+        arguments = "MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n"
+        (tools / "models" / f"{name}.sh").write_text(arguments)
+    (tools / "prelude.sh").write_text(read_given(HERE / "prelude.sh"))
+
+
+def _folders(script: Path, models: Path | None) -> Iterator[Path]:
+    """The directories that a script sees besides the system's: its own, and those of model arguments.
+
+    Its own is left out where it holds more than scripts: a home directory or what is above it, and where everybody may
+    write, such as /tmp.
+    """
+    home = Path(os.environ.get("HOME", "/")).resolve()
+    own = script.parent
+    if own.is_dir() and not home.is_relative_to(own) and not own.stat().st_mode & stat.S_IWOTH:
+        yield own
+    for parent in script.parents[:4]:  # a checkout of slime's
+        place = parent / "scripts" / "models"
+        if place.is_dir() and place.resolve() == place:
+            yield place
+    if models is not None and models.is_dir():
+        yield models.resolve()
 
 
 def _calls(folder: Path) -> list[list[str]]:
@@ -240,21 +275,20 @@ def _environment(words: Sequence[str]) -> dict[str, str] | None:
     return {}
 
 
-def _no_training(path: Path, code: int, said: str, seconds: float) -> UsageError:
-    """What to say of a script that has started no training.
-
-    Args:
-        said: its output, errors last.
-    """
-    last = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("+")][-1:]
-    if code == _UNENDED:
+def _no_training(path: Path, said: Confined, seconds: float) -> UsageError:
+    """What to say of a script that has started no training."""
+    lines = [line.strip() for line in f"{said.out}\n{said.err}".splitlines()]  # errors last
+    last = [strip_control(line)[:300] for line in lines if line and not line.startswith("+")][-1:]
+    if said.late:
         return UsageError(
             f"{path} had not ended after {seconds:g} s", "does it wait for something that only a cluster has?"
         )
-    ended = (
-        f"ended with status {code}: {strip_control(last[0])[:300]}" if code and last else f"ended with status {code}"
-    )
-    missing = _MISSING.search(said)
+    ended = f"ended with status {said.code}"
+    if said.limit:
+        ended = f"was ended, as it {said.limit}"
+    elif said.code and last:
+        ended = f"ended with status {said.code}: {last[0]}"
+    missing = _MISSING.search(f"{said.out}\n{said.err}")
     hint = f"write {missing[1]}=VALUE after the script" if missing else "is it a run script of slime's or vime's?"
     return UsageError(f"{path} starts neither train.py nor train_async.py; it {ended}", hint)
 

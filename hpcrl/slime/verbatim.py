@@ -19,6 +19,7 @@ from typing import Any
 from hpcrl.config.recipe import Recipe, Stage, resolve_stages
 from hpcrl.config.setting_names import gather, sections
 from hpcrl.errors import UsageError, parts_of, raise_together
+from hpcrl.plain_text import CONTROL, strip_control
 from hpcrl.slime.arguments import Translation, split_flags, translate
 
 PLACES = {"run": "{run}", "prepared": "{run}/prepared"}
@@ -74,7 +75,7 @@ def recipe_and_refusals(words: Sequence[str], overrides: Mapping[str, Any]) -> t
     wrong = [*translation.wrong, *broken_rules(translation, overrides)] if translation.wrong else []
     for line in summary(translation):
         if not line.startswith("refused"):
-            print(f"hpcrl: note: {line}", file=sys.stderr)
+            print(f"hpcrl: note: {strip_control(line)}", file=sys.stderr)
     name = str(overrides.get("name") or name_of(arguments))
     return recipe_from(translation, name, "The arguments after -- of the command line."), wrong
 
@@ -174,7 +175,7 @@ def _story(translation: Translation, notes: Sequence[str]) -> Iterator[str]:
 def _wrapped(text: str, lead: str = "# ") -> Iterator[str]:
     """A comment, broken between words."""
     line = lead.rstrip()
-    for word in " ".join(text.split()).split(" "):
+    for word in strip_control(" ".join(text.split())).split(" "):
         if len(line) + 1 + len(word) > WIDTH and line.strip() != lead.strip():
             yield line
             line = f"{lead.rstrip()}   "
@@ -193,5 +194,5 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return CONTROL.sub(lambda sign: f"\\u{ord(sign[0][0]):04x}", json.dumps(value, ensure_ascii=False))
     return json.dumps(value)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import re
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from hpcrl.cli import main
 from hpcrl.errors import UsageError
-from hpcrl.slime.sandbox import NAMESPACES, PROCESSES
+from hpcrl.plain_text import CONTROL
+from hpcrl.sandbox.main import PROCESSES
 from hpcrl.slime.script import RunScript, run_script
 
 GIVEN = ("--hf-checkpoint", "/m", "--num-rollout", "1")
@@ -81,6 +84,7 @@ def test_notes_may_be_forged_but_harm_nobody(tmp_path: Path) -> None:
             "mkdir $HPCRL_CALLS/0",
             "BASH_ENV= PATH= bash -c 'python3 train.py --again'",
             "ray $'\\e]0;title\\a' x",
+            "source $'/nowhere/\\e]0;title\\a.sh'",
             "builtin trap - DEBUG; unset -f hpcrl_note python3",
             f"python3 {TRAIN}",
         ]
@@ -94,9 +98,19 @@ def test_process_and_output_limits(tmp_path: Path) -> None:
     """Neither processes nor output are without limit."""
     began = time.monotonic()
     text = "for i in {1..400}; do tail -f /dev/null & done; wait; python3 train.py"
-    if read(tmp_path, f"python3 {TRAIN}").confined == NAMESPACES:
-        with pytest.raises(UsageError, match=f"more than {PROCESSES} processes|retry|fork"):
-            read(tmp_path, text)
+    with pytest.raises(UsageError, match=f"more than {PROCESSES} processes|retry|fork"):
+        read(tmp_path, text)
     with pytest.raises(UsageError, match="starts neither"):
         read(tmp_path, "cat /dev/zero; exit 1")
     assert time.monotonic() - began < 60
+
+
+def test_what_is_printed_holds_no_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in the recipe, which may go to a terminal, nor in what is said of flags; and the recipe can be read."""
+    bad = "$'\\e]0;t\\a\\u202e\\x7f\\n[x]\\n'"
+    file = tmp_path / "run-x.sh"
+    file.write_text(f"python3 {TRAIN} --save {bad} --bogus-{bad} {bad} --num-rollout {bad}\n")
+    assert main(["import", str(file)]) == 2
+    said = capsys.readouterr()
+    assert not CONTROL.search(said.out + said.err)
+    assert tomllib.loads(said.out)["save"] == "\x1b]0;t\a\u202e\x7f\n[x]\n"

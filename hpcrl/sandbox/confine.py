@@ -1,0 +1,68 @@
+"""`confine`: this process gives up what it has of the machine, but for a view of files.
+
+Invariant: all of it or nothing: where one part cannot be had, the process ends or the caller is told before anything
+that is not trusted runs.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hpcrl.sandbox import private_root, seccomp
+from hpcrl.sandbox.private_root import View
+from hpcrl.sandbox.system_calls import (
+    NEW_CGROUP,
+    NEW_IPC,
+    NEW_MOUNTS,
+    NEW_NETWORK,
+    NEW_USER,
+    NEW_UTS,
+    drop_capabilities,
+    unshare,
+    write_kernel,
+)
+
+OWN = NEW_MOUNTS | NEW_NETWORK | NEW_IPC | NEW_UTS | NEW_CGROUP
+
+
+def become_own_user(more: int) -> None:
+    """Enter a user namespace, and others with it; the process must have one thread.
+
+    Inside, the user keeps its number, and no other number exists.
+
+    Args:
+        more: the other namespaces, of `system_calls`.
+    """
+    uid = os.getuid()
+    gid = os.getgid()
+    unshare(NEW_USER | more)
+    write_kernel("/proc/self/setgroups", "deny")
+    write_kernel("/proc/self/uid_map", f"{uid} {uid} 1")
+    write_kernel("/proc/self/gid_map", f"{gid} {gid} 1")
+
+
+def confine(view: View, programs: bool = False) -> None:
+    """Confine this process, and all that it starts, for good.
+
+    What it has open it keeps: sockets and pipes to its parent, and files outside too.  It keeps its process
+    id, and can signal no process, not even itself.  To be called before the process has a second thread; memory and
+    time are the caller's to limit.
+
+    Args:
+        programs: it may start processes, which may outlive it.
+
+    Raises:
+        OSError: if the kernel does not let this user do so: the process is then half confined, and should end.
+    """
+    become_own_user(OWN)
+    private_root.enter(view, own_pids=False)
+    drop_capabilities()
+    seccomp.refuse_calls(own_pids=False, programs=programs)
+
+
+def confine_first_process(view: View) -> None:
+    """The same for the first process of a PID namespace, whose user namespace is its own already."""
+    unshare(OWN)
+    private_root.enter(view, own_pids=True)
+    drop_capabilities()
+    seccomp.refuse_calls(own_pids=True)

@@ -1,0 +1,183 @@
+"""The process that confines a command, watches it, and ends it: `python -m hpcrl.sandbox.main TASK REPORT`.
+
+TASK and REPORT are numbers of open files: the task as JSON (`run.py` writes it), and where its outcome is written.
+The command is the first process of a PID namespace: with it end all that it has started, and with this process it.
+
+Invariants: the command runs confined or not at all; it holds none of this process's files; it has ended when this
+process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import stat
+import sys
+import time
+from typing import Any
+
+from hpcrl.sandbox.confine import become_own_user, confine_first_process
+from hpcrl.sandbox.private_root import TMP, View, make_tmpfs
+from hpcrl.sandbox.system_calls import (
+    NEW_MOUNTS,
+    NEW_PIDS,
+    PARENT_DEATH_SIGNAL,
+    PRIVATE,
+    RECURSIVE,
+    mount,
+    prctl,
+    read_kernel,
+)
+from hpcrl.toolbox.deadline import Deadline
+
+PROCESSES = 128  #: that it may have at once
+MEMORY = 1536 << 20  #: bytes that they may have together
+START = 30.0  #: seconds that confining may take
+_POLL = 0.02  #: seconds between two looks
+_EACH = {  #: limits of each process
+    resource.RLIMIT_AS: 1 << 30,
+    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_CPU: 20,
+    resource.RLIMIT_FSIZE: 16 << 20,
+    resource.RLIMIT_MEMLOCK: 1 << 20,
+    resource.RLIMIT_NOFILE: 256,
+}
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def main(argv: list[str]) -> int:
+    """Run the task; what became of it is in the report, whatever this returns."""
+    task_file, report_file = int(argv[0]), int(argv[1])
+    for number in (task_file, report_file):
+        os.set_inheritable(number, False)
+    task = json.loads(os.pread(task_file, os.fstat(task_file).st_size, 0))
+    try:
+        report = _run(task)
+    except OSError as error:
+        report = {"unconfined": error.strerror or str(error)}
+    os.write(report_file, json.dumps(report).encode())
+    return 0
+
+
+def _run(task: dict[str, Any]) -> dict[str, Any]:
+    prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
+    view = View(tuple((inside, outside) for inside, outside in task["shown"]), task["results"])
+    others = _processes_of_user()
+    become_own_user(NEW_MOUNTS | NEW_PIDS)
+    mount(None, "/", None, RECURSIVE | PRIVATE)
+    kept = -1
+    if view.results:
+        kept = os.open(view.results, os.O_DIRECTORY | os.O_CLOEXEC)
+        make_tmpfs(view.results, TMP, "700")
+    said, telling = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _become(task, view, telling, PROCESSES + others)
+    os.close(telling)
+    wrong = _first_word(said)
+    if wrong:
+        os.waitpid(child, 0)
+        return {"unconfined": wrong}
+    report = _watch(child, Deadline(task["seconds"]))
+    if view.results:
+        _keep(view.results, kept)
+    return report
+
+
+def _become(task: dict[str, Any], view: View, telling: int, processes: int) -> None:
+    """Become the command, confined; what keeps this process from it goes through the pipe `telling`."""
+    try:
+        os.setsid()
+        prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
+        confine_first_process(view)
+        for what, most in (_EACH | {resource.RLIMIT_NPROC: processes}).items():
+            hard = resource.getrlimit(what)[1]
+            limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(what, (limit, limit))
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+            signal.signal(ignored, signal.SIG_DFL)
+        os.umask(0o077)
+        os.chdir(task["directory"])
+        os.execve(task["command"][0], task["command"], task["environment"])
+    except BaseException as error:  # noqa: BLE001  (nothing may get past this)
+        os.write(telling, (getattr(error, "strerror", None) or repr(error)).encode())
+    os._exit(1)
+
+
+def _first_word(said: int) -> str:
+    """Why the command did not begin; "" when it has: then its end of the pipe is closed."""
+    ready, _, _ = select.select([said], [], [], START)
+    if not ready:
+        return f"confining took more than {START:g} s"
+    return os.read(said, 4096).decode(errors="replace")
+
+
+def _watch(child: int, deadline: Deadline) -> dict[str, Any]:
+    """Wait for the first process of the namespace, and end all if they become too many, too large or too slow."""
+    ended = ""
+    while True:
+        pid, status = os.waitpid(child, 0 if ended else os.WNOHANG)
+        if pid:
+            return {"status": os.waitstatus_to_exitcode(status), "ended": ended}
+        processes, used = _usage(child)
+        if deadline.over:
+            ended = "time"
+        elif processes > PROCESSES:
+            ended = f"has more than {PROCESSES} processes"
+        elif used > MEMORY:
+            ended = f"takes more than {MEMORY >> 20} MiB"
+        if ended:
+            os.kill(child, signal.SIGKILL)
+        else:
+            time.sleep(_POLL)
+
+
+def _usage(child: int) -> tuple[int, int]:
+    """(processes, bytes of memory) of the PID namespace whose first process is `child`, by its own /proc."""
+    folder = f"/proc/{child}/root/proc"
+    pids: list[str] = []
+    with contextlib.suppress(OSError):  # it has just ended
+        pids = [name for name in os.listdir(folder) if name.isdigit()]
+    used = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            used += int(read_kernel(f"{folder}/{pid}/statm").split()[1]) * _PAGE
+    return len(pids), used
+
+
+def _processes_of_user() -> int:
+    """How many processes this user has: before Linux 5.14 the limit of a namespace counts them all."""
+    found = 0
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            found += name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid()
+    return found
+
+
+def _keep(folder: str, kept: int) -> None:
+    """Copy what was written to the results, TMP bytes of regular files, to the directory that they cover."""
+    left = TMP
+    for name in sorted(os.listdir(folder)):
+        with contextlib.suppress(OSError):
+            number = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if stat.S_ISREG(os.fstat(number).st_mode) and os.fstat(number).st_size <= left:
+                    data = os.pread(number, left, 0)
+                    left -= len(data)
+                    _write_copy(kept, name, data)
+            finally:
+                os.close(number)
+
+
+def _write_copy(folder: int, name: str, data: bytes) -> None:
+    number = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    with open(number, "wb") as file:
+        file.write(data)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""Commands that are confined: their limits, what comes back of them, and what is said where they cannot be."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.sandbox import private_root, seccomp
+from hpcrl.sandbox.main import MEMORY, PROCESSES
+from hpcrl.sandbox.private_root import TMP, View
+from hpcrl.sandbox.run import OUTPUT, Confined, Unconfined, run_confined
+
+pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+PYTHON = "/usr/bin/python3"
+
+
+def run(text: str, view: View | None = None, seconds: float = 60.0) -> Confined:
+    """What bash makes of a text, confined."""
+    words = ["/bin/bash", "-c", text]
+    return run_confined(words, view or View(), {"PATH": "/usr/bin:/bin"}, seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("f() { f | f & }; f; while :; do :; done", "processes"),
+        (f"for i in 1 2 3 4 5; do {PYTHON} -c \"x = b'x' * (800 << 20); input()\" < <(sleep 60) & done; wait", "MiB"),
+        ("for i in $(seq 300); do sleep 60 & done; wait", "processes"),
+    ],
+    ids=["fork bomb", "memory of several", "many processes"],
+)
+def test_limits_that_end_it(text: str, limit: str) -> None:
+    """All of it is ended, and nothing of it is left."""
+    before = len(os.listdir("/proc"))
+    done = run(text)
+    assert limit in done.limit or "fork" in done.err, done
+    assert str(PROCESSES) in done.limit or str(MEMORY >> 20) in done.limit or "fork" in done.err
+    assert len(os.listdir("/proc")) < before + PROCESSES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{PYTHON} -c \"x = b'x' * (2 << 30)\"",
+        f"{PYTHON} -c \"files = [open('/dev/null') for _ in range(300)]\"",
+        "head -c 20M /dev/zero > /tmp/large",
+        "for i in $(seq 70); do head -c 1M /dev/zero > /tmp/$i || exit 1; done",
+        "for i in $(seq 20000); do : > /tmp/$i || exit 1; done",
+        "head -c 1M /dev/zero > /results/../usr/x",
+    ],
+    ids=["memory of one", "open files", "a large file", "a full disk", "many files", "another disk"],
+)
+def test_limits_that_refuse(text: str) -> None:
+    assert run(text).code != 0
+
+
+def test_output_is_bounded() -> None:
+    done = run("cat /dev/zero")
+    assert len(done.out) <= OUTPUT and done.code
+
+
+def test_time_is_bounded() -> None:
+    """Also of what ignores signals and has left its session."""
+    began = time.monotonic()
+    done = run("trap '' TERM HUP INT; setsid sleep 500 & while :; do :; done", seconds=1.0)
+    assert done.late and time.monotonic() - began < 30
+
+
+def test_results_come_back(tmp_path: Path) -> None:
+    """Regular files alone: no link is followed, what waits is not waited for, and holes do not fill a disk."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    results = tmp_path / "results"
+    results.mkdir()
+    text = (
+        f"cd /results; echo one > one; ln -s {secret} two; mkfifo three; mkdir four; ln -s /etc/passwd five; "
+        "for i in $(seq 20); do truncate -s 15M six$i; done"
+    )
+    done = run(text, View((), str(results)))
+    assert done.code == 0, done
+    found = {path.name: path.stat().st_size for path in results.iterdir()}
+    assert found.pop("one") == 4 and all(name.startswith("six") for name in found)
+    assert sum(found.values()) <= TMP and not any(path.is_symlink() for path in results.iterdir())
+
+
+def test_what_is_shown_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "file").write_text("text")
+    view = View((("/given/here", str(tmp_path / "a b")), ("/given/alone", str(tmp_path / "a b" / "file"))))
+    done = run("cat /given/here/file /given/alone; ls /given; ls /home /run; touch /given/here/x", view)
+    assert done.out.split() == ["texttextalone", "here", "/home:", "/run:"] and "ead-only" in done.err
+
+
+def test_kernels_without_mount_setattr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 5.12 each mount is made read-only by itself, those below it too."""
+    file = tmp_path / "file"
+    file.write_text("text")
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import hpcrl.sandbox.system_calls as calls\ncalls._SYS_MOUNT_SETATTR = 9999\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{hook}:{os.environ.get('PYTHONPATH', '')}")
+    done = run(
+        "touch /usr/x; chmod 777 /given; cat /given; mount | grep -v '(ro' | cut -d' ' -f3",
+        View((("/given", str(file)),)),
+    )
+    assert done.out.startswith("text") and set(done.out[4:].split()) <= {"/tmp"}, done
+    assert done.err.count("ead-only") == 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("confine.unshare = refuse", "refused by the test"),
+        ("confine.drop_capabilities = refuse", "refused by the test"),
+        ("private_root.pivot_root = refuse", "refused by the test"),
+        ("seccomp.check = refuse", "refused by the test"),
+        ("seccomp.supported = lambda: False", "system calls of"),
+    ],
+)
+def test_nothing_runs_half_confined(broken: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where any part fails there is one error, and the command has not begun."""
+    results = tmp_path / "results"
+    results.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(
+        "from hpcrl.sandbox import confine, private_root, seccomp\n"
+        f"def refuse(*_):\n    raise OSError(1, 'refused by the test')\n{broken}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(Unconfined, match=f"cannot be confined here: .*{said}"):
+        run("echo > /results/began", View((), str(results)))
+    assert not list(results.iterdir())
+
+
+def test_system_directories() -> None:
+    assert private_root.in_system("/bin/sh") and not private_root.in_system("/tmp") and seccomp.supported()
