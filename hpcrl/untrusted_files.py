@@ -182,6 +182,14 @@ def _shared_group(number: int) -> str:
     return "" if alone else group.gr_name
 
 
+def user_name(uid: int) -> str:
+    """The name of a user, or the number."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
 def as_given(path: str | os.PathLike[str]) -> Path:
     """`path`, absolute and as the user says it, links on the way kept.
 

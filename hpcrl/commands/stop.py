@@ -1,7 +1,8 @@
 """`hpcrl stop` and `hpcrl cancel`: end a run in order, or at once; or all runs of a sweep.
 
 Invariants: a job or a process is touched only if it still is this run's: a scheduler's job by the identity that it
-carries, a process by the run directory's lock that it holds.  Of a sweep, what waits in the queue is taken out of it
+carries, in a directory of the caller's own, since everybody can read a job's number and identity and write them into
+another; a process by the run directory's lock that it holds.  Of a sweep, what waits in the queue is taken out of it
 before what is at work is ended, so that none of it starts meanwhile; a run that cannot be ended keeps no other from it.
 To stop never ends what has begun by the time that it is reached, and a launcher that lives has the last word on its
 run.
@@ -28,12 +29,12 @@ from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, WORKING, Status
 from hpcrl.report.status_text import shorten_path
-from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, JobState, write_state
-from hpcrl.run.queued_job import QueuedJob
+from hpcrl.run.job_files import CANCEL, CANCELLED, JOB, OVER, STOP, JobState, write_state
+from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.run.started_runs import is_run
 from hpcrl.run.sweep_file import read_sweep
 from hpcrl.toolbox.arguments import RUN, Parser
-from hpcrl.untrusted_files import touch
+from hpcrl.untrusted_files import touch, user_name
 
 BETWEEN = 0.5  #: seconds between two looks, and between the two SIGTERMs that a launcher takes for "now"
 LOOKS = 10  #: so often a queue is asked, BETWEEN seconds apart, if what was cancelled has left it
@@ -119,9 +120,29 @@ def _leave_queue(run: Run, jobs: Jobs) -> bool:
     job, word = run.job, jobs.word(run)
     if not job or not job.job_id or not word or word.phase != "pending":
         return False
-    for number in (*reversed(later_jobs(job)), job.job_id):
+    _refuse_of_another(run)
+    for number in (*_later_jobs(run), job.job_id):
         load_scheduler(job.scheduler).cancel(number, waiting=True)
     return True
+
+
+def _refuse_of_another(run: Run) -> None:
+    """Raise HpcrlError unless the run directory, and what it says of its job, are this user's own."""
+    for path in (run.root, run.root / JOB):
+        if (uid := os.lstat(path).st_uid) != os.geteuid():
+            raise HpcrlError(
+                f"{shorten_path(str(path))} belongs to user {user_name(uid)}, and may name any job as its own",
+                f"ask that user to cancel it, or cancel it by its number: {run.job.job_id if run.job else ''}",
+            )
+
+
+def _later_jobs(run: Run) -> list[str]:
+    """The later jobs of its chain that the scheduler knows as this run's, the last first."""
+    assert run.job is not None
+    numbers = later_jobs(run.job)
+    keys = [JobKey(name, run.identity, run.job.submitted, history=False, array=run.job.array) for name in numbers]
+    words = load_scheduler(run.job.scheduler).look(keys).jobs if keys else {}
+    return [key.job_id for key in reversed(keys) if (word := words.get(key)) and not word.over]
 
 
 def _stop_begun(run: Run, jobs: Jobs) -> int:
@@ -223,10 +244,11 @@ def _cancel_job(run: Run, jobs: Jobs | None = None) -> int:
     if word.over:
         what = f"job {job.job_id} in the queue is not of this run" if word.foreign else look_at_run(run, jobs).phase
         raise HpcrlError(f"{name}: nothing to cancel: {what}", "hpcrl status shows how it ended")
+    _refuse_of_another(run)
     with contextlib.suppress(OSError):  # a directory that cannot be written to does not keep the job from being ended
         touch(run.root / CANCEL)
     try:
-        for number in (*reversed(later_jobs(job)), job.job_id):  # or else the next of a chain would start
+        for number in (*_later_jobs(run), job.job_id):  # or else the next of a chain would start
             scheduler.cancel(number)
     except HpcrlError:
         (run.root / CANCEL).unlink(missing_ok=True)

@@ -53,6 +53,8 @@ def _read(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---- yaml file
 
+MOST_VALUES = 100_000  #: in one file
+
 
 def read_yaml(path: Path, flag: str) -> Any:
     """What it holds.
@@ -63,8 +65,30 @@ def read_yaml(path: Path, flag: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(read_given(path))
+        loader = yaml.SafeLoader(read_given(path))
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _values_in(node, {}) > MOST_VALUES:
+            raise UsageError(f"{flag} {path} has more than {MOST_VALUES} values", "aliases (*name) count each time")
+        return loader.construct_document(node)
+    except RecursionError:
+        raise UsageError(f"{flag} {path} is nested too deep, or in itself") from None
     except OSError as error:
         raise UsageError(f"cannot read {flag} {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {path} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _values_in(node: Any, seen: dict[int, int]) -> int:
+    """How many values a node of YAML stands for, with those of its aliases each time; RecursionError for one that holds
+    itself.
+
+    Args:
+        seen: the counts of nodes that were met before, by identity.
+    """
+    if id(node) not in seen:
+        parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        inner = parts if isinstance(node.value, list) else []
+        seen[id(node)] = 1 + sum(_values_in(part, seen) for part in inner)
+    return seen[id(node)]

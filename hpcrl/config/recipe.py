@@ -139,6 +139,8 @@ def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
+    except RecursionError:
+        raise UsageError(f"{file} is nested too deep to be a recipe") from None
     top = {key: value for key, value in document.items() if key not in _STRUCTURE}
     values = gather(top, file.name, _STRUCTURE)
     source = as_given(origin or file)

@@ -96,7 +96,7 @@ class Kind:
         if self.base == "float":
             return float(word)
         if self.base == "object":
-            return json.loads(word)
+            return read_json_word(word)
         if self.base == "bool":
             return {"true": True, "false": False}[word.lower()] if word.lower() in ("true", "false") else word
         return word
@@ -142,7 +142,7 @@ def _open(word: str) -> Any:
     """A word whose type is not declared: a number, true, false or JSON if it reads as one, else text."""
     if re.match(r'[-\d\[{"]|true$|false$', word):
         try:
-            return json.loads(word)
+            return read_json_word(word)
         except ValueError:
             pass
     return word
@@ -183,3 +183,11 @@ def kind_of(annotation: Any) -> Kind:
 def shown_value(value: Any) -> str:
     """A value as names and tables have it: text as it is, all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def read_json_word(word: str) -> Any:
+    """A word as JSON; ValueError if it is none, or is nested too deep."""
+    try:
+        return json.loads(word)
+    except RecursionError:
+        raise ValueError("nested too deep") from None

@@ -12,6 +12,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hpcrl.errors import UsageError
+
 #: a local file must look like a path to Pyxis, or it is taken for an image of a registry
 _PATH = re.compile(r"\.?/")
 #: Apptainer, and its elder name, whose command some sites have alone
@@ -93,19 +95,25 @@ class Container(BaseModel):
             mounts: mounted besides the site's.
             names: variables whose values of the host beat the image's (Pyxis; with Apptainer the site sets
                 APPTAINERENV_NAME).
+
+        Raises:
+            UsageError: for a path that no container can mount.
         """
+        if self.kind == "none":
+            return [], list(command)
         everything = [*dict.fromkeys((*self.mounts, *mounts))]
         for mount in everything:
-            check_mount(mount)
+            try:
+                check_mount(mount)
+            except ValueError as error:
+                raise UsageError(str(error), "choose another --run-dir, or another place for what it needs") from None
         if self.kind == "pyxis":
             return self._pyxis(everything, names), ["bash", "-c", 'exec "$@"', "bash", *command]
         if self.kind == "container-engine":
             return [f"--environment={self.image}", *self.args], ["bash", "-c", 'exec "$@"', "bash", *command]
         if self.kind in APPTAINER:
             return [], [*self._apptainer(everything), *command]
-        if self.kind == "shifter":
-            return [], [*self._shifter(everything), *command]
-        return [], list(command)
+        return [], [*self._shifter(everything), *command]
 
     def _pyxis(self, mounts: list[str], names: tuple[str, ...]) -> list[str]:
         # srun looks for the command on the host before the container is there: bash is on both sides

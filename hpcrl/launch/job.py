@@ -252,7 +252,7 @@ def run_dir_of(recipe: Recipe, overrides: dict[str, Any]) -> str:
 def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
     """Where a run of the recipe that begins now would be."""
     given = run_dir_of(recipe, overrides)
-    check_run_dir(given)
+    check_run_dir(given, recipe.name)
     return as_given(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime())))
 
 

@@ -270,6 +270,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read the site profile {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
+    except RecursionError:
+        raise UsageError(f"{file} is nested too deep to be a site profile") from None
 
 
 def _scheduler_first(overrides: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -314,7 +316,7 @@ def _settle(site: type[SiteProfile], key: str, path: list[str], value: Any) -> A
         return value
     try:
         return tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return value  # the check of the whole names what is wrong with it
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import hostlist
 
 from hpcrl.errors import UsageError
+from hpcrl.plain_text import strip_control
 from hpcrl.plan import Host
 from hpcrl.shipped_files import copy_hint
 from hpcrl.untrusted_files import read_given
@@ -32,6 +33,7 @@ from hpcrl.untrusted_files import read_given
 MAX_HOSTS, MAX_SLOTS = 65536, 4096
 BLANKS = " \t"
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
+_SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,30}")  #: an interface, as in fe80::1%eth0
 _TOKEN = re.compile(r"\s*([A-Za-z_-]+)\s*=\s*([^\s=#]*)")
 _SLOTS = {"slots", "cpu", "cpus", "count"}
 _MAXIMUM = {"max_slots", "max-slots", "slots_max", "slots-max", "cpu_max", "count_max"}
@@ -44,7 +46,7 @@ class HostfileError(UsageError):
     def __init__(self, origin: str, line: int, column: int, what: str, hint: str = "") -> None:
         self.line = line
         self.column = column
-        super().__init__(f"{origin}:{line}:{column}: {what}", hint)
+        super().__init__(f"{origin}:{line}:{column}: {strip_control(what)}", strip_control(hint))
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def _hosts_of(line: _Line, column: int, word: str) -> list[tuple[str, int | None
 
 def _part(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
     """The same of one part of a list that commas separate."""
-    bracketed = re.match(r"\[([0-9A-Fa-f:.]+)\](?=:|\Z)", word)
+    bracketed = re.match(r"\[([0-9A-Fa-f:.]+(?:%[^\]]*)?)\](?=:|\Z)", word)
     if bracketed and _address(bracketed[1]) == 6:
         names, name = [bracketed[1]], bracketed[0]
         colon = word[len(name) : len(name) + 1]
@@ -181,7 +183,10 @@ def _part(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
 
 
 def _address(word: str) -> int | None:
-    """4 or 6 if the word is an IP address of that version."""
+    """4 or 6 if the word is an IP address of that version; Python takes any text for the scope of one."""
+    _, scoped, scope = word.partition("%")
+    if scoped and not _SCOPE.fullmatch(scope):
+        return None
     try:
         return ipaddress.ip_address(word).version
     except ValueError:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -180,8 +181,12 @@ SUBMITTING = (
 )
 
 
+#: what a scheduler, its numbers and identities look like; none can be taken for an option of a command
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+@\[\]-]{0,99}").fullmatch
+
+
 class JobFile(msgspec.Struct, frozen=True):
-    """What it holds.
+    """What it holds.  Another user may have written it: numbers become words of the scheduler's commands.
 
     Attributes:
         scheduler: "local" where none has the run.
@@ -206,6 +211,14 @@ class JobFile(msgspec.Struct, frozen=True):
     site: dict[str, Any] | None = None
     chain: list[str] = []
     array: str = ""
+
+    def __post_init__(self) -> None:
+        """ValueError for what no scheduler has given."""
+        for name in ("scheduler", "job_id", "identity", "array"):
+            if (text := getattr(self, name)) and not _PLAIN(text):
+                raise ValueError(f"{name} is {text[:40]!r}, which is no such")
+        if wrong := [text for text in self.chain if not _PLAIN(text)]:
+            raise ValueError(f"chain holds {wrong[0][:40]!r}, which is no job's number")
 
     @property
     def queued(self) -> bool:

@@ -44,6 +44,8 @@ class Slurm:
         return node_events.named(squeue.look(jobs))
 
     def cancel(self, job_id: str, waiting: bool = False) -> None:
+        if not squeue.is_number(job_id):
+            raise HpcrlError(f"{job_id} is no number of a Slurm job", "see squeue --me")
         if waiting and not self._held(job_id):
             return
         answer = squeue.call(["scancel", job_id])

@@ -154,9 +154,14 @@ def look(jobs: Sequence[JobKey]) -> QueueAnswer:
     return QueueAnswer({job: word(job, found.get(job.job_id, [])) for job in jobs})
 
 
+def is_number(job_id: str) -> bool:
+    """Whether this is what Slurm calls a job, or a task of an array; nothing else becomes a word of its commands."""
+    return job_id.isascii() and _ASKED.fullmatch(job_id) is not None
+
+
 def ask(ids: Sequence[str]) -> QueueRows:
     """The jobs of `ids` that are in Slurm's memory, with one squeue."""
-    ids = [i for i in ids if _ASKED.match(i)]
+    ids = [i for i in ids if is_number(i)]
     if not ids or not there():
         return QueueRows()
     words = ["squeue", "--noheader", "--array", "--states=all"]  # --array: tasks that wait are one row otherwise
@@ -170,6 +175,7 @@ def ask(ids: Sequence[str]) -> QueueRows:
 
 def remembered(ids: Sequence[str]) -> dict[str, list[JobRow]]:
     """What accounting remembers of `ids`; nothing where there is none."""
+    ids = [i for i in ids if is_number(i)]
     if not ids or shutil.which("sacct") is None:
         return {}
     asked = ",".join(dict.fromkeys(job.partition("_")[0] for job in ids))  # by a task's number it knows it alone

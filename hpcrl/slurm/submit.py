@@ -37,6 +37,7 @@ from hpcrl.launch.scheduler import (
 from hpcrl.launch.site import load_site
 from hpcrl.launch.submission import submit_new
 from hpcrl.launch.sweep import array_script
+from hpcrl.plain_text import CONTROL, strip_control
 from hpcrl.run.process import run_command
 from hpcrl.run.rundir import write_atomic
 from hpcrl.shipped_files import shipped
@@ -61,11 +62,12 @@ def render(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> 
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters["q"] = lambda value: shlex.quote(str(value))
+    environment.filters["q"] = _one_word
+    environment.filters["expanded"] = _expanded
     template = environment.from_string(read_given(shipped("sbatch/job.sbatch.j2")))
     names = {
         "title": _one_line(script.title),
-        "summary": script.summary,
+        "summary": strip_control(script.summary, lines=True),
         "components": [_component(script, request, site, index) for index in range(len(request.components))],
         "setup": site.setup,
         "modules": site.modules,
@@ -82,7 +84,24 @@ def render(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> 
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return strip_control(" ".join(text.split()))
+
+
+def _one_word(value: Any) -> str:
+    """A value as one word of a shell's line."""
+    return shlex.quote(_printable(str(value)))
+
+
+def _expanded(value: str) -> str:
+    """A value as one word of a shell's line, in which $NAME and ${NAME} are expanded and nothing else."""
+    return '"' + re.sub(r'["`\\]|\$(?![A-Za-z_]|\{[A-Za-z_]\w*\})', r"\\\g<0>", _printable(value)) + '"'
+
+
+def _printable(text: str) -> str:
+    """`text`; UsageError if it holds what would end a line of the script, or be obeyed by a terminal that shows it."""
+    if CONTROL.search(text) or "\n" in text:
+        raise UsageError(f"{text!r} holds a control character, and would be part of a batch script", "leave it out")
+    return text
 
 
 def _component(script: BatchScript, request: AllocationRequest, site: SlurmSite, index: int) -> dict[str, Any]:
@@ -144,7 +163,7 @@ def _options(component: Component, site: SlurmSite) -> Iterator[str]:
 def _directive(option: str) -> str:
     """An option as sbatch reads it from a comment: its words are split as a shell would, without expansion."""
     name, equals, value = option.partition("=")
-    return f"{name}{equals}{shlex.quote(value)}" if equals else name
+    return f"{name}{equals}{_one_word(value)}" if equals else name
 
 
 def step(component: Component, group: int | None, site: SlurmSite, script: BatchScript) -> list[str]:
@@ -282,7 +301,8 @@ def script_by_hand(submission: Submission, words: Sequence[str]) -> str:
 
 def _quoted(text: str) -> str:
     """A text as one word for a shell, with the job's number in place of JOB_ID."""
-    return '"' + re.sub(r'(["$`\\])', r"\\\1", text).replace(JOB_ID, "$SLURM_JOB_ID") + '"'
+    parts = [re.sub(r'(["$`\\])', r"\\\1", _printable(part)) for part in text.split(JOB_ID)]
+    return '"' + "$SLURM_JOB_ID".join(parts) + '"'
 
 
 # ---- submission

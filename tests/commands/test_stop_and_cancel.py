@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.commands.find_run import owner
-from tests.support.rundirs import HERE, begin, make, put
+from tests.support.rundirs import HERE, FakeSlurm, begin, make, put, row
 
 #: holds a run's lock as a launcher does; the first SIGTERM asks it to stop, the second ends it
 LAUNCHER = """
@@ -139,3 +139,75 @@ def test_cancel_of_a_run_on_another_host_names_it(run: Path, capsys: pytest.Capt
     assert main(["cancel", "a"]) == 1
     err = capsys.readouterr().err
     assert "runs/a runs on faraway" in err and f"{HERE}; cancel it on faraway" in err
+
+
+# ---- a directory that another user has made
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Commands of Slurm's that know jobs 7 and 8, of a run whose identity everybody can read."""
+    slurm = FakeSlurm(tmp_path / "bin")
+    rows = [row("7", comment="hpcrl:id-a"), row("8", "PENDING", comment="hpcrl:id-a"), row("9", comment="hpcrl:other")]
+    slurm.command("squeue", "".join(rows))
+    slurm.command("scancel")
+    slurm.command("scontrol")
+    monkeypatch.setenv("PATH", f"{slurm.bin}:{os.environ['PATH']}")
+    return slurm
+
+
+def job(run: Path, **fields: object) -> None:
+    known = {"scheduler": "slurm", "job_id": "7", "submitted": time.time(), "identity": "id-a"}
+    put(run / "job.json", known | fields)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"job_id": "--user=vic"},
+        {"job_id": "7 --user=vic"},
+        {"job_id": "7\n8"},
+        {"job_id": "-1"},
+        {"chain": ["7", "--user=vic"]},
+        {"chain": ["7", ""]},
+        {"chain": ["7", "8,9"]},
+        {"job_id": "7x"},
+        {"job_id": "all"},
+        {"scheduler": "../slurm"},
+        {"identity": "id-a\x1b[2J"},
+        {"array": "--x"},
+    ],
+)
+def test_forged_numbers_reach_no_command(
+    run: Path, queue: FakeSlurm, capsys: pytest.CaptureFixture[str], forged: dict[str, object]
+) -> None:
+    """Neither cancel nor status hands a text of job.json to a command unless it is a number."""
+    job(run, **forged)
+    assert main(["cancel", str(run)])
+    main(["status", str(run)])
+    said = capsys.readouterr()
+    assert not queue.calls("scancel") and "\x1b" not in said.err + said.out
+    assert "Traceback" not in said.err
+    for call in queue.calls("squeue"):
+        assert "vic" not in call and "7x" not in call
+
+
+def test_jobs_of_another_run_are_left_alone(run: Path, queue: FakeSlurm) -> None:
+    """A chain may name any number: only those that carry this run's identity are cancelled."""
+    job(run, chain=["7", "8", "9", "10"])
+    assert main(["cancel", str(run)]) == 0
+    assert queue.calls("scancel") == ["8", "7"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
+@pytest.mark.parametrize("whose", ["", "job.json"])
+def test_a_directory_of_another_user_names_no_job(
+    run: Path, queue: FakeSlurm, capsys: pytest.CaptureFixture[str], whose: str
+) -> None:
+    """Number and identity of one's own job are in everybody's squeue."""
+    job(run)
+    os.chown(run / whose, 12345, 12345)
+    assert main(["cancel", str(run)]) == 1
+    said = capsys.readouterr().err
+    assert not queue.calls("scancel") and "belongs to user 12345" in said
+    assert not (run / "cancel").exists()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.config.custom_settings import read_yaml
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
@@ -56,3 +57,27 @@ def test_what_they_cannot_be(tmp_path: Path) -> None:
         resolved(tmp_path, custom={"lr": 1})
     with pytest.raises(UsageError, match="--custom.*function that could read"):
         resolved(tmp_path, custom={"turns": 1}, custom_rm_path=None, rm_type="math")
+
+
+BOMB = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
+    f"{after}: &{after} [{', '.join(9 * [f'*{before}'])}]\n"
+    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{after}: &{after} {{<<: [{', '.join(9 * [f'*{before}'])}]}}\n"
+    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, MERGES, "a: &a [*a]", f"a: {'[' * 9000}{']' * 9000}", "a: " + "{b: " * 9000])
+@pytest.mark.parametrize("flag", ["--custom-config-path", "--eval-config"])
+def test_bombs_and_deep_files(text: str, flag: str, tmp_path: Path) -> None:
+    """One error that names the file, before the file has become large in memory."""
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(UsageError, match=f"{flag} .*own.yaml"):
+        read_yaml(tmp_path / "own.yaml", flag)
+
+
+def test_aliases_may_be_used(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}\n")
+    assert read_yaml(tmp_path / "own.yaml", "--x") == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
+
+
+REPO = Path(__file__).parents[2]
 
 
 def test_every_recipe_can_run_and_is_named() -> None:
@@ -34,3 +40,28 @@ def test_dapo_is_all_of_it() -> None:
     assert options.dynamic_sampling_filter_path == "check_reward_nonzero_std" and options.leaves_groups_over
     assert options.eps_clip_high > options.eps_clip and options.calculate_per_token_loss and options.overlong_buffer_len
     assert options.partial_rollout and options.staleness_bound == options.max_staleness
+
+
+@pytest.mark.parametrize("kind", ["recipe", "site", "flag"])
+def test_deep_values_are_one_error(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep = "[" * 9000 + "]" * 9000
+    file = tmp_path / "deep.toml"
+    file.write_text(f"extra = {deep}\n")
+    words = {
+        "recipe": [str(file)],
+        "site": [str(REPO / "examples/quickstart.toml"), "--site", str(file)],
+        "flag": [str(REPO / "examples/quickstart.toml"), "--set", f"trainer.extra={deep}"],
+    }
+    assert (
+        main(["plan" if kind == "recipe" else "submit", *words[kind], *(["--dry-run"] if kind != "recipe" else [])])
+        == 2
+    )
+    said = capsys.readouterr().err
+    assert said.count("hpcrl: error") == 1 and "Traceback" not in said and len(said.splitlines()) < 5
+
+
+@pytest.mark.parametrize("name", ["x\ny", "x\x1b[0m", "x\0y", "x\u202ey"])
+def test_names_that_no_path_should_have(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--name", "--run-dir"):
+        assert main(["submit", str(REPO / "examples/quickstart.toml"), f"{flag}={name}", "--dry-run"]) == 2
+        assert flag in capsys.readouterr().err

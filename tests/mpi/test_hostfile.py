@@ -17,6 +17,7 @@ from hpcrl.mpi.hostfile import (
     read_hostfile,
     write_hostfile,
 )
+from hpcrl.plain_text import CONTROL
 from hpcrl.plan import Host
 
 
@@ -205,3 +206,43 @@ def test_damaged_lists_of_other_schedulers_are_named() -> None:
         job_hostfile("lsf", {"LSB_MCPU_HOSTS": "n1 2 n2"})
     with pytest.raises(UsageError, match="cannot be read"):
         job_hostfile("pbs", {"PBS_NODEFILE": "/nowhere"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fe80::1%\x1b[31m",
+        "[::1%;id]:8",
+        "[::1%$(id)]",
+        "fe80::1%`id`",
+        "fe80::1%-oProxyCommand=id",
+        "[fe80::1%a b]:8",
+        "fe80::1%",
+        "fe80::1%a%b",
+        "-oProxyCommand=id",
+        "node1;id",
+        "$(id)",
+        "`id` slots=8",
+        "node1\x00",
+        "node1\x1b[2J slots=8",
+        "node[1-2;id]",
+        "node[$(id)]",
+        "'node1'",
+        "node1 slots=8;id",
+        "node1 slots=$(id)",
+        "node1\u2028node2",
+        "-v slots=2",
+        "node1:8,-oX=y:8",
+    ],
+)
+def test_hostile_lines_are_refused(line: str) -> None:
+    """What is a host becomes a word of ssh, mpirun and scripts; the error shows no escape."""
+    with pytest.raises(HostfileError) as caught:
+        parse_hostfile(f"node0 slots=8\n{line}\n")
+    assert caught.value.line == 2 and not CONTROL.search(str(caught.value))
+
+
+def test_interfaces_of_addresses() -> None:
+    for line in ("fe80::1%eth0 slots=8", "[fe80::1%eth0]:8", "[fe80::1%ib0.8001]:8"):
+        (host,) = parse_hostfile(line).hosts
+        assert host.name.startswith("fe80::1%") and host.slots == 8

@@ -14,6 +14,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import find_algorithm_file
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import UsageError
+from hpcrl.plain_text import CONTROL
 
 
 def check_needed(o: Options) -> None:
@@ -40,8 +41,12 @@ def check_saving(o: Options) -> None:
         )
 
 
-def check_run_dir(template: str) -> None:
-    """Raise UsageError unless `template` has no other placeholders than {name} and {time}."""
+def check_run_dir(template: str, name: str = "") -> None:
+    """Raise UsageError unless `template` has no other placeholders than {name} and {time}, and the path can be written
+    into scripts and onto terminals."""
+    for flag, text in (("--run-dir", template), ("--name", name)):
+        if CONTROL.search(text) or not text.isprintable():
+            raise UsageError(f"{flag} {text!r} holds a control character", "write it on one line of plain text")
     try:
         template.format(name="", time="")
     except (LookupError, ValueError):
