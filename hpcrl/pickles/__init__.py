@@ -1,3 +1,5 @@
-"""Pickles that torch and Megatron exchange: `reader.py` (start here) reads them as plain values, `writer.py` writes
-what ranks send; it opens with the list of what a pickle may hold.
+"""Python objects of other processes and of checkpoints, read as plain values.
+
+`records.py` (start here) is the list of the classes that they may hold, `messages.py` what ranks send one another,
+`reader.py` the reader of a checkpoint's `.metadata`, and `torch_patches.py` has torch use both.
 """

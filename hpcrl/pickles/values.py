@@ -1,9 +1,9 @@
-"""How values are made that a pickle builds from others (tensors, sizes, errors), and the error that refuses one.
+"""How values are made that a message or a pickle builds from others (tensors, sizes, errors), and the error that
+refuses one.
 
 Invariants: each function checks the types of all that it is given before it makes anything, and calls nothing of what
-it is given; Refused is for what may well be whole but is not on the list, while a damaged pickle raises UnpicklingError
-or what Python does.  `writer.py` writes names of these functions; any other message's parts make them raise
-UnpicklingError.
+it is given; Refused is for what may well be whole but is not on the list, while what is damaged raises UnpicklingError
+or what Python does.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hpcrl.errors import HpcrlError
 
 
 class Refused(HpcrlError, pickle.UnpicklingError):
-    """A pickle names, or asks for, something that is not on the list."""
+    """A message or pickle names, or asks for, something that is not on the list."""
 
 
 def refused(what: str) -> Refused:
-    """`what` (a name, mostly) is not on the list of `reader.py`."""
+    """`what` (a name, mostly) is not on the list of `records.py`."""
     return Refused(
         f"a message of another rank, or a checkpoint's .metadata, holds {what}, which is not on hpcrl's list of "
         "plain values (not damage)",

@@ -2,213 +2,36 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import enum
 import io
 import os
 import pickle
 import subprocess
 import sys
-import traceback
 from argparse import Namespace
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
 from hpcrl.errors import DataError
 from hpcrl.model_files.torch_dist import TorchDist
-from hpcrl.pickles import reader
+from hpcrl.pickles import reader, records
 from hpcrl.pickles.reader import PlainUnpickler, read_plain
 from hpcrl.pickles.values import Refused
-from hpcrl.pickles.writer import PlainPickler, refuse_foreign_pickles
-
-
-class Calls:
-    """Pickled, a call of `what` with these arguments, and what it gives is handed `state` and `items`, if any."""
-
-    def __init__(self, what: Callable[..., Any], *args: Any, state: Any = None, items: Any = None) -> None:
-        self.call = (what, args, state, items)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.call
-
-
-@dataclass
-class Acts:
-    """As torch and its neighbours have them: a record that does something when it is made."""
-
-    path: str
-
-    def __post_init__(self) -> None:
-        os.mkdir(self.path)
-
-
-class ActingError(Exception):
-    """Likewise an error."""
-
-    def __init__(self, path: str) -> None:
-        os.mkdir(path)
-
-
-class Keyed(type):
-    """As networkx has it: what runs the names of the arguments that it is called with."""
-
-    def __call__(cls, path: str) -> None:
-        exec(f"__import__('os').mkdir({path!r})")
-
-
-class Config(metaclass=Keyed):
-    """Likewise."""
+from tests.pickles import examples
+from tests.pickles.examples import as_python_3_11_2, attacks, in_metadata
 
 
 def by_name(module: str, name: str, argument: str) -> bytes:
     """The pickle of a call of `module`.`name`, dots and all, with one text."""
     text = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
     return b"\x80\x04" + text + b"\x93X" + len(argument).to_bytes(4, "little") + argument.encode() + b"\x85R."
-
-
-def attacks(made: Path) -> dict[str, Any]:
-    """Each makes a directory when it is unpickled freely, or is a step on the way of one that does."""
-    inner = io.BytesIO()
-    torch.save(Calls(os.mkdir, str(made)), inner)
-    dtype = Calls(np.dtype, "O", state=(3, "|", None, None, None, 8, 1, 0))
-    return {
-        "mkdir": Calls(os.mkdir, str(made)),
-        "deep": {"plan": [(1, OrderedDict(a=Calls(os.mkdir, str(made))))]},
-        "eval": Calls(builtins.eval, f"__import__('os').mkdir({str(made)!r})"),
-        "exec": Calls(builtins.exec, f"open({str(made)!r}, 'w')"),
-        "torch": Calls(torch.storage._load_from_bytes, inner.getvalue()),
-        "torch.load": Calls(torch.load, io.BytesIO(inner.getvalue()), None, None),
-        "hub": Calls(torch.hub.load, "x", "y"),
-        "dataclass": Calls(Acts, str(made)),
-        "error": Calls(ActingError, str(made)),
-        "numpy dtype": dtype,
-        "numpy scalar": Calls(np._core.multiarray.scalar, dtype, b"A" * 8),
-        "numpy array": np.array([1, "x"], dtype=object),
-        "factory": defaultdict(OrderedDict),
-        "attribute": SimpleNamespace(check=OrderedDict),
-        "getattr": Calls(getattr, WriteItemType, "mro"),
-        "getattr, dotted": Calls(getattr, WriteItemType, "__class__.mro"),
-        "getattr of os": Calls(getattr, OrderedDict, "fromkeys"),
-        "new enumeration": Calls(WriteItemType, "Other", ["a"]),
-        "state of a member": Calls(WriteItemType, 1, state={"_value_": 9}),
-        "slots of a member": Calls(WriteItemType, 1, state=(None, {"_name_": "x"})),
-        "state of a path": Calls(PurePosixPath, "a", state=(None, {"_str": "b"})),
-        "record by call": Calls(Namespace),
-        "file read by a stack": traceback.StackSummary.from_list([("/etc/hostname", 1, "f", None)])[0],
-        "layout": Calls(torch.serialization._get_layout, "torch.nn"),
-    }
-
-
-def plain() -> list[Any]:
-    """One of everything that may be sent or stored."""
-    stack = traceback.extract_stack(limit=2)
-    index = MetadataIndex("weight", torch.Size([0, 1]), 1)
-    size = torch.Size([2, 3])
-    chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
-    written = TensorWriteData(chunk, TensorProperties(dtype=torch.bfloat16), size)
-    shard = ShardedTensor("w", None, torch.float32, (2, 3), (4, 3), (0, 0), (2, 1), (0, 0, 1))
-    return [
-        {
-            "a": [1, 2.5, "x", b"y", None, True, (1, 2)],
-            3: {4},
-            "r": range(3),
-            "s": slice(1, None),
-            ("k", (1, 2)): frozenset({5}),
-        },
-        [1j, bytearray(b"ab"), OrderedDict(a=1), Path("/a/b"), PurePosixPath("c"), 1 << 100, -(1 << 40)],
-        OrderedDict(a=torch.float32, b=size, c=torch.strided),
-        [getattr(torch, name) for name in sorted(reader.DTYPES)],
-        [
-            torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
-            torch.tensor(1.5),
-            torch.empty(0, 3),
-            torch.ones(2, 3).t(),
-        ],
-        [np.arange(4, dtype=np.float32), np.float64(1.5), np.int64(3), np.zeros((0, 2), np.int8)],
-        np.random.get_state(),
-        Namespace(a=1, dtype=torch.bfloat16),
-        Metadata(
-            {
-                "weight": TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), size, [chunk]),
-                "rng": BytesStorageMetadata(),
-            },
-            planner_data={"weight": ("model", "weight")},
-            storage_data={index: _StorageInfo("__0_0.distcp", 0, 10)},
-            storage_meta=StorageMeta(Path("/a"), "id"),
-        ),
-        OldProperties(dtype=torch.float16),
-        SavePlan(
-            [
-                WriteItem(index, WriteItemType.SHARD, None, written),
-                WriteItem(index, WriteItemType.BYTE_IO, BytesIOWriteData(3)),
-            ]
-        ),
-        LoadPlan([ReadItem(LoadItemType.TENSOR, index, torch.Size([0]), index, torch.Size([0]), size)]),
-        WriteResult(index, 10, _StorageInfo("__0_0.distcp", 0, 10)),
-        [shard, ShardedObject("rng", None, (1,), (0,), 0)],
-        [RuntimeError("disk full"), stack],
-        CheckpointException("write", {1: (OSError("disk full"), stack)}),
-    ]
-
-
-def dumped(value: Any) -> bytes:
-    """As torch's object collectives send it in our ranks."""
-    stream = io.BytesIO()
-    PlainPickler(stream).dump(value)
-    return stream.getvalue()
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same, attributes and classes included."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, list | tuple) and not isinstance(one, traceback.StackSummary):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, BaseException):
-        return str(one) == str(other)
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    return (
-        same(sorted(vars(one).items()), sorted(vars(other).items())) if isinstance(one, ShardedTensor) else one == other
-    )
 
 
 class Notes(PlainUnpickler):
@@ -221,52 +44,45 @@ class Notes(PlainUnpickler):
         return super().find_class(module, name)
 
 
-def test_every_name_on_the_list_is_read_as_it_was_sent() -> None:
+def test_metadata_is_read_as_every_writer_writes_it() -> None:
+    """Protocols 4 and 5, and enumerations as Debian 12's Python pickles them; every name that a writer needs."""
     Notes.seen = set()
-    for value in plain():
-        found = Notes(io.BytesIO(dumped(value))).load()
-        assert same(value, found), (value, found)
-    stream = Notes(io.BytesIO(dumped(io.BytesIO(b"state")))).load()
-    assert stream.getvalue() == b"state"
-    Notes(io.BytesIO(as_python_3_11_2(LoadItemType.TENSOR))).load()
-    listed = reader.RECORDS | reader.ENUMS | set(reader.MAKERS) | {("torch", name) for name in reader.DTYPES}
-    assert Notes.seen == listed
+    for value in in_metadata():
+        for data in (pickle.dumps(value, 4), pickle.dumps(value, 5), as_python_3_11_2(value)):
+            assert Notes(io.BytesIO(data)).load() == value
+    more = [getattr(torch, name) for name in records.DTYPES], slice(1, None), {"a": 1}.items() and LoadItemType.TENSOR
+    assert Notes(io.BytesIO(pickle.dumps(more, 4))).load() == more
+    sent_only = {
+        ("argparse", "Namespace"),
+        ("megatron.core.dist_checkpointing.mapping", "ShardedObject"),
+        ("megatron.core.dist_checkpointing.mapping", "ShardedTensor"),
+        ("vllm.distributed.device_communicators.shm_broadcast", "Handle"),
+        ("collections", "OrderedDict"),
+    }
+    listed = records.RECORDS | records.ENUMS | set(reader.MAKERS) | {("torch", name) for name in records.DTYPES}
+    assert Notes.seen == listed - sent_only
 
 
-def test_checkpoint_pickles_are_read() -> None:
-    """As torch writes .metadata; random-number states are not in it."""
-    metadata = next(value for value in plain() if isinstance(value, Metadata))
-    for protocol in (4, 5):
-        assert read_plain(io.BytesIO(pickle.dumps(metadata, protocol))) == metadata
+def test_torchs_own_reader_of_plain_values_agrees(tmp_path: Path) -> None:
+    """`weights_only`, with the list as its safe names, reads the same values; what it refuses, ours
+    does.
 
+    It knows protocol 2 alone, so it cannot read the files themselves.
+    """
+    from torch import _weights_only_unpickler
 
-def as_python_3_11_2(value: Any) -> bytes:
-    """Pickled as Python 3.11.0 to 3.11.3 do, Debian 12's among them."""
-
-    class Older(pickle.Pickler):
-        def reducer_override(self, value: Any) -> Any:
-            return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
-
-    stream = io.BytesIO()
-    Older(stream, 4).dump(value)
-    return stream.getvalue()
-
-
-def test_enum_members_of_every_python() -> None:
-    """Enum members are read as every Python writes them."""
-    for value in plain()[8:13]:
-        assert read_plain(io.BytesIO(as_python_3_11_2(value))) == value
-
-
-def test_errors_of_other_ranks(tmp_path: Path) -> None:
-    """Errors of other ranks keep their text and run nothing."""
-    made = tmp_path / "made"
-    error = ActingError.__new__(ActingError, str(made))
-    found = read_plain(io.BytesIO(dumped(error)))
-    assert type(found) is RuntimeError and str(found) == f"{__name__}.ActingError: {made}"
-    assert not made.exists()
-    full = OSError(28, "No space left on device")
-    assert str(read_plain(io.BytesIO(dumped(full)))) == "[Errno 28] No space left on device"
+    safe = [records.class_of(*pair) for pair in records.RECORDS | records.ENUMS if not pair[0].startswith("vllm")]
+    with torch.serialization.safe_globals([*safe, getattr, type(Path()), torch.serialization._get_layout]):
+        for value in in_metadata():
+            data = pickle.dumps(value, 2, fix_imports=False)
+            assert _weights_only_unpickler.load(io.BytesIO(data)) == read_plain(io.BytesIO(data)) == value
+    for value in attacks(tmp_path / "made").values():
+        with contextlib.suppress(pickle.UnpicklingError, KeyError):
+            data = pickle.dumps(value, 2, fix_imports=False)
+            with pytest.raises((Refused, pickle.UnpicklingError, TypeError)):
+                read_plain(io.BytesIO(data))
+            _weights_only_unpickler.load(io.BytesIO(data))
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("name", attacks(Path("x")))
@@ -286,7 +102,7 @@ def test_nothing_that_a_pickle_names_is_called(name: str, tmp_path: Path) -> Non
 )
 def test_a_name_is_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, name: str) -> None:
     """Modules hold the names of all that they import, and of what that imports."""
-    made, here = tmp_path / "made", sys.modules[__name__]
+    made, here = tmp_path / "made", examples
     for word in ("Acts", "ActingError", "Config"):
         monkeypatch.setattr(sys.modules[module], word, getattr(here, word), raising=False)
     monkeypatch.setattr(sys.modules[module], "neighbour", here, raising=False)
@@ -345,34 +161,13 @@ def test_damaged_pickles_raise_and_nothing_else(data: st.DataObject) -> None:
         read_plain(io.BytesIO(bytes(whole)))
 
 
-SAMPLES = [dumped(value) for value in plain()]
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from torch.distributed import distributed_c10d
-
-    monkeypatch.setattr(distributed_c10d, "_unpickler", pickle.Unpickler)
-    monkeypatch.setattr(distributed_c10d, "_pickler", pickle.Pickler)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_torchs_object_collectives_do_not_obey(alone: None, tmp_path: Path) -> None:
-    made, found = tmp_path / "made", [None]
-    refuse_foreign_pickles()
-    dist.all_gather_object(found, {"plain": torch.ones(2)})
-    assert torch.equal(found[0]["plain"], torch.ones(2))
-    with pytest.raises(Refused, match="holds posix.mkdir,.*not on hpcrl's list"):
-        dist.all_gather_object(found, Calls(os.mkdir, str(made)))
-    assert not made.exists()
+SAMPLES = [pickle.dumps(value, 4) for value in in_metadata()]
 
 
 def test_a_checkpoints_metadata_is_not_obeyed(tmp_path: Path) -> None:
     made, path = tmp_path / "made", tmp_path / "iter_0000001"
     path.mkdir()
-    (path / ".metadata").write_bytes(pickle.dumps(Calls(os.mkdir, str(made))))
+    (path / ".metadata").write_bytes(pickle.dumps(attacks(made)["mkdir"]))
     with pytest.raises(DataError, match=r"\.metadata is not read: .* posix.mkdir, .* \(not damage\)"):
         TorchDist(path)
     assert not made.exists()
