@@ -13,12 +13,14 @@ PYTHON312 ?= python3.12
 HPCRL_VENV ?= .venv
 BIN := $(HPCRL_VENV)/bin
 LOG := $(HPCRL_VENV)/install.log
+COMMA := ,
+TORCH = $(BIN)/python -m pip --disable-pip-version-check download --require-hashes --no-deps -d $(HPCRL_VENV)/torch
 RECIPE ?= examples/quickstart.toml
 BENCHES ?= $(wildcard bench/*.py)
 CLUSTER ?= /tmp/hpcrl-cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test soak fast env-312 fast-312 trainer-312 lint docs sbatch bench cluster packages
+.PHONY: help env quickstart test soak fast env-312 fast-312 trainer-312 lint docs sbatch lock sbom bench cluster packages
 
 help:
 	@echo "make quickstart   make the environment, then run $(RECIPE)"
@@ -30,15 +32,18 @@ help:
 	@echo "make lint         ruff: rules and format"
 	@echo "make docs         write docs/options.md again"
 	@echo "make sbatch       write the scripts of sbatch/ again"
+	@echo "make lock         write the hashes in requirements/*.lock again, after a pin has changed"
+	@echo "make sbom         write sbom.json: what is installed, as CycloneDX"
 	@echo "make bench        measure against Ray and Redis (installs them into the environment)"
 	@echo "make cluster      a real Slurm and MPI cluster on this machine, to experiment with; it is in $(CLUSTER)"
 	@echo "make packages     the Debian packages and the newer Slurm that the cluster needs (as root; make test does it too)"
 	@echo "make env          the environment alone, in $(HPCRL_VENV)"
 
-# One quiet step of the installation: `$(call pip,what it is,arguments)`; its output is in the log, and shown if it fails.
+# One quiet step of the installation: `$(call pip,what it is,command and arguments)`; its output is in the log, and shown if
+# it fails.
 define pip
 	@echo "installing $(1)"
-	@$(BIN)/python -m pip install --disable-pip-version-check $(2) >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
+	@$(BIN)/python -m pip --disable-pip-version-check $(2) >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
 endef
 
 # The tests that start no processes: three workers in parallel, on two cores too, since some tests wait; each test file is whole
@@ -56,21 +61,24 @@ endif
 endif
 
 ENV := $(HPCRL_VENV)/.installed
-$(ENV): requirements/cpu.txt requirements/cpu-nodeps.txt requirements/test.txt pyproject.toml
+# Every file is compared with its hash in requirements/. torch comes last, when what it needs is installed, but for the
+# libraries of its CUDA build: that is what the registry has where no index of CPU wheels was named.
+$(ENV): requirements/cpu.lock requirements/torch-cpu.lock requirements/torch-cuda.lock pyproject.toml
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hpcrl needs Python 3.11 or later: make PYTHON=..."; exit 1; }
 	@echo "making the environment in $(HPCRL_VENV), 2 GB (6 with torch's CUDA build), some minutes; log: $(LOG)"
 	@$(if $(wildcard $(BIN)/python),true,$(PYTHON) -m venv $(HPCRL_VENV))
 	@: > $(LOG)
-	$(call pip,torch,$(shell grep '^torch==' requirements/cpu.txt))
-	$(call pip,what vLLM and hpcrl need,-r requirements/cpu.txt)
-	$(call pip,vLLM,--no-deps -r requirements/cpu-nodeps.txt)
-	$(call pip,what the tests need,-r requirements/test.txt)
-	$(call pip,hpcrl,--no-deps --no-build-isolation --editable .)
+	$(call pip,what vLLM$(COMMA) hpcrl and the tests need,install --require-hashes --no-deps -r requirements/cpu.lock)
+	@echo "installing torch"
+	@$(TORCH) -r requirements/torch-cpu.lock >> $(LOG) 2>&1 || $(TORCH) -r requirements/torch-cuda.lock >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
+	@$(BIN)/python -m pip install $(HPCRL_VENV)/torch/*.whl >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
+	@rm -r $(HPCRL_VENV)/torch
+	$(call pip,hpcrl,install --no-deps --no-build-isolation --editable .)
 	@touch $@
 
 BENCH := $(HPCRL_VENV)/.installed-bench
 $(BENCH): $(ENV) requirements/bench.txt
-	$(call pip,what is compared with,-r requirements/bench.txt)
+	$(call pip,what is compared with,install -r requirements/bench.txt)
 	@touch $@
 
 env: $(ENV)
@@ -127,6 +135,26 @@ sbatch: $(ENV)
 
 docs: $(ENV)
 	$(BIN)/hpcrl options --write docs/options.md
+
+# In an environment of their own, so that they change no version in the other.
+TOOLS := $(HPCRL_VENV)/supply-chain
+$(TOOLS): $(ENV)
+	$(BIN)/python -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9 cyclonedx-bom==7.5.0
+
+# Hashes of every file that an installation may take: of what cpu.txt, cpu-nodeps.txt and test.txt pin, of torch's CUDA
+# build, and of what a GPU cluster's environment (`hpcrl[gpu,mpi,parquet]`, Python 3.12) resolves to.
+UV = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-annotate --no-config --custom-compile-command "make lock"
+lock: $(TOOLS)
+	$(UV) --universal --python-version 3.11 --no-deps requirements/cpu.txt requirements/cpu-nodeps.txt requirements/test.txt \
+	  --no-emit-package torch -o requirements/cpu.lock
+	grep '^torch==' requirements/cpu.txt | $(UV) --universal --python-version 3.11 --no-deps - -o requirements/torch-cuda.lock
+	$(UV) --python-version 3.12 --python-platform x86_64-manylinux_2_28 pyproject.toml --extra gpu --extra mpi --extra parquet \
+	  -o requirements/gpu.lock
+
+# What is installed, as CycloneDX: for those who have to say what runs on their machines.
+sbom: $(TOOLS)
+	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file sbom.json $(BIN)/python
 
 bench: $(BENCH)
 	@set -e; for file in $(BENCHES); do echo "== $$file"; $(BIN)/python $$file; done

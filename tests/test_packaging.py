@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -51,6 +52,40 @@ def test_the_lists_do_not_contradict_each_other() -> None:
     for file in ("cpu", "cpu-nodeps", "test", "bench"):
         for name, version in pins(file).items():
             assert seen.setdefault(name, version) == version, f"{name} in {file}.txt"
+
+
+def locked(name: str) -> dict[tuple[str, str], int]:
+    """(package, version) -> how many files of it are allowed, of requirements/NAME.lock; markers aside."""
+    found: dict[tuple[str, str], int] = {}
+    at = ("", "")
+    for line in (REPO / "requirements" / f"{name}.lock").read_text().splitlines():
+        if match := re.match(r"([\w.-]+)==([\w.+]+)( ;.*)? \\$", line):
+            at = (canonicalize_name(match[1]), match[2])
+            found[at] = 0
+        elif re.fullmatch(r" +--hash=sha256:[0-9a-f]{64}( \\)?", line):
+            found[at] += 1
+        else:
+            assert line.lstrip().startswith("#"), f"{name}.lock: {line}"
+    return found
+
+
+def test_every_pin_has_hashes() -> None:
+    """`make env` installs from the locks alone: a pin that changes without `make lock` would not take effect."""
+    wanted = {pin for name in ("cpu", "cpu-nodeps", "test") for pin in pins(name).items()}
+    both = {pin for pin in locked("cpu") if pin[0] != "megatron-core"} | {pin for pin in wanted if "megatron" in pin[0]}
+    torch = {pin for pin in wanted if pin[0] == "torch"}
+    assert both == wanted - torch and all(locked("cpu").values())
+    assert set(locked("torch-cpu")) == set(locked("torch-cuda")) == torch
+    assert wanted & {pin for pin in locked("cpu") if "megatron" in pin[0]}
+
+
+def test_the_gpu_lock_fits_the_extras() -> None:
+    """What `hpcrl[gpu,mpi,parquet]` asks for is in it, with hashes, in versions that are allowed."""
+    versions = {name: version for (name, version), count in locked("gpu").items() if count}
+    asked = [line for extra in ("gpu", "roles", "report", "mpi", "parquet") for line in EXTRAS[extra]]
+    for requirement in map(Requirement, [*asked, *PROJECT["dependencies"]]):
+        if requirement.name != PROJECT["name"]:
+            assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
 
 
 @pytest.mark.parametrize(("suits", "chosen"), [(True, "/usr/bin/python3"), (False, "python3")])
