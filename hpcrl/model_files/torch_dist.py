@@ -5,10 +5,10 @@ them.
     stored.tensors["decoder.layers.mlp.linear_fc2.weight"].shape    # (layers, rows, columns): of the whole model
     stored.read("decoder.layers.mlp.linear_fc2.weight", (3,))       # layer 3's, (rows, columns)
 
-Nothing here needs torch.distributed, Megatron or a GPU.  `.metadata` is a pickle; it is read as plain values, before
-torch and Megatron read it again as they like.
+Nothing here needs torch.distributed, Megatron or a GPU.  `.metadata` is a pickle; it is read as plain values.
 
-Invariant: a file that is missing or too short is named before anything is read from it.
+Invariants: a file that is missing or too short is named before anything is read from it; whatever the files hold, they
+lead to no other file, and what comes of it is a tensor or one DataError.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from hpcrl.errors import DataError, HpcrlError
 from hpcrl.pickles.reader import read_plain
 from hpcrl.pickles.values import Refused
 from hpcrl.run.rundir import TRACKER
-from hpcrl.untrusted_files import read_given
+from hpcrl.untrusted_files import count_of, read_given, read_given_bytes
 
 #: GLM-4-0414's norms behind a block: as this package's layers have them -> as slime's have, and checkpoints
 SANDWICH = {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
 Shape = tuple[int, ...]
+MOST_METADATA = 1 << 30  #: bytes of .metadata
+LONGEST = 200  #: characters of a directory's name in a tracker file
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,9 @@ class TorchDist:
                 f"{self.path} holds no torch_dist checkpoint: .metadata is not there", "name an iter_* directory"
             )
         try:
-            with (self.path / ".metadata").open("rb") as stream:
-                metadata = read_plain(stream)
-            self.where: dict[MetadataIndex, Any] = metadata.storage_data
-            found = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+            metadata = read_plain(io.BytesIO(read_given_bytes(self.path / ".metadata", MOST_METADATA)))
+            self.where: dict[MetadataIndex, Any] = _places(metadata)
+            self.all = _tensors(metadata)
         except Refused as error:
             raise DataError(
                 f"{self.path / '.metadata'} is not read: {error.what}",
@@ -70,14 +71,6 @@ class TorchDist:
             ) from error
         except Exception as error:  # whatever unpickling a damaged file gives
             raise DataError(f"{self.path / '.metadata'} cannot be read: {type(error).__name__}: {error}") from error
-        self.all = {
-            key: Stored(
-                tuple(value.size),
-                value.properties.dtype,
-                tuple((tuple(c.offsets), tuple(c.sizes)) for c in value.chunks),
-            )
-            for key, value in found.items()
-        }
         self._last: tuple[tuple[str, Shape], torch.Tensor] | None = None
         self._names = set(metadata.state_dict_metadata)
         if whole:
@@ -159,10 +152,57 @@ class TorchDist:
                 tensor = torch.load(view, map_location="cpu", weights_only=True)
         except Exception as error:
             raise DataError(f"{file}: {key} cannot be read: {' '.join(str(error).split())[:200]}") from error
-        if tuple(tensor.shape) != shape:
-            raise DataError(f"{file}: {key} is {list(tensor.shape)}, .metadata says {list(shape)}")
+        found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if found != list(shape):
+            raise DataError(f"{file}: {key} is {found}, .metadata says {list(shape)}")
         self._last = ((key, offset), tensor)
         return tensor
+
+
+def _places(metadata: Any) -> dict[MetadataIndex, Any]:
+    """Where each piece is: in which file of the checkpoint's own directory, from which byte on.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    for index, info in metadata.storage_data.items():
+        name = info.relative_path
+        if type(index) is not MetadataIndex or type(name) is not str or not name or Path(name).name != name:
+            raise ValueError(f"it says that {index} is in {name!r}, which is no name of a file next to it")
+        if not _is_count(info.offset) or not _is_count(info.length):
+            raise ValueError(f"it says that {index} is {info.length!r} bytes from {info.offset!r} on")
+    return dict(metadata.storage_data)
+
+
+def _tensors(metadata: Any) -> dict[str, Stored]:
+    """The tensors by name.
+
+    Raises:
+        ValueError: if a size or a name is none.
+    """
+    found = {}
+    for key, value in metadata.state_dict_metadata.items():
+        if type(key) is not str:
+            raise ValueError(f"it has a tensor of the name {key!r}")
+        if not isinstance(value, TensorStorageMetadata):
+            continue
+        pieces = tuple((_shape(chunk.offsets), _shape(chunk.sizes)) for chunk in value.chunks)
+        if not isinstance(value.properties.dtype, torch.dtype):
+            raise ValueError(f"{key} has no dtype")
+        found[key] = Stored(_shape(value.size), value.properties.dtype, pieces)
+        if any(len(part) != len(found[key].shape) for piece in pieces for part in piece):
+            raise ValueError(f"{key} has pieces of other dimensions")
+    return found
+
+
+def _shape(sizes: Any) -> Shape:
+    if not isinstance(sizes, tuple | list) or not all(map(_is_count, sizes)):
+        raise ValueError(f"{sizes!r} is no shape")
+    return tuple(sizes)
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 1 << 62
 
 
 def _check_archive(stream: BinaryIO, what: str) -> None:
@@ -227,10 +267,11 @@ def latest(directory: Path) -> Path | None:
     if not tracker.is_file():
         return None
     text = read_given(tracker).strip()
-    path = step(directory, int(text)) if text.isdigit() else directory / text
-    if not text or not path.is_dir():
+    number = count_of(text)
+    path = directory / text[:LONGEST] if number is None else step(directory, number)
+    if Path(text).name != text or not path.is_dir():
         raise HpcrlError(
-            f"{tracker} names {path.name}, which is not there", "write the number of an iter_* directory into it"
+            f"{tracker} names {text[:LONGEST]!r}, which is not there", "write the number of an iter_* directory into it"
         )
     return path
 
