@@ -8,7 +8,6 @@ link in a file's own place; no more is read than was allowed; whatever a file ho
 from __future__ import annotations
 
 import errno
-import grp
 import json
 import os
 import pwd
@@ -149,37 +148,6 @@ def make_parents(path: Path) -> None:
     missing = [parent for parent in path.parents if not parent.exists()]
     for parent in reversed(missing):
         parent.mkdir(mode=0o755, exist_ok=True)
-
-
-def swappable(path: Path) -> Path | None:
-    """The first directory from above in which every user may rename what leads to `path`, and put something else there;
-    or None."""
-    for parent in reversed(path.parents):
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            return parent
-    return None
-
-
-def swappable_by_group(path: Path) -> tuple[Path, str] | None:
-    """(directory, group) of the first from above in which a group of several may do the same; or None."""
-    for parent in reversed(path.parents):
-        found = parent.stat()
-        if found.st_mode & stat.S_IWGRP and not found.st_mode & stat.S_ISVTX and (name := _shared_group(found.st_gid)):
-            return parent, name
-    return None
-
-
-def _shared_group(number: int) -> str:
-    """The name of a group, or its number; "" for root's and for one that has this user alone in it."""
-    if number == 0:
-        return ""
-    try:
-        group, mine = grp.getgrgid(number), pwd.getpwuid(os.getuid())
-    except KeyError:
-        return str(number)
-    alone = set(group.gr_mem) <= {mine.pw_name} and group.gr_name == mine.pw_name
-    return "" if alone else group.gr_name
 
 
 def user_name(uid: int) -> str:

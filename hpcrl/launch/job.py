@@ -48,6 +48,7 @@ from hpcrl.report.timeline.spans import ATTEMPT, BEGINS, PREPARE, Timeline, laun
 from hpcrl.run.code_files import CODE, RECORD
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STOP, JobStateFile, forget_old_requests, process_age
+from hpcrl.run.owners import owned_by_another, refuse_link_to_nothing, refuse_of_another, swappable_by_group
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import adopt_orphans, end_descendants, raise_file_limit
 from hpcrl.run.role import read_options
@@ -56,7 +57,7 @@ from hpcrl.run.scratch import swept
 from hpcrl.run.started_runs import COPY, LIVE, RecipeFile, is_run, read_recipe_file, remember, write_recipe_file
 from hpcrl.run.summary import read_summary
 from hpcrl.toolbox.signs import LastSign
-from hpcrl.untrusted_files import as_given, open_append, swappable_by_group, touch
+from hpcrl.untrusted_files import as_given, open_append, touch
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ def begin_job(
     job = replace(job, root=root) if root != job.root else job
     if found := swappable_by_group(root):
         say(f"note: all of group {found[1]} can replace {root}: {found[0]} is writable by it (chmod g-w, or +t)")
+    if found := owned_by_another(root):
+        say(f"note: user {found[1]} can replace {root}: {found[0]} belongs to that user")
     try:
         begin_code(root, job.stages, recipe.prepare_commands(root, job.overrides), pythonpath, runs_here)
         write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), job.overrides), recipe.text)
@@ -253,11 +256,18 @@ def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
     """Where a run of the recipe that begins now would be."""
     given = run_dir_of(recipe, overrides)
     check_run_dir(given, recipe.name)
-    return as_given(given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime())))
+    path = given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
+    refuse_link_to_nothing(Path(path))  # also of another user, which is followed from here on
+    return as_given(path)
 
 
 def reopen_job(root: Path) -> RunJob:
-    """The job of an existing run directory."""
+    """The job of an existing run directory, to be run.
+
+    Raises:
+        UsageError: if there is no such, or it is not this user's own.
+    """
+    refuse_of_another(root)
     begun = read_recipe_file(root)
     recipe = load_recipe(root / COPY, origin=Path(begun.path))
     return RunJob(recipe, recipe.spread(begun.overrides), as_given(root), begun.identity)

@@ -181,7 +181,7 @@ SUBMITTING = (
 )
 
 
-#: what a scheduler, its numbers and identities look like; none can be taken for an option of a command
+#: what numbers of jobs and identities look like; none can be taken for an option of a command
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+@\[\]-]{0,99}").fullmatch
 
 
@@ -214,7 +214,7 @@ class JobFile(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """ValueError for what no scheduler has given."""
-        for name in ("scheduler", "job_id", "identity", "array"):
+        for name in ("job_id", "identity", "array"):
             if (text := getattr(self, name)) and not _PLAIN(text):
                 raise ValueError(f"{name} is {text[:40]!r}, which is no such")
         if wrong := [text for text in self.chain if not _PLAIN(text)]:

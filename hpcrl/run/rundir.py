@@ -42,8 +42,9 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.run.owners import of_another_user, refuse_link_to_nothing, refuse_replaceable
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
-from hpcrl.untrusted_files import Damaged, as_given, count_of, make_parents, read_json, swappable, touch
+from hpcrl.untrusted_files import Damaged, as_given, count_of, make_parents, read_json, touch
 
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
@@ -223,22 +224,17 @@ class RunDir:
             UsageError: if it is not empty, cannot be made, or would be where others may put something else in its
                 place.
         """
+        refuse_link_to_nothing(Path(root))
         path = as_given(root)
-        if path.is_symlink() and not path.is_dir():
-            raise UsageError(
-                f"--run-dir {root} is a link to {path.resolve()}, which is not there",
-                "did you make it? name the directory",
-            )
         taken = UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
         if not another and path.is_dir() and any(path.iterdir()):
             raise taken
         try:
+            refuse_replaceable(path, f"--run-dir {root}")  # before anything is made there
             make_parents(path)
-            if parent := swappable(path) or swappable(path.resolve()):
-                raise UsageError(
-                    f"--run-dir {root}: any user may replace it: {parent} is writable by all",
-                    f"choose another directory, or chmod o-w {parent}",
-                )
+            refuse_replaceable(path, f"--run-dir {root}")
+            if path.is_dir() and (owner := of_another_user(path)):
+                raise UsageError(f"--run-dir {root} belongs to user {owner}", "choose another directory")
             path = _claim(path) if another else path
             path.mkdir(exist_ok=True, mode=0o700)
             path.chmod(0o700)  # EPERM where it is another's

@@ -19,10 +19,11 @@ from hpcrl.launch.job import begin_job
 from hpcrl.mpi.hostfile import read_hostfile
 from hpcrl.plan import Host
 from hpcrl.run.job_files import read_job, write_job
+from hpcrl.run.owners import swappable_by_group
 from hpcrl.run.rundir import ERROR, RunDir, write_atomic
 from hpcrl.run.started_runs import RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.summary import Summary, read_summary, summary_of, write_summary
-from hpcrl.untrusted_files import as_given, read_given, swappable_by_group
+from hpcrl.untrusted_files import as_given, read_given
 
 
 def test_only_the_owner_can_look_in(rundir: RunDir) -> None:
@@ -207,7 +208,7 @@ def test_nobody_can_put_another_directory_in_its_place(tmp_path: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o755, 0o755]
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(UsageError, match="any user may replace.*/open is writable by all;.*chmod o-w"):
+    with pytest.raises(UsageError, match="another user may replace.*/open is writable by all;.*chmod o-w"):
         RunDir.create(tmp_path / "open" / "run")
     (tmp_path / "open").chmod(0o1777)
     RunDir.create(tmp_path / "open" / "run")
@@ -279,7 +280,7 @@ def test_a_path_stays_as_it_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (said / "open").mkdir()
     (said / "open").chmod(0o777)
     (tmp_path / "way").symlink_to(said / "open")
-    with pytest.raises(UsageError, match="any user may replace"):
+    with pytest.raises(UsageError, match="another user may replace"):
         RunDir.create(tmp_path / "way" / "run")
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     if said.lstat().st_uid not in (0, 4711):
