@@ -111,8 +111,12 @@ def read_json(path: Path, kind: type[T], *, strict: bool = True, most: int = MOS
         raise Damaged(f"{error}" or type(error).__name__) from error
 
 
-def parse_json(line: bytes) -> Any:
-    """A line of JSON.  Damaged if it is none, is nested too deep, or holds a number that Python refuses to read."""
+def parse_json(line: bytes | str) -> Any:
+    """A line of JSON.
+
+    Raises:
+        Damaged: a ValueError, if it is none, is nested too deep, or holds a number that Python refuses to read.
+    """
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:

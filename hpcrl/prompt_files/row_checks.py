@@ -6,7 +6,6 @@ can be rendered, unless the chat template itself refuses it, and be graded, as f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from hpcrl.config.plugin_names import RewardWord, declared, file_of, needing_lab
 from hpcrl.config.rules.data import label_key
 from hpcrl.errors import DataError
 from hpcrl.prompt_files.rows import kind_of_json
+from hpcrl.untrusted_files import parse_json
 
 Messages = list[dict[str, Any]]
 ASSISTANT = "assistant"
@@ -211,7 +211,7 @@ def _tools(where: str, row: dict[str, Any], keys: Keys) -> list[Any] | None:
     found = row.get(keys.tools) if keys.chat_template else None
     if isinstance(found, str):
         try:
-            found = json.loads(found)
+            found = parse_json(found)
         except ValueError as error:
             raise DataError(f"{where}: {keys.tools!r} is text that is not JSON: {error}") from None
     if found is not None and (not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found)):

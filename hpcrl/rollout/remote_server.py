@@ -103,7 +103,7 @@ class RemoteServer:
             raise StatusError(answer.status, text[:300].decode(errors="replace") or str(answer.reason))
         try:
             return msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             said = text[:100].decode(errors="replace")
             raise NotJson(f"got from {self} what is not JSON: {said!r}") from error
 

@@ -165,6 +165,9 @@ def test_tools_are_shown_to_the_template(read: Callable[..., PromptFile], tokeni
     assert tokenizer.decode(read([row(1) | {"tools": tools}], tool_key="other").prompts[0].tokens).startswith(
         "<|user|>1"
     )
+    for text in ("{", "[" * 100_000):
+        with pytest.raises(DataError, match="'tools' is text that is not JSON"):
+            read([row(1) | {"tools": text}])
 
 
 def test_what_the_template_is_given(read: Callable[..., PromptFile], tokenizer: Tokenizer) -> None:

@@ -18,6 +18,7 @@ import msgspec
 
 from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
 from hpcrl.rollout.samplers.trajectory import Trajectory, continuation, opening, plain
+from hpcrl.untrusted_files import parse_json
 
 #: a call as Qwen's and Hermes' templates ask for it
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -61,7 +62,7 @@ def _arguments(value: Any) -> str:
     """Arguments in one spelling, be they an object or its JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             return value
     return json.dumps(value, sort_keys=True)
@@ -114,7 +115,7 @@ def _object_call(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         with contextlib.suppress(ValueError):
-            function["arguments"] = json.loads(function["arguments"])
+            function["arguments"] = parse_json(function["arguments"])
     return call | {"function": function}
 
 
@@ -151,7 +152,7 @@ def calls_in(text: str, at: int) -> tuple[str, list[dict[str, Any]]]:
         try:
             call = msgspec.json.decode(found[1])
             name, arguments = call["name"], call.get("arguments", {})
-        except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, UnicodeEncodeError):
+        except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, UnicodeEncodeError, RecursionError):
             continue
         if isinstance(name, str):
             said = arguments if isinstance(arguments, str) else json.dumps(arguments)

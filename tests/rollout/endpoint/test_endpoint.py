@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from hpcrl.errors import PeerError
-from hpcrl.rollout.endpoint.chat import answer, calls_in
+from hpcrl.rollout.endpoint.chat import answer, calls_in, for_template
 from hpcrl.rollout.endpoint.server import LARGEST, Endpoint
 from hpcrl.rollout.endpoint.session import ResponseContext, Session
 from hpcrl.rollout.engines.sampling import Sampling
@@ -302,6 +302,11 @@ def test_tool_calls_and_results(tokenizer: Tokenizer) -> None:
     text, (call,) = calls_in(said, 5)
     assert (text, call["id"], call["function"]) == ("Let me see.", "call_5_0", {"name": "add", "arguments": '{"a": 1}'})
     assert calls_in("<tool_call>{no json}</tool_call>", 0) == ("<tool_call>{no json}</tool_call>", [])
+    deep = "[" * 100_000
+    assert calls_in(f"<tool_call>{deep}</tool_call>", 0)[1] == []
+    call = {"type": "function", "function": {"name": "add", "arguments": deep}}
+    [shown] = for_template([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert shown["tool_calls"] == [call]
 
 
 def test_incomplete_template_cannot_continue(tmp_path: Path) -> None:
