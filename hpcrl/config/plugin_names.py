@@ -112,8 +112,9 @@ def plugin_names() -> tuple[str, ...]:
 
 
 def declared(name: str) -> dict[str, Any]:
-    """The constants that a reward's file declares: NEEDS_LABEL (default true), KEYS (of its result; default none)."""
-    return REWARDS.literals(name, {"NEEDS_LABEL": True, "KEYS": ()})
+    """The constants that a reward's file declares: NEEDS_LABEL (default true), KEYS (of its result; default none),
+    CONFINED (default true)."""
+    return REWARDS.literals(name, {"NEEDS_LABEL": True, "KEYS": (), "CONFINED": True})
 
 
 def read_words(rm_type: str | Sequence[str] | None) -> tuple[RewardWord, ...]:

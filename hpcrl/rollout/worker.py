@@ -4,7 +4,8 @@
 
 Invariants: it dies with the rollout process; what the user's code prints goes to the rollout's log and never into the
 protocol; what is wrong with the code itself (its name, its module, its signature) is the answer to the first message,
-what is wrong with one request is that request's.
+what is wrong with one request is that request's; a process of built-in rewards alone reads no response before it is
+confined, where it can be.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from hpcrl.rollout.worker_messages import (
 )
 from hpcrl.run.code_files import use_inherited_code
 from hpcrl.run.process import die_with_parent
+from hpcrl.sandbox.confine import confine, view_of_python
 
 _setup = msgspec.msgpack.Decoder(GradingSetup | SamplerSetup).decode
 _request = msgspec.msgpack.Decoder(GradingTask | CustomCall | CancelRequest).decode
@@ -79,11 +81,35 @@ async def serve(fd: int) -> None:
         writer.write(frame(WorkerLoaded(error=what, hint=hint, trace=trace)))
         await writer.drain()
         return
-    writer.write(frame(WorkerLoaded(waits=code.waits)))
+    unconfined = _confine() if isinstance(setup, GradingSetup) and setup.confined else ""
+    writer.write(frame(WorkerLoaded(waits=code.waits, unconfined=unconfined)))
     try:
         await _take_requests(code, reader, writer)
     finally:
         await code.close()
+
+
+def _confine() -> str:
+    """Give up files, networks and other processes; why that was not possible, or "".
+
+    It is tried in a process of its own first: this one must not be left with half of it.
+    """
+    view = view_of_python()
+    said, telling = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            confine(view)
+        except OSError as error:
+            os.write(telling, (error.strerror or str(error)).encode())
+        os._exit(0)
+    os.close(telling)
+    why = os.read(said, 4096).decode(errors="replace")
+    os.close(said)
+    os.waitpid(child, 0)
+    if not why:
+        confine(view)
+    return why
 
 
 async def _take_requests(code: UserCode, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

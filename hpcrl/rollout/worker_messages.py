@@ -38,11 +38,13 @@ class GradingSetup(msgspec.Struct, tag=True):
         options: as JSON.
         words: the rewards to load.
         memory: bytes that it may take beyond those at its start.
+        confined: it is to confine itself once they are loaded.
     """
 
     options: bytes
     words: list[str]
     memory: int
+    confined: bool = False
 
 
 class SamplerSetup(msgspec.Struct, tag=True):
@@ -61,9 +63,11 @@ class WorkerLoaded(msgspec.Struct):
     Attributes:
         error: what is wrong with the user's code.
         waits: the rewards that are async.
+        unconfined: why it could not confine itself, "" if it has or was not asked to.
     """
 
     waits: list[str] = []
+    unconfined: str = ""
     error: str = ""
     hint: str = ""
     trace: str = ""

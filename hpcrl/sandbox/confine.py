@@ -7,9 +7,12 @@ that is not trusted runs.
 from __future__ import annotations
 
 import os
+import stat
+import sys
+from pathlib import Path
 
 from hpcrl.sandbox import private_root, seccomp
-from hpcrl.sandbox.private_root import View
+from hpcrl.sandbox.private_root import View, in_system
 from hpcrl.sandbox.system_calls import (
     NEW_CGROUP,
     NEW_IPC,
@@ -58,6 +61,29 @@ def confine(view: View, programs: bool = False) -> None:
     private_root.enter(view, own_pids=False)
     drop_capabilities()
     seccomp.refuse_calls(own_pids=False, programs=programs)
+
+
+def view_of_python() -> View:
+    """What this interpreter needs to import what it has not imported yet: its libraries, its packages, and this one.
+
+    Of sys.path a home directory and what is above one, the current directory and what everybody may write to are left
+    out, since other things lie there.
+    """
+    apart = {os.path.realpath(place) for place in (os.environ.get("HOME", "/"), os.getcwd())}
+    places = [os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)] + sys.path
+    wanted = {
+        place: real
+        for place in filter(os.path.isabs, places)
+        if os.path.exists(real := os.path.realpath(place))
+        and not os.stat(real).st_mode & stat.S_IWOTH
+        and not any(f"{one}/".startswith(f"{real.rstrip('/')}/") for one in apart)
+    }
+    package = str(Path(__file__).parents[1])
+    wanted[package] = os.path.realpath(package)
+    shown = {inside: real for place, real in wanted.items() for inside in (place, real)}
+    outside = {inside: real for inside, real in shown.items() if not in_system(f"{inside}/")}
+    inner = {one for one in outside for other in outside if one.startswith(f"{other}/")}
+    return View(tuple((inside, real) for inside, real in outside.items() if inside not in inner))
 
 
 def confine_first_process(view: View) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_names import RewardWord, own_reward, read_words
+from hpcrl.config.plugin_names import RewardWord, declared, own_reward, read_words
 from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.custom_hooks import BadSample, RolloutHooks
 from hpcrl.rollout.grading.tally import Tallies, Tally
@@ -169,9 +170,11 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         self._by_type = dict(_types_in(files, options))
         words = {item.word: item for item in (*self._words, *self._more, *self._by_type.values())}
         self._arrays = any(not item.file for item in words.values())
+        confined = all(item.file and declared(item.file)["CONFINED"] for item in words.values())
         self._setup = GradingSetup(
-            options.model_dump_json().encode(), list(words), int(options.reward_memory_gb * 2**30)
+            options.model_dump_json().encode(), list(words), int(options.reward_memory_gb * 2**30), confined
         )
+        self._unconfined = ""  # said once
         count = options.reward_num_workers or max(1, min(8, len(os.sched_getaffinity(0)) - 1))
         what = f"the process that grades with {' '.join(words)}"
         super().__init__(lambda: GradingProcess(self._setup), count, GradingReply, what)
@@ -273,6 +276,9 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
 
     def _opened(self, process: GradingProcess, loaded: WorkerLoaded) -> None:
         self._waits = frozenset(loaded.waits)
+        if loaded.unconfined and not self._unconfined:
+            self._unconfined = loaded.unconfined
+            print(f"hpcrl: note: rewards are graded unconfined: {loaded.unconfined}", file=sys.stderr, flush=True)
 
     def _request(self, job: GradingJob, number: int) -> GradingTask:
         job.task.id = number

@@ -5,6 +5,7 @@ A file `NAME.py` here is `--rm-type NAME`.  It has
     def reward(options, sample) -> float | dict    plain, or async if it waits for something
     NEEDS_LABEL = False                            if it does not look at the label
     KEYS = ("score", ...)                          if it returns a dict: the keys with numbers, the reward first
+    CONFINED = False                               if it needs a network, or files besides those of Python packages
     def check() -> None                            a self-check at the start: UsageError, or ImportError for a
                                                    missing package
     def boxed(content: str) -> str                 what it is given for boxed_NAME, if not the box's content alone
@@ -12,6 +13,9 @@ A file `NAME.py` here is `--rm-type NAME`.  It has
 and is run in the processes of `hpcrl/rollout/grading/`.  A custom function (--custom-rm-path) is the same without the
 file.
 
-Invariant: NEEDS_LABEL and KEYS are literals at the top of the file, because options are checked without importing it; a
-file whose name begins with an underscore is not a reward.
+The texts that a reward reads are a model's, and packages parse them: so its process is confined after it has loaded all
+rewards (`hpcrl/sandbox/`), unless one of them says CONFINED = False or is a custom function.
+
+Invariant: NEEDS_LABEL, KEYS and CONFINED are literals at the top of the file, because options are checked without
+importing it; a file whose name begins with an underscore is not a reward.
 """

@@ -15,6 +15,7 @@ from hpcrl.errors import DataError, UsageError
 from hpcrl.sample import Sample
 
 NEEDS_LABEL = False
+CONFINED = False  #: its packages read data of their own, such as nltk's
 REGISTRIES = (
     "if_verifiable.ifbench.instructions_registry",
     "if_verifiable.ifeval.instructions_registry",

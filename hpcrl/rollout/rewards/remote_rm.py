@@ -14,6 +14,7 @@ from hpcrl.rollout.remote_server import RemoteServer
 from hpcrl.sample import Sample
 
 NEEDS_LABEL = False
+CONFINED = False
 
 
 class RemoteReward:

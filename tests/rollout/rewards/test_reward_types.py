@@ -284,6 +284,7 @@ def test_every_file_is_a_reward() -> None:
         assert declared(name) == {
             "NEEDS_LABEL": getattr(module, "NEEDS_LABEL", True),
             "KEYS": getattr(module, "KEYS", ()),
+            "CONFINED": getattr(module, "CONFINED", True),
         }
 
 
