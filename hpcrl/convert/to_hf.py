@@ -304,17 +304,17 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError(f"--{flag}-max-workers {count}", "give a positive number")
     save = args.save_max_workers or args.load_max_workers or 1
     _check_flags(args, read_config(args.origin_hf_dir, "--origin-hf-dir"))
-    torch.set_grad_enabled(False)
-    convert(
-        args.input_dir,
-        args.output_dir,
-        args.origin_hf_dir,
-        add_missing=args.add_missing_from_origin_hf,
-        chunk_size=args.chunk_size,
-        force=args.force,
-        load_workers=args.load_max_workers or save,
-        save_workers=save,
-    )
+    with torch.no_grad():
+        convert(
+            args.input_dir,
+            args.output_dir,
+            args.origin_hf_dir,
+            add_missing=args.add_missing_from_origin_hf,
+            chunk_size=args.chunk_size,
+            force=args.force,
+            load_workers=args.load_max_workers or save,
+            save_workers=save,
+        )
     print(f"wrote {args.output_dir}")
     return 0
 
