@@ -28,6 +28,7 @@ from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import WORKING
 from hpcrl.report.status_text import engine_table, shorten_path, strip_control
 from hpcrl.run.engine_files import EngineViews, read_views, request_removal
+from hpcrl.run.owners import refuse_of_another
 from hpcrl.run.role import read_options, read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.toolbox.arguments import RUN, Parser
@@ -103,6 +104,7 @@ def _add(argv: list[str]) -> int:
     name = shorten_path(str(run.root))
     _check_runs(run, name)
     assert stage.attempt is not None
+    refuse_of_another(run.root)  # its options are those of engines that run as we do
     rundir = RunDir(stage.root, stage.attempt)
     if read_options(rundir).takes_turns:
         raise UsageError(

@@ -113,8 +113,8 @@ def refuse_link_to_nothing(path: Path) -> None:
         )
 
 
-def refuse_of_another(root: Path) -> None:
-    """Raise UsageError for a run directory whose recipe another user has written, or could exchange."""
+def refuse_foreign(root: Path) -> None:
+    """Raise UsageError for a run directory, or a recipe in it, that is another user's."""
     for name in ("", *_OBEYED):
         path = root / name
         if os.path.lexists(path) and (owner := of_another_user(path)):
@@ -122,6 +122,11 @@ def refuse_of_another(root: Path) -> None:
                 f"{path} belongs to user {owner}, and what its recipe names would run as you",
                 "have that user resume it, or start its recipe.toml as a run of your own, if you trust it",
             )
+
+
+def refuse_of_another(root: Path) -> None:
+    """Raise UsageError for a run directory whose recipe another user has written, or could exchange."""
+    refuse_foreign(root)
     if root.stat().st_mode & stat.S_IWOTH:
         raise UsageError(
             f"{root} is writable by all, and what it holds would run as you",

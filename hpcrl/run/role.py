@@ -23,6 +23,7 @@ from hpcrl.plain_text import strip_control
 from hpcrl.plan import Plan
 from hpcrl.run.code_files import use_code
 from hpcrl.run.engine_files import is_added, with_added
+from hpcrl.run.owners import refuse_foreign
 from hpcrl.run.process import raise_file_limit
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.storage_errors import WORDS, describe, remedy
@@ -88,8 +89,9 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
     args = parser.parse_args(argv)
     raise_file_limit()
     rundir = RunDir(args.run, args.attempt)
-    use_code(rundir.root)
     try:
+        refuse_foreign(rundir.root)
+        use_code(rundir.root)
         plan = read_plan(rundir)
         if is_added(rundir, args.index):
             plan = with_added(rundir, plan)

@@ -1,8 +1,8 @@
 """System calls that a confined process is refused, as a filter that the kernel runs (seccomp with classic BPF).
 
 Only calls that no text tool and no computation needs: those for administrators, debuggers and keyrings, those that make
-namespaces and mounts, sockets, and ioctls that type into a terminal.  A process without a PID namespace of its own is
-refused signals, and changes of other processes' priorities and limits, as well.
+namespaces and mounts, sockets, ioctls that type into a terminal, and all that are newer than this list.  A process
+without a PID namespace of its own is refused signals, and changes of other processes' priorities and limits, as well.
 
 Invariant: a call of another architecture's numbering, which would be read wrongly here, ends the process; an
 architecture whose numbers are not listed is refused altogether.
@@ -57,7 +57,6 @@ REFUSED = {
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
     "open_tree": (428, 428),
-    "open_tree_attr": (467, 467),
     "perf_event_open": (298, 241),
     "personality": (135, 92),
     "pidfd_getfd": (438, 438),
@@ -111,6 +110,9 @@ _CLONE = (56, 220)
 _CLONE3 = (435, 435)  #: its flags lie in memory, where no filter sees them: libc uses clone where it is not there
 _IOCTL = (16, 29)
 _FCNTL = (72, 25)
+_PRCTL = (157, 167)
+_PARENT_DEATH = 1  #: PR_SET_PDEATHSIG: it has to end with the process that started it
+_NEWEST = 461  #: later calls have the same numbers everywhere; of what they do nothing is known here
 _NAMESPACES = 0x7E020000  #: every CLONE_NEW*
 _TYPING = (0x5412, 0x541C, 0x5423)  #: TIOCSTI, TIOCLINUX, TIOCSETD
 _OWNERS = (8, 10, 15)  #: F_SETOWN, F_SETSIG, F_SETOWN_EX: whom a file sends signals
@@ -154,10 +156,12 @@ def filter_program(machine: str, own_pids: bool, programs: bool) -> bytes:
     which = _MACHINES.index(machine)
     lines = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, ARCHITECTURES[machine], 1, 0), _step(_RETURN, _KILL)]
     lines += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _KILL)]
+    lines += [_step(_AT_LEAST, _NEWEST + 1, 0, 1), _step(_RETURN, _ERROR | errno.ENOSYS)]
     for numbers in refused.values():
         lines += _refuse(numbers[which], errno.EPERM)
     lines += _refuse(_CLONE3[which], errno.ENOSYS)
     lines += _refuse_where(_CLONE[which], 0, [(_SET, _NAMESPACES)])
+    lines += _refuse_where(_PRCTL[which], 0, [(_EQUAL, _PARENT_DEATH)])
     if not programs:
         lines += _refuse_unless(_CLONE[which], 0, (_SET, _THREAD))
     typing = _TYPING if own_pids else (*_TYPING, *_OWNER_IOCTLS)

@@ -12,6 +12,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.errors import UsageError
 from hpcrl.run.owners import TRUSTED_OWNERS, owned_by_another, refuse_of_another
+from hpcrl.run.role import open_role
 from hpcrl.run.rundir import RunDir
 from tests.support.rundirs import make
 from tests.support.second_user import SecondUser
@@ -133,3 +134,11 @@ def test_another_users_link_to_nothing(place: Path, capsys: pytest.CaptureFixtur
     words = ["run", str(Path(__file__).parents[2] / "examples/quickstart.toml"), "--run-dir", str(lure)]
     assert main(words) == 2
     assert "lure is a link" in capsys.readouterr().err and not (place / "made").exists()
+
+
+def test_a_role_of_another_users_run(place: Path) -> None:
+    """A role imports the run's copies of modules: not another user's."""
+    root = make(place / "run")
+    os.chown(root, MAL, GROUP)
+    with pytest.raises(SystemExit, match=f"belongs to user {MAL}"):
+        open_role([str(root), "--attempt", "0"])

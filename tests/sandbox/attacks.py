@@ -386,7 +386,16 @@ def try_host_name(v: dict) -> bool:
     return LIBC.sethostname(b"mine", 4) == 0
 
 
+def try_new_calls(v: dict) -> bool:
+    """Those that this list of calls does not know: open_tree_attr is a way to mount."""
+    return any(allowed(call(number, number, 0, 0, 0)) for number in (463, 466, 467, 468, 469))
+
+
 # ---- what stays
+
+
+def try_not_to_end_with_its_parent(v: dict) -> bool:
+    return LIBC.prctl(1, 0, 0, 0, 0) == 0
 
 
 def try_outlive_it(v: dict) -> bool:

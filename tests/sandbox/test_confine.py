@@ -96,7 +96,9 @@ def test_the_filter(machine: str) -> None:
     assert run_filter(closed, arch, clone, (17,)) == EPERM
     assert run_filter(closed, arch, clone, (0x3D0F00,)) == ALLOW  # a thread
     assert run_filter(free, arch, clone, (0x10000011,)) == EPERM
-    assert run_filter(free, arch, 435) == ENOSYS
+    assert run_filter(free, arch, 435) == ENOSYS and run_filter(free, arch, 467) == ENOSYS
+    assert run_filter(free, arch, (157, 167)[which], (1, 0)) == EPERM
+    assert run_filter(free, arch, (157, 167)[which], (15, 0)) == ALLOW
     assert run_filter(free, arch, ioctl, (0, 0x700005412)) == EPERM
     assert run_filter(free, arch, ioctl, (0, 0x5401)) == ALLOW
     assert run_filter(closed, arch, fcntl, (3, 8)) == EPERM and run_filter(closed, arch, fcntl, (3, 4)) == ALLOW
