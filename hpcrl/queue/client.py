@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue import auth, messages, sockets
+from hpcrl.queue.frames import cut
 from hpcrl.queue.share_format import Share, WireError, decode
 from hpcrl.run.peers import RolloutPeer, wait_for
 from hpcrl.run.rundir import STOP, RunDir
@@ -271,11 +272,13 @@ class QueueClient:
         else:
             again = messages.Ping() if self._welcomed else self._hello()
         with contextlib.suppress(zmq.Again):  # no peer is there yet: what is queued already will do
-            self._socket.send_multipart(messages.pieces(messages.pack(again)), zmq.DONTWAIT)
+            self._socket.send_multipart(cut(messages.pack(again)), zmq.DONTWAIT)
 
     def _receive(self, take: Callable[[messages.FromServer], T | None]) -> T | None:
         first, *pieces = self._socket.recv_multipart(copy=False)
         message = messages.read_from_server(first.buffer)
+        if isinstance(message, messages.Long):
+            message = messages.read_from_server(messages.whole([piece.buffer for piece in pieces]))
         self._heard.heard()
         match message:
             case messages.WhoAreYou():
@@ -352,7 +355,7 @@ class QueueClient:
 
     def _send(self, message: messages.FromClient) -> None:
         try:
-            self._socket.send_multipart(messages.pieces(messages.pack(message)), zmq.DONTWAIT)
+            self._socket.send_multipart(cut(messages.pack(message)), zmq.DONTWAIT)
         except zmq.Again as error:
             raise HpcrlError(
                 f"{self._me()}: {sockets.HIGH_WATER} messages to {self._where} are not sent: it does not read them"

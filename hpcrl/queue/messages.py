@@ -1,12 +1,12 @@
 """What the two sides of the queue say to each other, and how a share is cut into parts of bounded size; what a share
 holds is decoded by `share_format.py`.
 
-    client -> server   Hello, Fetch, Ack, Call, Ping                       one frame each, or several of PIECE_BYTES
-    server -> client   Welcome, WhoAreYou, Reply, Failed, Pong             one frame each
+    client -> server   Hello, Fetch, Ack, Call, Ping                       one frame each, or several (frames.py)
+    server -> client   Welcome, WhoAreYou, Reply, Failed, Pong             one frame each, or Long and then its pieces
                        SharePart                                           one frame, then its pieces
 
 Invariants: every message is one typed msgspec Struct with a tag; bytes that are none raise WireError and nothing else;
-no frame is larger than MAX_FRAME.
+no message is larger than MAX_FRAME, no frame of a client larger than `frames.LIMIT`, none of the server than MAX_PIECE.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import msgspec
 
 from hpcrl import errors
 from hpcrl.errors import HpcrlError, PeerError
+from hpcrl.queue.frames import cut, joined
 from hpcrl.queue.share_format import Buffer, Count, WireError
 
 #: number of this protocol; both sides must speak the same
-PROTOCOL = 1
+PROTOCOL = 2
 #: bytes of one part of a share, and so of what one credit allows to be under way
 PART_BYTES = 64 * 2**20
 #: bytes of one frame of a part: a frame is encrypted, sent and decrypted as a whole, so that smaller ones let these
@@ -29,7 +30,7 @@ PART_BYTES = 64 * 2**20
 PIECE_BYTES = 2**19
 #: bytes of one message (a call with its parameters, a reply)
 MAX_FRAME = PART_BYTES + 2**20
-#: bytes of one frame that the server takes, with what encryption adds to a piece: a larger message goes as several
+#: bytes of one frame that a client takes, with what encryption adds to a piece: a larger message goes as several
 MAX_PIECE = 2 * PIECE_BYTES
 #: parts that may be under way, sent and not acknowledged, unless the client says otherwise
 CREDIT = 4
@@ -101,6 +102,10 @@ class SharePart(_Message, tag="part"):
     sizes: list[Count]
 
 
+class Long(_Message, tag="long"):
+    """A message that is larger than PIECE_BYTES follows, cut into frames."""
+
+
 class Ack(_Message, tag="ack"):
     """The part has arrived and need not be sent again."""
 
@@ -146,7 +151,7 @@ class Pong(_Message, tag="pong"):
 
 
 FromClient = Hello | Fetch | Ack | Call | Ping
-FromServer = Welcome | WhoAreYou | SharePart | Reply | Failed | Pong
+FromServer = Welcome | WhoAreYou | SharePart | Long | Reply | Failed | Pong
 
 _pack = msgspec.msgpack.Encoder().encode
 _from_client = msgspec.msgpack.Decoder(FromClient).decode
@@ -168,9 +173,14 @@ def pack(message: FromClient | FromServer) -> bytes:
     return frame
 
 
-def pieces(frame: bytes) -> list[bytes]:
-    """A client's message as the frames that it is sent in, each of at most PIECE_BYTES."""
-    return [frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)]
+def to_client(message: FromServer, share: Sequence[Buffer] = ()) -> list[Buffer]:
+    """The frames of a server's message.
+
+    Args:
+        share: the pieces of a SharePart.
+    """
+    frame = pack(message)
+    return [frame, *share] if len(frame) <= PIECE_BYTES else [pack(Long()), *cut(frame, PIECE_BYTES)]
 
 
 def whole(frames: Sequence[Buffer]) -> Buffer:
@@ -179,11 +189,10 @@ def whole(frames: Sequence[Buffer]) -> Buffer:
     Raises:
         WireError: if it is larger than MAX_FRAME.
     """
-    if len(frames) == 1:
-        return frames[0]
-    if (size := sum(map(len, frames))) > MAX_FRAME:
-        raise WireError(f"not a message of the queue: {size} bytes, {MAX_FRAME} are allowed")
-    return b"".join(frames)
+    try:
+        return joined(frames, MAX_FRAME)
+    except ValueError as error:
+        raise WireError(f"not a message of the queue: {error}") from error
 
 
 def read_from_client(frame: Buffer) -> FromClient:

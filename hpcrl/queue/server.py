@@ -24,6 +24,7 @@ from hpcrl.plan import Plan
 from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.rank_state import MAX_CALLS, Calls, PendingShares, Rank, RankConnection
 from hpcrl.queue.share_format import Buffer, Share, WireError, encode
+from hpcrl.queue.unproven import UnprovenPeers
 from hpcrl.run.peers import RolloutPeer, publish
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
@@ -86,6 +87,7 @@ class QueueServer:
             raise HpcrlError(
                 f"rollout: the queue cannot listen on {host}: {error.strerror}", "is this the host that the plan names?"
             ) from error
+        UnprovenPeers(self._socket)
         port = int(self._socket.last_endpoint.rsplit(b":", 1)[1])
         self._spawn(self._listen())
         peer = RolloutPeer(
@@ -303,7 +305,7 @@ class QueueServer:
     async def _send(self, route: bytes, message: messages.FromServer, pieces: Sequence[Buffer] = ()) -> bool:
         """Send at once or not at all; False if the peer is gone or takes nothing: it will come back and say Hello."""
         try:
-            await self._socket.send_multipart([route, messages.pack(message), *pieces], zmq.DONTWAIT, copy=False)
+            await self._socket.send_multipart([route, *messages.to_client(message, pieces)], zmq.DONTWAIT, copy=False)
             return True
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):

@@ -1,7 +1,7 @@
 """What the sockets of both sides have in common: limits, heartbeats and addresses.
 
-Invariants: a client reads no frame larger than MAX_FRAME, and the server, to which anybody may connect, none larger
-than MAX_PIECE, neither before it knows who is there nor after; a connection whose other end is silent for
+Invariants: a client reads no frame larger than MAX_PIECE, and the server, to which anybody may connect, none larger
+than `frames.LIMIT`, neither before it knows who is there nor after; a connection whose other end is silent for
 HEARTBEAT_TIMEOUT is given up by libzmq, on both sides; the server listens on one interface, the one that the plan
 names.
 """
@@ -15,7 +15,8 @@ import zmq
 
 from hpcrl.errors import UsageError
 from hpcrl.plan import Plan
-from hpcrl.queue.messages import MAX_FRAME, MAX_PIECE
+from hpcrl.queue.frames import LIMIT
+from hpcrl.queue.messages import MAX_PIECE
 
 #: milliseconds between heartbeats, and of silence until a connection counts as dead.  They are libzmq's own, answered
 #: by its threads whatever Python does; a heartbeat may queue behind a part of 64 MiB, hence not shorter.
@@ -30,12 +31,13 @@ LINGER = 1_000
 
 def set_limits(sock: zmq.Socket, *, server: bool = False) -> None:
     """Limits and heartbeats of a socket of the queue."""
-    sock.maxmsgsize = MAX_PIECE if server else MAX_FRAME
+    sock.maxmsgsize = LIMIT if server else MAX_PIECE
     sock.handshake_ivl = HANDSHAKE
     sock.sndhwm = sock.rcvhwm = HIGH_WATER
     sock.heartbeat_ivl = HEARTBEAT
     sock.heartbeat_timeout = HEARTBEAT_TIMEOUT
     sock.linger = LINGER
+    sock.backlog = 512
     sock.ipv6 = True
 
 

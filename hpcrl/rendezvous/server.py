@@ -16,7 +16,9 @@ import zmq
 
 from hpcrl.errors import UsageError
 from hpcrl.queue import auth
+from hpcrl.queue.frames import LIMIT, cut, joined
 from hpcrl.queue.sockets import HANDSHAKE, endpoint
+from hpcrl.queue.unproven import UnprovenPeers
 from hpcrl.rendezvous.table import MAX_ASK, Table, to_ask, to_bytes
 
 ZAP = "inproc://zeromq.zap.01"  #: where libzmq asks who may come in (ZeroMQ RFC 27)
@@ -37,7 +39,7 @@ class StoreServer:
         self._door.bind(ZAP)
         self._socket = self._context.socket(zmq.ROUTER)
         auth.lock_server(self._socket, keys)
-        self._socket.maxmsgsize = MAX_ASK
+        self._socket.maxmsgsize = LIMIT
         self._socket.ipv6 = True
         self._socket.linger = 1_000
         self._socket.handshake_ivl = HANDSHAKE
@@ -53,6 +55,7 @@ class StoreServer:
                 f"cannot listen on {address}: {reason}", "does the plan name this host? see --interface"
             ) from error
         self.port = int(self._socket.last_endpoint.rsplit(b":", 1)[1])
+        UnprovenPeers(self._socket)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
         self._thread.start()
@@ -87,10 +90,10 @@ class StoreServer:
         status = [b"200", b"OK", b"member"] if known else [b"400", b"no key of this run", b""]
         self._door.send_multipart([b"1.0", question[1] if len(question) > 1 else b"", *status, b""])
 
-    def _hear(self, member: bytes, frame: bytes) -> None:
-        for other, answer in self.table.take(member, to_ask.decode(frame)):
+    def _hear(self, member: bytes, *frames: bytes) -> None:
+        for other, answer in self.table.take(member, to_ask.decode(joined(frames, MAX_ASK))):
             with contextlib.suppress(zmq.ZMQError):  # a member that is gone
-                self._socket.send_multipart([other, to_bytes(answer)], zmq.NOBLOCK)
+                self._socket.send_multipart([other, *cut(to_bytes(answer))], zmq.NOBLOCK)
 
 
 def _numeric(host: str) -> str:

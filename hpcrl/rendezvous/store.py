@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,8 +22,9 @@ import zmq
 from torch.distributed import DistStoreError, Store
 
 from hpcrl.queue import auth
+from hpcrl.queue.frames import LIMIT, cut, joined
 from hpcrl.queue.sockets import HEARTBEAT, HEARTBEAT_TIMEOUT, endpoint
-from hpcrl.rendezvous.table import StoreReply, StoreRequest, Verb, to_answer, to_bytes
+from hpcrl.rendezvous.table import MAX_ASK, StoreReply, StoreRequest, Verb, to_answer, to_bytes
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.retry import Pauses
 from hpcrl.toolbox.signs import LastSign
@@ -131,11 +133,14 @@ class KeyedStore(Store):
         end = Deadline(seconds)
         knock, looked = Deadline(0.0), LastSign(ago=self._look)
         pauses = iter(KNOCKS)
-        connection.send(to_bytes(StoreRequest(number, verb, keys or [], values or [], amount)))
+        asked = to_bytes(StoreRequest(number, verb, keys or [], values or [], amount))
+        if len(asked) > MAX_ASK:
+            raise DistStoreError(f"{verb} {(keys or [''])[0]}: {len(asked)} bytes, a store takes {MAX_ASK} at once")
+        connection.send_multipart(cut(asked))
         while True:
             left = end.left
             if connection.poll(max(0, int(1000 * min(left, LOOK)))):
-                answer = to_answer.decode(connection.recv())
+                answer = to_answer.decode(joined(connection.recv_multipart(), sys.maxsize))
                 if answer.number == number:  # else to a question that was given up
                     return answer
             elif left <= 0:
@@ -177,6 +182,7 @@ class KeyedStore(Store):
         if found is None:
             found = zmq.Context.instance().socket(zmq.DEALER)
             auth.lock_client(found, self._keys)
+            found.maxmsgsize = LIMIT
             found.ipv6 = True
             found.linger = 1_000
             found.heartbeat_ivl = HEARTBEAT

@@ -1,7 +1,7 @@
 """What a store holds, what its clients and its server say to each other, and who waits for what.
 
-    client -> server   StoreRequest   one frame
-    server -> client   StoreReply     one frame
+    client -> server   StoreRequest   one frame, or several (queue/frames.py)
+    server -> client   StoreReply     the same
 
 `Table` is the rules of torch.distributed's stores as a pure object.
 
@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 Verb = Literal["set", "get", "wait", "check", "add", "append", "swap", "delete", "count"]
-#: bytes that a server takes as one frame: what one member tells of itself, for a world of any size
+#: bytes of a request that a server takes: what one member tells of itself, for a world of any size
 MAX_ASK = 8 * 2**20
 
 

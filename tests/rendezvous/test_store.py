@@ -19,7 +19,7 @@ from hpcrl.errors import PeerError, UsageError
 from hpcrl.queue.auth import ClientKeys, ServerKeys
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.rendezvous.store import KeyedStore
-from hpcrl.rendezvous.table import StoreRequest, to_bytes
+from hpcrl.rendezvous.table import MAX_ASK, StoreRequest, to_bytes
 
 HERE = "127.0.0.1"
 ADDRESSES = "default_pg/0//cpu//0/1"  #: where gloo's rank 1 tells where it listens
@@ -59,6 +59,16 @@ def test_members_share_what_they_put_there(meeting: Meeting) -> None:
     assert one.delete_key("x") and not other.check(["x"])
     assert other.num_keys() == 4
     assert meeting.member().clone().get("a/q") == b"2"
+
+
+def test_values_of_many_frames(meeting: Meeting) -> None:
+    """A value of megabytes goes in frames as small as a server takes from strangers; a larger one is refused here."""
+    value = bytes(range(256)) * 2**13
+    meeting.member().set("large", value)
+    assert meeting.member().get("large") == value
+    assert meeting.server._socket.maxmsgsize < 2**14
+    with pytest.raises(dist.DistStoreError, match="a store takes"):
+        meeting.member().set("larger", bytes(MAX_ASK))
 
 
 def test_a_key_is_waited_for_and_only_so_long(meeting: Meeting) -> None:

@@ -14,6 +14,7 @@ Whole runs
     small_recipes      the shipped recipes for GPUs with small models
     twins              tiny twins of the reference runs of slime's guides
     second_user        an account from which tests attack what runs under the first
+    attacked, strangers    servers of a run in processes of their own; what strangers send to their ports, and its cost
     faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards
 
 Models and data

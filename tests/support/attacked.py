@@ -1,0 +1,112 @@
+"""Servers of a run for strangers to attack, each in a process of its own with few descriptors.
+
+    python -m tests.support.attacked store|queue DIRECTORY
+
+The process prints what its peers need as one line of JSON, and serves until its input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import zmq
+
+from hpcrl.queue.auth import ClientKeys, ServerKeys
+from hpcrl.queue.client import QueueClient
+from hpcrl.rendezvous.server import StoreServer
+from hpcrl.rendezvous.store import KeyedStore
+from hpcrl.run.peers import RolloutPeer, find
+from hpcrl.run.rundir import RunDir
+from tests.support.queues import PLAN, WAIT, Served, make_rundir
+
+REPO = Path(__file__).parents[2]
+HERE = "127.0.0.1"
+FILES = 4_096  #: descriptors of a server: the hard limit of old systems
+
+
+@dataclass
+class Attacked:
+    """A server's process, and one honest peer of it.
+
+    Attributes:
+        call: asks something and waits for the answer.
+        again: makes a new peer, which does the same once.
+        resting: bytes of memory before any attack.
+    """
+
+    process: subprocess.Popen[str]
+    port: int
+    call: Callable[[], object]
+    again: Callable[[], object]
+    resting: int = 0
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(WAIT)
+
+
+def start(kind: str, directory: Path) -> Attacked:
+    """A server of that kind with a peer that it has answered."""
+    command = [sys.executable, "-m", "tests.support.attacked", kind, str(directory)]
+    process = subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    told = json.loads(process.stdout.readline())
+    found = _store(process, told) if kind == "store" else _queue(process, told, directory)
+    for _ in range(30):
+        found.call()
+    found.resting = psutil.Process(process.pid).memory_info().rss
+    return found
+
+
+def _store(process: subprocess.Popen[str], told: dict[str, Any]) -> Attacked:
+    keys = ClientKeys(*told["keys"])
+
+    def member() -> KeyedStore:
+        return KeyedStore(HERE, told["port"], keys, timedelta(seconds=WAIT))
+
+    first = member()
+    return Attacked(process, told["port"], lambda: first.set("x", "y" * 100), lambda: member().get("x"))
+
+
+def _queue(process: subprocess.Popen[str], told: dict[str, Any], directory: Path) -> Attacked:
+    rundir = RunDir(directory, 0)
+
+    def rank(number: int) -> QueueClient:
+        return QueueClient(rundir, PLAN, number, 2, WAIT)
+
+    def again() -> None:
+        new = rank(1)
+        new.call("echo")
+        new.close()
+
+    first = rank(0)
+    return Attacked(process, told["port"], lambda: first.call("echo", text="y" * 100), again)
+
+
+def serve_store() -> dict[str, Any]:
+    own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
+    return {"port": StoreServer(HERE, ServerKeys(*own, (mine[0],))).port, "keys": [*mine, own[0]]}
+
+
+def serve_queue(directory: Path) -> dict[str, Any]:
+    async def echo(params: dict[str, Any]) -> dict[str, Any]:
+        return {"got": params}
+
+    peer = find(Served(make_rundir(directory), {"echo": echo}).rundir, RolloutPeer)
+    assert peer is not None
+    return {"port": peer.port}
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+    print(json.dumps(serve_store() if sys.argv[1] == "store" else serve_queue(Path(sys.argv[2]))), flush=True)
+    sys.stdin.read()
