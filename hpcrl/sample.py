@@ -166,7 +166,7 @@ class SampleBatch:
                 s.index,
                 len(s.tokens),
                 s.response_length,
-                int(s.loss_mask.sum()),
+                int(np.count_nonzero(s.loss_mask)),
                 STATUSES.index(s.status),
                 s.reward,
                 s.baseline,

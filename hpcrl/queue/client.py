@@ -23,6 +23,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.frames import cut
+from hpcrl.queue.heap import keep_freed_memory
 from hpcrl.queue.share_format import Share, WireError, decode
 from hpcrl.run.peers import RolloutPeer, wait_for
 from hpcrl.run.rundir import STOP, RunDir
@@ -170,6 +171,7 @@ class QueueClient:
         return f"trainer DP rank {self._rank} on {socket.gethostname()}"
 
     def _open(self, address: str) -> None:
+        keep_freed_memory()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         sockets.set_limits(self._socket)

@@ -22,6 +22,7 @@ import zmq.asyncio
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError
 from hpcrl.plan import Plan
 from hpcrl.queue import auth, messages, sockets
+from hpcrl.queue.heap import keep_freed_memory
 from hpcrl.queue.rank_state import MAX_CALLS, Calls, PendingShares, Rank, RankConnection
 from hpcrl.queue.share_format import Buffer, Share, WireError, encode
 from hpcrl.queue.unproven import UnprovenPeers
@@ -76,6 +77,7 @@ class QueueServer:
             HpcrlError: if that fails.
         """
         host = sockets.bind_address(self._plan)
+        keep_freed_memory()
         self._context = zmq.asyncio.Context(io_threads=min(4, len(self._ranks)))
         self._socket = self._context.socket(zmq.ROUTER)
         sockets.set_limits(self._socket, server=True)

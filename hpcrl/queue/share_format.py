@@ -253,7 +253,8 @@ def _unpack_mask(bits: np.ndarray, tokens: int) -> np.ndarray:
 
 def _runs(versions: np.ndarray) -> np.ndarray:
     """int32 [tokens] as RUN [runs]."""
-    ends = np.flatnonzero(versions[1:] != versions[:-1]) + 1
+    one = len(versions) and versions.min() == versions.max()  # as of most shares
+    ends = np.zeros(0, np.int64) if one else np.flatnonzero(versions[1:] != versions[:-1]) + 1
     bounds = np.concatenate([[0], ends, [len(versions)]]) if len(versions) else np.zeros(1, np.int64)
     runs = np.zeros(len(bounds) - 1, RUN)
     runs["version"], runs["length"] = versions[bounds[:-1]], np.diff(bounds)
