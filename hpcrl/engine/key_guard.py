@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from hpcrl.errors import UsageError
@@ -22,7 +22,6 @@ from hpcrl.untrusted_files import read_given_bytes
 
 KEY_FILE = "HPCRL_HTTP_KEY_FILE"
 ENGINE = "HPCRL_HTTP_KEY_ENGINE"  #: INDEX.LIFE
-IDLE = 15.0  #: seconds that a connection may be without a request
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -77,34 +76,10 @@ class RunKeyGuard:
             await send({"type": "websocket.close", "code": 1008, "reason": "the key of the run is missing or wrong"})
 
     def _admits(self, scope: Scope) -> bool:
-        given = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+        return admits(scope.get("headers", ()), self._expected)
 
 
-def impatient_protocol(seconds: float = IDLE) -> type[Any]:
-    """uvicorn's HTTP, for its option `http`: it closes a connection on which no request has come for `seconds` to twice
-    that.
-
-    uvicorn itself waits for ever for the first byte of a request and for its last, from any client.
-    """
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-    class Impatient(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._last = None
-            self._looks = 0
-            self._look()
-
-        def _look(self) -> None:
-            if self.transport.is_closing() or self.transport.get_protocol() is not self:  # ended, or a websocket by now
-                return
-            cycle = self.cycle
-            at_work = cycle is not None and (cycle is not self._last or not cycle.response_complete)
-            self._last, self._looks = cycle, 0 if at_work else self._looks + 1
-            if self._looks > 1:
-                self.transport.close()
-            else:
-                self.loop.call_later(seconds, self._look)
-
-    return Impatient
+def admits(headers: Iterable[tuple[bytes, bytes]], expected: bytes) -> bool:
+    """Whether the one Authorization header of a request is the expected one."""
+    given = [value for name, value in headers if name.lower() == b"authorization"]
+    return len(given) == 1 and hmac.compare_digest(given[0], expected)

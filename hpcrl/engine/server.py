@@ -17,7 +17,8 @@ from argparse import Namespace, _AppendAction
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpcrl.engine.key_guard import impatient_protocol
+from hpcrl.engine.http_limits import bounded_protocol
+from hpcrl.engine.key_guard import read_key
 from hpcrl.engine.multi_node import node_of
 from hpcrl.engine.server_settings import LISTEN_FD, Build, build, flags, share_flags
 from hpcrl.errors import HpcrlError, UsageError
@@ -80,11 +81,12 @@ async def serve(sock: socket.socket, args: Namespace, fork: bool) -> None:
     from vllm.entrypoints.launchers.api_server import entry
 
     address = "http://{}:{}".format(*sock.getsockname()[:2])
+    http = bounded_protocol(read_key())
     if not fork:
-        await entry.run_server_worker(address, sock, args, http=impatient_protocol())
+        await entry.run_server_worker(address, sock, args, http=http)
         return
     async with entry.build_async_engine_client_from_engine_args(forking_arguments(args)) as client:
-        ended = await entry.build_and_serve(client, address, sock, args, http=impatient_protocol())
+        ended = await entry.build_and_serve(client, address, sock, args, http=http)
     try:
         await ended
     finally:

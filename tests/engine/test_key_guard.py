@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
-from hpcrl.engine.key_guard import KEY_FILE, RunKeyGuard, impatient_protocol
+from hpcrl.engine.key_guard import KEY_FILE, RunKeyGuard
 from hpcrl.errors import UsageError
 from hpcrl.queue.auth import key_of_engine
 
@@ -121,41 +118,3 @@ def test_no_key_no_server(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv(KEY_FILE)
     with pytest.raises(UsageError, match=KEY_FILE):
         RunKeyGuard(None)  # type: ignore[arg-type]
-
-
-def test_a_connection_without_a_request_does_not_stay() -> None:
-    """Neither one that says nothing nor one that never comes to an end; a request that takes its time is answered."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            await asyncio.sleep(1.0)
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"slow"})
-
-    async def talk(port: int, said: bytes) -> tuple[float, bytes]:
-        """Seconds until the server has closed the connection, and what it has said."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(said)
-        begun = time.monotonic()
-        answer = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-        return time.monotonic() - begun, answer
-
-    async def main() -> list[tuple[float, bytes]]:
-        sock = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            app, http=impatient_protocol(0.3), lifespan="off", log_level="error", timeout_keep_alive=30
-        )
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve([sock]))
-        while not server.started:
-            await asyncio.sleep(0.01)
-        words = [b"", b"GET / HTTP/1.1\r\nHost: x\r\nA: ", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"]
-        found = await asyncio.gather(*(talk(sock.getsockname()[1], word) for word in words))
-        server.should_exit = True
-        await serving
-        return list(found)
-
-    silent, half, asked = asyncio.run(main())
-    assert silent[0] < 10 and half[0] < 10 and silent[1] == b""
-    assert b"200 OK" in asked[1] and b"slow" in asked[1] and asked[0] >= 1.0

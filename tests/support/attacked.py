@@ -1,14 +1,18 @@
 """Servers of a run for strangers to attack, each in a process of its own with few descriptors.
 
-    python -m tests.support.attacked store|queue DIRECTORY
+    python -m tests.support.attacked store|queue|engine|endpoint DIRECTORY
 
 The process prints what its peers need as one line of JSON, and serves until its input ends.
 """
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
+import os
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,10 +24,13 @@ from typing import Any
 import psutil
 import zmq
 
+from hpcrl.engine.http_limits import bounded_protocol
+from hpcrl.engine.key_guard import KEY_FILE, RunKeyGuard, read_key
 from hpcrl.queue.auth import ClientKeys, ServerKeys
 from hpcrl.queue.client import QueueClient
 from hpcrl.rendezvous.server import StoreServer
 from hpcrl.rendezvous.store import KeyedStore
+from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.run.peers import RolloutPeer, find
 from hpcrl.run.rundir import RunDir
 from tests.support.queues import PLAN, WAIT, Served, make_rundir
@@ -60,7 +67,10 @@ def start(kind: str, directory: Path) -> Attacked:
     process = subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     told = json.loads(process.stdout.readline())
-    found = _store(process, told) if kind == "store" else _queue(process, told, directory)
+    if kind == "store":
+        found = _store(process, told)
+    else:
+        found = _queue(process, told, directory) if kind == "queue" else _http(process, told)
     for _ in range(30):
         found.call()
     found.resting = psutil.Process(process.pid).memory_info().rss
@@ -92,6 +102,29 @@ def _queue(process: subprocess.Popen[str], told: dict[str, Any], directory: Path
     return Attacked(process, told["port"], lambda: first.call("echo", text="y" * 100), again)
 
 
+def _http(process: subprocess.Popen[str], told: dict[str, Any]) -> Attacked:
+    headers = {"Authorization": f"Bearer {told['key']}"}
+
+    def connection() -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(HERE, told["port"], timeout=WAIT)
+
+    def ask(over: http.client.HTTPConnection, again: bool = True) -> None:
+        try:
+            over.request("GET", "/v1/models", headers=headers)
+            answer = over.getresponse()
+        except http.client.RemoteDisconnected:  # it was idle for too long between two attacks
+            over.close()
+            if not again:
+                raise
+            ask(over, again=False)
+            return
+        answer.read()
+        assert answer.status == 200
+
+    first = connection()
+    return Attacked(process, told["port"], lambda: ask(first), lambda: ask(connection()))
+
+
 def serve_store() -> dict[str, Any]:
     own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
     return {"port": StoreServer(HERE, ServerKeys(*own, (mine[0],))).port, "keys": [*mine, own[0]]}
@@ -106,7 +139,39 @@ def serve_queue(directory: Path) -> dict[str, Any]:
     return {"port": peer.port}
 
 
+def serve_engine(directory: Path) -> None:
+    """uvicorn as an engine has it, around an app that answers at once."""
+    import uvicorn
+
+    directory.mkdir()
+    (directory / "http.key").write_text("k" * 64)
+    os.environ[KEY_FILE] = str(directory / "http.key")
+    key = read_key()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    sock = socket.create_server((HERE, 0), backlog=512)
+    print(json.dumps({"port": sock.getsockname()[1], "key": key.decode()}), flush=True)
+    config = uvicorn.Config(RunKeyGuard(app), http=bounded_protocol(key), lifespan="off", access_log=False)
+    uvicorn.Server(config).run([sock])
+
+
+async def serve_endpoint() -> None:
+    endpoint = Endpoint(HERE)
+    await endpoint.start()
+    key = endpoint.open(object())  # type: ignore[arg-type]
+    print(json.dumps({"port": int(endpoint.base_url.split(":")[2].split("/")[0]), "key": key}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
-    print(json.dumps(serve_store() if sys.argv[1] == "store" else serve_queue(Path(sys.argv[2]))), flush=True)
-    sys.stdin.read()
+    if sys.argv[1] == "engine":
+        serve_engine(Path(sys.argv[2]))
+    elif sys.argv[1] == "endpoint":
+        asyncio.run(serve_endpoint())
+    else:
+        print(json.dumps(serve_store() if sys.argv[1] == "store" else serve_queue(Path(sys.argv[2]))), flush=True)
+        sys.stdin.read()

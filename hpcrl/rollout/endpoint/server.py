@@ -6,9 +6,9 @@
     GET  /v1/models                              the one model
 
 Invariants: every request brings the key of a response that is being made, which opens nothing else and ends with it; it
-listens on the rollout's address of the plan alone, on a port that the system chose; bodies are bounded, and every wait
-has a deadline.  A field that is not honoured is an error that names it, never ignored; how tokens are sampled is the
-run's choice, so that they can be trained on.
+listens on the rollout's address of the plan alone, on a port that the system chose; bodies are bounded, every wait has
+a deadline, and who brings no key costs little (`connections.py`).  A field that is not honoured is an error that names
+it, never ignored; how tokens are sampled is the run's choice, so that they can be trained on.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from aiohttp import web
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint import chat
 from hpcrl.rollout.endpoint.chat import Dialogue
+from hpcrl.rollout.endpoint.connections import Connection, Connections
 from hpcrl.rollout.endpoint.session import DIALOGUES, BadRequest, Session, sampling_params
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
@@ -170,6 +171,7 @@ class Endpoint:
         self._host = host
         self._sessions = dict[str, Session]()
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
         self.base_url = ""
 
     async def start(self) -> None:
@@ -186,8 +188,10 @@ class Endpoint:
         app.router.add_route("*", "/{path:.*}", _unknown)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
+        assert runner.server is not None
+        accept = Connections(runner.server)
         try:
-            await web.TCPSite(runner, self._host, 0).start()
+            self._listening = await asyncio.get_running_loop().create_server(accept, self._host, 0, backlog=512)
         except OSError as error:
             await runner.cleanup()
             raise HpcrlError(
@@ -195,12 +199,14 @@ class Endpoint:
                 "is this the host that the plan names?",
             ) from error
         self._runner = runner
-        port = runner.addresses[0][1]
+        port = self._listening.sockets[0].getsockname()[1]
         self.base_url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}/v1"
 
     async def stop(self) -> None:
         """Listen no more, and end what is being answered."""
         self._sessions.clear()
+        if self._listening is not None:
+            self._listening.close()
         if self._runner is not None:
             runner = self._runner
             self._runner = None
@@ -224,6 +230,8 @@ class Endpoint:
             session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
             if session is None:
                 return _error(401, "the key is of no response that is being made", "invalid_api_key")
+            if isinstance(request.protocol, Connection):
+                request.protocol.proved()
             try:
                 async with asyncio.timeout(READ):
                     data = await request.read()

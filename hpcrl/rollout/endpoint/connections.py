@@ -1,0 +1,95 @@
+"""Connections to the endpoint, and what they may cost before a request over them has brought a key.
+
+aiohttp leaves a connection that never asks open for an hour, and writes a traceback whenever bytes are no request.
+
+Invariants: until a key has come over it, a connection is read SLICE bytes at a time, and ends after IDLE seconds, as
+soon as a request line with its headers has more than HEAD bytes, or all that was sent more than ALL; of more than MOST
+of them the oldest are closed; of requests that are none a few lines are logged, and no traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from hpcrl.toolbox.few_lines import FewLines
+
+IDLE = 15.0  #: seconds until a connection must have brought a key
+#: bytes of a request before its body, and of all that comes before the key has been looked at; bytes that are read
+#: together; connections without a key that stay open
+HEAD, ALL, SLICE, MOST = 2**16, 2**17, 2**13, 512
+_END = b"\r\n\r\n"  # of the headers
+
+
+class Connections:
+    """What makes the protocol of each connection, for `create_server`."""
+
+    def __init__(self, server: web.Server) -> None:
+        self.server = server
+        self.unproven: dict[Connection, None] = {}  # oldest first
+        self.log = logging.Logger("hpcrl.endpoint", logging.WARNING)
+        self.log.parent = logging.getLogger("aiohttp.server")
+        self.log.addFilter(FewLines(_caused_by_a_client))
+
+    def __call__(self) -> Connection:
+        return Connection(self)
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's own protocol with these limits."""
+
+    def __init__(self, connections: Connections) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(connections.server, loop=loop, access_log=None, logger=connections.log)
+        self._connections = connections
+        self._sent = 0
+        self._tail = b""
+        self._asked = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        unproven = self._connections.unproven
+        unproven[self] = None
+        while len(unproven) > MOST:
+            next(iter(unproven)).drop()
+        self._read = getattr(transport, "max_size", None)
+        if self._read is not None:  # of asyncio's own loop
+            transport.max_size = SLICE  # type: ignore[attr-defined]
+        self._limit = asyncio.get_running_loop().call_later(IDLE, self.drop)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.proved()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._asked:
+            self._asked = _END in self._tail + data
+            self._tail = data[-3:]
+        if self in self._connections.unproven:
+            self._sent += len(data)
+            if self._sent > (ALL if self._asked else HEAD):
+                self.drop()
+                return
+        super().data_received(data)
+
+    def proved(self) -> None:
+        """A key has come over it: the limits are over."""
+        self._connections.unproven.pop(self, None)
+        self._limit.cancel()
+        if self._read is not None and self.transport is not None:
+            self.transport.max_size = self._read  # type: ignore[attr-defined]
+
+    def drop(self) -> None:
+        """End it unless it has brought a key."""
+        if self in self._connections.unproven:
+            del self._connections.unproven[self]
+            if self.transport is not None:
+                self.transport.abort()
+
+
+def _caused_by_a_client(record: logging.LogRecord) -> bool:
+    reason = record.exc_info[1] if record.exc_info else None
+    return isinstance(reason, HttpProcessingError | ConnectionError)
