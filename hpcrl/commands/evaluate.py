@@ -33,6 +33,7 @@ from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import directory_of
 from hpcrl.report.metrics import read_metrics
+from hpcrl.run.owners import refuse_foreign
 from hpcrl.run.rundir import TRACKER
 from hpcrl.untrusted_files import as_given, read_regular
 
@@ -195,6 +196,7 @@ def _of_checkpoint(what: Path, overrides: Mapping[str, Any]) -> Recipe:
             )
         values: dict[str, Any] = {}
     else:
+        refuse_foreign(run)  # its options name functions, variables and engines' settings
         values = _changed(run / "options.json")
         if folder == run or folder == run.parent:
             folder = Path(values.get("save") or run / "checkpoints")

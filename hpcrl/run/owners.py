@@ -20,7 +20,8 @@ from hpcrl.untrusted_files import user_name
 #: users that own directories of the system: below it no person has an account, and the last is what a container and NFS
 #: show in place of users that they do not know
 SYSTEM_USERS, UNKNOWN_USER = 1000, 65534
-_OBEYED = ("recipe.json", "recipe.toml", "job.json", "code")  #: in a run directory: what decides which code runs
+#: of a run: what says which code runs
+_OBEYED = ("recipe.json", "recipe.toml", "options.json", "job.json", "code")
 TRUSTED_OWNERS = "HPCRL_TRUSTED_OWNERS"  #: names of users, with commas, that may own directories above a run's
 
 
@@ -120,7 +121,7 @@ def refuse_foreign(root: Path) -> None:
         if os.path.lexists(path) and (owner := of_another_user(path)):
             raise UsageError(
                 f"{path} belongs to user {owner}, and what its recipe names would run as you",
-                "have that user resume it, or start its recipe.toml as a run of your own, if you trust it",
+                "have that user do it, or start a copy of its recipe.toml, if you trust it; --load names a checkpoint",
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,14 @@ def test_no_run_directory_is_made_for_a_bad_file(tmp_path: Path, capsys: pytest.
         command, *flags = argv
         assert main([command, str(tmp_path / "r.toml"), "--run-dir", str(tmp_path / "out"), *flags]) == 1
         assert "p.jsonl, line 1: no key 'label'" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
+@pytest.mark.parametrize("theirs", ["", "options.json"])
+def test_options_of_another_user_are_not_taken(theirs: str, tmp_path: Path) -> None:
+    """They name functions and set variables such as LD_PRELOAD; the checkpoint alone can be evaluated."""
+    run_dir(tmp_path / "run")
+    os.chown(tmp_path / "run" / theirs, 4711, 4711)
+    for what in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        with pytest.raises(UsageError, match="belongs to user 4711"):
+            recipe_for(what, {})
