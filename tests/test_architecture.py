@@ -19,7 +19,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = (
     {"__init__", "errors", "plain_text"},
     {"untrusted_files", "findings", "shipped_files", "toolbox", "device_copies"},
-    {"config", "heartbeat", "pickles", "processors", "sample", "sandbox", "token_frames"},
+    {"config", "heartbeat", "peer_proof", "pickles", "processors", "sample", "sandbox", "token_frames"},
     {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},

@@ -21,6 +21,7 @@ from datetime import timedelta
 import zmq
 from torch.distributed import DistStoreError, Store
 
+from hpcrl.peer_proof.proof import pair_key
 from hpcrl.queue import auth
 from hpcrl.queue.frames import LIMIT, cut, joined
 from hpcrl.queue.sockets import HEARTBEAT, HEARTBEAT_TIMEOUT, endpoint
@@ -69,6 +70,11 @@ class KeyedStore(Store):
         self._look = max(look, LOOK)
         self._mine = threading.local()
         self._pid = os.getpid()
+
+    @property
+    def pair_key(self) -> bytes:
+        """What members prove the connections between them with: who may ask the store may be one of them."""
+        return pair_key(self._keys.secret)
 
     # ---- what torch calls
 

@@ -115,6 +115,7 @@ class Trainer:
 
     def _build(self) -> Policy:
         """The model; rank 0 says what it runs with, and before that which hosts differ in what they build it of."""
+        from hpcrl.peer_proof.gloo_groups import protection
         from hpcrl.trainer.megatron import model, running_parts
 
         versions = running_parts.exchange_versions(self.store, self.context.plan, self.ranks.rank)
@@ -124,14 +125,17 @@ class Trainer:
             policy = model.build(self.options, self.ranks)
         if self.driver:
             say(running_parts.line(running_parts.running_parts(policy, versions)))
+            say(protection(self.ranks.device.type))
         return policy
 
     def _begin(self) -> None:
         """Tell the rollout process where the run starts or resumes, and wait for the engines: the run is ready then."""
+        from hpcrl.peer_proof.gloo_groups import check_groups
         from hpcrl.trainer.collectives import broadcast_json
         from hpcrl.trainer.evaluations import EvaluationSchedule
         from hpcrl.trainer.megatron.model import know_length
 
+        check_groups()
         self.total = self.rollout.ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
         know_length(self.policy.scheduler, self.options, self.total)
         self.others.know_length(self.total)

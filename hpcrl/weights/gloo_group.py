@@ -2,8 +2,8 @@
 
 Trainer and engine use the same function.  The group is separate from torch's default groups on either side.
 
-Invariant: the members find one another in a store that admits only holders of a key of the run.  Gloo itself neither
-encrypts nor authenticates: see docs/security.md.
+Invariants: the members find one another in a store that admits only holders of a key of the run, and have proved to one
+another that they hold it when the group is joined.  Gloo encrypts nothing: see docs/security.md.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ def join(host: str, port: int, keys: ClientKeys, rank: int, world: int, own_host
 
     Returns:
         When all `world` members are there; torch raises its own error after `seconds`.
+
+    Raises:
+        PeerError: if a process without the run's key is in a member's place.
     """
     import torch.distributed as dist
 
+    from hpcrl.peer_proof.gloo_groups import ProvedGloo
     from hpcrl.rendezvous.store import KeyedStore
 
     limit = timedelta(seconds=seconds)
@@ -46,4 +50,6 @@ def join(host: str, port: int, keys: ClientKeys, rank: int, world: int, own_host
     # and another when it must
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host, lazy_init=False)]
     options._timeout = limit
-    return GlooGroup(store, dist.ProcessGroupGloo(dist.PrefixStore("hpcrl-weights", store), rank, world, options))
+    meeting = dist.PrefixStore("hpcrl-weights", store)
+    name = f"the group of {world} that moves weights"
+    return GlooGroup(store, ProvedGloo(meeting, rank, world, options, key=store.pair_key, name=name))

@@ -13,7 +13,7 @@ Whole runs
     ledger_account     from what a run wrote of its groups, what became of each
     small_recipes      the shipped recipes for GPUs with small models
     twins              tiny twins of the reference runs of slime's guides
-    second_user        an account from which tests attack what runs under the first
+    second_user, gloo_attack    an account from which tests attack what runs under the first; what it does to gloo groups
     attacked, strangers    servers of a run in processes of their own; what strangers send to their ports, and its cost
     faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards
 
