@@ -185,6 +185,7 @@ _PREFIX = re.compile(r"^(\([^)]*\) ?)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 #: plain causes, most telling first; then any exception
 _CAUSES = (
+    re.compile(r"^hpcrl\.errors\.\w+: \S"),  # our own, in a process of vLLM's: that one was written to be read
     re.compile(
         r"out of memory|OutOfMemory|Cannot allocate memory|MemoryError|can't allocate memory|less than desired"
         r"|No available memory|larger than the available KV cache",

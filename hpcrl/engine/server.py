@@ -3,7 +3,7 @@
     HPCRL_LISTEN_FD=N python -m hpcrl.engine.server RUN --attempt N --index I
 
 Invariants: what is served is vLLM's own application, behind our guard; an argument that vLLM does not know is an error
-that names the nearest.
+that names the nearest; the processes that vLLM spawns begin with this file too, before any code of theirs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hpcrl.engine.http_limits import bounded_protocol
 from hpcrl.engine.key_guard import read_key
 from hpcrl.engine.multi_node import node_of
 from hpcrl.engine.server_settings import LISTEN_FD, Build, build, flags, share_flags
+from hpcrl.engine.worker_groups import SPAWNED, prove_engine_groups
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, open_role, say
@@ -138,6 +139,7 @@ def settings(context: RoleContext, port: int, found: Build) -> dict[str, Any]:
 def run(context: RoleContext) -> None:
     """Parse the arguments and serve, or be a part of an engine whose server is on another host."""
     found = build()
+    prove_engine_groups()
     if node_of():
         follow(parse(settings(context, 1, found)))
         return
@@ -170,3 +172,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+elif __name__ == SPAWNED:
+    prove_engine_groups()

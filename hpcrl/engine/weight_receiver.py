@@ -23,6 +23,8 @@ from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
 from hpcrl.engine.routed_experts import ExpertTables
 from hpcrl.engine.vllm_layers import Holdings, shown
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected, register_receiver
+from hpcrl.engine.worker_groups import prove_engine_groups
+from hpcrl.peer_proof.gloo_groups import check_groups
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.weights.comparison import digest
 from hpcrl.weights.pieces.wire import process_identity, read_join_command
@@ -46,6 +48,7 @@ class WorkerExtension:
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
+        prove_engine_groups()
         register_receiver()
         os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
         die_with_parent()  # a worker never outlives who started it, however that one ends
@@ -74,7 +77,12 @@ class WorkerExtension:
         return worker_name(getattr(config, "data_parallel_index", 0), self.rank)
 
     def hpcrl_manifest(self) -> dict[str, Any]:
-        """Which tensors an update must bring, and which parts of them this worker holds."""
+        """Which tensors an update must bring, and which parts of them this worker holds.
+
+        Raises:
+            HpcrlError: if this worker has a group whose members have not proved who they are.
+        """
+        check_groups()
         held = self._hpcrl_held()
         return {
             "backend": self.weight_transfer_engine.config.backend,
