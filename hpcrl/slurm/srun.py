@@ -30,6 +30,7 @@ from hpcrl.plan import Host, Plan
 from hpcrl.report.file_tail import FileTail, last_lines
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.slurm.node_events import expand
+from hpcrl.slurm.node_sharing import refuse_shared_nodes
 from hpcrl.slurm.squeue import ECHOES
 from hpcrl.toolbox.deadline import Deadline
 
@@ -171,6 +172,7 @@ class SrunHosts:
             )
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostProcess]:
+        refuse_shared_nodes(options, plan)
         members: list[HostProcess] = []
         for index, group in enumerate(self.groups):
             if set(group.nodes) & set(plan.hosts):

@@ -23,7 +23,7 @@ def test_it_trains_and_ends_with_the_part_that_died(cluster: Cluster, tmp_path: 
         "rollout_num_gpus_per_engine": 2,
         "save_interval": None,
     }
-    values |= {"engine_start_timeout": 600, "rollout_batch_size": 2}
+    values |= {"engine_start_timeout": 600, "rollout_batch_size": 2, "allow_shared_nodes": True}
     job = submit(cluster, recipe(tmp_path, task, **values), tmp_path / "run", settings=("engine.gpus_per_node=1",))
     job.until(lambda: job.steps() >= 2, seconds=480)
     for row in metrics(job.root).values():

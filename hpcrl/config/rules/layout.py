@@ -197,6 +197,8 @@ def inert_in_layout(o: Options) -> Iterator[tuple[str, str]]:
         yield "max_tokens_per_gpu", "--use-dynamic-batch-size is not given"
     if o.load is None:
         yield "ckpt_step", "--load is not given"
+    if not o.engine_gpus or o.rollout_num_gpus_per_engine == 1:
+        yield "allow_shared_nodes", "no engine of this run has more than one worker"
     if o.data_parallel_size == 1:
         yield "balance_data", "there is one data-parallel rank"
     if o.tensor_model_parallel_size == 1:

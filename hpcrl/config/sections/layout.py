@@ -101,6 +101,11 @@ class ClusterOptions(Base):
     interface: str | None = opt(
         None, "network interface that hosts talk through, such as ib0; default: the only one they share"
     )
+    allow_shared_nodes: bool = opt(
+        False,
+        "let an engine lie on several Slurm nodes that other users may share (docs/security.md); without it that is "
+        "an error",
+    )
     launch_timeout: float = opt(120.0, "seconds until every host must have answered", gt=0)
     trainer_threads: int = opt(
         1,
