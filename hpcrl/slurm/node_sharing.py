@@ -1,7 +1,7 @@
 """Whether other users may run on the nodes of this job, in Slurm's own words.
 
-An engine over several hosts has vLLM's own store and message queues on the network, which ask nobody who they are; on
-nodes of this job alone no other user's process is there to come.
+An engine over several hosts has vLLM's own store and message queues on the network, which admit any peer; on nodes
+of this user alone there is no other user's process to be one.
 
 Invariant: nodes count as this user's alone only where Slurm says so; an answer that cannot be had counts as no.
 """

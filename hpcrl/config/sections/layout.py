@@ -103,7 +103,7 @@ class ClusterOptions(Base):
     )
     allow_shared_nodes: bool = opt(
         False,
-        "let an engine lie on several Slurm nodes that other users may share (docs/security.md); without it that is "
+        "let an engine lie on several nodes of a job that other users may share (docs/security.md); without it that is "
         "an error",
     )
     launch_timeout: float = opt(120.0, "seconds until every host must have answered", gt=0)
