@@ -34,6 +34,15 @@ hypothesis.settings.register_profile("hpcrl", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("hpcrl")
 
 
+@pytest.fixture(autouse=True)
+def _own_umask() -> Iterator[None]:
+    """What starts a run makes its process keep files to their user; the next test's are as before."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model and prompt files (tests/support/runs.py)."""

@@ -27,7 +27,7 @@ from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.launch.old_attempts import begin_tidying
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
-from hpcrl.queue.auth import make_keys
+from hpcrl.queue.auth import forget_keys, make_keys
 from hpcrl.report.file_tail import last_lines
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
@@ -165,6 +165,7 @@ def _run(
         raise
     finally:
         _part(members, rundir, poll)
+        forget_keys(rundir)
         if lent is not None:
             lent.close()
     summary = summary_of(rundir)

@@ -37,7 +37,7 @@ from hpcrl.report.timeline.spans import ROLES, role_timeline
 from hpcrl.run.engine_files import restart_limit
 from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended
 from hpcrl.run.gpu_environment import gpus_are_here
-from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, raise_file_limit
+from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, set_limits
 from hpcrl.run.role import last_error, read_options, read_plan, say
 from hpcrl.run.rundir import BEATS, ERROR, OVER, STOP, RunDir
 from hpcrl.run.scratch import Scratch, sweep
@@ -378,7 +378,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     die_with_parent()
     adopt_orphans()
-    raise_file_limit()
+    set_limits()
     rundir = RunDir(args.run, args.attempt)
     try:
         beats = rundir.here / BEATS

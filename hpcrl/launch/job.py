@@ -50,7 +50,7 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STOP, JobStateFile, forget_old_requests, process_age
 from hpcrl.run.owners import owned_by_another, refuse_link_to_nothing, refuse_of_another, swappable_by_group
 from hpcrl.run.peers import TrainerPeer, find
-from hpcrl.run.process import adopt_orphans, end_descendants, raise_file_limit
+from hpcrl.run.process import adopt_orphans, end_descendants, keep_private, set_limits
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import FOLDERS, HALF, RunDir, write_atomic
 from hpcrl.run.scratch import swept
@@ -105,7 +105,7 @@ def run_job(
     """
     say(f"run directory: {job.root}")
     adopt_orphans()
-    raise_file_limit()
+    set_limits()
     remember(job.root)
     with (
         swept(),
@@ -208,6 +208,7 @@ def begin_job(
     refuse_what_cannot_run(job.stages, hosts, sight, packages=here)
     alone = recipe.stages[0].name == ""
     absent = not os.path.lexists(root)
+    keep_private()
     root = RunDir.create(root, FOLDERS if alone else ("logs",), another="{time}" in run_dir_of(recipe, overrides)).root
     made = absent or root != job.root
     job = replace(job, root=root) if root != job.root else job

@@ -48,6 +48,7 @@ from hpcrl.launch.submission import (
     send,
     submitter,
 )
+from hpcrl.run.process import keep_private
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.sweep_file import SweepFile, SweepRun, write_sweep
 from hpcrl.shipped_files import shipped
@@ -174,6 +175,7 @@ def submit_sweep(
         refuse_unfit(scheduler, request, site)
     for run in shown.runs:
         refuse_absent_files(run)
+    keep_private()
     with HeldSignals() as signals:
         root = RunDir.create(shown.root, (), another="{time}" in run_dir_of(recipe, dict(flags))).root
         with removed_on_error(root):

@@ -7,14 +7,15 @@
     RUN/keys/http.key                what the key of every engine is made from
     RUN/keys/engine-I.key            the key of an engine that this run has not started
 
-Invariants: keys are made for every attempt and are in a directory of mode 0700, in files of mode 0600; each
-process reads one file; the server admits the clients of this attempt and no others (a ZAP allow-list, ZeroMQ RFC 27),
-a client speaks to the holder of the server's secret key and to no other (CurveZMQ, RFC 26); who is not refused has a
-rank, and that rank comes from the key it holds, never from what it says.
+Invariants: keys are made for every attempt, end with it, and are in a directory of mode 0700, in files of mode 0600;
+each process reads one file; the server admits the clients of this attempt and no others (a ZAP allow-list, ZeroMQ
+RFC 27), a client speaks to the holder of the server's secret key and to no other (CurveZMQ, RFC 26); who is not
+refused has a rank, and that rank comes from the key it holds, never from what it says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import hmac
@@ -83,6 +84,13 @@ def make_keys(rundir: RunDir, dp_size: int) -> None:
     for service, count in services:
         _make(rundir.keys, service, count, write_unread)
     write_atomic(rundir.keys / HTTP_KEY, secrets.token_hex(32).encode())
+
+
+def forget_keys(rundir: RunDir) -> None:
+    """Remove the keys of an attempt whose processes have ended, as far as that can be done."""
+    with contextlib.suppress(OSError):
+        for path in rundir.keys.iterdir():
+            path.unlink(missing_ok=True)
 
 
 def _make(folder: Path, service: Service, count: int, write: Callable[[Path, bytes], None]) -> None:

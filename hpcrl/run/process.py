@@ -159,6 +159,18 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def keep_private() -> None:
+    """Have all files that this process and its children make be of their user alone: torch, Megatron, vLLM and the
+    functions of a user have no other way to be told."""
+    os.umask(0o077)
+
+
+def set_limits() -> None:
+    """What every process of a run does first: files for its user alone, and as many open ones as the system allows."""
+    keep_private()
+    raise_file_limit()
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose parent died, so that `end` finds them (PR_SET_CHILD_SUBREAPER)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -24,7 +24,7 @@ from hpcrl.plan import Plan
 from hpcrl.run.code_files import use_code
 from hpcrl.run.engine_files import is_added, with_added
 from hpcrl.run.owners import refuse_foreign
-from hpcrl.run.process import raise_file_limit
+from hpcrl.run.process import set_limits
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.storage_errors import WORDS, describe, remedy
 from hpcrl.toolbox.deadline import Deadline
@@ -87,7 +87,7 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--incarnation", type=int, default=0)
     args = parser.parse_args(argv)
-    raise_file_limit()
+    set_limits()
     rundir = RunDir(args.run, args.attempt)
     try:
         refuse_foreign(rundir.root)

@@ -123,6 +123,7 @@ class Run:
             text=True,
             cwd=root.parent,
             start_new_session=True,
+            umask=0,  # what it writes is of its user alone nevertheless
         )
 
     def end(self, seconds: float = 240) -> tuple[int, str]:

@@ -60,6 +60,18 @@ def test_ranks_agree_on_what_is_common(uncut: Path) -> None:
     assert logs and not any("common state dict differs" in text for text in logs)
 
 
+def test_files_are_of_their_user_alone(uncut: Path) -> None:
+    """Under umask 000 every file of a run has mode 0600 or less and every directory 0700, whoever wrote it; and no key
+    outlasts the run."""
+    open_to_others = [
+        f"{path.stat().st_mode:o} {path.relative_to(uncut)}"
+        for path in [uncut, *uncut.rglob("*")]
+        if not path.is_symlink() and path.stat().st_mode & 0o077
+    ]
+    assert not open_to_others
+    assert (uncut / "keys").is_dir() and not list((uncut / "keys").iterdir())
+
+
 def test_checkpoints_have_megatrons_layout(uncut: Path) -> None:
     names = sorted(p.name for p in (uncut / "checkpoints").iterdir())
     assert names == ["iter_0000002", "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]
