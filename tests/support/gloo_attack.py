@@ -12,10 +12,10 @@ from typing import Any
 
 from tests.support.second_user import SecondUser
 
-#: arguments: the victim's uid; "answer" or "silent"; the ranks to greet as
+#: arguments: the victim's uid; "answer" or "silent"; the ranks to greet as; how the victims' addresses begin
 PROGRAM = r"""
 import json, os, select, socket, struct, sys
-victim, manner, ranks = int(sys.argv[1]), sys.argv[2], [int(r) for r in sys.argv[3].split(",")]
+victim, manner, ranks, within = int(sys.argv[1]), sys.argv[2], [int(r) for r in sys.argv[3].split(",")], sys.argv[4]
 GIVE, OFFER, ASK = 1, 2, 3
 known, open_, spoken, came = set(), {}, set(), 0
 made = 0
@@ -69,6 +69,8 @@ while True:
         known.add(place)
         address, port = place.split(":")
         where = (socket.inet_ntoa(struct.pack("<I", int(address, 16))), int(port, 16))
+        if not where[0].startswith(within):
+            continue
         for rank in ranks:
             try:
                 sock = socket.create_connection(where, timeout=0.3)
@@ -93,10 +95,13 @@ class GlooAttack:
 
     Args:
         ranks: greetings, separated by commas.
+        within: how the addresses begin that are attacked: other tests of this machine have the same user.
     """
 
-    def __init__(self, user: SecondUser, victim: int, manner: str = "answer", ranks: str = "0,1") -> None:
-        self.process = user.start(PROGRAM, str(victim), manner, ranks)
+    def __init__(
+        self, user: SecondUser, victim: int, manner: str = "answer", ranks: str = "0,1", within: str = ""
+    ) -> None:
+        self.process = user.start(PROGRAM, str(victim), manner, ranks, within)
         assert self.process.stdout.readline() == "ready\n"
 
     def end(self) -> dict[str, Any]:
