@@ -28,7 +28,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.pickles import messages, records
 from hpcrl.pickles.messages import MOST_DEEP, MessageReader
 from hpcrl.pickles.reader import MAKERS, look_up
-from hpcrl.pickles.torch_patches import refuse_foreign_pickles
+from hpcrl.pickles.torch_patches import refuse_foreign_pickles, refuse_foreign_pickles_of_vllm
 from hpcrl.pickles.values import Refused
 from tests.pickles.examples import ActingError, Acts, attacks, dumped, plain, same
 
@@ -84,6 +84,23 @@ def test_what_workers_of_an_engine_send() -> None:
     for value in (Handle([1], (1, 2, 3, "psm"), "ipc://a"), TensorMetadata("cpu", torch.bfloat16, torch.Size([2]))):
         assert received([("x", value)]) == [("x", value)]
         assert type(received(value)) is type(value)
+
+
+@pytest.mark.vllm
+def test_what_vllm_pickles_by_itself(alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Objects that it sends over its own groups and stores are messages, and pickles in their place are not run."""
+    from vllm.distributed import parallel_state, utils
+
+    for module in (parallel_state, utils):
+        monkeypatch.setattr(module, "pickle", module.pickle)
+    refuse_foreign_pickles_of_vllm()
+    made = tmp_path / "made"
+    for module in (parallel_state, utils):
+        metadata = [("x", parallel_state.TensorMetadata("cpu", torch.float32, torch.Size([2]))), ("step", 3)]
+        assert module.pickle.loads(module.pickle.dumps(metadata)) == metadata
+        with pytest.raises(pickle.UnpicklingError):
+            module.pickle.loads(pickle.dumps(attacks(made)["mkdir"]))
+    assert not made.exists()
 
 
 def test_an_unlisted_value_is_refused_by_all(tmp_path: Path) -> None:
