@@ -17,7 +17,9 @@ PROGRAM = f"""
 import runpy
 runpy.run_module("hpcrl.engine.server", run_name="{SPAWNED}", alter_sys=True)
 from torch.distributed import distributed_c10d
-print(distributed_c10d.ProcessGroupGloo.__name__)
+from vllm.distributed import parallel_state, utils
+print(distributed_c10d.ProcessGroupGloo.__name__, distributed_c10d._unpickler.__name__,
+      parallel_state.pickle.__name__, utils.pickle.__name__)
 """
 
 
@@ -32,7 +34,9 @@ def test_a_process_that_vllm_spawns_proves_its_groups(tmp_path: Path, keys: bool
     env = {name: value for name, value in os.environ.items() if name not in (KEY_FILE, ENGINE)}
     env |= {KEY_FILE: str(key), ENGINE: "0.0"} if keys else {}
     made = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    assert made.stdout.split()[-1:] == ["ProvedGloo" if keys else "ProcessGroupGloo"], made.stderr
+    ours = ["ProvedGloo", "MessageReader", "MessagePickles", "MessagePickles"]
+    theirs = ["ProcessGroupGloo", "Unpickler", "pickle", "pickle"]
+    assert made.stdout.split()[-4:] == (ours if keys else theirs), made.stderr
 
 
 def test_our_own_error_in_a_worker_is_told() -> None:
