@@ -55,7 +55,7 @@ class HttpLimits:
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)  # type: ignore[misc]
         self.logger = self.log
-        self._last = None
+        self._last = self._next = None
         self._looks = self._head = 0
         self._proved = self._refused = False
         self.unproven[self] = None
@@ -67,6 +67,8 @@ class HttpLimits:
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.unproven.pop(self, None)
+        if self._next is not None:  # else it would keep a connection that is gone for as long as its time is
+            self._next.cancel()
         super().connection_lost(exc)  # type: ignore[misc]
 
     def data_received(self, data: bytes) -> None:
@@ -106,4 +108,4 @@ class HttpLimits:
         if self._looks > 1:
             self.transport.close()
         else:
-            self.loop.call_later(self.seconds, self._look)
+            self._next = self.loop.call_later(self.seconds, self._look)

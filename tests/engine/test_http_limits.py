@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import time
@@ -15,7 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from hpcrl.engine import http_limits
-from hpcrl.engine.http_limits import HEAD, SLICE, bounded_protocol
+from hpcrl.engine.http_limits import HEAD, SLICE, HttpLimits, bounded_protocol
 from hpcrl.engine.key_guard import admits
 from hpcrl.toolbox import few_lines
 from tests.support.attacked import start
@@ -153,6 +154,19 @@ def test_oldest_without_key_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, answer = served(work)
     assert ended == [True] * 22 + [False] * 8
     assert b"200 OK" in answer
+
+
+def test_nothing_stays_of_a_closed_connection() -> None:
+    """A connection that has ended is not kept until its time would have been over."""
+
+    async def work(port: int) -> int:
+        for _ in range(20):
+            await talk(port, b"\x00 BAD\r\n\r\n")
+        await asyncio.sleep(0.1)
+        gc.collect()
+        return sum(isinstance(found, HttpLimits) for found in gc.get_objects())
+
+    assert served(work) <= 1
 
 
 def test_bad_requests_write_few_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
