@@ -45,8 +45,9 @@ MOST_CALL = 1 << 20
 MOST_SCRIPT = 1 << 20
 _TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
 _MISSING = re.compile(r"line \d+: (\w+): ")  #: what bash says of ${NAME:?...} where nothing sets NAME
-#: where things are inside
-_TOOLS_INSIDE = "/hpcrl"
+#: where things are inside; neither lies in the other, which is read-only
+_TOOLS_INSIDE = "/hpcrl-import/tools"
+_PIPED_INSIDE = "/hpcrl-import/script/script.sh"  #: a script that is in no file, such as `<(command)`
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _SET = re.compile(
     r"(?:^|[\s;&|(])(?:export\s+|local\s+|declare\s+(?:-\S+\s+)*|readonly\s+)?([A-Za-z_]\w*)(?:\+?=|\[\d*\]=)|\bfor\s+(\w+)\s+in\b|\b(?:read|printf\s+-v|mapfile|readarray)\s+(?:-\S+\s+)*(\w+)",
@@ -174,10 +175,10 @@ def _run(
         raise UsageError("bash is not here, or not in a system directory", "hpcrl import runs the script's own shell")
     _equip(scratch, bash)
     file = path.resolve()
-    script = str(file) if file.is_file() else f"{_TOOLS_INSIDE}/script.sh"
+    script = str(file) if file.is_file() else _PIPED_INSIDE
     (scratch / "script.sh").write_text(text)
     shown = [(_TOOLS_INSIDE, str(scratch / "tools")), (script, str(scratch / "script.sh"))]
-    shown += [(str(folder), str(folder)) for folder in _folders(file, models) if not in_system(str(folder))]
+    shown += [(str(folder), str(folder)) for folder in _folders(Path(script), models) if not in_system(str(folder))]
     environment = {
         "HOME": os.environ.get("HOME", "/"),
         "USER": os.environ.get("USER", ""),

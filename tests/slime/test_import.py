@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -100,6 +101,16 @@ python3 train.py --mine "$MINE" --net "$NET" --killed "$KILLED" --mounted "$MOUN
     said = dict(zip(found.arguments[::2], found.arguments[1::2], strict=True))
     assert said["--mine"] == "yes"
     assert {said[name] for name in ("--net", "--killed", "--mounted", "--home")} == {""}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("form", ['"$0" -m hpcrl import <(cat "$1")', 'cat "$1" | "$0" -m hpcrl import /dev/stdin'])
+def test_a_script_that_is_in_no_file(form: str, tmp_path: Path) -> None:
+    """A script may come out of a pipe, by its shell's name for it or as standard input."""
+    file = script(tmp_path / "run-x.sh", END)
+    words = ["/bin/bash", "-c", form, sys.executable, str(file)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert 'hf_checkpoint = "/m"' in done.stdout, done.stderr
 
 
 def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
