@@ -34,7 +34,7 @@ from hpcrl.rollout.worker_messages import (
 )
 from hpcrl.run.code_files import use_inherited_code
 from hpcrl.run.process import die_with_parent
-from hpcrl.sandbox.confine import confine, view_of_python
+from hpcrl.sandbox.confine import NotBegun, confine, view_of_python
 
 _setup = msgspec.msgpack.Decoder(GradingSetup | SamplerSetup).decode
 _request = msgspec.msgpack.Decoder(GradingTask | CustomCall | CancelRequest).decode
@@ -92,8 +92,10 @@ async def serve(fd: int) -> None:
 def _confine() -> str:
     """Give up files, networks and other processes; why that was not possible, or "".
 
-    It is tried in a process of its own first: this one must not be left with half of it.
+    It is tried in a process of its own first: this one must not be left with half of it, and ends if it is (OSError).
     """
+    if len(os.listdir("/proc/self/task")) > 1:  # the process in which it is tried would have one all the same
+        return "something that was loaded into their process has started a thread"
     view = view_of_python()
     said, telling = os.pipe()
     child = os.fork()
@@ -108,7 +110,10 @@ def _confine() -> str:
     os.close(said)
     os.waitpid(child, 0)
     if not why:
-        confine(view)
+        try:
+            confine(view)
+        except NotBegun as error:  # such as the last namespace that the user may have
+            why = error.strerror
     return why
 
 

@@ -28,6 +28,10 @@ from hpcrl.sandbox.system_calls import (
 OWN = NEW_MOUNTS | NEW_NETWORK | NEW_IPC | NEW_UTS | NEW_CGROUP
 
 
+class NotBegun(OSError):
+    """The first step was refused: the process is as it was before."""
+
+
 def become_own_user(more: int) -> None:
     """Enter a user namespace, and others with it; the process must have one thread.
 
@@ -35,10 +39,17 @@ def become_own_user(more: int) -> None:
 
     Args:
         more: the other namespaces, of `system_calls`.
+
+    Raises:
+        NotBegun: if there are no such namespaces for this user.
+        OSError: if they cannot be set up: they cannot be left either.
     """
     uid = os.getuid()
     gid = os.getgid()
-    unshare(NEW_USER | more)
+    try:
+        unshare(NEW_USER | more)  # all of them or none
+    except OSError as error:
+        raise NotBegun(error.errno, error.strerror) from error
     write_kernel("/proc/self/setgroups", "deny")
     write_kernel("/proc/self/uid_map", f"{uid} {uid} 1")
     write_kernel("/proc/self/gid_map", f"{gid} {gid} 1")
@@ -55,7 +66,8 @@ def confine(view: View, programs: bool = False) -> None:
         programs: it may start processes, which may outlive it.
 
     Raises:
-        OSError: if the kernel does not let this user do so: the process is then half confined, and should end.
+        NotBegun: if the kernel does not let this user do so, or there is a second thread; nothing was done.
+        OSError: if it does so in part: the process is then half confined, and should end.
     """
     become_own_user(OWN)
     private_root.enter(view, own_pids=False)

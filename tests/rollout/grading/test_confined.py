@@ -15,6 +15,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import own_reward
+from hpcrl.errors import HpcrlError
 from hpcrl.rollout.grading.service import Grading
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
@@ -28,6 +29,18 @@ async def main():
     print((await started(rm_type="exact"))._processes[0].pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
+"""
+
+#: a step of confining that is refused the process itself, and not the one in which it is tried
+REFUSING = """
+import os
+import hpcrl.sandbox.confine as confine
+itself, before = os.getpid(), confine.{step}
+def refuse(*flags):
+    if os.getpid() == itself:
+        raise OSError(28, "refused only here")
+    before(*flags)
+confine.{step} = refuse
 """
 
 
@@ -86,6 +99,34 @@ def test_where_it_cannot_be_it_is_said(
     filtered, there = seen(rm_type=["exact"], reward_num_workers=3)
     assert not filtered and "sys" in there
     assert capfd.readouterr().err.count("graded unconfined: refused by the test") == 1
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=[600], daemon=True).start()", "a thread"),
+        (REFUSING.format(step="unshare"), "only here"),
+    ],
+    ids=["a second thread", "the last namespace"],
+)
+def test_what_only_the_real_attempt_meets(
+    hook: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where confining can be tried but not done, and has not begun, there is one line in the log too."""
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    filtered, there = seen(rm_type=["exact"], reward_num_workers=2)
+    assert not filtered and "sys" in there
+    lines = [line for line in capfd.readouterr().err.splitlines() if "graded unconfined" in line]
+    assert len(lines) == 1 and said in lines[0]
+
+
+def test_a_half_confined_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of rewards whose confining fails in its middle grades nothing."""
+    (tmp_path / "sitecustomize.py").write_text(REFUSING.format(step="drop_capabilities"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(HpcrlError, match="did not start"):
+        seen(rm_type=["exact"])
 
 
 def test_it_still_ends_with_its_parent() -> None:
