@@ -14,7 +14,6 @@ HPCRL_VENV ?= .venv
 BIN := $(HPCRL_VENV)/bin
 LOG := $(HPCRL_VENV)/install.log
 COMMA := ,
-TORCH = $(BIN)/python -m pip --disable-pip-version-check download --require-hashes --no-deps -d $(HPCRL_VENV)/torch
 RECIPE ?= examples/quickstart.toml
 BENCHES ?= $(wildcard bench/*.py)
 CLUSTER ?= /tmp/hpcrl-cluster
@@ -62,15 +61,19 @@ endif
 
 ENV := $(HPCRL_VENV)/.installed
 # Every file is compared with its hash in requirements/. torch comes last, when what it needs is installed, but for the
-# libraries of its CUDA build: that is what the registry has where no index of CPU wheels was named.
+# libraries of its CUDA build: that is what the registry has where no index of CPU wheels was named.  A CPU build whose hash
+# is not known (another Python, another processor) is installed, and said.
 $(ENV): requirements/cpu.lock requirements/torch-cpu.lock requirements/torch-cuda.lock pyproject.toml
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hpcrl needs Python 3.11 or later: make PYTHON=..."; exit 1; }
 	@echo "making the environment in $(HPCRL_VENV), 2 GB (6 with torch's CUDA build), some minutes; log: $(LOG)"
 	@$(if $(wildcard $(BIN)/python),true,$(PYTHON) -m venv $(HPCRL_VENV))
 	@: > $(LOG)
 	$(call pip,what vLLM$(COMMA) hpcrl and the tests need,install --require-hashes --no-deps -r requirements/cpu.lock)
-	@echo "installing torch"
-	@$(TORCH) -r requirements/torch-cpu.lock >> $(LOG) 2>&1 || $(TORCH) -r requirements/torch-cuda.lock >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
+	$(call pip,torch,download --no-deps -d $(HPCRL_VENV)/torch $(shell grep '^torch==' requirements/cpu.txt))
+	@wheel=$$(basename $(HPCRL_VENV)/torch/torch-*.whl); sum=$$(sha256sum $(HPCRL_VENV)/torch/$$wheel | cut -d " " -f 1); \
+	if cat requirements/torch-*.lock | grep -q "sha256:$$sum"; then echo "$$wheel: its hash is right"; \
+	elif echo "$$wheel" | grep -q "+cpu"; then echo "$$wheel: requirements/torch-cpu.lock has no hash of it to compare"; \
+	else echo "$$wheel has the hash $$sum, which is none of requirements/torch-cuda.lock: it is not installed"; exit 1; fi
 	@$(BIN)/python -m pip install $(HPCRL_VENV)/torch/*.whl >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
 	@rm -r $(HPCRL_VENV)/torch
 	$(call pip,hpcrl,install --no-deps --no-build-isolation --editable .)

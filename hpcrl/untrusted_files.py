@@ -12,6 +12,7 @@ import json
 import os
 import pwd
 import stat
+import tomllib
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -121,6 +122,27 @@ def parse_json(line: bytes | str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise Damaged(str(error)) from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        Damaged: a ValueError, if it is none, or holds a whole number of more than 64 bits; RecursionError: if it is
+            nested too deep.
+    """
+    try:
+        found = tomllib.loads(text)
+    except ValueError as error:
+        raise Damaged(str(error)) from error
+    left: list[Any] = [found]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict | list):
+            left.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise Damaged("a whole number has more than 64 bits")
+    return found
 
 
 def open_append(path: Path) -> BinaryIO:

@@ -30,11 +30,12 @@ from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, WORKING, Status
 from hpcrl.report.status_text import shorten_path
 from hpcrl.run.job_files import CANCEL, CANCELLED, JOB, OVER, STOP, JobState, write_state
+from hpcrl.run.owners import of_another_user
 from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.run.started_runs import is_run
 from hpcrl.run.sweep_file import read_sweep
 from hpcrl.toolbox.arguments import RUN, Parser
-from hpcrl.untrusted_files import touch, user_name
+from hpcrl.untrusted_files import touch
 
 BETWEEN = 0.5  #: seconds between two looks, and between the two SIGTERMs that a launcher takes for "now"
 LOOKS = 10  #: so often a queue is asked, BETWEEN seconds apart, if what was cancelled has left it
@@ -129,9 +130,9 @@ def _leave_queue(run: Run, jobs: Jobs) -> bool:
 def _refuse_of_another(run: Run) -> None:
     """Raise HpcrlError unless the run directory, and what it says of its job, are this user's own."""
     for path in (run.root, run.root / JOB):
-        if (uid := os.lstat(path).st_uid) != os.geteuid():
+        if other := of_another_user(path):
             raise HpcrlError(
-                f"{shorten_path(str(path))} belongs to user {user_name(uid)}, and may name any job as its own",
+                f"{shorten_path(str(path))} belongs to user {other}, and may name any job as its own",
                 f"ask that user to cancel it, or cancel it by its number: {run.job.job_id if run.job else ''}",
             )
 

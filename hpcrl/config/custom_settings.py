@@ -71,13 +71,25 @@ def read_yaml(path: Path, flag: str) -> Any:
             return None
         if _values_in(node, {}) > MOST_VALUES:
             raise UsageError(f"{flag} {path} has more than {MOST_VALUES} values", "aliases (*name) count each time")
-        return loader.construct_document(node)
+        return _built(loader, node)
     except RecursionError:
         raise UsageError(f"{flag} {path} is nested too deep, or in itself") from None
     except OSError as error:
         raise UsageError(f"cannot read {flag} {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{flag} {path} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _built(loader: Any, node: Any) -> Any:
+    """The values of a document.
+
+    Raises:
+        ValueError: for a word that is none of its kind, such as a date that no calendar has.
+    """
+    try:
+        return loader.construct_document(node)
+    except (LookupError, AttributeError, TypeError, OverflowError) as error:  # of PyYAML's, for tags such as !!bool x
+        raise ValueError(f"a value is not of the kind that its tag says ({type(error).__name__}: {error})") from error
 
 
 def _values_in(node: Any, seen: dict[int, int]) -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from hpcrl.config.setting_names import gather, kind_of_field, own, spell
 from hpcrl.config.stage_flags import flags_of, place_flags, split_name, spread_flags, stage_flag
 from hpcrl.errors import UsageError, parts_of, raise_together
 from hpcrl.shipped_files import copy_hint
-from hpcrl.untrusted_files import as_given, read_given
+from hpcrl.untrusted_files import as_given, parse_toml, read_given
 
 _STRUCTURE = ("prepare", "stage")  #: keys of a recipe that are not options
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -132,12 +131,12 @@ def load_recipe(path: str | Path, origin: Path | None = None) -> Recipe:
     """
     file = Path(path)
     try:
-        document = tomllib.loads(read_given(file))
+        document = parse_toml(read_given(file))
     except OSError as error:
         raise UsageError(
             f"cannot read the recipe {file}: {error.strerror}", _neighbour(file) or copy_hint(file)
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no UTF-8 either
         raise UsageError(f"{file} is not TOML: {error}") from error
     except RecursionError:
         raise UsageError(f"{file} is nested too deep to be a recipe") from None

@@ -111,6 +111,8 @@ class Kind:
             )
         if self.choices and value not in self.choices:
             return False
+        if isinstance(value, int) and not -LARGEST <= value < LARGEST:
+            return False
         return isinstance(value, _PYTHON[self.base]) and (self.base in ("bool", "any") or not isinstance(value, bool))
 
     @property
@@ -127,6 +129,7 @@ class Kind:
         return f"{noun} {self.bounds}".rstrip()
 
 
+LARGEST = 1 << 63  #: whole numbers are less, as torch's and msgpack's are
 _PYTHON: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "int": (int,),

@@ -48,7 +48,13 @@ from hpcrl.report.timeline.spans import ATTEMPT, BEGINS, PREPARE, Timeline, laun
 from hpcrl.run.code_files import CODE, RECORD
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STOP, JobStateFile, forget_old_requests, process_age
-from hpcrl.run.owners import owned_by_another, refuse_link_to_nothing, refuse_of_another, swappable_by_group
+from hpcrl.run.owners import (
+    owned_by_another,
+    refuse_foreign,
+    refuse_link_to_nothing,
+    refuse_of_another,
+    swappable_by_group,
+)
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import adopt_orphans, end_descendants, keep_private, set_limits
 from hpcrl.run.role import read_options
@@ -210,6 +216,7 @@ def begin_job(
     absent = not os.path.lexists(root)
     keep_private()
     root = RunDir.create(root, FOLDERS if alone else ("logs",), another="{time}" in run_dir_of(recipe, overrides)).root
+    refuse_foreign(root)  # as each of its processes will, where a volume shows another owner than its user
     made = absent or root != job.root
     job = replace(job, root=root) if root != job.root else job
     if found := swappable_by_group(root):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -34,7 +33,7 @@ from hpcrl.launch.container import Container
 from hpcrl.launch.nodes_of_site import fitted_nodes
 from hpcrl.launch.scheduler_names import DEFAULT, find_scheduler
 from hpcrl.shipped_files import shipped
-from hpcrl.untrusted_files import read_given
+from hpcrl.untrusted_files import parse_toml, read_given
 
 #: `<your account>`: what an example leaves to its reader
 PLACEHOLDER = re.compile(r"<[A-Za-z](?:[A-Za-z0-9 ,.'_-]*[A-Za-z0-9])?>")
@@ -265,10 +264,10 @@ def find_profile(name: str) -> Path | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_given(file))
+        return parse_toml(read_given(file))
     except OSError as error:
         raise UsageError(f"cannot read the site profile {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no UTF-8 either
         raise UsageError(f"{file} is not TOML: {error}") from error
     except RecursionError:
         raise UsageError(f"{file} is nested too deep to be a site profile") from None
@@ -315,8 +314,8 @@ def _settle(site: type[SiteProfile], key: str, path: list[str], value: Any) -> A
     if not isinstance(value, str) or (_fits(site, path, value) and not switch):
         return value
     try:
-        return tomllib.loads(f"v = {value}")["v"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+        return parse_toml(f"v = {value}")["v"]
+    except (ValueError, RecursionError):
         return value  # the check of the whole names what is wrong with it
 
 

@@ -18,6 +18,18 @@ from hpcrl.errors import DataError
 from hpcrl.untrusted_files import MOST, read_given_bytes
 
 CONFIG = "config.json"
+#: whole numbers that the size of a model is computed from -> the largest that is taken; some are lengths of lists
+COUNTS = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"), 10_000)
+COUNTS |= dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"), 100_000
+)
+COUNTS |= dict.fromkeys(
+    (
+        *("hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "num_attention_heads"),
+        *("num_key_value_heads", "vocab_size", "n_group", "topk_group", "decoder_sparse_step"),
+    ),
+    1 << 31,
+)
 _HINT = "name a Hugging Face model directory"
 
 
@@ -30,6 +42,14 @@ def read_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[st
     found = read_object(Path(directory), CONFIG, flag)
     if found is None:
         raise DataError(f"{flag} {directory}: no {CONFIG} there", _HINT)
+    for name, most in COUNTS.items():
+        value = found.get(name)
+        if value is not None and not (type(value) is int and 0 <= value <= most):
+            shown = str(value)[:40] if not isinstance(value, int) or abs(value) < 1 << 64 else "a longer number"
+            raise DataError(
+                f"{flag} {directory}: {CONFIG} has {name} {shown}, expected a whole number of at most {most}",
+                "download or copy the model again",
+            )
     return found
 
 

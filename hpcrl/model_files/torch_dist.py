@@ -14,6 +14,7 @@ lead to no other file, and what comes of it is a tensor or one DataError.
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,13 @@ from hpcrl.errors import DataError, HpcrlError
 from hpcrl.pickles.reader import read_plain
 from hpcrl.pickles.values import Refused
 from hpcrl.run.rundir import TRACKER
-from hpcrl.untrusted_files import count_of, read_given, read_given_bytes
+from hpcrl.untrusted_files import count_of, read_given_bytes
 
 #: GLM-4-0414's norms behind a block: as this package's layers have them -> as slime's have, and checkpoints
 SANDWICH = {"self_attn_bda.norm.": "post_self_attn_layernorm.", "mlp_bda.norm.": "post_mlp_layernorm."}
 Shape = tuple[int, ...]
 MOST_METADATA = 1 << 30  #: bytes of .metadata
-LONGEST = 200  #: characters of a directory's name in a tracker file
+LONGEST = 200  #: bytes of a directory's name in a tracker file
 
 
 @dataclass(frozen=True)
@@ -266,10 +267,10 @@ def latest(directory: Path) -> Path | None:
     tracker = directory / TRACKER
     if not tracker.is_file():
         return None
-    text = read_given(tracker).strip()
+    text = read_given_bytes(tracker).decode(errors="replace").strip()
     number = count_of(text)
     path = directory / text[:LONGEST] if number is None else step(directory, number)
-    if Path(text).name != text or not path.is_dir():
+    if Path(text).name != text or len(os.fsencode(text)) > LONGEST or not path.is_dir():
         raise HpcrlError(
             f"{tracker} names {text[:LONGEST]!r}, which is not there", "write the number of an iter_* directory into it"
         )
@@ -289,7 +290,8 @@ def find_checkpoint(directory: Path, ckpt_step: int | None, flag: str) -> Path:
     """
     if ckpt_step is not None:
         if not (path := step(directory, ckpt_step)).is_dir():
-            there = ", ".join(str(int(p.name[5:])) for p in sorted(directory.glob("iter_*"))) or "none"
+            steps = sorted(n for p in directory.glob("iter_*") if (n := count_of(p.name[5:])) is not None)
+            there = ", ".join(map(str, steps)) or "none"
             raise DataError(f"{flag} {directory} has no step {ckpt_step}", f"steps there: {there}")
         return path
     if (directory / ".metadata").is_file():

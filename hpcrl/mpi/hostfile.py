@@ -118,7 +118,8 @@ def _parse_line(line: _Line, notes: list[str]) -> list[tuple[Host, bool]]:
     if not body.strip() or body.lstrip().startswith("//"):
         return []
     start = len(body) - len(body.lstrip())
-    if odd := next((at for at, sign in enumerate(body) if sign.isspace() and sign not in BLANKS), None):
+    odd = next((at for at, sign in enumerate(body) if sign.isspace() and sign not in BLANKS), None)
+    if odd is not None:
         raise line.error(odd, f"{body[odd]!r} is not a plain blank", "write a space or a tab")
     first = _first_word(body, start)
     rest = body[start + len(first) :]
@@ -148,7 +149,7 @@ def _hosts_of(line: _Line, column: int, word: str) -> list[tuple[str, int | None
         )
     if _address(word.strip("[]")) == 6:
         return [(word.strip("[]"), None)]
-    parts = re.split(r",(?![^\[]*\])", word)
+    parts = _split(word)
     found: list[tuple[str, int | None]] = []
     for part in parts:
         found += _part(line, column, part)
@@ -160,6 +161,17 @@ def _hosts_of(line: _Line, column: int, word: str) -> list[tuple[str, int | None
             "write them after each",
         )
     return found
+
+
+def _split(word: str) -> list[str]:
+    """The parts of a word between commas that are outside brackets, in one pass."""
+    parts, depth, begin = [], 0, 0
+    for at, sign in enumerate(word):
+        depth = max(0, depth + (sign == "[") - (sign == "]"))
+        if sign == "," and depth == 0:
+            parts.append(word[begin:at])
+            begin = at + 1
+    return [*parts, word[begin:]]
 
 
 def _part(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:

@@ -59,16 +59,20 @@ def owned_by_another(path: Path) -> tuple[Path, str] | None:
 
 def _foreign(found: os.stat_result) -> bool:
     """Whether a file's owner is neither us nor the system, nor named as trusted."""
-    if found.st_uid in (0, os.geteuid(), UNKNOWN_USER):
-        return False
+    return found.st_uid not in (0, os.geteuid(), UNKNOWN_USER) and not _trusted(found.st_uid)
+
+
+def _trusted(uid: int) -> bool:
+    """Whether TRUSTED_OWNERS has this user's name or number."""
     trusted = os.environ.get(TRUSTED_OWNERS, "").replace(" ", "").split(",")
-    return not {user_name(found.st_uid), str(found.st_uid)} & set(trusted)
+    return bool({user_name(uid), str(uid)} & set(trusted))
 
 
 def of_another_user(path: Path) -> str:
-    """The user that a file or directory belongs to, "" if it is ours or not to be seen; a link is not followed."""
+    """The user that a file or directory belongs to, "" if it is ours, a trusted user's or not to be seen; a link is not
+    followed."""
     uid = path.lstat().st_uid
-    return "" if uid in (os.geteuid(), UNKNOWN_USER) else user_name(uid)
+    return "" if uid in (os.geteuid(), UNKNOWN_USER) or _trusted(uid) else user_name(uid)
 
 
 def swappable_by_group(path: Path) -> tuple[Path, str] | None:
@@ -121,7 +125,8 @@ def refuse_foreign(root: Path) -> None:
         if os.path.lexists(path) and (owner := of_another_user(path)):
             raise UsageError(
                 f"{path} belongs to user {owner}, and what its recipe names would run as you",
-                "have that user do it, or start a copy of its recipe.toml, if you trust it; --load names a checkpoint",
+                "have that user do it, or start a copy of its recipe.toml, if you trust it; --load names a checkpoint. "
+                f"Are you that user, in a container or on a volume that shows one owner? {TRUSTED_OWNERS}={owner}",
             )
 
 

@@ -211,3 +211,12 @@ def test_a_directory_of_another_user_names_no_job(
     said = capsys.readouterr().err
     assert not queue.calls("scancel") and "belongs to user 12345" in said
     assert not (run / "cancel").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
+def test_a_directory_whose_owner_is_not_known(run: Path, queue: FakeSlurm) -> None:
+    """NFS and containers show nobody's number in place of a user that they do not know."""
+    job(run)
+    os.chown(run, 65534, 65534)
+    assert main(["cancel", str(run)]) == 0
+    assert queue.calls("scancel")

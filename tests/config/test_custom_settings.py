@@ -78,6 +78,15 @@ def test_bombs_and_deep_files(text: str, flag: str, tmp_path: Path) -> None:
         read_yaml(tmp_path / "own.yaml", flag)
 
 
+@pytest.mark.parametrize(
+    "word", ["2001-99-99", "!!int x", "!!float x", "9" * 5000, "!!bool x", "!!timestamp x", "!!binary é", "!!set [a]"]
+)
+def test_a_word_that_is_not_of_its_kind(word: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(f"path: {word}\n")
+    with pytest.raises(UsageError, match="own.yaml is not YAML"):
+        read_yaml(tmp_path / "own.yaml", "--eval-config")
+
+
 def test_aliases_may_be_used(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}\n")
     assert read_yaml(tmp_path / "own.yaml", "--x") == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}

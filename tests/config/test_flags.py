@@ -325,6 +325,10 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
         ({}, {"num_rollout": "3"}, '^r.toml: num_rollout = "3": expected a whole number'),
         ({}, {"train_env_vars": {"A": 1}}, "train_env_vars = .*valid string"),
         ({}, {"run_dir": "runs/{nam}"}, "only {name} and {time} may"),
+        ({}, {"run_dir": "runs/{name:>99999999999}"}, "only {name} and {time} may"),
+        ({}, {"run_dir": "runs/{name.__class__}"}, "only {name} and {time} may"),
+        ({}, {"run_dir": "runs/{name!r}"}, "only {name} and {time} may"),
+        ({}, {"run_dir": "runs/{name"}, "only {name} and {time} may"),
     ],
 )
 def test_a_value_out_of_bounds_names_its_origin(

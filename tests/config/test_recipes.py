@@ -42,20 +42,19 @@ def test_dapo_is_all_of_it() -> None:
     assert options.partial_rollout and options.staleness_bound == options.max_staleness
 
 
-@pytest.mark.parametrize("kind", ["recipe", "site", "flag"])
-def test_deep_values_are_one_error(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    deep = "[" * 9000 + "]" * 9000
+@pytest.mark.parametrize("deep", ["[" * 9000 + "]" * 9000, "9" * 5000, "0x" + "F" * 9000], ids=["deep", "long", "hex"])
+@pytest.mark.parametrize("kind", ["recipe", "site", "flag", "number"])
+def test_deep_values_are_one_error(kind: str, deep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "deep.toml"
-    file.write_text(f"extra = {deep}\n")
+    file.write_text(f"{'seed' if kind == 'number' else 'extra'} = {deep}\n")
     words = {
         "recipe": [str(file)],
+        "number": [str(file)],
         "site": [str(REPO / "examples/quickstart.toml"), "--site", str(file)],
         "flag": [str(REPO / "examples/quickstart.toml"), "--set", f"trainer.extra={deep}"],
     }
-    assert (
-        main(["plan" if kind == "recipe" else "submit", *words[kind], *(["--dry-run"] if kind != "recipe" else [])])
-        == 2
-    )
+    planned = kind in ("recipe", "number")
+    assert main(["plan" if planned else "submit", *words[kind], *([] if planned else ["--dry-run"])]) == 2
     said = capsys.readouterr().err
     assert said.count("hpcrl: error") == 1 and "Traceback" not in said and len(said.splitlines()) < 5
 

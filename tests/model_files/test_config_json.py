@@ -37,6 +37,24 @@ def test_everybody_says_the_same_of_a_bad_file(tmp_path: Path, damage: bytes | N
         to_fp8._config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"num_hidden_layers": 99999999999}',
+        '{"num_hidden_layers": 300000000}',
+        '{"vocab_size": "x"}',
+        '{"hidden_size": -8}',
+        '{"head_dim": 1.5}',
+        '{"num_experts": true}',
+    ],
+)
+def test_sizes_that_no_model_has(tmp_path: Path, text: str) -> None:
+    """They are one error, before lists of that length are made."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(DataError, match=f"config.json has {text.split(chr(34))[1]} .*whole number"):
+        read_config(tmp_path)
+
+
 def test_unreadable_file_is_not_missing(tmp_path: Path) -> None:
     """A file that cannot be opened is not reported as missing."""
     (tmp_path / "config.json").mkdir()

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from hpcrl.cli import main
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.model_files.torch_dist import TorchDist, latest
+from hpcrl.model_files.torch_dist import TorchDist, find_checkpoint, latest
 from tests.pickles.examples import attacks
 
 KEY = "embedding.word_embeddings.weight"
@@ -111,12 +111,21 @@ def test_a_metadata_that_never_ends_is_not_read(kind: str, tmp_path: Path) -> No
         TorchDist(path)
 
 
-@pytest.mark.parametrize("text", ["../../etc", "/etc", "iter_9999999999", "\x1b[2J", "9" * 5000, "", "a\x00b"])
+@pytest.mark.parametrize(
+    "text", ["../../etc", "/etc", "iter_9999999999", "\x1b[2J", "9" * 5000, "", "a\x00b", "\U0001f600" * 200, "\udcff"]
+)
 def test_a_tracker_that_names_something_else(text: str, tmp_path: Path) -> None:
     """The error has the directory that was not found, or what is found there holds no checkpoint."""
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(HpcrlError):
         TorchDist(latest(tmp_path) or tmp_path)
+
+
+def test_steps_of_other_directories_are_left_out(tmp_path: Path) -> None:
+    for name in ("iter_0000005", "iter_0000005_backup", "iter_foo"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match="no step 7;.*: 5$"):
+        find_checkpoint(tmp_path, 7, "--load")
 
 
 @pytest.mark.parametrize("name", attacks(Path("x")))

@@ -233,6 +233,8 @@ def test_damaged_lists_of_other_schedulers_are_named() -> None:
         "node1\u2028node2",
         "-v slots=2",
         "node1:8,-oX=y:8",
+        "\u00a0node1",
+        "\x0bnode1",
     ],
 )
 def test_hostile_lines_are_refused(line: str) -> None:
@@ -240,6 +242,13 @@ def test_hostile_lines_are_refused(line: str) -> None:
     with pytest.raises(HostfileError) as caught:
         parse_hostfile(f"node0 slots=8\n{line}\n")
     assert caught.value.line == 2 and not CONTROL.search(str(caught.value))
+
+
+def test_a_line_of_many_names_is_read_in_one_pass() -> None:
+    """Commas inside brackets part no hosts; a line of a megabyte is refused for its hosts, at once."""
+    assert [host.name for host in parse_hostfile("a[1,3],b").hosts] == ["a1", "a3", "b"]
+    with pytest.raises(HostfileError):
+        parse_hostfile(",".join(["n"] * 500_000))
 
 
 def test_interfaces_of_addresses() -> None:

@@ -97,6 +97,17 @@ def test_what_another_user_wrote_is_not_run(theirs: str, place: Path, capsys: py
     assert main(["status", str(root)]) == 0
 
 
+def test_a_trusted_owners_run_is_resumed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by root in a container, over a directory of the user outside."""
+    root = make(place / "run", phase="failed")
+    root.chmod(0o700)
+    os.chown(root, MAL, GROUP)
+    with pytest.raises(UsageError, match=f"{TRUSTED_OWNERS}=.*{MAL}"):
+        refuse_of_another(root)
+    monkeypatch.setenv(TRUSTED_OWNERS, f"{MAL}")
+    refuse_of_another(root)
+
+
 def test_what_all_may_write_to_is_not_run(place: Path) -> None:
     root = make(place / "run", phase="failed")
     root.chmod(0o777)

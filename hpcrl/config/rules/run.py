@@ -9,6 +9,7 @@ recipe: what it leaves without effect is not an error there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from string import Formatter
 
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import find_algorithm_file
@@ -48,9 +49,11 @@ def check_run_dir(template: str, name: str = "") -> None:
         if CONTROL.search(text) or not text.isprintable():
             raise UsageError(f"{flag} {text!r} holds a control character", "write it on one line of plain text")
     try:
-        template.format(name="", time="")
-    except (LookupError, ValueError):
-        raise UsageError(f"--run-dir {template}: only {{name}} and {{time}} may be in braces") from None
+        parts = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
+    except ValueError:
+        parts = [("", "", None)]
+    if any(field not in ("name", "time") or form or conversion for field, form, conversion in parts):
+        raise UsageError(f"--run-dir {template}: only {{name}} and {{time}} may be in braces")
 
 
 def check_loop(o: Options) -> None:
