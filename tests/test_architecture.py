@@ -96,6 +96,7 @@ WRITERS = {
     "run/scratch.py": "a scratch directory and its lock",
     "run/storage_errors.py": "a probe",
     "sandbox/main.py": "what a confined command has left, into a directory of the caller's",
+    "sandbox/private_root.py": "memory of the sandbox's own",
     "sandbox/system_calls.py": "/proc",
     "selftest/tiny_model.py": "a model in a scratch directory",
     "selftest/whole_run.py": "a recipe and a log in a scratch directory",

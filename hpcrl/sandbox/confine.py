@@ -58,9 +58,9 @@ def become_own_user(more: int) -> None:
 def confine(view: View, programs: bool = False) -> None:
     """Confine this process, and all that it starts, for good.
 
-    What it has open it keeps: sockets and pipes to its parent, and files outside too.  It keeps its process
-    id, and can signal no process, not even itself.  To be called before the process has a second thread; memory and
-    time are the caller's to limit.
+    What it has open it keeps, but for standard input: sockets and pipes to its parent, and files outside too.  It keeps
+    its process id, and can signal no process, not even itself.  To be called before the process has a second thread;
+    memory and time are the caller's to limit.
 
     Args:
         programs: it may start processes, which may outlive it.

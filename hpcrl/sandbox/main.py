@@ -3,8 +3,8 @@
 TASK and REPORT are numbers of open files: the task as JSON (`run.py` writes it), and where its outcome is written.
 The command is the first process of a PID namespace: with it end all that it has started, and with this process it.
 
-Invariants: the command runs confined or not at all; it holds none of this process's files; it has ended when this
-process does.
+Invariants: the command runs confined or not at all; it holds no file from outside, what it writes being copied when it
+has ended; it has ended when this process does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 from hpcrl.sandbox.confine import become_own_user, confine_first_process
-from hpcrl.sandbox.private_root import TMP, View, make_tmpfs
+from hpcrl.sandbox.private_root import TMP, View, make_tmpfs, nameless_files
 from hpcrl.sandbox.system_calls import (
     NEW_MOUNTS,
     NEW_PIDS,
@@ -73,27 +73,38 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
     if view.results:
         kept = os.open(view.results, os.O_DIRECTORY | os.O_CLOEXEC)
         make_tmpfs(view.results, TMP, "700")
+    output = nameless_files(2, 2 * _EACH[resource.RLIMIT_FSIZE])
     said, telling = os.pipe()
     child = os.fork()
     if child == 0:
-        _become(task, view, telling, PROCESSES + others)
+        _become(task, view, output, telling, PROCESSES + others)
     os.close(telling)
     wrong = _first_word(said)
     if wrong:
         os.waitpid(child, 0)
         return {"unconfined": wrong}
     report = _watch(child, Deadline(task["seconds"]))
+    for number, written in enumerate(output, 1):
+        place = 0
+        while data := os.pread(written, 1 << 20, place):
+            place += os.write(number, data)
     if view.results:
         _keep(view.results, kept)
     return report
 
 
-def _become(task: dict[str, Any], view: View, telling: int, processes: int) -> None:
-    """Become the command, confined; what keeps this process from it goes through the pipe `telling`."""
+def _become(task: dict[str, Any], view: View, output: list[int], telling: int, processes: int) -> None:
+    """Become the command, confined; what keeps this process from it goes through the pipe `telling`.
+
+    Args:
+        output: files for what it writes to standard output and standard error.
+    """
     try:
         os.setsid()
         prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
         confine_first_process(view)
+        for number, file in enumerate(output, 1):
+            os.dup2(file, number)
         for what, most in (_EACH | {resource.RLIMIT_NPROC: processes}).items():
             hard = resource.getrlimit(what)[1]
             limit = most if hard == resource.RLIM_INFINITY else min(most, hard)

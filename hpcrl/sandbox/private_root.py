@@ -82,13 +82,27 @@ def make_tmpfs(place: str, most: int, mode: str) -> None:
     mount("tmpfs", place, "tmpfs", NO_SUID | NO_DEVICES, _TMPFS.format(bytes=most, mode=mode))
 
 
+def nameless_files(count: int, most: int) -> list[int]:
+    """Empty files in memory that are in no directory, of `most` bytes together; this process sees where they would be
+    no more."""
+    place = _place()
+    make_tmpfs(place, most, "700")
+    return [os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600) for _ in range(count)]
+
+
+def _place() -> str:
+    return next(place for place in _PLACES if os.path.isdir(place))
+
+
 def enter(view: View, own_pids: bool) -> None:
     """Change to a root of this process's own; its mount namespace must be its own, and it may mount there.
+
+    Standard input is empty from then on.
 
     Args:
         own_pids: it is in a PID namespace of its own, and gets a /proc, which shows that alone.
     """
-    root = next(place for place in _PLACES if os.path.isdir(place))
+    root = _place()
     mount(None, "/", None, RECURSIVE | PRIVATE)
     make_tmpfs(root, 4 << 20, "755")
     for folder in SYSTEM:
@@ -119,6 +133,11 @@ def enter(view: View, own_pids: bool) -> None:
     pivot_root(root)
     # the root's own file system cannot be written to any more; what is mounted in it keeps its own rights
     mount(None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES)
+    # /dev/null from outside, as it was open, is one whose mode user 0 could change
+    number = os.open("/dev/null", os.O_RDONLY)
+    if number != 0:
+        os.dup2(number, 0)
+        os.close(number)
 
 
 def _show(root: str, inside: str, outside: str, flags: int = READ_ONLY | NO_SUID | NO_DEVICES) -> None:

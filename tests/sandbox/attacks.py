@@ -153,6 +153,11 @@ def try_see_sys(v: dict) -> bool:
     return bool(os.listdir("/sys"))
 
 
+def try_chmod_of_standard_input(v: dict) -> bool:
+    """The machine's /dev/null, to which every process of root writes."""
+    return os.fchmod(0, os.fstat(0).st_mode & 0o7777) is None
+
+
 # ---- sockets
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -61,6 +64,23 @@ def test_limits_that_refuse(text: str) -> None:
 def test_output_is_bounded() -> None:
     done = run("cat /dev/zero")
     assert len(done.out) <= OUTPUT and done.code
+
+
+def test_it_holds_no_file_from_outside() -> None:
+    """Its input is what it could open itself, its output lies in memory of its own, and nothing else is open."""
+    text = (
+        "import os, stat, json, sys; mode = lambda: stat.S_IMODE(os.stat('/dev/null').st_mode)\n"
+        "try:\n    os.chmod('/proc/self/fd/0', mode())\nexcept OSError as error:\n    print(error.errno)\n"
+        "print(json.dumps([os.fstat(number).st_dev for number in (1, 2)] + os.listdir('/proc/self/fd')))\n"
+        "sys.stderr.write('also')"
+    )
+    done = run_confined([PYTHON, "-I", "-c", text], View(), {}, 60.0)
+    refused, rest = done.out.splitlines()
+    out, err, *numbers = json.loads(rest)
+    assert int(refused) == errno.EROFS and done.err == "also"
+    outside = {os.stat(path).st_dev for path in ("/", "/dev/null", "/dev/shm", tempfile.gettempdir())}
+    assert out == err and out not in outside
+    assert set(numbers) <= {"0", "1", "2", "3"}  # 3 lists the others
 
 
 def test_time_is_bounded() -> None:

@@ -139,7 +139,10 @@ def damage(told: dict, sockets: dict, sleeper: subprocess.Popen, master: int) ->
             found.append(f"socket {name}")
     if sleeper.poll() is not None:
         found.append("process ended")
-    elif os.getpriority(os.PRIO_PROCESS, sleeper.pid) or "T" in text_of(f"/proc/{sleeper.pid}/stat").split()[2]:
+    elif (
+        os.getpriority(os.PRIO_PROCESS, sleeper.pid) != os.getpriority(os.PRIO_PROCESS, 0)
+        or "T" in text_of(f"/proc/{sleeper.pid}/stat").split()[2]
+    ):
         found.append("process changed")
     if select.select([master], [], [], 0)[0]:
         found.append("terminal")
