@@ -35,6 +35,7 @@ from hpcrl.rollout.worker_messages import (
 from hpcrl.run.code_files import use_inherited_code
 from hpcrl.run.process import die_with_parent
 from hpcrl.sandbox.confine import NotBegun, confine, view_of_python
+from hpcrl.sandbox.system_calls import reason
 
 _setup = msgspec.msgpack.Decoder(GradingSetup | SamplerSetup).decode
 _request = msgspec.msgpack.Decoder(GradingTask | CustomCall | CancelRequest).decode
@@ -103,7 +104,7 @@ def _confine() -> str:
         try:
             confine(view)
         except OSError as error:
-            os.write(telling, (error.strerror or str(error)).encode())
+            os.write(telling, reason(error).encode())
         os._exit(0)
     os.close(telling)
     why = os.read(said, 4096).decode(errors="replace")
@@ -113,7 +114,7 @@ def _confine() -> str:
         try:
             confine(view)
         except NotBegun as error:  # such as the last namespace that the user may have
-            why = error.strerror
+            why = reason(error)
     return why
 
 

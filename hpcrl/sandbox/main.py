@@ -31,6 +31,7 @@ from hpcrl.sandbox.system_calls import (
     mount,
     prctl,
     read_kernel,
+    reason,
 )
 from hpcrl.toolbox.deadline import Deadline
 
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
     try:
         report = _run(task)
     except OSError as error:
-        report = {"unconfined": error.strerror or str(error)}
+        report = {"unconfined": reason(error)}
     os.write(report_file, json.dumps(report).encode())
     return 0
 
@@ -115,7 +116,7 @@ def _become(task: dict[str, Any], view: View, output: list[int], telling: int, p
         os.chdir(task["directory"])
         os.execve(task["command"][0], task["command"], task["environment"])
     except BaseException as error:  # noqa: BLE001  (nothing may get past this)
-        os.write(telling, (getattr(error, "strerror", None) or repr(error)).encode())
+        os.write(telling, reason(error).encode())
     os._exit(1)
 
 

@@ -6,6 +6,7 @@ Invariant: a call that fails raises OSError; none fails unseen.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 
@@ -41,6 +42,12 @@ _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
 _MOST = 1 << 22  #: bytes of a file of the kernel's
+#: what namespaces, and mounts in them, are refused with where users may make none
+_FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSPC)
+NO_NAMESPACES = (
+    "; users may make no namespaces here (Ubuntu 24.04: AppArmor; Docker: seccomp; elsewhere "
+    "user.max_user_namespaces): docs/security.md, What a site can do"
+)
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -127,5 +134,17 @@ def write_kernel(path: str, text: str) -> None:
     number = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(number, text.encode())
+    except OSError as error:  # which does not name the file
+        raise OSError(error.errno, f"writing {path}: {error.strerror}") from error
     finally:
         os.close(number)
+
+
+def reason(error: BaseException) -> str:
+    """Which step of confining has failed, and who may have forbidden it."""
+    if not isinstance(error, OSError):
+        return repr(error)
+    text = error.strerror or str(error)
+    if error.filename is not None:  # not a call that makes or fills namespaces
+        return f"{os.fsdecode(error.filename)}: {text}"
+    return text + NO_NAMESPACES if error.errno in _FORBIDDEN else text

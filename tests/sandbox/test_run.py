@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +21,16 @@ from hpcrl.sandbox.run import OUTPUT, Confined, Unconfined, run_confined
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
 PYTHON = "/usr/bin/python3"
+#: the kernel is told something, and refuses: what Ubuntu's AppArmor does once the namespace is there
+WRITES = """
+import os
+before = os.write
+def write(number, data):
+    if data.endswith(b"{end}"):
+        raise PermissionError(1, "refused by the test")
+    return before(number, data)
+os.write = write
+"""
 
 
 def run(text: str, view: View | None = None, seconds: float = 60.0) -> Confined:
@@ -136,7 +148,9 @@ def test_kernels_without_mount_setattr(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ("confine.unshare = refuse", "refused by the test"),
+        ("confine.unshare = refuse", "refused by the test.*AppArmor.*docs/security.md"),
+        (WRITES.format(end="deny"), "/proc/self/setgroups: .*AppArmor"),
+        (WRITES.format(end=" 1"), "/proc/self/uid_map: .*AppArmor"),
         ("confine.drop_capabilities = refuse", "refused by the test"),
         ("private_root.pivot_root = refuse", "refused by the test"),
         ("seccomp.check = refuse", "refused by the test"),
@@ -155,6 +169,26 @@ def test_nothing_runs_half_confined(broken: str, said: str, tmp_path: Path, monk
     with pytest.raises(Unconfined, match=f"cannot be confined here: .*{said}"):
         run("echo > /results/began", View((), str(results)))
     assert not list(results.iterdir())
+
+
+def test_users_who_may_make_no_namespaces() -> None:
+    """The kernel's own refusal names the step and who may have forbidden it."""
+    program = (
+        "from tests.sandbox.test_run import *\ntry:\n    run('true')\nexcept Unconfined as error:\n    print(error)\n"
+    )
+    inner = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    words = ["unshare", "--user", "--map-root-user", "/bin/sh", "-c", inner, sys.executable, program]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=root)
+    assert re.search("making namespaces: .*AppArmor.*docs/security.md", done.stdout), done
+
+
+def test_a_command_that_cannot_be_started() -> None:
+    """It is named, and namespaces have nothing to do with it."""
+    for command, why in (("/nowhere/program", "No such file"), ("/etc/passwd", "ermission denied")):
+        with pytest.raises(Unconfined, match=f"{command}: .*{why}") as error:
+            run_confined([command], View(), {}, 20.0)
+        assert "AppArmor" not in str(error.value)
 
 
 def test_system_directories() -> None:
