@@ -74,7 +74,11 @@ def node_flags(options: Options, plan: Plan, index: int, environment: Mapping[st
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Bound, not listening yet; port 0: any free one.
+    """Bound for this user alone; port 0: any free one.
+
+    SO_REUSEADDR would let every other user bind the same port as long as nothing listens at it, which is until the
+    model is loaded.  Only a port that was named needs it, where connections of the one before are still waited for; it
+    listens at once.
 
     Raises:
         OSError: where that cannot be.
@@ -82,8 +86,11 @@ def bound_socket(host: str, port: int) -> socket.socket:
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
+        if port:
+            sock.listen()
     except OSError:
         sock.close()
         raise

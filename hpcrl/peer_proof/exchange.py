@@ -20,6 +20,7 @@ from hpcrl.peer_proof.proof import ANSWER, answer, is_right
 from hpcrl.toolbox.deadline import Deadline
 
 LIMIT = 60.0  #: seconds, once all ranks are there
+PER_SECOND = 100  #: peers that even a slow host connects to: rank 0 of a large group has thousands
 LOOK = 5.0  #: seconds between two looks at who is connected
 TAG = 0x68706000  #: of the messages; a group with several devices takes the one of its tag's remainder
 HINT = (
@@ -59,7 +60,7 @@ class Exchange:
         """
         thread = threading.Thread(target=self._work, name="gloo proof", daemon=True)
         thread.start()
-        deadline = Deadline(limit)
+        deadline = Deadline(limit + len(self._peers) / PER_SECOND)
         while not deadline.over:
             thread.join(min(LOOK, deadline.left))
             if not thread.is_alive():

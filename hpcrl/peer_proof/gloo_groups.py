@@ -49,9 +49,7 @@ class ProvedGloo(RawGloo):  # type: ignore[misc, valid-type]
         key = key or _process.key
         name = name or f"gloo group {_making.name or '?'} of {size} ranks"
         self.addresses = AddressStore(store, rank)
-        before = connections.descriptors()
         super().__init__(self.addresses, rank, size, *given, **named)
-        opened = connections.descriptors() - before
         if size > 1:
             connected = bool(self.addresses.peers)  # gloo connects to all at once, unless told to when needed
             peers = proved_peers(rank, size, connected)
@@ -61,8 +59,9 @@ class ProvedGloo(RawGloo):  # type: ignore[misc, valid-type]
             Exchange(self, self.addresses, key, peers, name).run()
             self.addresses.keep(peers)
         for end in self.addresses.mine.values():
-            connections.close_port(listener_of(end.address).port, opened)
-        _making.made.append(self)
+            connections.close_port(listener_of(end.address).port)
+        if _making.name:  # torch is making it, and keeps but its own part; any other caller holds what it has made
+            _making.made.append(self)
 
 
 class _Process:

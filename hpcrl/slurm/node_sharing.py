@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import os
 import re
+import time
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.plan import Plan
+from hpcrl.run.process import CommandResult
 from hpcrl.slurm import squeue
+from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.retry import Pauses
+
+PATIENCE = 60.0  #: seconds that Slurm may take until it answers
 
 #: of `scontrol show job`: nodes for this job, for this user
 ALONE = re.compile(r"\b(OverSubscribe=(NO|USER)|Exclusive=(NODE|USER|TOPO))\b")
@@ -41,7 +47,7 @@ def refuse_shared_nodes(options: Options, plan: Plan) -> None:
 
 def shared(job: str) -> str | None:
     """Why the nodes of a job do not count as its user's alone; None if they do."""
-    answer = squeue.call(["scontrol", "--oneliner", "show", "job", job])
+    answer = _ask("job", job)
     if answer.code != 0:
         return f"scontrol show job {job}: {answer.said}"
     for line in filter(str.strip, answer.out.splitlines()):
@@ -52,6 +58,18 @@ def shared(job: str) -> str | None:
     return None
 
 
+def _ask(what: str, name: str) -> CommandResult:
+    """What `scontrol show` says; asked again for PATIENCE seconds, since a controller that starts hundreds of nodes is
+    busy."""
+    deadline = Deadline(PATIENCE)
+    for pause in Pauses(1.0, 10.0):
+        answer = squeue.call(["scontrol", "--oneliner", "show", what, name])
+        if answer.code == 0 or deadline.left < pause:
+            break
+        time.sleep(pause)
+    return answer
+
+
 def _alone_in(partition: str) -> bool:
-    answer = squeue.call(["scontrol", "--oneliner", "show", "partition", partition])
+    answer = _ask("partition", partition)
     return answer.code == 0 and bool(ALONE_THERE.search(answer.out))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import socket
 import time
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from hpcrl.errors import HpcrlError
-from hpcrl.peer_proof import exchange, gloo_groups
+from hpcrl.peer_proof import connections, exchange, gloo_groups
 from hpcrl.peer_proof.addresses import listener_of
 from hpcrl.trainer.collectives import connect_when_needed
 from tests.support.gloo_attack import GlooAttack
@@ -247,3 +249,39 @@ def test_another_user_gets_no_place_in_a_group(second_user: SecondUser, manner: 
 def test_the_race_is_one_that_is_won_unproved(second_user: SecondUser) -> None:
     """The same without the proof: the attack is the one that took places, and received what ranks hold."""
     assert any(race(second_user, b"", "answer")[1]["bytes"] >= 1000 for _ in range(6))
+
+
+def test_a_group_that_its_maker_drops_is_gone() -> None:
+    """One that torch makes lives as long as torch's own; one that is made directly, as for weights, as its maker holds
+    it: the peers of a group that stays wait for gloo's timeout."""
+    group = gloo_groups.ProvedGloo(dist.HashStore(), 0, 1, timedelta(seconds=5), key=KEY)
+    gone = weakref.ref(group)
+    del group
+    gc.collect()
+    assert gone() is None
+
+
+BYSTANDER = """
+import socket, sys
+own = socket.create_server(("127.0.0.2", int(sys.argv[1])))
+both = [socket.create_connection(own.getsockname()), own.accept()[0]]
+print("connected", flush=True)
+sys.stdin.readline()
+both.append(socket.create_connection(("127.0.0.1", int(sys.argv[1]))))
+print("connected", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_bystander_is_no_stranger(second_user: SecondUser) -> None:
+    """Another user's connection to the same port of another address has nothing to do with this rank."""
+    with socket.create_server(("127.0.0.1", 0)) as mine:
+        port = mine.getsockname()[1]
+        other = second_user.start(BYSTANDER, str(port))
+        assert other.stdout.readline() == "connected\n"
+        assert connections.strangers(port) == {}
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "connected\n"
+        with mine.accept()[0]:
+            assert list(connections.strangers(port).values()) == [second_user.uid]

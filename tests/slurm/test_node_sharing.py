@@ -27,6 +27,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch, *jobs: str, code: int = 0) -> None:
         return CommandResult(code, "".join(jobs) if "job" in words else PARTITIONS[words[-1]], "scontrol: no")
 
     monkeypatch.setattr(squeue, "call", call)
+    monkeypatch.setattr(node_sharing, "PATIENCE", 0.0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
 
@@ -59,6 +60,13 @@ def test_an_engine_over_shared_nodes_is_refused(monkeypatch: pytest.MonkeyPatch)
     options, _ = plan()
     near = make_plan(options, [Host("n0", 1, "10.0.0.1", "eth0"), Host("n1", 2, "10.0.0.2", "eth0")], "run")
     node_sharing.refuse_shared_nodes(options, near)
+
+
+def test_a_busy_controller_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [CommandResult(1, "", "timed out"), CommandResult(0, JOB.format(over="NO", partition="open"), "")]
+    monkeypatch.setattr(squeue, "call", lambda *_: answers.pop(0))
+    monkeypatch.setattr(node_sharing.time, "sleep", lambda _: None)
+    assert node_sharing.shared("7") is None and not answers
 
 
 def test_the_leave_has_no_effect_for_one_worker() -> None:
