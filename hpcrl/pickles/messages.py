@@ -17,7 +17,7 @@ import enum
 import io
 import pickle
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import cache
 from pathlib import PosixPath, PurePosixPath
@@ -97,9 +97,9 @@ def encode(value: Any, depth: int = 0) -> Encoded:
         return value
     if kind in CONTAINERS:
         return [CONTAINERS[kind], *(encode(part, depth + 1) for part in value)]
-    if kind in (dict, OrderedDict):
+    if kind in (dict, defaultdict, OrderedDict):  # what makes a default is a program, and stays behind
         return [
-            "dict" if kind is dict else "ordered dict",
+            "ordered dict" if kind is OrderedDict else "dict",
             *(encode(part, depth + 1) for pair in value.items() for part in pair),
         ]
     if kind in PLAIN:
@@ -120,7 +120,7 @@ def _text(value: str) -> tuple[bytes]:
 
 
 #: containers: the tag, before the parts
-CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
+CONTAINERS: dict[type, str] = {list: "list", deque: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 #: values of these very classes: tag, and the parts
 PLAIN: dict[type, tuple[str, Callable[[Any], tuple[Encoded, ...]]]] = {
     str: ("str", _text),
@@ -155,6 +155,8 @@ def _encode_other(value: Any, depth: int) -> Encoded:
         return ["size", *value]
     if kind is torch.dtype and _dtype_name(value):
         return ["dtype", _dtype_name(value)]
+    if kind is torch.device:
+        return ["device", str(value)]
     if kind is torch.layout:
         return ["layout", str(value)]
     if isinstance(value, CheckpointException):
@@ -306,6 +308,7 @@ TAGS: dict[str, Callable[[list[Any]], Any]] = {
     "array": _array,
     "size": values.size,
     "dtype": lambda parts: class_of("torch", *_types(parts, STR)),
+    "device": lambda parts: values.device(*_types(parts, STR)),
     "layout": lambda parts: values.layout(*_types(parts, STR)),
     "checkpoint exception": lambda parts: values.checkpoint_exception(*parts),
     "error": lambda parts: values.error_from(*_types(parts, STR, STR)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,15 @@ def layout(name: Any) -> Any:
     if type(name) is not str or name not in LAYOUTS:
         raise wrong("a layout of tensors")
     return getattr(torch, name.removeprefix("torch."))
+
+
+def device(name: str) -> Any:
+    """torch's device of this name, such as cuda:1."""
+    import torch
+
+    if not re.fullmatch(r"(cpu|cuda|meta)(:\d{1,4})?", name):
+        raise wrong("a device")
+    return torch.device(name)
 
 
 def plain(kind: Callable[..., Any], *types: type) -> Callable[..., Any]:

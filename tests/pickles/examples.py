@@ -141,7 +141,7 @@ def plain() -> list[Any]:
             ("k", (1, 2)): frozenset({5}),
         },
         [1j, bytearray(b"ab"), OrderedDict(a=1), Path("/a/b"), PurePosixPath("c"), 1 << 100, -(1 << 40)],
-        OrderedDict(a=torch.float32, b=size, c=torch.strided),
+        OrderedDict(a=torch.float32, b=size, c=torch.strided, d=torch.device("cuda", 1), e=torch.device("cpu")),
         [getattr(torch, name) for name in sorted(records.DTYPES)],
         [
             torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),

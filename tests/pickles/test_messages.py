@@ -10,6 +10,7 @@ import pickle
 import sys
 import traceback
 from argparse import Namespace
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -74,6 +75,12 @@ def numbered(node: Any) -> Iterator[list[Any]]:
             yield node
         for part in node[1:] if node[0] in messages.NESTED else ():
             yield from numbered(part)
+
+
+def test_containers_with_more_than_values_arrive_plain() -> None:
+    """A default's maker is a program, and a deque's length no value."""
+    assert received(defaultdict(list, a=[1])) == {"a": [1]} and type(received(defaultdict(list))) is dict
+    assert received(deque([1, 2], 5)) == [1, 2]
 
 
 @pytest.mark.vllm
@@ -142,6 +149,8 @@ LIES: list[tuple[Any, ...]] = [
     ("dtype", "os.system"),
     ("layout", "torch.nn"),
     ("layout", "nn"),
+    ("device", "privateuseone"),
+    ("device", "cuda:99999"),
     ("size", -1),
     ("range", 1, 2, 0),
     ("slice", "a", "b", "c"),
