@@ -96,12 +96,12 @@ source() {
     if [[ ! -r $file ]]; then
         for folder in "$HPCRL_MODELS" "$HPCRL_OWN_MODELS"; do
             if [[ -n $folder && -r $folder/${file##*/} ]]; then
-                [[ $folder == "$HPCRL_OWN_MODELS" ]] && hpcrl_note source "$file"
+                [[ $folder == "$HPCRL_OWN_MODELS" ]] && hpcrl_note source "$file" "$PWD"
                 builtin source "$folder/${file##*/}" "$@"
                 return
             fi
         done
-        hpcrl_note source-missing "$file"
+        hpcrl_note source-missing "$file" "$PWD"
         return 0
     fi
     builtin source "$file" "$@"

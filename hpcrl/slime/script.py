@@ -116,13 +116,20 @@ def run_script(
         models: where model files are that it does not find.
 
     Raises:
-        UsageError: if it cannot be read or confined, does not end, fails, or starts no training.
+        UsageError: if it cannot be read or confined, does not end, fails, starts no training, or reads a file that
+            is hidden from it and might set what it hands over.
     """
     text = _read(path)
     with tempfile.TemporaryDirectory(prefix="hpcrl-import-") as folder:
         scratch = Path(folder)
         said = _run(path, text, scratch, variables, models, seconds)
         calls = _calls(scratch / "calls")
+    if missed := next(filter(None, map(_missed, calls)), None):
+        raise UsageError(
+            f"{path} reads {strip_control(missed)}, which is there, but which it may not see",
+            "a script sees its own directory, unless that is a home directory or /tmp: move it into one that holds "
+            "what it reads as well, or name that file's directory with --models-dir",
+        )
     training = [found for call in calls if (found := _training(call))]
     if not training:
         raise _no_training(path, said, seconds)
@@ -303,22 +310,43 @@ def _notes(calls: Sequence[Sequence[str]], environment: Mapping[str, str]) -> It
         if key in seen or _training(call):
             continue
         seen.add(key)
-        if name in ("source", "source-missing"):
-            yield _model_note(call[1], known=name == "source")
+        if name in ("source", "source-missing") and len(call) > 1:
+            yield strip_control(_model_note(call, known=name == "source"))
         else:
             why = NEEDLESS.get(name, "it was not run")
             yield f"{strip_control(' '.join(call))[:100]}: {why}"
     yield from (f"environment {name}: {why}" for name, why in _ENVIRONMENT.items() if name in environment)
 
 
-def _model_note(file: str, known: bool) -> str:
+def _hidden(call: Sequence[str]) -> Path | None:
+    """The file that a noted `source` has not found although it is there."""
+    if len(call) < 3 or call[0] not in ("source", "source-missing"):
+        return None
+    file = Path(call[2]) / call[1]
+    return file if os.path.isfile(file) and os.access(file, os.R_OK) else None
+
+
+def _missed(call: Sequence[str]) -> str:
+    """A hidden file whose settings are missed: neither of a model nor of the machine's environment; or ""."""
+    file = _hidden(call)
+    if file is None or file.parent.name == "models" or call[0] == "source":
+        return ""
+    return "" if file.resolve().is_relative_to("/etc") or file.resolve().is_relative_to("/opt") else call[1]
+
+
+def _model_note(call: Sequence[str], known: bool) -> str:
+    file, hidden = call[1], _hidden(call)
+    found = "no such file" if hidden is None else "it is there, but the script may not see it"
+    if not known and hidden is not None and hidden.parent.name != "models":
+        return f"source {file}: not read, as {NEEDLESS['environment']}; write NAME=VALUE after the script"
     if not known:
-        return f"source {file}: no such file; --models-dir DIR names the directory of model arguments"
+        where = f"{hidden.parent.resolve()} shows it" if hidden else "DIR names the directory of model arguments"
+        return f"source {file}: {found}; --models-dir {where}"
     name = Path(file).stem
     family = model_families().get(name, "")
     if not family:
-        return f"source {file}: no such file, and {name} is of no family that hpcrl has"
-    return f"source {file}: no such file, and none needed: {name} is a {family} model, described by its config.json"
+        return f"source {file}: {found}, and {name} is of no family that hpcrl has"
+    return f"source {file}: {found}, and none needed: {name} is a {family} model, described by its config.json"
 
 
 def _unset(text: str, variables: Mapping[str, str]) -> Iterator[str]:

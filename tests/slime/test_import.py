@@ -15,6 +15,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
+from hpcrl.sandbox.private_root import SETTINGS
 from hpcrl.slime.script import run_script
 from hpcrl.slime.verbatim import PLACES, recipe_and_refusals
 from tests.slime.guides import GUIDES, MODELS, SCRIPT
@@ -148,6 +149,43 @@ def test_a_directory_of_models_may_be_named(tmp_path: Path) -> None:
     )
     assert run_script(file, {}, models).arguments[:2] == ("--num-layers", "3")
     assert "no such file; --models-dir" in " ".join(run_script(file, {}).notes)
+
+
+@pytest.mark.parametrize("said", ['"$(dirname "$0")/../common.sh"', "../common.sh", "$HOME/common.sh"])
+def test_a_file_hidden_from_a_script(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is there but not shown is an error, as its settings would be missed; a missing one is a note."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own").mkdir()
+    file = script(tmp_path / "own" / "run-x.sh", f"source {said}\n{END}")
+    assert "no such file" in " ".join(run_script(file, {}).notes)
+    (tmp_path / "common.sh").write_text("A=1\n")
+    with pytest.raises(UsageError, match="common.sh, which is there.*may not see.*move it"):
+        run_script(file, {})
+    with pytest.raises(UsageError, match="may not see"):  # a home directory is not shown
+        run_script(script(tmp_path / "run-y.sh", f". ./common.sh\n{END}"), {})
+
+
+def test_model_arguments_hidden_from_a_script(tmp_path: Path) -> None:
+    """They are a note, which says how they are shown."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "own").mkdir()
+    for name in ("mine", "qwen3-4B"):
+        (tmp_path / "models" / f"{name}.sh").write_text("MODEL_ARGS=(--num-layers 3)\n")
+    text = f'. ../models/mine.sh\npython3 train.py "${{MODEL_ARGS[@]}}" {END[17:]}'
+    file = script(tmp_path / "own" / "run-x.sh", text)
+    [note] = [note for note in run_script(file, {}).notes if "mine.sh" in note]
+    assert "it is there" in note and f"--models-dir {tmp_path}/models" in note
+    assert run_script(file, {}, tmp_path / "models").arguments[:2] == ("--num-layers", "3")
+    file = script(tmp_path / "own" / "run-y.sh", f". ../models/qwen3-4B.sh\n{END}")
+    [note] = [note for note in run_script(file, {}).notes if "qwen3-4B.sh" in note]
+    assert "it is there" in note and "none needed" in note
+
+
+def test_settings_of_the_machine_are_not_read(tmp_path: Path) -> None:
+    """What lies in /etc and is hidden sets an environment: a note."""
+    file = next(path for path in Path("/etc").iterdir() if path.is_file() and path.name not in SETTINGS)
+    [note, *_] = run_script(script(tmp_path / "run-x.sh", f"source {file}\n{END}"), {}).notes
+    assert str(file) in note and "environment" in note
 
 
 def test_a_model_without_a_family_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,7 @@ def test_notes_may_be_forged_but_harm_nobody(tmp_path: Path) -> None:
         [
             "ln -s /etc/passwd $HPCRL_CALLS/1",
             "mkdir $HPCRL_CALLS/0",
+            "printf 'source\\0' > $HPCRL_CALLS/2",
             "BASH_ENV= PATH= bash -c 'python3 train.py --again'",
             "ray $'\\e]0;title\\a' x",
             "source $'/nowhere/\\e]0;title\\a.sh'",
