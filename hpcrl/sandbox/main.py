@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 def _run(task: dict[str, Any]) -> dict[str, Any]:
     prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
     view = View(tuple((inside, outside) for inside, outside in task["shown"]), task["results"])
-    others = _processes_of_user()
+    others = threads_of_user()
     become_own_user(NEW_MOUNTS | NEW_PIDS)
     mount(None, "/", None, RECURSIVE | PRIVATE)
     kept = -1
@@ -161,12 +161,15 @@ def _usage(child: int) -> tuple[int, int]:
     return len(pids), used
 
 
-def _processes_of_user() -> int:
-    """How many processes this user has: before Linux 5.14 the limit of a namespace counts them all."""
+def threads_of_user(folder: str = "/proc") -> int:
+    """How many threads this user's processes have: before Linux 5.14 RLIMIT_NPROC of a namespace counts them all."""
     found = 0
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            found += name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid()
+    for name in filter(str.isdigit, os.listdir(folder)):
+        with contextlib.suppress(OSError, KeyError, ValueError):  # it has just ended
+            lines = read_kernel(f"{folder}/{name}/status").splitlines()
+            said = {words[0]: words[1] for line in lines if len(words := line.split()) > 1}
+            if int(said["Uid:"]) == os.getuid():
+                found += int(said["Threads:"])
     return found
 
 

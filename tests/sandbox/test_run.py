@@ -9,13 +9,14 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from hpcrl.sandbox import private_root, seccomp
-from hpcrl.sandbox.main import MEMORY, PROCESSES
+from hpcrl.sandbox.main import MEMORY, PROCESSES, threads_of_user
 from hpcrl.sandbox.private_root import TMP, View
 from hpcrl.sandbox.run import OUTPUT, Confined, Unconfined, run_confined
 
@@ -93,6 +94,24 @@ def test_it_holds_no_file_from_outside() -> None:
     outside = {os.stat(path).st_dev for path in ("/", "/dev/null", "/dev/shm", tempfile.gettempdir())}
     assert out == err and out not in outside
     assert set(numbers) <= {"0", "1", "2", "3"}  # 3 lists the others
+
+
+def test_threads_of_a_user_are_counted(tmp_path: Path) -> None:
+    """The limit of processes is one of threads, and on older kernels those of other programs count."""
+    ended = threading.Event()
+    threads = [threading.Thread(target=ended.wait, args=[60]) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    shown = Path("/proc/self/status").read_text()
+    ended.set()
+    for thread in threads:
+        thread.join(60)
+    other = shown.replace(f"Uid:\t{os.getuid()}\t", f"Uid:\t{os.getuid() + 1}\t")
+    for name, text in (("7", shown), ("8", other), ("self", shown)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "status").write_text(text)
+    (tmp_path / "9").mkdir()
+    assert 41 <= threads_of_user(str(tmp_path)) < 80
 
 
 def test_time_is_bounded() -> None:
