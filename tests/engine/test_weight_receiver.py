@@ -13,8 +13,8 @@ pytestmark = pytest.mark.vllm
 
 #: as vLLM's WorkerWrapperBase.init_worker does it: the extension becomes the last base of a class that is there already
 SCRIPT = """
-import json, os
-os.environ["HPCRL_HTTP_KEY_FILE"] = "/nowhere"  # as in an engine
+import json, os, sys
+os.environ["HPCRL_HTTP_KEY_FILE"] = sys.argv[1]  # as in an engine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 from hpcrl.engine.weight_receiver import WorkerExtension
 
@@ -38,9 +38,15 @@ print(json.dumps([imported, joined, seen(), worker.rank]))
 """
 
 
-def test_nothing_happens_before_a_worker_is_made() -> None:
+def test_nothing_happens_before_a_worker_is_made(tmp_path: Path) -> None:
+    key = tmp_path / "http.key"
+    key.write_text("5" * 64)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120
+        [sys.executable, "-c", SCRIPT, str(key)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     imported, joined, made, rank = json.loads(done.stdout.splitlines()[-1])

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.sandbox import private_root, seccomp
-from hpcrl.sandbox.main import MEMORY, PROCESSES, threads_of_user
+from hpcrl.sandbox.main import MEMORY, NUMBERS, PROCESSES, threads_of_user
 from hpcrl.sandbox.private_root import TMP, View
 from hpcrl.sandbox.run import OUTPUT, Confined, Unconfined, run_confined
 
@@ -56,6 +56,18 @@ def test_limits_that_end_it(text: str, limit: str) -> None:
     assert limit in done.limit or "fork" in done.err, done
     assert str(PROCESSES) in done.limit or str(MEMORY >> 20) in done.limit or "fork" in done.err
     assert len(os.listdir("/proc")) < before + PROCESSES
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel bounds how many processes other users have")
+@pytest.mark.skipif(
+    tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) < (6, 14),
+    reason="one pid_max for the whole machine",
+)
+def test_roots_processes_are_bounded_too() -> None:
+    """A fork bomb of root's had thousands of processes before it was ended, and no other could start one."""
+    outside = Path("/proc/sys/kernel/pid_max").read_text()
+    assert run("cat /proc/sys/kernel/pid_max").out == f"{NUMBERS}\n"
+    assert Path("/proc/sys/kernel/pid_max").read_text() == outside
 
 
 @pytest.mark.parametrize(
