@@ -27,7 +27,8 @@ import msgspec
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.async_tasks import cancel
-from hpcrl.rollout.worker_messages import ERROR, TIMEOUT, WorkerLoaded, frame, receive
+from hpcrl.rollout.worker_messages import ERROR, TIMEOUT, GradingSetup, WorkerLoaded, frame, receive
+from hpcrl.rollout.worker_output import copy_output
 from hpcrl.toolbox.deadline import Deadline
 
 POLL = 0.05  #: seconds between two looks at the processes
@@ -76,14 +77,18 @@ class WorkerProcess(Generic[J]):
         self._ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "hpcrl.rollout.worker", str(theirs.fileno())]
+            confined = isinstance(setup, GradingSetup) and setup.confined
             env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONHASHSEED": "0"}
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE if confined else None,
                 env=os.environ | env,
                 process_group=0,
             )
+        if self._process.stderr is not None:
+            copy_output(self._process.stderr)
         self._writer: asyncio.StreamWriter | None = None
 
     @property

@@ -75,6 +75,29 @@ def test_built_in_rewards_are_confined(rewards: str) -> None:
     assert os.listdir("/sys")
 
 
+def test_the_log_is_not_open_in_a_confined_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It could read and cut what others wrote; what it writes itself gets there all the same."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nprint('written by it', file=sys.stderr, flush=True)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+
+    async def go() -> list[str]:
+        grading = await started(rm_type="exact")
+        try:
+            return [os.readlink(f"/proc/{grading._processes[0].pid}/fd/{number}") for number in (0, 1, 2)]
+        finally:
+            await grading.close()
+
+    empty, *output = asyncio.run(go())
+    assert empty == "/dev/null" and all(place.startswith("pipe:") for place in output)
+    said, began = capfd.readouterr().err, time.monotonic()
+    while "written by it" not in said:
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+        said += capfd.readouterr().err
+
+
 def test_what_others_wrote_is_not_confined() -> None:
     """Functions of the user's own, alone or next to others, and rewards that ask over a network."""
     for values in (
