@@ -6,6 +6,7 @@ Invariant: what the policy said goes back to it as the tokens that it said, what
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,13 @@ from hpcrl.config.options import Options
 from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, Trajectory, Turn, continuation
 from hpcrl.sample import Sample
+from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.retry import Pauses, retry_async
 
 FULL = "context_length_exceeded"  #: what the endpoint says when tokens leave no room for an answer
 _THEIRS = ("sglang_router_ip", "sglang_router_port", "vllm_router_ip", "vllm_router_port")
+
+RESET = 60.0  #: seconds within which a connection that ends without an answer was one too many for the endpoint
 
 
 class ContextFull(Exception):
@@ -44,7 +49,17 @@ class PolicyClient:
             ConnectionError: when the run has failed.
         """
         body = {"tokens": [int(token) for token in tokens], "sampling_params": sampling_params or {}}
-        async with self._http.post(self._url, json=body, headers=self._headers) as answer:
+        # Asking again is safe: this route changes no conversation.  Where the session has not seen the first request,
+        # the second is that one; where it has, its answer is lost to us, and the second is one of other noise, as if
+        # the function had asked with these tokens twice, with the tokens, log-probs and versions that belong to it.
+        asked = await retry_async(
+            lambda: self._http.post(self._url, json=body, headers=self._headers),
+            passing=_reset_before_answer,
+            deadline=Deadline(RESET),
+            pauses=Pauses(1.0, 1.0),
+            attempts=2,
+        )
+        async with asked as answer:
             found = await answer.json()
         if answer.status == 200:
             columns = zip(("tokens", "logprobs", "versions"), (np.int32, np.float32, np.int32), strict=True)
@@ -55,6 +70,13 @@ class PolicyClient:
         if error["code"] == FULL:
             raise ContextFull(error["message"])
         raise (ValueError if answer.status < 500 and answer.status != 401 else ConnectionError)(error["message"])
+
+
+def _reset_before_answer(error: Exception) -> bool:
+    """Whether the connection ended before an answer had begun."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return True
+    return isinstance(error, aiohttp.ClientOSError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
 
 
 class Arguments:
