@@ -4,7 +4,7 @@ uvicorn itself waits for ever for the first byte of a request and for its last, 
 without end.  This is uvicorn's protocol with limits, for its option `http`.
 
 Invariants: until a request with the key has come over a connection, a request line with its headers of more than HEAD
-bytes ends it, no body is read, and of more than MOST such connections the oldest are closed; a connection on which no
+bytes ends it, no body is read, and of many such connections `toolbox/unproven.py` closes some; a connection on which no
 request has come for `seconds` to twice that is closed, with a key or without; a request that is answered takes the time
 it takes.
 """
@@ -15,21 +15,28 @@ import logging
 from typing import Any
 
 from hpcrl.engine.key_guard import admits
+from hpcrl.run.peers import IDLE
 from hpcrl.toolbox.few_lines import FewLines
+from hpcrl.toolbox.unproven import MOST, UnprovenConnections
 
-IDLE = 15.0  #: seconds that a connection may be without a request
-#: bytes of a request before its body; bytes that are looked at together; connections without a key that stay open
-HEAD, SLICE, MOST = 2**16, 2**13, 512
+#: bytes of a request before its body; bytes that are looked at together
+HEAD, SLICE = 2**16, 2**13
 
 
-def bounded_protocol(key: bytes, seconds: float = IDLE) -> type[Any]:
-    """uvicorn's HTTP with these limits, for an engine with this key."""
+def bounded_protocol(key: bytes, seconds: float = IDLE, concurrency: int = 0) -> type[Any]:
+    """uvicorn's HTTP with these limits, for an engine with this key.
+
+    Args:
+        seconds: how often a connection is looked at: as long as clients of ours keep an idle one.
+        concurrency: samples that are asked for at once; other requests come on top.
+    """
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     log = logging.Logger("uvicorn.error", logging.WARNING)
     log.parent = logging.getLogger(log.name)
     log.addFilter(FewLines(lambda record: record.levelno == logging.WARNING))
-    own = {"expected": b"Bearer " + key, "seconds": seconds, "unproven": {}, "log": log}
+    unproven = UnprovenConnections[HttpLimits](HttpLimits.end, max(MOST, 2 * concurrency))
+    own = {"expected": b"Bearer " + key, "seconds": seconds, "unproven": unproven, "log": log}
     return type("BoundedHttp", (HttpLimits, AutoHTTPProtocol), own)
 
 
@@ -38,12 +45,12 @@ class HttpLimits:
 
     Attributes:
         expected: the Authorization header of who has the key.
-        unproven: the connections over which it has not come, oldest first.
+        unproven: the connections over which it has not come.
     """
 
     expected: bytes
     seconds: float
-    unproven: dict[Any, None]
+    unproven: UnprovenConnections[HttpLimits]
     log: logging.Logger
     # uvicorn's
     cycle: Any
@@ -58,15 +65,14 @@ class HttpLimits:
         self._last = self._next = None
         self._looks = self._head = 0
         self._proved = self._refused = False
-        self.unproven[self] = None
-        while len(self.unproven) > MOST:
-            oldest = next(iter(self.unproven))
-            del self.unproven[oldest]
-            oldest.transport.abort()
         self._look()
+        self.unproven.made(self)
+
+    def end(self) -> None:
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.unproven.pop(self, None)
+        self.unproven.gone(self)
         if self._next is not None:  # else it would keep a connection that is gone for as long as its time is
             self._next.cancel()
         super().connection_lost(exc)  # type: ignore[misc]
@@ -86,14 +92,16 @@ class HttpLimits:
         if self.transport.is_closing():
             return
         if self.transport.get_protocol() is not self:  # a websocket, which the guard ends if it has no key
-            self.unproven.pop(self, None)
+            self.unproven.gone(self)
         elif self.cycle is before:
             if self._head > HEAD:
                 self.log.warning("A request without a key had more than %d bytes of headers.", HEAD)
                 self.transport.abort()
+            else:
+                self.unproven.heard(self, self._head)
         elif admits(self.scope["headers"], self.expected):
             self._proved = True
-            self.unproven.pop(self, None)
+            self.unproven.gone(self)
         else:  # the guard answers; then uvicorn closes the connection
             self._refused = True
             self.cycle.keep_alive = False

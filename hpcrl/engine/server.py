@@ -77,12 +77,15 @@ def parse(values: Mapping[str, Any]) -> Namespace:
     return args
 
 
-async def serve(sock: socket.socket, args: Namespace, fork: bool) -> None:
-    """Run vLLM's API server on a bound socket until it is told to end."""
+async def serve(sock: socket.socket, args: Namespace, fork: bool, http: type[Any]) -> None:
+    """Run vLLM's API server on a bound socket until it is told to end.
+
+    Args:
+        http: uvicorn's protocol for it.
+    """
     from vllm.entrypoints.launchers.api_server import entry
 
     address = "http://{}:{}".format(*sock.getsockname()[:2])
-    http = bounded_protocol(read_key())
     if not fork:
         await entry.run_server_worker(address, sock, args, http=http)
         return
@@ -153,7 +156,8 @@ def run(context: RoleContext) -> None:
     if fork:
         os.register_at_fork(after_in_child=sock.close)  # only the server itself answers
         os.register_at_fork(after_in_child=die_with_parent)
-    uvloop.run(serve(sock, args, fork))
+    http = bounded_protocol(read_key(), concurrency=context.options.rollout_server_concurrency)
+    uvloop.run(serve(sock, args, fork, http))
 
 
 def main() -> int:

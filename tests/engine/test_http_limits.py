@@ -15,13 +15,13 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from hpcrl.engine import http_limits
 from hpcrl.engine.http_limits import HEAD, SLICE, HttpLimits, bounded_protocol
 from hpcrl.engine.key_guard import admits
-from hpcrl.toolbox import few_lines
+from hpcrl.toolbox import few_lines, unproven
 from tests.support.attacked import start
+from tests.support.crowds import ask_at_once, ask_with_pauses
 from tests.support.second_user import SecondUser
-from tests.support.strangers import attack
+from tests.support.strangers import STRANGER, attack
 
 KEY = b"k" * 64
 WITH_KEY = b"Authorization: Bearer " + KEY + b"\r\n"
@@ -42,12 +42,12 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"%d bytes" % size})
 
 
-def served(work: Callable[[int], Awaitable[Any]], seconds: float = 15.0) -> Any:
+def served(work: Callable[[int], Awaitable[Any]], seconds: float = 15.0, **more: int) -> Any:
     """What `work` returns, given the port of a server."""
 
     async def main() -> Any:
         sock = socket.create_server(("127.0.0.1", 0), backlog=512)
-        http = bounded_protocol(KEY, seconds)
+        http = bounded_protocol(KEY, seconds, **more)
         config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, timeout_keep_alive=30)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([sock]))
@@ -133,7 +133,8 @@ def test_refusal_ends_the_connection() -> None:
 
 def test_oldest_without_key_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many connections without a key the oldest are closed, and none that has brought one."""
-    monkeypatch.setattr(http_limits, "MOST", 8)
+    monkeypatch.setattr("hpcrl.engine.http_limits.MOST", 8)
+    monkeypatch.setattr(unproven, "YOUNG", 0.0)
 
     async def work(port: int) -> tuple[list[bool], bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -154,6 +155,29 @@ def test_oldest_without_key_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, answer = served(work)
     assert ended == [True] * 22 + [False] * 8
     assert b"200 OK" in answer
+
+
+@pytest.mark.process
+def test_honest_requests_at_once_are_answered() -> None:
+    """1,500 connections at once, each with the key, all get their answer from a server that is busy meanwhile."""
+    request = b"GET / HTTP/1.1\r\nHost: x\r\n" + WITH_KEY + b"\r\n"
+    assert served(lambda port: ask_with_pauses(port, request, 1_500), concurrency=512) == 1_500
+
+
+def test_as_many_stay_as_the_run_asks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many connections as samples are asked for at once stay open before they have brought the key."""
+    monkeypatch.setattr("hpcrl.engine.http_limits.MOST", 8)
+    monkeypatch.setattr(unproven, "YOUNG", 0.0)
+
+    async def work(port: int) -> int:
+        made = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
+        await asyncio.sleep(0.3)
+        for _, one in made:
+            one.close()
+        return sum(not (one.at_eof() or one.exception()) for one, _ in made)
+
+    assert served(work, concurrency=10) == 20
+    assert served(work) == 8
 
 
 def test_nothing_stays_of_a_closed_connection() -> None:
@@ -196,3 +220,16 @@ def test_a_thousand_strangers_cost_little(second_user: SecondUser, tmp_path: Pat
     pair[0].again()
     for one in pair:
         one.close()
+
+
+@pytest.mark.process
+def test_strangers_reset_no_honest_request(second_user: SecondUser, tmp_path: Path) -> None:
+    """While a stranger keeps 1,000 idle connections, 300 honest ones at a time are all answered."""
+    one = start("engine", tmp_path / "engine")
+    stranger = second_user.start(STRANGER, "idle", "127.0.0.1", str(one.port), "1000", "6")
+    request = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {one.key}\r\n\r\n".encode()
+    found = []
+    while stranger.poll() is None:
+        found.append(ask_at_once(one.port, request, 300))
+    one.close()
+    assert set(found) == {300}

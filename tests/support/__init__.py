@@ -15,6 +15,7 @@ Whole runs
     twins              tiny twins of the reference runs of slime's guides
     second_user, gloo_attack    an account from which tests attack what runs under the first; what it does to gloo groups
     attacked, strangers    servers of a run in processes of their own; what strangers send to their ports, and its cost
+    crowds             many honest clients of an HTTP server at once
     faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards
 
 Models and data

@@ -48,6 +48,7 @@ class Attacked:
         call: asks something and waits for the answer.
         again: makes a new peer, which does the same once.
         resting: bytes of memory before any attack.
+        key: of a server of HTTP.
     """
 
     process: subprocess.Popen[str]
@@ -55,6 +56,7 @@ class Attacked:
     call: Callable[[], object]
     again: Callable[[], object]
     resting: int = 0
+    key: str = ""
 
     def close(self) -> None:
         self.process.kill()
@@ -122,7 +124,7 @@ def _http(process: subprocess.Popen[str], told: dict[str, Any]) -> Attacked:
         assert answer.status == 200
 
     first = connection()
-    return Attacked(process, told["port"], lambda: ask(first), lambda: ask(connection()))
+    return Attacked(process, told["port"], lambda: ask(first), lambda: ask(connection()), key=told["key"])
 
 
 def serve_store() -> dict[str, Any]:
@@ -154,7 +156,9 @@ def serve_engine(directory: Path) -> None:
 
     sock = socket.create_server((HERE, 0), backlog=512)
     print(json.dumps({"port": sock.getsockname()[1], "key": key.decode()}), flush=True)
-    config = uvicorn.Config(RunKeyGuard(app), http=bounded_protocol(key), lifespan="off", access_log=False)
+    config = uvicorn.Config(
+        RunKeyGuard(app), http=bounded_protocol(key, concurrency=512), lifespan="off", access_log=False
+    )
     uvicorn.Server(config).run([sock])
 
 

@@ -189,7 +189,7 @@ class Endpoint:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         assert runner.server is not None
-        accept = Connections(runner.server)
+        accept = Connections(runner.server, lambda header: self._session(header) is not None)
         try:
             self._listening = await asyncio.get_running_loop().create_server(accept, self._host, 0, backlog=512)
         except OSError as error:
@@ -222,12 +222,16 @@ class Endpoint:
         """The key opens nothing any more."""
         self._sessions.pop(key, None)
 
+    def _session(self, header: str) -> Session | None:
+        """Whose key this Authorization header has."""
+        scheme, _, key = header.partition(" ")
+        return self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+
     def _answering(self, work: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
         """`work` as a handler: the session by the key, the body as an object, errors as OpenAI's servers say them."""
 
         async def handle(request: web.Request) -> web.Response:
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+            session = self._session(request.headers.get("Authorization", ""))
             if session is None:
                 return _error(401, "the key is of no response that is being made", "invalid_api_key")
             if isinstance(request.protocol, Connection):

@@ -13,10 +13,11 @@ import pytest
 from hpcrl.rollout.endpoint import connections
 from hpcrl.rollout.endpoint.connections import HEAD
 from hpcrl.rollout.endpoint.server import Endpoint
-from hpcrl.toolbox import few_lines
+from hpcrl.toolbox import few_lines, unproven
 from tests.support.attacked import start
+from tests.support.crowds import ask_at_once, ask_with_pauses
 from tests.support.second_user import SecondUser
-from tests.support.strangers import attack
+from tests.support.strangers import STRANGER, attack
 
 HERE = "127.0.0.1"
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -92,6 +93,7 @@ def test_headers_without_end(said: bytes) -> None:
 def test_oldest_without_key_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many connections without a key the oldest are closed, and none that has brought one."""
     monkeypatch.setattr(connections, "MOST", 8)
+    monkeypatch.setattr(unproven, "YOUNG", 0.0)
 
     async def work(port: int, request: bytes) -> None:
         known = await asyncio.open_connection(HERE, port)
@@ -105,6 +107,42 @@ def test_oldest_without_key_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert b"200 OK" in await ask(known, request)
 
     served(work)
+
+
+def test_key_counts_with_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is proved as soon as the headers with a live key are there, however they come, before any handler;
+    one with another key, or with a key in its body, is not."""
+    proved = []
+    monkeypatch.setattr(connections.Connection, "proved", lambda self: proved.append(self))
+
+    async def work(port: int, request: bytes) -> list[int]:
+        head, found = request.removesuffix(b"\r\n").replace(b"GET ", b"POST ") + b"Content-Length: 9\r\n\r\n", []
+        bare = b"POST /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n"
+        for said in ([head], [head[:-40], head[-40:]], [head[:-1], head[-1:]], [head.replace(b"hpcrl-", b"x")]):
+            found.append(await heard(port, said, proved))
+        found.append(await heard(port, [bare + head], proved))
+        return found
+
+    assert served(work) == [1, 1, 1, 0, 0]
+
+
+async def heard(port: int, said: list[bytes], proved: list[object]) -> int:
+    """How often a connection counts as proved on which this comes, before it ends."""
+    _, writer = await asyncio.open_connection(HERE, port)
+    for words in said:
+        writer.write(words)
+        await asyncio.sleep(0.1)
+    found = len(proved)
+    writer.close()
+    await asyncio.sleep(0.1)
+    proved.clear()
+    return found
+
+
+@pytest.mark.process
+def test_honest_requests_at_once_are_answered() -> None:
+    """1,500 connections at once, each with a key, all get their answer from an endpoint that is busy meanwhile."""
+    assert served(lambda port, request: ask_with_pauses(port, request, 1_500)) == 1_500
 
 
 def test_bad_requests_write_few_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +190,16 @@ def test_a_thousand_strangers_cost_little(second_user: SecondUser, tmp_path: Pat
     pair[0].again()
     for one in pair:
         one.close()
+
+
+@pytest.mark.process
+def test_strangers_reset_no_honest_request(second_user: SecondUser, tmp_path: Path) -> None:
+    """While a stranger keeps 1,000 idle connections, 300 honest ones at a time are all answered."""
+    one = start("endpoint", tmp_path / "endpoint")
+    stranger = second_user.start(STRANGER, "idle", HERE, str(one.port), "1000", "6")
+    request = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {one.key}\r\n\r\n".encode()
+    found = []
+    while stranger.poll() is None:
+        found.append(ask_at_once(one.port, request, 300))
+    one.close()
+    assert set(found) == {300}
