@@ -4,9 +4,9 @@ uvicorn itself waits for ever for the first byte of a request and for its last, 
 without end.  This is uvicorn's protocol with limits, for its option `http`.
 
 Invariants: until a request with the key has come over a connection, a request line with its headers of more than HEAD
-bytes ends it, no body is read, and of many such connections `toolbox/unproven.py` closes some; a connection on which no
-request has come for `seconds` to twice that is closed, with a key or without; a request that is answered takes the time
-it takes.
+bytes ends it, no body is read, it is closed after `seconds` to twice that, and of many such connections
+`toolbox/unproven.py` closes some; with the key it is closed when no request has come for two to four times
+`seconds`, which is later than a client of ours does it itself; a request that is answered takes the time it takes.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class HttpLimits:
         cycle = self.cycle
         at_work = cycle is not None and (cycle is not self._last or not cycle.response_complete)
         self._last, self._looks = cycle, 0 if at_work else self._looks + 1
-        if self._looks > 1:
+        if self._looks > (2 if self._proved else 1):
             self.transport.close()
         else:
             self._next = self.loop.call_later(self.seconds, self._look)

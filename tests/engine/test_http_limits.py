@@ -180,6 +180,19 @@ def test_as_many_stay_as_the_run_asks_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert served(work) == 8
 
 
+def test_idle_longer_than_a_client_keeps_it() -> None:
+    """With the key a connection stays for twice the time that a client of ours keeps it, also after a long answer that
+    ends just before the server looks."""
+
+    async def work(port: int) -> tuple[float, bytes]:
+        slow = b"GET /slow HTTP/1.1\r\nHost: x\r\n" + WITH_KEY + b"\r\n"
+        return await talk(port, slow)
+
+    elapsed, answer = served(work, 0.8)  # looks at 0.8 s, while it is at work, and at 1.6, 2.4, 3.2 s
+    assert b"200 OK" in answer
+    assert elapsed >= 1.0 + 2 * 0.8
+
+
 def test_nothing_stays_of_a_closed_connection() -> None:
     """A connection that has ended is not kept until its time would have been over."""
 
