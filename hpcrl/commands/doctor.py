@@ -49,6 +49,7 @@ from hpcrl.prompt_files import early_look
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import write_atomic
+from hpcrl.sandbox.run import refusal
 from hpcrl.shipped_files import shipped
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json
@@ -165,6 +166,7 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     yield Finding("ok", "", f"site {site.name}: {profile or 'built in'}")
     # with another interpreter or image on the nodes, packages here are those of the command alone
     yield from packages.check_packages(roles=site.python in (None, sys.executable) and site.container.kind == "none")
+    yield _sandbox()
     try:
         request = case.request()
     except UsageError as error:
@@ -184,6 +186,14 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     yield from early_look.findings(case.stages)
     yield from _begins_with(case)
     yield from _image(site)
+
+
+def _sandbox() -> Finding:
+    """Whether scripts and graders can be confined here."""
+    if why := refusal():
+        hint = "hpcrl import runs no script here; on nodes like this one built-in rewards are graded unconfined"
+        return Finding("warn", "", f"the sandbox of scripts and graders: {why}", hint)
+    return Finding("ok", "", "scripts that are imported, and built-in rewards, can be confined here")
 
 
 def _settings(case: Case, request: AllocationRequest | None) -> Iterator[Finding]:

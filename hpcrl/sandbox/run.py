@@ -28,6 +28,15 @@ class Unconfined(HpcrlError):
     """The command was not run, because it cannot be confined here."""
 
 
+def refusal() -> str:
+    """Why this machine cannot confine a command of this user's, "" if it can."""
+    try:
+        run_confined(["/bin/sh", "-c", ":"], View(), {}, _MORE)
+    except Unconfined as error:
+        return error.what
+    return ""
+
+
 class Confined(NamedTuple):
     """What became of a command.
 

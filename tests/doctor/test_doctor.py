@@ -724,3 +724,12 @@ def test_the_login_node_is_looked_at(
     assert doctor.main([*argv, "--hf-checkpoint", str(tmp_path / "broken"), "--nodes"]) == 1
     out = capsys.readouterr().out
     assert "model.safetensors is not there" in out and "the tokenizer of" in out and "0 of its 4 nodes have that" in out
+
+
+@pytest.mark.process
+def test_whether_programs_can_be_confined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sandbox is tried; where there is none, imports are refused and rewards are not confined, which is told."""
+    assert doctor._sandbox().level == "ok"
+    monkeypatch.setattr("hpcrl.sandbox.run.sys.executable", "/bin/false")
+    found = doctor._sandbox()
+    assert found.level == "warn" and "cannot be confined" in found.what and "unconfined" in found.hint
