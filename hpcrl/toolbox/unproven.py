@@ -26,7 +26,7 @@ from hpcrl.toolbox.signs import LastSign
 #: files that the process may have open
 MOST, CROWD, YOUNG = 512, 4_096, 2.0
 #: bytes within which an honest request has brought its key; connections that may have sent more without one
-LITTLE, LOUD = 2**13, 128
+LITTLE, LOUD = 2**11, 128
 
 T = TypeVar("T")
 

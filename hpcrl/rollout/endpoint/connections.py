@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from hpcrl.toolbox.few_lines import FewLines
-from hpcrl.toolbox.unproven import LITTLE, MOST, UnprovenConnections
+from hpcrl.toolbox.unproven import MOST, UnprovenConnections
 
 IDLE = 15.0  #: seconds until a connection must have brought a key
 #: bytes of a request before its body, and of all that comes before the key has been looked at; bytes that are read
@@ -88,7 +88,7 @@ class Connection(web.RequestHandler):
         """Look for the end of the first request's headers, and for a key in them."""
         head, end, _ = (self._head + data).partition(_END)
         if not end:
-            self._head = head if len(head) <= LITTLE else head[-len(_END) + 1 :]
+            self._head = head if len(head) <= SLICE else head[-len(_END) + 1 :]
             return
         self._asked, self._head = True, b""
         given = _KEY.findall(head + b"\r\n")
