@@ -32,7 +32,7 @@ from tests.support.runs import REPO, alive
 Pairs = list[tuple[str, torch.Tensor]]
 PROMPT = list(range(20, 44))
 LONG = [20 + i * 7 % 90 for i in range(400)]  # three full blocks of the prefix cache
-CLOSE = 1e-5
+CLOSE = 3e-5  # on one processor 1.36e-5 was seen, with sums in another order
 SMALL = 70_000  # bytes of a bucket: the tiny model takes several
 
 
