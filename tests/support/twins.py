@@ -136,7 +136,13 @@ class Tiny:
 def under_slurm(cluster: Cluster, root: Path, tiny: Tiny, guide: str) -> None:
     """`hpcrl submit` of a twin, to its end."""
     # whole nodes, as an engine over several of them asks for
-    settings = [*MEMORY, "exclusive=true", "trainer.cpus_per_node=4", "engine.cpus_per_node=4", *SETTINGS.get(guide, ())]
+    settings = [
+        *MEMORY,
+        "exclusive=true",
+        "trainer.cpus_per_node=4",
+        "engine.cpus_per_node=4",
+        *SETTINGS.get(guide, ()),
+    ]
     arguments = words(guide, root, *tiny(guide))
     done = hpcrl(cluster, "submit", "--run-dir", root / "run", "--set", *settings, "--", *arguments)
     job = Job(cluster, root / "run", int(re.search(r"job (\d+)", done.stdout)[1]))
