@@ -46,6 +46,8 @@ def attack(how: str) -> Callable[[Bed, random.Random], Struck]:
         )
         if done.returncode:
             raise Missed(done.stderr[-300:])
+        if done.stdout.strip() == "0":
+            raise Missed("no port took a connection")
         assert not mark.exists(), f"something that came over {', '.join(ports)} was unpickled"
         return Struck(f"{len(ports)} ports on {host}, {done.stdout.strip()} connections")
 

@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 #: connections of a crowd to each port, and the seconds for which they are held
@@ -57,30 +58,37 @@ def connect(where: tuple[str, int]) -> socket.socket | None:
     return None
 
 
-def crowd(ports: list[tuple[str, int]]) -> int:
-    held = [found for where in ports for _ in range(EACH) if (found := connect(where))]
-    time.sleep(HELD)
-    return len(held)
+def crowd(where: tuple[str, int]) -> list[socket.socket]:
+    held: list[socket.socket] = []
+    while len(held) < EACH and (found := connect(where)):
+        held.append(found)
+    return held
 
 
-def garbage(ports: list[tuple[str, int]], chance: random.Random) -> int:
-    held = []
-    for where in ports:
-        for data in noise(chance):
-            if found := connect(where):
-                held.append(found)
-                with contextlib.suppress(OSError):
-                    found.sendall(data)
-                    if chance.random() < 0.5:
-                        found.close()
-    time.sleep(1)
-    return len(held)
+def garbage(where: tuple[str, int], chance: random.Random) -> list[socket.socket]:
+    held: list[socket.socket] = []
+    for data in noise(chance):
+        if not (found := connect(where)):
+            break
+        held.append(found)
+        with contextlib.suppress(OSError):
+            found.sendall(data)
+            if chance.random() < 0.5:
+                found.close()
+    return held
 
 
 def main() -> None:
     how, seed, *where = sys.argv[1:]
     ports = [(host, int(port)) for host, _, port in (one.rpartition(":") for one in where)]
-    print(crowd(ports) if how == "crowd" else garbage(ports, random.Random(seed)))
+    chances = [random.Random(f"{seed} {number}") for number in range(len(ports))]
+    strike = {"crowd": lambda port, _: crowd(port), "garbage": garbage}[how]
+    with ThreadPoolExecutor(
+        len(ports)
+    ) as pool:  # ports of gloo's that are closed by now drop what comes, and say nothing
+        held = [one for some in pool.map(strike, ports, chances) for one in some]
+    time.sleep(HELD if how == "crowd" else 1)
+    print(len(held))
 
 
 if __name__ == "__main__":
