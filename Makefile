@@ -69,6 +69,7 @@ $(ENV): requirements/cpu.lock requirements/torch-cpu.lock requirements/torch-cud
 	@$(if $(wildcard $(BIN)/python),true,$(PYTHON) -m venv $(HPCRL_VENV))
 	@: > $(LOG)
 	$(call pip,what vLLM$(COMMA) hpcrl and the tests need,install --require-hashes --no-deps -r requirements/cpu.lock)
+	@rm -rf $(HPCRL_VENV)/torch
 	$(call pip,torch,download --no-deps -d $(HPCRL_VENV)/torch $(shell grep '^torch==' requirements/cpu.txt))
 	@wheel=$$(basename $(HPCRL_VENV)/torch/torch-*.whl); sum=$$(sha256sum $(HPCRL_VENV)/torch/$$wheel | cut -d " " -f 1); \
 	if cat requirements/torch-*.lock | grep -q "sha256:$$sum"; then echo "$$wheel: its hash is right"; \

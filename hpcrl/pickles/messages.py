@@ -29,8 +29,8 @@ from hpcrl.pickles import values
 from hpcrl.pickles.records import (
     DTYPES,
     ENUMS,
+    FILLED,
     NAMED_TUPLES,
-    RECORDS,
     check_keys,
     class_of,
     fill,
@@ -41,7 +41,7 @@ from hpcrl.pickles.values import refused, wrong
 
 MOST_DEEP = 100  #: containers within containers
 #: listed classes; a message has their numbers, which are the same in all ranks of a run: they run the same code
-LISTED = sorted(RECORDS | ENUMS | NAMED_TUPLES)
+LISTED = sorted(FILLED | ENUMS | NAMED_TUPLES)
 NUMBERS = {pair: number for number, pair in enumerate(LISTED)}
 INT64 = range(-(1 << 63), 1 << 64)  #: numbers that msgpack has
 Encoded = Any  #: None, bool, int, float, str, bytes, or a list that begins with a tag
@@ -108,7 +108,7 @@ def encode(value: Any, depth: int = 0) -> Encoded:
     number = NUMBERS.get((kind.__module__, kind.__qualname__))
     if number is None:
         return _encode_other(value, depth)
-    if LISTED[number] in RECORDS:
+    if LISTED[number] in FILLED:
         return ["record", number, encode(state_of(value), depth + 1)]
     if LISTED[number] in ENUMS:
         return ["enum", number, value.value]
@@ -262,7 +262,7 @@ def _class_of(number: int) -> Any:
 
 def _record(parts: list[Any]) -> Any:
     number, state = parts
-    kind = _listed(number, RECORDS)
+    kind = _listed(number, FILLED)
     made = kind.__new__(kind)
     fill(made, state)
     return made

@@ -20,7 +20,7 @@ from pathlib import PosixPath
 from typing import Any, BinaryIO, ClassVar
 
 from hpcrl.pickles import values
-from hpcrl.pickles.records import ENUMS, NAMED_TUPLES, RECORDS, check_keys, class_of, fill, member
+from hpcrl.pickles.records import ENUMS, NAMED_TUPLES, RECORDS, SENT, check_keys, class_of, fill, member
 from hpcrl.pickles.values import refused, wrong
 
 
@@ -75,7 +75,7 @@ def look_up(module: str, name: str) -> Any:
     pair = (module, name)
     if pair in MAKERS:
         return SafeMaker(MAKERS[pair])
-    if pair in NAMED_TUPLES:  # in messages alone
+    if pair in SENT or pair in NAMED_TUPLES:  # in messages alone
         raise refused(f"{module}.{name}")
     found = class_of(module, name)
     if pair in RECORDS:

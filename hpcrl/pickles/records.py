@@ -40,6 +40,9 @@ RECORDS = {
     (CHECKPOINT + "planner", "SavePlan"),
     (CHECKPOINT + "planner", "TensorWriteData"),
     (CHECKPOINT + "planner", "WriteItem"),
+}
+#: the same, of messages alone
+SENT = {
     # which rank has which shard (Megatron's validation.py and exchange_utils.py)
     ("megatron.core.dist_checkpointing.mapping", "ShardedObject"),
     ("megatron.core.dist_checkpointing.mapping", "ShardedTensor"),
@@ -48,6 +51,7 @@ RECORDS = {
     # where the workers of an engine find their queue in shared memory (vLLM's shm_broadcast.py)
     ("vllm.distributed.device_communicators.shm_broadcast", "Handle"),
 }
+FILLED = RECORDS | SENT
 #: the same as named tuples: tensors that the workers of an engine are about to send (vLLM's parallel_state.py)
 NAMED_TUPLES = {("vllm.distributed.parallel_state", "TensorMetadata")}
 #: enumerations in the records above
@@ -76,7 +80,7 @@ def class_of(module: str, name: str) -> Any:
         Refused: if it is not listed; then nothing was imported either.
     """
     pair = (module, name)
-    if pair in RECORDS or pair in NAMED_TUPLES or pair in ENUMS or (module == "torch" and name in DTYPES):
+    if pair in FILLED or pair in NAMED_TUPLES or pair in ENUMS or (module == "torch" and name in DTYPES):
         return getattr(importlib.import_module(module), name)
     raise refused(f"{module}.{name}"[:200])
 

@@ -14,7 +14,6 @@ and accepts no connection meanwhile.
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import struct
 import sys
@@ -23,9 +22,10 @@ import threading
 import zmq
 
 from hpcrl.toolbox.signs import LastSign
+from hpcrl.toolbox.unproven import MOST, crowd
 
-#: unproven connections that stay open; those of the last YOUNG seconds may be more, as when thousands of ranks start
-MOST, CROWD, YOUNG = 512, 2_048, 1.0
+#: more than MOST may be open where they are of the last YOUNG seconds, as when thousands of ranks start
+CROWD, YOUNG = 2_048, 1.0
 #: bytes that a server sends before a key is proved: ZMTP's greeting, a WELCOME, and an ERROR of up to 40
 BEFORE_PROOF = 64 + 170 + 40
 #: struct tcp_info of Linux: where tcpi_bytes_acked is
@@ -42,8 +42,7 @@ class UnprovenPeers:
     """
 
     def __init__(self, sock: zmq.Socket) -> None:
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._crowd = max(16, min(CROWD, files // 4))
+        self._crowd = crowd(CROWD)
         self._most = min(MOST, self._crowd)
         self._port = int(sock.last_endpoint.rsplit(b":", 1)[1])
         self._accepted: dict[int, LastSign] = {}  # by descriptor, oldest first

@@ -31,6 +31,13 @@ LITTLE, LOUD = 2**11, 128
 T = TypeVar("T")
 
 
+def crowd(most: int) -> int:
+    """How many connections without a key there may be at all: `most`, or a quarter of the files that this process may
+    have open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if files == resource.RLIM_INFINITY else max(16, min(most, files // 4))
+
+
 class UnprovenConnections(Generic[T]):
     """Those of one server, in its event loop."""
 
@@ -41,10 +48,7 @@ class UnprovenConnections(Generic[T]):
             close: ends a connection; it counts as gone already.
             most: that stay open when they are older than YOUNG seconds.
         """
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if files == resource.RLIM_INFINITY:
-            files = 4 * CROWD
-        self._crowd = max(16, min(CROWD, files // 4))
+        self._crowd = crowd(CROWD)
         self._most = min(most, self._crowd)
         self._close = close
         self._later: asyncio.TimerHandle | None = None

@@ -62,7 +62,7 @@ def test_every_listed_value_arrives_as_it_was_sent() -> None:
     sent = {tag for value in values for tag in tags_in(messages.encode(value))}
     assert sent == set(messages.TAGS) - {"named tuple", "unlisted"}
     listed = {messages.LISTED[node[1]] for value in values for node in numbered(messages.encode(value))}
-    assert listed == (records.RECORDS | records.ENUMS) - {QUEUE}
+    assert listed == (records.FILLED | records.ENUMS) - {QUEUE}
 
 
 QUEUE = ("vllm.distributed.device_communicators.shm_broadcast", "Handle")
@@ -245,7 +245,7 @@ def callables(value: Any, depth: int = 0) -> Iterator[Any]:
 
 def test_no_other_name_that_can_be_reached_is_found() -> None:
     """Over all that torch, Megatron-core, numpy and Python have loaded, by every name that leads there."""
-    allowed = records.RECORDS | records.NAMED_TUPLES | records.ENUMS | set(MAKERS)
+    allowed = records.RECORDS | records.ENUMS | set(MAKERS)
     allowed |= {("torch", name) for name in records.DTYPES}
     tried = 0
     for module, loaded in list(sys.modules.items()):
@@ -275,7 +275,7 @@ def names_in(module: ModuleType) -> Iterator[str]:
 def test_listed_classes_do_nothing_when_filled() -> None:
     """No listed class has a `__new__`, `__del__` or attribute hook of its own: a record that is made empty, and whose
     attributes go into its `__dict__`, runs nothing, whatever it is filled with."""
-    for module, name in sorted(records.RECORDS - {QUEUE}):
+    for module, name in sorted(records.FILLED - {QUEUE}):
         kind = records.class_of(module, name)
         assert is_dataclass(kind) or kind is Namespace
         for base in kind.__mro__[:-1]:

@@ -7,6 +7,10 @@ import selectors
 import socket
 import time
 
+from tests.support.attacked import Attacked
+from tests.support.second_user import SecondUser
+from tests.support.strangers import STRANGER
+
 HERE = "127.0.0.1"
 WAIT = 60.0  #: seconds until all have their answer
 
@@ -48,3 +52,15 @@ async def ask_with_pauses(port: int, request: bytes, count: int, pause: float = 
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)
     return await asking
+
+
+def answered_beside_idle(one: Attacked, stranger: SecondUser) -> set[int]:
+    """How many of 300 honest requests at a time were answered, in every round, while a stranger kept 1,000 idle
+    connections; the server is closed afterwards."""
+    keeping = stranger.start(STRANGER, "idle", HERE, str(one.port), "1000", "6")
+    request = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {one.key}\r\n\r\n".encode()
+    found = set()
+    while keeping.poll() is None:
+        found.add(ask_at_once(one.port, request, 300))
+    one.close()
+    return found

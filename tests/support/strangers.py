@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import psutil
@@ -145,6 +145,16 @@ def attack(
     made, kept = running.communicate(timeout=30)[0].split()
     cost.made, cost.kept = int(made), int(kept)
     return cost
+
+
+def costs(stranger: SecondUser, kinds: Iterable[str], target: Attacked, other: Attacked) -> dict[str, Cost]:
+    """The cost of each kind of attack, one after another; `target` still answers a new peer, and both are closed."""
+    found = {kind: attack(stranger, kind, target, other) for kind in kinds}
+    assert all(cost.made >= 64 for cost in found.values()), found
+    target.again()
+    for one in (target, other):
+        one.close()
+    return found
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -15,9 +15,9 @@ from hpcrl.rollout.endpoint.connections import HEAD
 from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.toolbox import few_lines, unproven
 from tests.support.attacked import start
-from tests.support.crowds import ask_at_once, ask_with_pauses
+from tests.support.crowds import answered_beside_idle, ask_with_pauses
 from tests.support.second_user import SecondUser
-from tests.support.strangers import STRANGER, attack
+from tests.support.strangers import costs
 
 HERE = "127.0.0.1"
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -183,23 +183,11 @@ def test_a_thousand_strangers_cost_little(second_user: SecondUser, tmp_path: Pat
     """As many connections, each with what costs most, take at most 64 MB of the endpoint's process, and honest requests
     are answered meanwhile."""
     pair = [start("endpoint", tmp_path / name) for name in ("attacked", "other")]
-    for kind in ("idle", "headers", "body", "pipeline"):
-        cost = attack(second_user, kind, *pair)
+    for kind, cost in costs(second_user, ("idle", "headers", "body", "pipeline"), *pair).items():
         assert cost.grown <= 64e6, (kind, cost)
-        assert cost.made >= 64
-    pair[0].again()
-    for one in pair:
-        one.close()
 
 
 @pytest.mark.process
 def test_strangers_reset_no_honest_request(second_user: SecondUser, tmp_path: Path) -> None:
     """While a stranger keeps 1,000 idle connections, 300 honest ones at a time are all answered."""
-    one = start("endpoint", tmp_path / "endpoint")
-    stranger = second_user.start(STRANGER, "idle", HERE, str(one.port), "1000", "6")
-    request = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {one.key}\r\n\r\n".encode()
-    found = []
-    while stranger.poll() is None:
-        found.append(ask_at_once(one.port, request, 300))
-    one.close()
-    assert set(found) == {300}
+    assert answered_beside_idle(start("endpoint", tmp_path / "endpoint"), second_user) == {300}
