@@ -5,7 +5,7 @@ it.
 
 `submit` starts a keeper for each job (`python -m tests.support.local_queue keep N`), which waits for its turn, runs the
 script, warns it before its time limit, ends it there, and runs it again if it is to be queued again.  One job runs at a
-time.
+time, the first submitted first: whichever keeper the machine lets run earlier.
 
 It is found as any other scheduler is, by an entry point: `register` makes the package that has it.
 """
@@ -245,11 +245,7 @@ def keep(number: str) -> None:
             if mine["wish"] == "kill":
                 mine["state"] = "killed"
                 return
-            others = [n for n, other in found.items() if other["state"] == "running" and n != number]
-            before = found.get(mine["follows"])
-            if before and MEANS[before["state"]][0] != "ended":
-                others.append(mine["follows"])
-            turn = mine["state"] == "waiting" and not others and time.time() >= mine["begin"]
+            turn = number == _next(found)
             if turn:
                 mine |= {"state": "running", "started": time.time(), "wish": ""}
         if not turn:
@@ -260,6 +256,19 @@ def keep(number: str) -> None:
             return
         restarts = job(number)["restarts"] + 1
         change(number, state="waiting", wish="", restarts=restarts, begin=time.time() + AGAIN)
+
+
+def _next(found: dict[str, dict[str, Any]]) -> str | None:
+    """The job whose turn it is; none while one runs."""
+
+    def may(job: dict[str, Any]) -> bool:
+        before = found.get(job["follows"])
+        waits = before is not None and MEANS[before["state"]][0] != "ended"
+        return job["state"] == "waiting" and not waits and time.time() >= job["begin"]
+
+    if any(job["state"] == "running" for job in found.values()):
+        return None
+    return next((number for number, job in found.items() if may(job)), None)
 
 
 def _once(number: str) -> str:
