@@ -1,4 +1,7 @@
-"""What lies below: plain ZeroMQ PUSH/PULL, a TCP connection, memory; a message a group of 8 samples, 4 buffers each."""
+"""What lies below: plain ZeroMQ PUSH/PULL, open and with CURVE, a TCP connection, memory.
+
+A message is a group of 8 samples, 4 buffers.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,14 @@ _SIZES = struct.Struct("<4Q")
 # ---- ZeroMQ
 
 
-def zmq_produce(control: Control, passes: Passes, scratch: Path) -> None:
+def zmq_produce(control: Control, passes: Passes, scratch: Path, encrypted: bool = False) -> None:
     work, context = batches(), zmq.Context()
     push = context.socket(zmq.PUSH)
+    public, secret = zmq.curve_keypair() if encrypted else (b"", b"")
+    if encrypted:
+        push.curve_secretkey, push.curve_server = secret, True
     push.bind("tcp://127.0.0.1:0")
-    control.tell(push.last_endpoint.decode())
+    control.tell([push.last_endpoint.decode(), public.decode()])
     for number in range(passes.total):
         if number % passes.batches == 0:
             control.hear()
@@ -52,7 +58,11 @@ def zmq_produce(control: Control, passes: Passes, scratch: Path) -> None:
 def zmq_consume(control: Control, passes: Passes, scratch: Path) -> list[float]:
     context = zmq.Context()
     pull = context.socket(zmq.PULL)
-    pull.connect(control.hear())
+    address, key = control.hear()
+    if key:
+        pull.curve_publickey, pull.curve_secretkey = zmq.curve_keypair()
+        pull.curve_serverkey = key.encode()
+    pull.connect(address)
 
     def receive(number: int) -> int:
         total = 0
@@ -66,6 +76,10 @@ def zmq_consume(control: Control, passes: Passes, scratch: Path) -> list[float]:
     pull.close()
     context.term()
     return seconds
+
+
+def zmq_produce_encrypted(control: Control, passes: Passes, scratch: Path) -> None:
+    zmq_produce(control, passes, scratch, encrypted=True)
 
 
 # ---- TCP

@@ -20,6 +20,7 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "ours": (ours.produce, ours.consume),
     "ours-open": (ours.produce_open, ours.consume_open),
     "zmq": (plain.zmq_produce, plain.zmq_consume),
+    "zmq-curve": (plain.zmq_produce_encrypted, plain.zmq_consume),
     "tcp": (plain.tcp_produce, plain.tcp_consume),
     "redis": (peers.redis_produce, peers.redis_consume),
 }
