@@ -115,7 +115,10 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
     """
     name = policy_loss_name(options)
     terms = _of_tokens(Terms, find("losses", name, "--pg-loss-type")(tokens, options), tokens, f"--pg-loss-type {name}")
-    report: dict[str, Tensor] = {"pg_clipfrac": terms.clipped, "ppo_kl": (tokens.old - tokens.logprobs).detach()}
+    moved = (tokens.old - tokens.logprobs).detach()
+    if name == "gspo":  # whose ratio is one of responses
+        (moved,) = tokens.sample_means(moved)
+    report: dict[str, Tensor] = {}
     gradient, kept = terms.loss, torch.ones_like(tokens.weights)
     if options.use_opsm:
         mask = off_policy_mask(tokens, options.opsm_delta)
@@ -129,8 +132,9 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
         gradient = gradient * correction.weights.detach()
         kept = correction.kept.detach()
         importance |= correction.report
+    report |= {"pg_clipfrac": terms.clipped * kept, "ppo_kl": moved * kept}  # in slime, too, of what is not rejected
     if tokens.comparable:
-        report |= {"ois": (tokens.logprobs - tokens.old).detach().exp()} | importance | mismatch_report(tokens)
+        report |= {"ois": (-moved).exp()} | importance | mismatch_report(tokens)
     weights = tokens.weights * kept
     pg_weights = weights if tokens.pg_weights is None else tokens.pg_weights * kept
     sums = {"pg_loss": (gradient * pg_weights).sum(), "entropy_loss": (tokens.entropy * weights).sum()}

@@ -48,7 +48,7 @@ def mis_flags(path: str) -> tuple[str, ...]:
         words.append("--use-rs")
         for name, flag in REJECTION.items():
             words += [f"--{flag}", str(given[name])] if name in given else []
-    return tuple(words)
+    return (*words, *(["--tis-batch-normalize"] if given.get("tis_batch_normalize") else []))
 
 
 def _check(found: Mapping[Any, Any], path: str) -> None:
@@ -61,11 +61,6 @@ def _check(found: Mapping[Any, Any], path: str) -> None:
     for name in SWITCHES:
         if not isinstance(found.get(name, False), bool | None):
             raise UsageError(f"{where}: {name} is neither true nor false")
-    if found.get("tis_batch_normalize"):
-        raise UsageError(
-            f"{where}: tis_batch_normalize: hpcrl does not normalise weights over a micro-batch",
-            "the loss would depend on how samples are packed; set it to false",
-        )
     if found.get("use_tis") is False:
         raise UsageError(f"{where}: use_tis: false leaves no correction", "leave --custom-tis-function-path out")
     needed = [*(name for name in WEIGHTS if name != "tis_lower_bound"), *(["rs_level"] if found.get("use_rs") else [])]

@@ -169,8 +169,9 @@ def policy(
         masks, kl = opsm(one, o), kl_terms(one, o)
         for t, (loss, cut) in enumerate(LOSSES[name](one, o)):
             sums["pg_loss"] += loss * weights[t] * masks[t] * kept[t] * (share if divisor is None else 1 / divisor)
-            sums["pg_clipfrac"] += cut * share
-            sums["ppo_kl"] += (one.old[t] - one.p[t]) * share
+            sums["pg_clipfrac"] += cut * kept[t] * share
+            moved = [q - p for q, p in zip(one.old, one.p, strict=True)]
+            sums["ppo_kl"] += (mean(moved) if name == "gspo" else moved[t]) * kept[t] * share
             sums["entropy_loss"] += one.entropy[t] * kept[t] * share
             sums["kl_loss"] += kl[t] * kept[t] * share
             sums["opsm_clipfrac"] += (1 - masks[t]) * share
@@ -240,6 +241,7 @@ POLICY: list[dict[str, Any]] = [
     {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "rs_upper_bound": 1.1, "tis_mode": "mask"},
     {"use_rs": True, "tis_clip": 1.5, "tis_clip_low": 0.8},
     {"use_rs": True, "rs_veto_threshold": 0.5, "tis_level": "sequence"},
+    {"use_rs": True, "rs_upper_bound": 1.2, "advantage_estimator": "gspo", "eps_clip": 0.05},
     {"use_opsm": True},
     {"use_opsm": True, "opsm_delta": 0.2, "pg_loss_type": "sapo", "use_tis": True},
 ]
@@ -431,6 +433,9 @@ def test_corrected_share_is_reported() -> None:
     report = compute_loss(tokens, o).report.means
     assert float(report["tis_clipfrac"]) == pytest.approx(float((((ratio > 1.2) | (ratio < 0.9)) * weights).sum()))
     assert float(report["ois"]) == pytest.approx(float(((tokens.logprobs - tokens.old).exp() * weights).sum()))
+    whole = tokens.sample_means(tokens.logprobs - tokens.old)[0].exp()
+    report = compute_loss(tokens, options(advantage_estimator="gspo")).report.means
+    assert float(report["ois"]) == pytest.approx(float((whole * weights).sum())), "of responses, as the loss"
     o = options(use_tis=True, custom_tis_function_path="mis", use_rs=True, rs_lower_bound=0.8, rs_upper_bound=1.1)
     report = compute_loss(tokens, o).report.means
     assert float(report["rs_mask_fraction_low"]) == pytest.approx(float(((ratio < 0.8) * weights).sum()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from hpcrl.config.recipe import resolve_stages
 from hpcrl.errors import UsageError
 from hpcrl.slime.arguments import Translation, translate
 from hpcrl.slime.verbatim import PLACES, recipe_of
-from tests.algorithms.test_losses import random_samples, token_batch
+from tests.algorithms.batches import over_ranks, random_samples, token_batch
+from tests.algorithms.test_losses import parts_of
 from tests.slime.test_arguments import BASE
 
 FUNCTION = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
-#: as slime's own file has them, but for the normalisation
+#: as slime's own file has them
 SETTINGS: dict[str, Any] = {
     "use_tis": True,
     "use_rs": True,
@@ -35,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "rs_lower_bound": None,
     "rs_upper_bound": None,
     "rs_veto_threshold": 1.0e-4,
-    "tis_batch_normalize": False,
+    "tis_batch_normalize": True,
 }
 
 
@@ -53,7 +55,7 @@ def test_the_file_becomes_options(tmp_path: Path) -> None:
     [options] = resolve_stages(recipe_of(given, {}), {}, PLACES)
     assert options.custom_tis_function_path == "mis" and options.use_tis and options.use_rs
     assert (options.tis_clip, options.tis_clip_low, options.rs_veto_threshold) == (2.0, 0.5, 1e-4)
-    assert options.custom_config_path is None
+    assert options.custom_config_path is None and options.tis_batch_normalize
     [line] = [line for line in translate(given).lines if line.flag == "custom-config-path"]
     assert line.reading.outcome == "translated" and "--tis-clip 2.0 --tis-clip-low 0.5" in line.text()
 
@@ -61,7 +63,7 @@ def test_the_file_becomes_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tis_batch_normalize": True}, "tis_batch_normalize: hpcrl does not normalise"),
+        ({"tis_batch_normalize": "yes"}, "neither true nor false"),
         ({"mis_level": "token", "max_turns": 4}, "max_turns, mis_level: not settings of MIS"),
         ({"use_tis": False}, "use_tis: false leaves no correction"),
         ({"tis_upper_bound": None}, "tis_upper_bound is missing"),
@@ -116,6 +118,13 @@ def of_slime(tokens: TokenBatch, s: dict[str, Any]) -> tuple[list[float], list[f
         for k, r in zip(ratio, rejection, strict=True):
             inside = s["tis_mode"] != "mask" or low <= k <= high
             kept.append(float(inside and not vetoed and (not s["use_rs"] or least <= r <= most)))
+    if s["tis_batch_normalize"]:
+        owner = tokens.sample.tolist()
+        rows = [[w for w, of in zip(weights, owner, strict=True) if of == n] for n in range(tokens.samples)]
+        whole = [math.fsum(row) / max(len(row), 1) for row in rows]
+        by_token = math.fsum(weights) / max(len(weights), 1)
+        mean = by_token if s["tis_level"] == "token" else math.fsum(whole) / len(whole)
+        weights = [w / mean for w in weights]
     return weights, kept
 
 
@@ -132,6 +141,7 @@ def test_the_numbers_are_slimes_whatever_is_left_out(tmp_path: Path, mode: str, 
         settings |= {
             name: draw.choice([None, value]) for name, value in (("tis_lower_bound", 0.7), ("rs_lower_bound", 0.8))
         }
+        settings["tis_batch_normalize"] = level != "geometric" and draw.random() < 0.5
         settings |= {"rs_upper_bound": draw.choice([None, 1.3]), "rs_veto_threshold": draw.choice([None, 0.5])}
         found = translated(tmp_path / "mis.yaml", settings)
         assert not found.wrong, found.wrong
@@ -145,3 +155,33 @@ def test_the_numbers_are_slimes_whatever_is_left_out(tmp_path: Path, mode: str, 
             correction.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=1e-12
         )
         assert correction.kept.tolist() == kept
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_context_parallel_ranks_share_the_mean(level: str) -> None:
+    """A micro-batch whose samples lie on three ranks is normalised as on one."""
+    samples = random_samples(5)
+    o = Options(use_tis=True, custom_tis_function_path="mis", tis_level=level, tis_batch_normalize=True)
+    tokens = token_batch(samples)
+    whole = mis.correct(tokens, o)
+    assert float(whole.report["mis_batch_norm_factor"][0]) != 1
+    place = torch.arange(len(tokens.sample)) % 3
+
+    def one(rank: int, total: Any) -> torch.Tensor:
+        def over_sample(values: torch.Tensor) -> torch.Tensor:
+            return total(values.new_zeros(len(values), tokens.samples).index_add(1, mine.sample, values))
+
+        mine = parts_of(tokens, place == rank, sum_over_sample=over_sample)
+        return mis.correct(mine, o).weights
+
+    for rank, weights in enumerate(over_ranks(one, 3)):
+        torch.testing.assert_close(weights, whole.weights[place == rank])
+
+
+def test_weights_of_zero_are_not_divided() -> None:
+    """A batch whose weights are all next to nothing, or that holds no token, keeps them."""
+    tokens = token_batch(random_samples(5))
+    o = Options(use_tis=True, custom_tis_function_path="mis", tis_batch_normalize=True)
+    far = replace(tokens, trainer=tokens.rollout - 30)
+    assert mis.correct(far, o).weights.tolist() == pytest.approx([math.exp(-20.0)] * len(tokens.sample))
+    assert mis.correct(parts_of(tokens, tokens.sample < 0), o).weights.numel() == 0

@@ -8,6 +8,8 @@
               of the weights, the lower 1 / tis_clip where that is not given either
     --use-rs --rs-veto-threshold v: a response with any exp(l_t) < v is rejected whole
     A rejected token counts in no term of the loss, but stays in the divisor.
+    --tis-batch-normalize: w / mean of w over the micro-batch: over its trained tokens, rejected ones too (token), or of
+               each response, then over its responses (sequence); so how samples are packed changes what a token weighs
 
 Source: Liu, Li et al. 2025, "When speed kills stability", yingru.notion.site; names and defaults as in slime's
 train_infer_mismatch_helper, whose tis_upper_bound is tis_clip here, and whose tis_lower_bound is tis_clip_low.
@@ -33,8 +35,10 @@ OPTIONS = (
     "rs_lower_bound",
     "rs_upper_bound",
     "rs_veto_threshold",
+    "tis_batch_normalize",
 )
 BOUND = 20.0  #: of log-ratios, so that exp stays finite
+LEAST = 1e-8  #: a mean that weights are not divided by, as in slime
 
 
 def correct(tokens: TokenBatch, options: Options) -> Correction:
@@ -60,7 +64,20 @@ def correct(tokens: TokenBatch, options: Options) -> Correction:
     if options.use_rs and options.rs_veto_threshold is not None:
         report["rs_catastrophic_seq_fraction"] = levels["veto"]
         kept = kept * (1 - levels["veto"])
+    if options.tis_batch_normalize:
+        mean = _batch_mean(tokens, weights, options)
+        mean = torch.where(mean > LEAST, mean, torch.ones_like(mean))
+        weights = weights / mean
+        report["mis_batch_norm_factor"] = mean.expand_as(weights)
     return Correction(weights, kept, report)
+
+
+def _batch_mean(tokens: TokenBatch, weights: Tensor, options: Options) -> Tensor:
+    """The mean weight of the micro-batch, a scalar that is equal on all CP ranks."""
+    totals, counts = tokens.sums(torch.stack([weights, torch.ones_like(weights)]))
+    if options.tis_level == "token":
+        return totals.sum() / counts.sum().clamp(min=1)
+    return (totals / counts.clamp(min=1)).sum() / max(tokens.samples, 1)
 
 
 def rejection_bounds(options: Options) -> tuple[float, float]:

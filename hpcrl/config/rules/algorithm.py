@@ -110,6 +110,12 @@ def _bounds(o: Options) -> None:
             f"--tis-mode {o.tis_mode} has no lower bound: --tis-clip-low is 0",
             f"give it; slime's default is 1 / --tis-clip, {1 / o.tis_clip:g}",
         )
+    if o.use_tis and o.tis_batch_normalize and o.tis_level == "geometric":
+        raise UsageError(
+            "--tis-batch-normalize divides by the mean weight of tokens or of responses, not by that of --tis-level "
+            "geometric",
+            "leave it out, or give --tis-level token or sequence",
+        )
     high = o.tis_clip if o.rs_upper_bound is None else o.rs_upper_bound
     low = (o.tis_clip_low or 1 / o.tis_clip) if o.rs_lower_bound is None else o.rs_lower_bound
     if o.use_rs and low > high:

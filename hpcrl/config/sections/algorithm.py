@@ -98,6 +98,9 @@ class OffPolicyOptions(Base):
     rs_veto_threshold: float | None = opt(
         None, "mis: reject a response with any token's ratio below this", "slime", gt=0
     )
+    tis_batch_normalize: bool = opt(
+        False, "mis: divide the weights by their mean over the micro-batch, as slime; packing then counts", "slime"
+    )
     use_opsm: bool = opt(False, "drop responses of negative advantage that the policy has moved away from", "slime")
     opsm_delta: float = opt(1e-4, "how far: mean of old minus new log-prob", "slime", ge=0)
     ref_ckpt_step: int | None = opt(None, "step of --ref-load to read; default: the newest", "slime", ge=0)

@@ -80,6 +80,7 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
         (MIS | {"use_rs": True, "rs_lower_bound": 3.0}, "--rs-lower-bound 3.*than the upper bound 2"),
         (MIS | {"use_rs": True, "rs_upper_bound": 0.4}, "--rs-lower-bound 0.5.*than the upper bound 0.4"),
         (MIS | {"tis_mode": "mask"}, "--tis-mode mask has no lower.*slime's default is 1 / --tis-clip, 0.5"),
+        (MIS | {"tis_batch_normalize": True, "tis_level": "geometric"}, "--tis-batch-normalize .* geometric; leave it"),
         (MIS | {"tis_mode": "clip", "tis_clip": 4.0}, "--tis-mode clip has no lower.*, 0.25"),
         (
             {"pg_loss_divisor": 9, "calculate_per_token_loss": True},
@@ -129,6 +130,7 @@ def test_what_an_algorithm_lacks_is_said(change: dict[str, Any], message: str) -
         ({"tis_clip": 3.0}, "--use-tis is not given"),
         ({"custom_tis_function_path": "icepop"}, "--use-tis is not given"),
         ({"tis_level": "sequence", "use_tis": True}, "the correction is tis"),
+        ({"tis_batch_normalize": True, "use_tis": True}, "the correction is tis"),
         ({"rs_level": "sequence", **MIS}, "--use-rs is not given"),
         ({"rs_veto_threshold": 1e-4, **MIS}, "--use-rs is not given"),
         ({"opsm_delta": 0.1}, "--use-opsm is not given"),
