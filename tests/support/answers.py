@@ -25,6 +25,11 @@ $42$  ==  42
 1000  ==  1,000
 1{,}000  ==  1000
 1\,000\,000  ==  1000000
+1\!,\!234  ==  1234
+1\! , \!234\!,\!567  ==  1234567
+1\!,234  ==  1234
+1\!,\!23  !=  123
+1\!,\!2345  !=  12345
 10 000  ==  10000
 1,234,567  ==  1234567
 1,234.50  ==  1234.5
@@ -486,6 +491,21 @@ true  !=  false
 \text{east}  !=  \text{west}
 \text{even}  !=  \text{odd}
 \text{ab}  !=  \text{ba}
+cab  !=  abc
+bcaa  !=  abca
+cab  ==  cab
+a b c  ==  c b a
+a \cdot b \cdot c  ==  abc
+3abc  ==  3cab
+zyx  ==  xyz
+The answer is 5  ==  5
+The answer is: 5  !=  6
+\text{The answer is }\frac{1}{2}  ==  0.5
+\text{The final answer is 5}  ==  5
+Answer: x = 5  ==  5
+The answer is  !=  5
+answer 5  !=  5
+the answer is no  !=  yes
 five  !=  6
 A  !=  B
 (A)  !=  (B)

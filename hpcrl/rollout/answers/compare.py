@@ -33,6 +33,12 @@ from hpcrl.rollout.answers.value import constant, equal, proportional, same
 LONGEST = 1000  #: characters of an answer that is read, if the label is not longer
 MANY = 50  #: items that are matched in any order; more must come in the same
 _CHOICE_LABEL = re.compile(r"(\\text\s*\{\s*)?(\()?\s*(?:\\text\s*\{\s*)?\(?([A-Z])\)?\s*\}?\s*\)?\s*\.?\s*\}?")
+#: words before an answer: The answer is 5, \text{Answer: }5, \text{Answer: 5}
+_PREFACE = r"(?:the )?(?:final )?answer ?(?: is|:|=) ?:? ?"
+_PREFACED = re.compile(
+    rf"\\text ?\{{ ?{_PREFACE}\}} ?(.+)|\\text ?\{{ ?{_PREFACE}([^{{}}]+)\}}|{_PREFACE}(.+)", re.IGNORECASE | re.DOTALL
+)
+_MAY_BE_A_WORD = re.compile("[abc]{3,}")
 _CHOICE = re.compile(r"(\()?\s*([A-Za-z])\s*(?:(\))|[.:](?!\d)|$)(.*)", re.DOTALL)
 
 
@@ -42,7 +48,7 @@ def equivalent(answer: str, label: str) -> bool:
         return bool(label.strip())
     if len(answer) > max(LONGEST, 2 * len(label)):
         return False
-    told, wanted = normalise(answer), normalise(label)
+    told, wanted = _without_preface(normalise(answer)), _without_preface(normalise(label))
     if canonical(told) == canonical(wanted):
         return bool(wanted)
     if not told or not wanted:
@@ -50,6 +56,12 @@ def equivalent(answer: str, label: str) -> bool:
     if (letter := _CHOICE_LABEL.fullmatch(wanted)) and _chosen(told, letter[3], wrapped=wanted != letter[3]):
         return True
     return match(read(wanted), read(told))
+
+
+def _without_preface(text: str) -> str:
+    """A normalised text without the words that announce an answer."""
+    found = _PREFACED.fullmatch(text)
+    return next(part for part in found.groups() if part).strip() if found else text
 
 
 def _chosen(answer: str, letter: str, wrapped: bool) -> bool:
@@ -228,6 +240,8 @@ def _quantities(a: Shape, b: Shape) -> bool:
     by = factors(a.unit, b.unit)
     if by is None:
         return False
+    if _MAY_BE_A_WORD.fullmatch(a.text) and _MAY_BE_A_WORD.fullmatch(b.text):  # cab is a word, and no product for abc
+        return a.text == b.text
     alike = by[0] * a.scale == by[1] * b.scale
     if alike and canonical(a.text).lstrip("+") == canonical(b.text).lstrip("+"):
         return True

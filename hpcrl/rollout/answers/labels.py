@@ -19,14 +19,16 @@ from hpcrl.rollout.answers import calculus
 from hpcrl.rollout.answers.compare import equivalent
 
 TAIL = 1_000_000  #: characters at the end of a text that are looked at: no answer stands before them
-_TOKENS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BARE = r"\\(?:boxed|fbox)[ \t]+([+-]?\d+(?:[.,/]\d+)*|[A-Za-z](?![A-Za-z]))"
+_TOKENS = re.compile(rf"\\(?:boxed|fbox)\s*\{{|{_BARE}|\\.|[{{}}]", re.DOTALL)
+_BOX = re.compile(rf"\\(?:boxed|fbox)\s*\{{|{_BARE}")
 
 
 def boxed(text: str) -> str | None:
     r"""What stands in the last complete \boxed{...} (or \fbox{...}) of `text`, stripped, or None if there is none.
 
-    Of boxes that lie in each other the inner one counts.  An escaped brace is not a brace.
+    Of boxes that lie in each other the inner one counts.  An escaped brace is not a brace.  A number or a letter needs
+    none: \boxed 5.
     """
     text = text[-TAIL:]
     begins = [found.start() for found in _BOX.finditer(text)]
@@ -36,7 +38,9 @@ def boxed(text: str) -> str | None:
     start, content = -1, None
     for found in _TOKENS.finditer(text, _safe_start(text, begins[0])):
         token = found.group()
-        if token.endswith("{") and token != "\\{":
+        if found[1]:
+            start, content = found.start(), found[1]
+        elif token.endswith("{") and token != "\\{":
             opened.append((found.end(), len(token) > 1))
         elif token == "}" and opened:
             begin, is_boxed = opened.pop()

@@ -63,7 +63,7 @@ _WORDS = _words(
 )
 _COMMAND = re.compile(r"\\(?:([a-zA-Z]+)\*?|(.))", re.DOTALL)
 _PLAIN_WORD = re.compile(r"(?<![\\A-Za-z])(?:([Ii]nf(?:inity)?)|([a-z]{2,7}))(?![A-Za-z])")
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|[ ~]|\\,|\\;|\\ |\\!|, ?\\!)\d{3})+(?!\d)")
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|[ ~]|\\,|\\;|\\ |\\!|(?:\\! ?)?, ?\\!|\\! ?, ?)\d{3})+(?!\d)")
 _SPACING = re.compile(r"(?<!\\)\\[,;:!> ]|~|&nbsp;")
 _INFIX = re.compile(r"\{([^{}]*)\\(choose|over)(?![a-zA-Z])([^{}]*)\}")
 _PHANTOM = re.compile(r"\\[hv]?phantom ?\{[^{}]*\}")
