@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from hpcrl.algorithms.corrections import importance_report
 from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch, find
+from hpcrl.algorithms.log_ratios import ratio_of
 from hpcrl.config.custom_functions import guarded
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own
@@ -39,14 +40,14 @@ def mismatch_report(tokens: TokenBatch) -> dict[str, Tensor]:
     trainer, engine = tokens.sample_means(tokens.trainer, tokens.rollout)
     return {
         "mis_kl": -difference,
-        "mis_k3_kl": difference.exp() - 1 - difference,
-        "mis_training_ppl": (-trainer).exp(),
-        "mis_rollout_ppl": (-engine).exp(),
+        "mis_k3_kl": ratio_of(difference) - 1 - difference,
+        "mis_training_ppl": ratio_of(-trainer),
+        "mis_rollout_ppl": ratio_of(-engine),
         "mis_training_log_ppl": -trainer,
         "mis_rollout_log_ppl": -engine,
         "mis_log_ppl_diff": engine - trainer,
         "mis_log_ppl_abs_diff": (engine - trainer).abs(),
-        "mis_ppl_ratio": (engine - trainer).exp(),
+        "mis_ppl_ratio": ratio_of(engine - trainer),
     }
 
 
@@ -123,7 +124,7 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
     if options.use_opsm:
         mask = off_policy_mask(tokens, options.opsm_delta)
         gradient, report["opsm_clipfrac"] = gradient * mask, 1 - mask
-    ratio = (tokens.trainer - tokens.rollout).exp()
+    ratio = ratio_of(tokens.trainer - tokens.rollout)
     importance = importance_report(ratio, (ratio > options.tis_clip) | (ratio < options.tis_clip_low))
     if options.use_tis:
         which = options.custom_tis_function_path or "tis"
@@ -134,7 +135,7 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
         importance |= correction.report
     report |= {"pg_clipfrac": terms.clipped * kept, "ppo_kl": moved * kept}  # in slime, too, of what is not rejected
     if tokens.comparable:
-        report |= {"ois": (-moved).exp()} | importance | mismatch_report(tokens)
+        report |= {"ois": ratio_of(-moved)} | importance | mismatch_report(tokens)
     weights = tokens.weights * kept
     pg_weights = weights if tokens.pg_weights is None else tokens.pg_weights * kept
     sums = {"pg_loss": (gradient * pg_weights).sum(), "entropy_loss": (tokens.entropy * weights).sum()}
@@ -178,7 +179,7 @@ def reference_kl(tokens: TokenBatch, options: Options) -> Tensor:
     if tokens.reference is None:
         raise UsageError("--use-kl-loss needs the log-probs of the reference, which are missing", "give --ref-load")
     logprobs = tokens.logprobs if options.kl_loss_coef else tokens.logprobs.detach()
-    ratio = (logprobs - tokens.old).exp() if options.use_unbiased_kl else torch.ones_like(logprobs)
+    ratio = ratio_of(logprobs - tokens.old) if options.use_unbiased_kl else torch.ones_like(logprobs)
     return find("kl", options.kl_loss_type, "--kl-loss-type")(logprobs - tokens.reference, ratio)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch
+from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch, find
+from hpcrl.algorithms.log_ratios import ratio_of
 from hpcrl.algorithms.loss import (
     compute_loss,
     compute_value_loss,
@@ -665,3 +666,79 @@ def test_only_sampled_tokens_are_compared() -> None:
     assert not compute_loss(tokens, options(loss_type="dpo_loss", rejected_key="worse")).report.token_means
     wanted = float((tokens.trainer - tokens.rollout).abs().sum())
     assert float(compute_loss(tokens, options(loss_type="dpo_loss")).report.token_means[name]) == pytest.approx(wanted)
+
+
+# ---- log-ratios beyond what a number holds
+
+
+FAR = (0.0, 60.0, 90.0, 200.0, 1e4, -90.0, -200.0, -1e4)
+
+
+def far_batch(dtype: torch.dtype, advantage: float, far: Sequence[float] = FAR) -> tuple[TokenBatch, torch.Tensor]:
+    """Two responses, the log-probs of the second moved by each of `far` from all that they are compared with."""
+    near = torch.tensor([-0.5, -1.0, -0.25], dtype=dtype)
+    p = torch.cat([near, torch.full((len(far),), -1.0, dtype=dtype)]).requires_grad_()
+    other = torch.cat([near + 0.1, -1.0 - torch.tensor(far, dtype=dtype)])
+    count = len(p)
+    weights = torch.cat([torch.full((3,), 1 / 3), torch.full((len(far),), 1 / len(far))]).to(dtype)
+    return TokenBatch(
+        logprobs=p,
+        entropy=torch.zeros(count, dtype=dtype),
+        sample=torch.tensor([0] * 3 + [1] * len(far)),
+        samples=2,
+        weights=weights,
+        old=other,
+        trainer=other,
+        rollout=2 * other - p.detach(),
+        advantages=torch.cat([torch.full((3,), 0.5), torch.full((len(far),), advantage)]).to(dtype),
+        reference=other,
+    ), p
+
+
+@pytest.mark.parametrize("case", POLICY, ids=label)
+@pytest.mark.parametrize("advantage", [0.0, -1.0, 1.0])
+def test_no_log_ratio_makes_a_gradient_nan(case: dict[str, Any], advantage: float) -> None:
+    """Loss, gradient and report are finite in float32 whatever the log-ratios are, and a far token whose advantage is 0
+    has no gradient but its KL's and leaves the others' as it is."""
+    o = options(**case)
+    for far in (FAR, *((x,) for x in FAR)):
+        tokens, p = far_batch(torch.float32, advantage, far)
+        found = compute_loss(tokens, o)
+        (gradient,) = torch.autograd.grad(found.total, p)
+        assert gradient.isfinite().all() and found.total.isfinite(), far
+        assert all(value.isfinite() for value in found.report.means.values()), far
+        if not advantage and not o.use_kl_loss:
+            assert not gradient[3:].any(), far
+
+
+@pytest.mark.parametrize("case", POLICY, ids=label)
+def test_a_masked_token_has_no_part_in_a_gradient(case: dict[str, Any]) -> None:
+    """A response that OPSM or rejection masks has gradient 0, and not NaN, however far it is."""
+    o = options(**{**case, "use_opsm": True, "opsm_delta": 0.0, "use_kl_loss": False})
+    tokens, p = far_batch(torch.float32, -1.0, (-90.0, -200.0, -3.0))
+    (gradient,) = torch.autograd.grad(compute_loss(tokens, o).total, p)
+    assert gradient[3:].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("name", ["k3", "low_var_kl"])
+def test_a_kl_is_as_before_below_the_bound(name: str) -> None:
+    """Bit for bit the formula up to 40 nats in float32; held beyond 42.4."""
+    d = torch.linspace(-40, 40, 501)
+    ratio = torch.linspace(0.5, 2, 501)
+    wanted = ratio * ((-d).exp() - 1 + d)
+    kl = find("kl", name, "--kl-loss-type")
+    assert torch.equal(kl(d, ratio), wanted.clamp(-10, 10) if name == "low_var_kl" else wanted)
+    assert kl(torch.tensor([-1e4]), torch.ones(1)).isfinite().all()
+
+
+def test_ratios_are_exp_below_the_bound() -> None:
+    """Bit for bit, and so are their gradients; in float64 up to 352 nats."""
+    for dtype, most in ((torch.float32, 42.3), (torch.float64, 352.8)):
+        x = torch.linspace(-200, most, 1001, dtype=dtype).requires_grad_()
+        found = ratio_of(x)
+        assert torch.equal(found, x.exp())
+        assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, x.exp())))
+        beyond = torch.tensor([most + 1, 1e4, math.inf], dtype=dtype).requires_grad_()
+        held = ratio_of(beyond)
+        (gradient,) = torch.autograd.grad((held * held).sum(), beyond)
+        assert (held * held).isfinite().all() and gradient.tolist() == [0.0, 0.0, 0.0]

@@ -13,6 +13,7 @@ import torch
 
 from hpcrl.algorithms.corrections import importance_report
 from hpcrl.algorithms.interface import Correction, TokenBatch
+from hpcrl.algorithms.log_ratios import ratio_of
 from hpcrl.config.options import Options
 
 OPTIONS = ("tis_clip", "tis_clip_low")
@@ -20,6 +21,6 @@ OPTIONS = ("tis_clip", "tis_clip_low")
 
 def correct(tokens: TokenBatch, options: Options) -> Correction:
     """Weights that are 0 out of bounds; every token is kept in the other terms."""
-    ratio = (tokens.trainer - tokens.rollout).exp()
+    ratio = ratio_of(tokens.trainer - tokens.rollout)
     inside = (ratio >= options.tis_clip_low) & (ratio <= options.tis_clip)
     return Correction(ratio.where(inside, 0.0), torch.ones_like(ratio), importance_report(ratio, ~inside))

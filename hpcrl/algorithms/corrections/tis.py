@@ -13,6 +13,7 @@ import torch
 
 from hpcrl.algorithms.corrections import importance_report
 from hpcrl.algorithms.interface import Correction, TokenBatch
+from hpcrl.algorithms.log_ratios import ratio_of
 from hpcrl.config.options import Options
 
 OPTIONS = ("tis_clip", "tis_clip_low")
@@ -20,6 +21,6 @@ OPTIONS = ("tis_clip", "tis_clip_low")
 
 def correct(tokens: TokenBatch, options: Options) -> Correction:
     """Truncated weights; every token is kept."""
-    ratio = (tokens.trainer - tokens.rollout).exp()
+    ratio = ratio_of(tokens.trainer - tokens.rollout)
     weights = ratio.clamp(options.tis_clip_low, options.tis_clip)
     return Correction(weights, torch.ones_like(ratio), importance_report(ratio, weights != ratio))

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hpcrl.algorithms.log_ratios import ratio_of
+
 
 def kl(difference: Tensor, ratio: Tensor) -> Tensor:
     """k3 of each token."""
-    return ratio * ((-difference).exp() - 1 + difference)
+    return ratio * (ratio_of(-difference) - 1 + difference)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hpcrl.algorithms.log_ratios import ratio_of
+
 BOUND = 10.0
 
 
 def kl(difference: Tensor, ratio: Tensor) -> Tensor:
     """k3 of each token, bounded."""
-    return (ratio * ((-difference).exp() - 1 + difference)).clamp(-BOUND, BOUND)
+    return (ratio * (ratio_of(-difference) - 1 + difference)).clamp(-BOUND, BOUND)

@@ -9,6 +9,7 @@ Use: with --advantage-estimator cispo, which chooses it; --eps-clip 1 (no lower 
 from __future__ import annotations
 
 from hpcrl.algorithms.interface import Terms, TokenBatch
+from hpcrl.algorithms.log_ratios import ratio_of
 from hpcrl.algorithms.losses import clip_range
 from hpcrl.config.options import Options
 
@@ -18,6 +19,6 @@ OPTIONS = ("eps_clip", "eps_clip_high")
 def policy_loss(tokens: TokenBatch, options: Options) -> Terms:
     """The weighted REINFORCE loss of each token; clipped where the weight was."""
     low, high = clip_range(options)
-    ratio = (tokens.logprobs.detach() - tokens.old).exp()
+    ratio = ratio_of(tokens.logprobs.detach() - tokens.old)
     weight = ratio.clamp(1 - low, 1 + high)
     return Terms(-weight * tokens.advantages * tokens.logprobs, (weight != ratio).to(ratio.dtype))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from hpcrl.algorithms.interface import Terms, TokenBatch
+from hpcrl.algorithms.log_ratios import ratio_of
 from hpcrl.algorithms.losses import clip_range
 from hpcrl.config.options import Options
 
@@ -25,4 +26,4 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Terms:
     difference = tokens.logprobs - tokens.old
     bounded = torch.where(tokens.advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
     (mean,) = tokens.sample_means(bounded)
-    return Terms(-tokens.advantages * mean.exp(), (bounded != difference).detach().to(difference.dtype))
+    return Terms(-tokens.advantages * ratio_of(mean), (bounded != difference).detach().to(difference.dtype))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.interface import Terms, TokenBatch
+from hpcrl.algorithms.log_ratios import ratio_of
 from hpcrl.algorithms.losses import clip_range
 from hpcrl.config.options import Options
 
@@ -28,7 +29,7 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Terms:
 def clipped_loss(log_ratio: Tensor, advantages: Tensor, options: Options) -> Terms:
     """The formula above, of log-ratios [r] of whatever level; clipped where the bound decides."""
     low, high = clip_range(options)
-    ratio = log_ratio.exp()
+    ratio = ratio_of(log_ratio)
     plain = -ratio * advantages
     bounded = -ratio.clamp(1 - low, 1 + high) * advantages
     loss = torch.maximum(plain, bounded)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from hpcrl.algorithms.interface import Terms, TokenBatch
+from hpcrl.algorithms.log_ratios import ratio_of
 from hpcrl.config.options import Options
 
 OPTIONS = ("sapo_tau_pos", "sapo_tau_neg")
@@ -19,7 +20,7 @@ OPTIONS = ("sapo_tau_pos", "sapo_tau_neg")
 
 def policy_loss(tokens: TokenBatch, options: Options) -> Terms:
     """The gated loss of each token; nothing is clipped."""
-    ratio = (tokens.logprobs - tokens.old).exp()
+    ratio = ratio_of(tokens.logprobs - tokens.old)
     tau = torch.full_like(ratio, options.sapo_tau_neg).masked_fill(tokens.advantages > 0, options.sapo_tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return Terms(-gate * tokens.advantages, torch.zeros_like(tokens.advantages))
