@@ -33,6 +33,7 @@ from hpcrl.config.rules.algorithm_needs import routing
 from hpcrl.device_copies import to_device
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.queue.share_format import Share
+from hpcrl.run.role import say
 from hpcrl.sample import responses_of
 from hpcrl.trainer.custom_hooks import TrainerHooks
 from hpcrl.trainer.loop_schedule import steps_of
@@ -135,12 +136,25 @@ def train(
             name = replace(step, where=f"{step.where} of the critic")
             row |= _step(others.critic, ranks, options, micro_batches, name, _value_loss, "critic-")
         found.append(row)
+    untrained = _say_untrained(share, ranks) if found[0] else {}
     record(share, [packed for step in steps for packed in step])
     took = time.monotonic() - begun
     times = {"perf/train_time": took, "perf/train_preparation_time": prepared - begun}
     times |= reached(policy, options, share, took, bool(policy_steps(options, share)), card_of(ranks.device))
     changed = {} if replay is None or not policy_steps(options, share) else {"train/routing_changed": replay.share()}
-    return before | _over_steps(found) | changed | times
+    return before | _over_steps(found) | changed | untrained | times
+
+
+def _say_untrained(share: Share, ranks: Ranks) -> dict[str, float]:
+    """A line for the log and a metric where optimizer steps had no token to train on, on any rank: their gradient is 0,
+    and weight decay and momentum alone move the weights, as in slime."""
+    empty = [number for number, tokens in enumerate(share.step_tokens) if not tokens]
+    if empty and ranks.rank == 0:
+        say(
+            f"rollout {share.rollout_id}: no token was trained on in optimizer step {', '.join(map(str, empty))}, as "
+            "all of its responses are empty or masked; weight decay and momentum alone have moved the weights"
+        )
+    return {"train/steps_without_tokens": float(len(empty))} if empty else {}
 
 
 def _sampled_under(version: int, share: Share, device: torch.device) -> torch.Tensor | None:
