@@ -1,6 +1,9 @@
 """The lock on every route of an engine: no request without the key of this engine gets an answer.
 
-    Authorization: Bearer <HMAC of the engine's index and incarnation under RUN/keys/http.key>
+    Authorization: Bearer <HMAC of the engine's realm under RUN/keys/http.key>
+
+The realm is INDEX.INCARNATION, or, of an engine that no run has started, a random number, new each time it is served.
+A caller without a key is told it (RFC 9110, 11.5): it is no secret.
 
 vLLM's own --api-key guards some path prefixes only; pausing, weight updates and collective RPC stay open.  This ASGI
 middleware stands in front of all routes, those of later vLLM versions and websockets included.
@@ -21,7 +24,7 @@ from hpcrl.queue.auth import key_of_engine
 from hpcrl.untrusted_files import read_given_bytes
 
 KEY_FILE = "HPCRL_HTTP_KEY_FILE"
-ENGINE = "HPCRL_HTTP_KEY_ENGINE"  #: INDEX.LIFE
+REALM = "HPCRL_HTTP_KEY_REALM"
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -32,7 +35,7 @@ _REFUSED = b'{"error":"this route asks for the key of this engine: Authorization
 
 
 def read_key() -> bytes:
-    """This engine's key: of the run's, in the file that HPCRL_HTTP_KEY_FILE names, and HPCRL_HTTP_KEY_ENGINE.
+    """This engine's key: of the run's, in the file that HPCRL_HTTP_KEY_FILE names, and the realm.
 
     Raises:
         UsageError: if there is none: an open server is not an option.
@@ -50,7 +53,11 @@ def read_key() -> bytes:
         raise UsageError(
             f"the HTTP key of the run in {path} is shorter than 32 characters", "let hpcrl make the keys of the run"
         )
-    return key_of_engine(key, os.environ.get(ENGINE, "0.0")).encode()
+    return key_of_engine(key, _realm()).encode()
+
+
+def _realm() -> str:
+    return os.environ.get(REALM, "0.0")
 
 
 class RunKeyGuard:
@@ -60,6 +67,7 @@ class RunKeyGuard:
     def __init__(self, app: App) -> None:
         self.app = app
         self._expected = b"Bearer " + read_key()
+        self._challenge = f'Bearer realm="{_realm()}"'.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._admits(scope):
@@ -68,7 +76,7 @@ class RunKeyGuard:
             head = [
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(_REFUSED)).encode()),
-                (b"www-authenticate", b"Bearer"),
+                (b"www-authenticate", self._challenge),
             ]
             await send({"type": "http.response.start", "status": 401, "headers": head})
             await send({"type": "http.response.body", "body": _REFUSED})

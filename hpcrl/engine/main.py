@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from hpcrl.engine.health import CoreWatchdog, ServerLog, StoppedProcess, leftovers
-from hpcrl.engine.key_guard import ENGINE, KEY_FILE, read_key
+from hpcrl.engine.key_guard import KEY_FILE, REALM, read_key
 from hpcrl.engine.multi_node import bound_socket, meet, variables
 from hpcrl.engine.server_settings import LISTEN_FD, build, check_drafts, gpu_wishes, server_environment
 from hpcrl.engines.http import HEALTH, REFUSED, TURN, Address, ask, status
@@ -60,7 +60,7 @@ class EngineSupervisor:
         self._check_added()
         check_drafts(context.options, self.found)
         read_config(context.options.hf_checkpoint)
-        os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), ENGINE: f"{context.index}.{context.incarnation}"}
+        os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), REALM: self._realm()}
         self.key = read_key().decode()
         self.made = Scratch("engine", _short_temporary())
         self.scratch = self.made.path
@@ -69,6 +69,10 @@ class EngineSupervisor:
         self.standing = StoppedProcess()
         self.shared: set[Path] = set()
         self.child: subprocess.Popen[bytes] | None = None
+
+    def _realm(self) -> str:
+        """The name under which the engine's key is derived."""
+        return f"{self.context.index}.{self.context.incarnation}"
 
     def _check_added(self) -> None:
         """Raise UsageError if weights come to the run's other engines in a way that does not reach this host."""

@@ -2,11 +2,13 @@
 
     python -m hpcrl.engine.standalone DIR --attempt 0        (from `hpcrl engines serve`)
 
-Invariants: those of an engine of a run (`engine/main.py`); DIR, which is of this engine alone, is removed when it ends.
+Invariants: those of an engine of a run (`engine/main.py`); DIR, which is of this engine alone, is removed when it ends;
+each time it is served it has another key, so one that was told to who listened in its place opens it no more.
 """
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import signal
 import socket
@@ -23,6 +25,9 @@ from hpcrl.run.role import RoleContext, act, open_role, say
 
 class ServedEngine(EngineSupervisor):
     """One server at the address that its plan names as the only external one."""
+
+    def _realm(self) -> str:
+        return secrets.token_hex(16)
 
     @property
     def listen(self) -> str:

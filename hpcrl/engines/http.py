@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ HEALTH_SECONDS = 10.0  #: that an engine may take for one of these answers
 GLANCE_SECONDS = 5.0  #: where other engines and roles are waited for meanwhile
 #: in place of a status: no answer in time, no listener, and a connection that broke
 SILENT, REFUSED, BROKEN = -1, 0, -2
+_REALM = re.compile(r'Bearer realm="([0-9a-f.]{1,64})"')
 LONGEST = 600  #: characters of an answer that go into an error
 
 
@@ -108,6 +110,27 @@ async def answer(address: Address, path: str = HEALTH, seconds: float = HEALTH_S
         return SILENT, None
     except (aiohttp.ClientError, OSError, ValueError):
         return REFUSED, None
+
+
+async def realm_of(address: Address, seconds: float = HEALTH_SECONDS) -> tuple[int, str]:
+    """What an engine answers to who shows no key: (status, the realm that it names, "" for none).
+
+    The status is 200 for a server that anybody may use; SILENT and REFUSED as above.
+    """
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=seconds)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{address.url}{HEALTH}") as found,
+        ):
+            named = _REALM.fullmatch(found.headers.get("WWW-Authenticate", ""))
+            return found.status, named[1] if named else ""
+    except TimeoutError:
+        return SILENT, ""
+    except (aiohttp.ClientError, OSError, ValueError):
+        return REFUSED, ""
 
 
 def _reason(text: bytes) -> str:

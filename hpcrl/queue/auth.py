@@ -5,7 +5,7 @@
     RUN/keys/ranks-*.json            the same for the store of the trainer's ranks, who share one client's key
     RUN/keys/weights-*.json          the same for the store of those who send and receive weights
     RUN/keys/http.key                what the key of every engine is made from
-    RUN/keys/engine-I.key            the key of an engine that this run has not started
+    RUN/keys/engine-I.key            what the key of an engine is made from that this run has not started
 
 Invariants: keys are made for every attempt, end with it, and are in a directory of mode 0700, in files of mode 0600;
 each process reads one file; the server admits the clients of this attempt and no others (a ZAP allow-list, ZeroMQ
@@ -32,11 +32,15 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from hpcrl.errors import HpcrlError
+from hpcrl.run.peers import EnginePeer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, write_atomic, write_unread
+from hpcrl.toolbox.deadline import Deadline, poll
+from hpcrl.toolbox.retry import Pauses
 from hpcrl.untrusted_files import read_regular
 
 ZAP_DOMAIN = b"hpcrl.queue"
 HTTP_KEY = "http.key"
+PUBLISHED = 30.0  #: seconds until what is published on one host is on every other
 MAX_REFUSALS = 100  #: peers without a key that are logged
 _USER = "dp-"
 #: the services with keys of their own: the rollout queue, and the stores of `hpcrl.rendezvous`
@@ -137,23 +141,40 @@ def borrow_keys(rundir: RunDir, folder: Path, addresses: Iterable[str], first: i
         write_atomic(rundir.keys / name, _read(folder / name))
     for index, address in enumerate(addresses, first):
         own = key_of_engine(_read(folder / HTTP_KEY).strip(), address).encode()
-        write_atomic(rundir.keys / f"engine-{index}.key", key_of_engine(own, "0.0").encode())
+        write_atomic(_borrowed_file(rundir, index), own)
 
 
 def http_key(rundir: RunDir, index: int, incarnation: int = 0) -> str:
     """The key of the HTTP routes of an engine in one of its incarnations, hexadecimal.
 
-    A process that listens on the port of one that is gone, and is sent its key, has the key of no other.  One that the
-    run has not started keeps its key over its incarnations.
+    A process that listens on the port of one that is gone, and is sent its key, has the key of no other.
+
+    Raises:
+        HpcrlError: if there is no key, or an engine that the run has not started has not been found yet.
     """
-    given = rundir.keys / f"engine-{index}.key"
-    if given.exists():
-        return _read(given).decode()
-    return key_of_engine(_read(rundir.keys / HTTP_KEY).strip(), f"{index}.{incarnation}")
+    if not _borrowed_file(rundir, index).exists():
+        return key_of_engine(_read(rundir.keys / HTTP_KEY).strip(), f"{index}.{incarnation}")
+    peer = poll(
+        lambda: read_published(peer_file(rundir.here, EnginePeer, index, incarnation), EnginePeer),
+        Deadline(PUBLISHED),
+        iter(Pauses(0.05, 1.0, growth=1.2)),
+    )
+    if peer is None:
+        raise HpcrlError(f"engine-{index} was not published within {PUBLISHED:.0f} s", f"see {rundir.here / 'peers'}")
+    return borrowed_key(rundir, index, peer.realm)
+
+
+def borrowed_key(rundir: RunDir, index: int, realm: str) -> str:
+    """The key of an engine that the run has not started, which named this realm when it was asked without a key."""
+    return key_of_engine(_read(_borrowed_file(rundir, index)), realm)
 
 
 def key_of_engine(key: bytes, engine: str) -> str:
-    """HMAC-SHA256 (RFC 2104) of an engine's INDEX.LIFE under the run's key, hexadecimal."""
+    """HMAC-SHA256 (RFC 2104) of an engine's name under a key, hexadecimal.
+
+    Args:
+        engine: INDEX.INCARNATION of one of the run; of another its address, then its realm, under that.
+    """
     return hmac.new(key, b"hpcrl engine " + engine.encode(), hashlib.sha256).hexdigest()
 
 
@@ -170,6 +191,10 @@ def client_keys(rundir: RunDir, number: int, service: Service = "queue") -> Clie
 def keys_in(folder: Path, number: int, service: Service) -> ClientKeys:
     """The same, by the run's directory of keys."""
     return _load(_client_file(folder, number, service), ClientKeys)
+
+
+def _borrowed_file(rundir: RunDir, index: int) -> Path:
+    return rundir.keys / f"engine-{index}.key"
 
 
 def _server_file(folder: Path, service: Service) -> Path:

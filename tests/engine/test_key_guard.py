@@ -78,6 +78,7 @@ def test_anything_else_is_refused(headers: list[tuple[bytes, bytes]]) -> None:
     assert not reached
     assert sent[0]["status"] == 401
     assert (b"content-type", b"application/json") in sent[0]["headers"]
+    assert (b"www-authenticate", b'Bearer realm="0.0"') in sent[0]["headers"]
     assert KEY.encode() not in sent[1]["body"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.engine.health import reason
-from hpcrl.engine.key_guard import ENGINE, KEY_FILE
+from hpcrl.engine.key_guard import KEY_FILE, REALM
 from hpcrl.engine.worker_groups import SPAWNED
 
 PROGRAM = f"""
@@ -31,8 +31,8 @@ def test_a_process_that_vllm_spawns_proves_its_groups(tmp_path: Path, keys: bool
     changed."""
     key = tmp_path / "http.key"
     key.write_text("5" * 64)
-    env = {name: value for name, value in os.environ.items() if name not in (KEY_FILE, ENGINE)}
-    env |= {KEY_FILE: str(key), ENGINE: "0.0"} if keys else {}
+    env = {name: value for name, value in os.environ.items() if name not in (KEY_FILE, REALM)}
+    env |= {KEY_FILE: str(key), REALM: "0.0"} if keys else {}
     made = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
     ours = ["ProvedGloo", "MessageReader", "MessagePickles", "MessagePickles"]
     theirs = ["ProcessGroupGloo", "Unpickler", "pickle", "pickle"]

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.engine.key_guard import ENGINE, KEY_FILE
+from hpcrl.engine.key_guard import KEY_FILE, REALM
 from hpcrl.engine.server_settings import LISTEN_FD, build, server_environment
 from hpcrl.engines.http import Address, HttpError, ask
 from hpcrl.model_files.config_json import read_config
@@ -173,7 +173,7 @@ def _serve(rundir: RunDir, index: int, sock: socket.socket) -> None:
                 "TMPDIR": scratch,
                 "VLLM_RPC_BASE_PATH": scratch,
             }
-            base[ENGINE] = f"{index}.0"
+            base[REALM] = f"{index}.0"
             base[LISTEN_FD] = str(os.dup(sock.fileno()))
             sys.argv = ["serve", str(rundir.root), "--attempt", "0", "--index", str(index)]
             context = server.open_role()

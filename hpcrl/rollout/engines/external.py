@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
-from hpcrl.engines.http import CORE, HEALTH, LATE, REFUSED, SILENT, Address, answer
+from hpcrl.engines.http import CORE, HEALTH, LATE, REFUSED, SILENT, Address, answer, realm_of
 from hpcrl.errors import DeadlineError, UsageError
-from hpcrl.queue.auth import http_key
+from hpcrl.queue.auth import borrowed_key
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.engines.membership import EngineMembership
 from hpcrl.run.engine_files import EngineEnd, leaves, tell_end
@@ -50,7 +51,7 @@ class ExternalEngine:
         self._options = context.options
         self._index = index
         self._address = address
-        self._at = Address(*split_address(address), http_key(context.rundir, index))
+        self._at = Address(*split_address(address), "")
         self._name = f"engine-{index} at {address}"
 
     async def keep(self) -> None:
@@ -74,11 +75,7 @@ class ExternalEngine:
         begun = time.monotonic()
         limit = self._options.engine_start_timeout
         while True:
-            status, _ = await answer(self._at)
-            if status == 401:
-                raise UsageError(
-                    f"{self._name} does not take the keys of {KEYS}", "give the directory that it was served with"
-                )
+            status, realm = await self._knock()
             if status == 200:
                 break
             if not incarnation and time.monotonic() > begun + limit:
@@ -96,7 +93,31 @@ class ExternalEngine:
                 f"{ADDRS}: {self._name} is not an engine of hpcrl: it does not serve {NAME!r}",
                 "start it with hpcrl engines serve",
             ) from None
-        return EnginePeer(host=self._at.host, port=self._at.port, model_len=length, lean=True, incarnation=incarnation)
+        return EnginePeer(
+            host=self._at.host,
+            port=self._at.port,
+            model_len=length,
+            lean=True,
+            incarnation=incarnation,
+            realm=realm,
+        )
+
+    async def _knock(self) -> tuple[int, str]:
+        """(status of its health, the realm of its key); it is told that key, and no other.
+
+        Raises:
+            UsageError: if it does not take the key.
+        """
+        status, realm = await realm_of(self._at)
+        if status != 401:
+            return status, ""  # no listener, or one that asks for no key and is told none
+        self._at = replace(self._at, key=borrowed_key(self._rundir, self._index, realm))
+        status, _ = await answer(self._at)
+        if status == 401 and (await realm_of(self._at))[1] == realm:  # else it was served again meanwhile
+            raise UsageError(
+                f"{self._name} does not take the keys of {KEYS}", "give the directory that it was served with"
+            )
+        return status, realm
 
     async def _watch(self) -> str | None:
         """Why this incarnation has ended; None if the run lets the engine go."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -17,31 +18,42 @@ from hpcrl.engines.registry import Registry
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch.engines.standalone import borrow, prepare
 from hpcrl.plan import Location, Plan
-from hpcrl.queue.auth import client_keys, http_key, make_keys, server_keys
+from hpcrl.queue.auth import borrowed_key, client_keys, http_key, key_of_engine, make_keys, server_keys
+from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.engines import external
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import ExternalEngine
 from hpcrl.run.engine_files import EngineAdded, claim, end_of, let_leave, with_added
+from hpcrl.run.peers import EnginePeer, peer_file
 from hpcrl.run.role import RoleContext, read_plan
 from hpcrl.run.rundir import RunDir
 
 HERE = Location("127.0.0.1", (0,))
+_REALMS = itertools.count(1)
 
 
 class Served:
     """A server that answers what an engine's does.  core: whether its engine core answers; late: it says once that a
-    call is late; model: what it serves."""
+    call is late; model: what it serves; realm: the name of its key, each time another; told: keys that it was told,
+    answered: those that it took; guard: whether it looks at them."""
 
     def __init__(self, key: str, port: int = 0) -> None:
         self.core = True
         self.late = False
         self.model = "policy"
+        self.realm = f"{next(_REALMS):032x}"
+        self.told = set[str | None]()
+        self.answered = set[str]()
+        self.guard = True
         served = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                if self.headers["Authorization"] != f"Bearer {key}":
+                served.told.add(self.headers["Authorization"])
+                given = self.headers["Authorization"]
+                if not given or (served.guard and given != f"Bearer {key_of_engine(key.encode(), served.realm)}"):
                     return self.say(401, b'{"error": "key"}')
+                served.answered.add(given)
                 if self.path == external.CORE and served.late:
                     served.late = False
                     return self.say(external.LATE, b'{"error": "/update_weights for 9 s, of 8"}')
@@ -53,6 +65,8 @@ class Served:
             def say(self, status: int, body: bytes) -> None:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
+                if status == 401:
+                    self.send_header("WWW-Authenticate", f'Bearer realm="{served.realm}"')
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -175,7 +189,7 @@ def test_keys_are_shared_by_pairs_only(tmp_path: Path) -> None:
     context = run_with(tmp_path, *addresses)
     lent = borrow(context.rundir, context.plan, context.options)
     assert lent is not None
-    ours = [http_key(context.rundir, 1 + number) for number in range(2)]
+    ours = [borrowed_key(context.rundir, 1 + number, "0.0") for number in range(2)]
     assert ours == [http_key(rundir, 0) for rundir in served] and len(set(ours)) == 2
     for rundir in served:
         theirs = client_keys(rundir, 0, "weights")
@@ -192,6 +206,30 @@ def test_keys_are_shared_by_pairs_only(tmp_path: Path) -> None:
     again.close()
     make_keys(context.rundir, 1)
     assert http_key(context.rundir, 1) not in ours, "keys of an earlier attempt are not kept"
+
+
+def test_an_engine_served_again_has_another_key(tmp_path: Path, fast: None) -> None:
+    """Who listens at its address meanwhile is told a key that opens nothing afterwards, whatever realm it names."""
+    with serving("k" * 64) as first:
+        port = first.port
+        context = run_with(tmp_path, f"127.0.0.1:{port}", engine_restarts=2, engine_hang_timeout=0.3)
+        (context.rundir.keys / "engine-1.key").write_text("k" * 64)
+
+        async def go() -> None:
+            watching = asyncio.create_task(ExternalEngine(context, 1, f"127.0.0.1:{port}").keep())
+            await until(peer_file(context.rundir.here, EnginePeer, 1, 0).exists)
+            first.close()
+            with serving("s" * 64, port) as stranger:  # it looks at no key, and names the realm that it has heard
+                stranger.realm = first.realm
+                stranger.guard = False
+                await until(lambda: any(stranger.told))
+            with serving("k" * 64, port) as again:
+                await until(lambda: any(again.answered))
+            told = {key for key in stranger.told if key}
+            assert told == {f"Bearer {http_key(context.rundir, 1, 0)}"} and not told & again.answered
+            await cancel(watching)
+
+        asyncio.run(go())
 
 
 def test_keys_that_are_not_there_are_missed_by_name(tmp_path: Path) -> None:
