@@ -72,6 +72,7 @@ MOST = 20  #: files in one room
 #: modules that read files past untrusted_files.py, and what they read: nothing that lies in a run directory, or that a
 #: user names
 READERS = {
+    "slime/launcher.py": "inside the sandbox, what the script itself wrote",
     "untrusted_files.py": "the one reader",
     "engine/disk_weights.py": "safetensors files, as large as a model",
     "model_files/torch_dist.py": "checkpoints, as large as a model",
@@ -100,6 +101,8 @@ WRITERS = {
     "sandbox/system_calls.py": "/proc",
     "selftest/tiny_model.py": "a model in a scratch directory",
     "selftest/whole_run.py": "a recipe and a log in a scratch directory",
+    "commands/import_script.py": "a scratch directory",
+    "slime/launcher.py": "inside the sandbox, which ends with it",
     "slime/script.py": "a scratch directory",
     "trainer/checkpoint/save_load.py": "a probe",
     "untrusted_files.py": "open_append",

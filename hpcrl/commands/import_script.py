@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpcrl.config.flags import parse_flags
@@ -19,13 +21,15 @@ from hpcrl.slime.script import RunScript, run_script
 from hpcrl.slime.verbatim import broken_rules, name_of, recipe_text, split_arguments, split_program, summary
 
 USAGE = """\
-usage: hpcrl import SCRIPT.sh [NAME=VALUE ...] [--models-dir DIR] > RECIPE.toml
+usage: hpcrl import SCRIPT [NAME=VALUE ...] [--models-dir DIR] > RECIPE.toml
        hpcrl import -- ARGUMENTS > RECIPE.toml
 
-  NAME=VALUE         environment variables that the script reads, such as BASE_DIR=/scratch/me
+  SCRIPT             in bash, or a launcher in Python (.py) that calls execute_train or starts train.py
+  NAME=VALUE         environment variables that the script reads, such as BASE_DIR=/scratch/me; of a launcher in Python
+                     also its settings: fields of its dataclass, arguments of its main function, flags of argparse
   --models-dir DIR   slime's scripts/models, for a script that does not find it next to itself
 
-The script is sourced in a sandbox: of your files it sees its own directory and DIR, read-only; it has no network, no
+The script runs in a sandbox: of your files it sees its own directory and DIR, read-only; it has no network, no
 terminal and no other process; and what is not a text tool (ray, pkill, ssh, python ...) is noted down, not run. What it
 hands to train.py becomes the recipe; what became of each flag is at the recipe's end, and on standard error where it is
 not simply kept. Exit status 2: some cannot be honoured."""
@@ -52,12 +56,49 @@ def import_script(argv: list[str]) -> int:
             translate(given, program), name_of(given), "The arguments of train.py, translated by hpcrl import.", ()
         )
     if not words:
-        raise UsageError("no script given", "name it first: hpcrl import SCRIPT.sh > RECIPE.toml")
+        raise UsageError("no script given", "name it first: hpcrl import SCRIPT > RECIPE.toml")
     variables = dict(map(_variable, words[1:]))
     file = Path(words[0])
     script = run_script(file, variables, Path(own["models-dir"]) if "models-dir" in own else None)
     about = f"{file.name}, translated by hpcrl import."
-    return _write(translate(with_environment(script), script.program), name_of_script(file), about, script.notes)
+    translation, notes = translated(script)
+    return _write(translation, name_of_script(file), about, [*script.notes, *notes])
+
+
+def translated(script: RunScript) -> tuple[Translation, list[str]]:
+    """What a script hands to train.py, translated, and what is to be said of files that it writes itself.
+
+    A setting that only a file of the script's own says is read from what it wrote; a file that the run would read is
+    no longer there.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpcrl-import-") as folder:
+        places = {}
+        for number, (path, text) in enumerate(script.files.items()):
+            places[path] = f"{folder}/{number}{Path(path).suffix}"
+            Path(places[path]).write_text(text)
+        words = [places.get(word, word) for word in with_environment(script)]
+        found = translate(words, script.program)
+    back = {place: path for path, place in places.items()}
+    lines = tuple(replace(line, given=_back(line.given, back)) for line in found.lines)
+    wrong = tuple(UsageError(_back(error.what, back), _back(error.hint, back)) for error in found.wrong)
+    values = {name: back.get(value, value) if isinstance(value, str) else value for name, value in found.values.items()}
+    kept = [path for place, path in back.items() if place in _strings(found.values.values())]
+    return replace(found, values=values, lines=lines, wrong=wrong), [
+        f"{path}: the launcher writes this file itself: write it where the run finds it" for path in kept
+    ]
+
+
+def _back(text: str, places: Mapping[str, str]) -> str:
+    """The text with the script's own paths in it."""
+    for place, path in places.items():
+        text = text.replace(place, path)
+    return text
+
+
+def _strings(values: Iterable[object]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
 
 
 def _variable(word: str) -> tuple[str, str]:

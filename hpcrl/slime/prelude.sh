@@ -11,7 +11,13 @@ hpcrl_note() {
     done
     return 0
 }
-command_not_found_handle() { hpcrl_note "$@"; }
+command_not_found_handle() {
+    if [[ $1 == --[a-z]* ]]; then # no command: a line of flags, as after a line without its backslash
+        hpcrl_note hpcrl-array "${BASH_LINENO[0]}" "$@"
+    else
+        hpcrl_note "$@"
+    fi
+}
 
 # ---- before each command (DEBUG trap; a status other than 0 leaves the command out)
 

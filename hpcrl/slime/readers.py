@@ -2,44 +2,22 @@
 
 A reader gets the flag's words and all other flags that were given, and says what to write here instead.
 
-Invariant: pure functions of the words, and of the file that --custom-config-path names; what a reader cannot translate
-exactly it refuses.
+Invariant: pure functions of the words, and of the files that --custom-config-path and --megatron-config-path name; what
+a reader cannot translate exactly it refuses.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
 
 from hpcrl.config.custom_functions import ours
 from hpcrl.config.plugin_names import needing_labels, read_words
 from hpcrl.config.setting_names import own
 from hpcrl.errors import UsageError
+from hpcrl.slime.conditional_readers import CONDITIONAL
+from hpcrl.slime.flag_reading import FlagReading, Given, number, one
 from hpcrl.slime.mis_settings import mis_flags
-
-Given = Mapping[str, Sequence[str]]  #: flag, without dashes in front -> the words after it
-
-
-@dataclass(frozen=True)
-class FlagReading:
-    """What becomes of one flag.
-
-    Attributes:
-        words: the command line that says the same here, () if nothing needs to be said.
-    """
-
-    outcome: Literal["kept", "translated", "needless", "refused"]
-    words: tuple[str, ...] = ()
-    why: str = ""
-
-
-def one(given: Given, flag: str, default: str = "") -> str:
-    """The one word after a flag."""
-    words = given.get(flag, ())
-    return words[0] if len(words) == 1 else default
 
 
 def eval_prompt_data(flag: str, given: Given) -> FlagReading:
@@ -122,21 +100,14 @@ def kl_in_reward(flag: str, given: Given) -> FlagReading:
     them."""
     estimator = one(given, "advantage-estimator", "grpo")
     value = one(given, flag)
-    both = _number(one(given, "kl-loss-coef", "0"))  # which slime refuses, and so do our rules
-    if estimator not in IGNORES_KL_COEF or not _number(value) > 0 or both:
+    both = number(one(given, "kl-loss-coef", "0"))  # which slime refuses, and so do our rules
+    if estimator not in IGNORES_KL_COEF or not number(value) > 0 or both:
         return FlagReading("kept", (f"--{flag}", *given[flag]))
     why = (
         f"slime ignores it with {estimator}; hpcrl's kl_coef would take the KL off the reward: write that into the "
         "recipe if it is meant"
     )
     return FlagReading("needless", (), why)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan  # which the option itself refuses
 
 
 def _only_taught(given: Given) -> bool:
@@ -375,5 +346,6 @@ READERS: dict[str, Callable[[str, Given], FlagReading]] = {
         update_directory,
         update_mode,
         update_transport,
+        *CONDITIONAL,
     )
 }

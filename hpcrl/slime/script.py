@@ -16,11 +16,10 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.sandbox.private_root import RESULTS, View, in_system
 from hpcrl.sandbox.run import Confined, Unconfined, run_confined
+from hpcrl.slime.script_notes import ENVIRONMENT, missed_file, model_families, notes_of, unset
 from hpcrl.untrusted_files import read_given, read_regular
 
 HERE = Path(__file__).parent
@@ -43,50 +43,17 @@ NOTED = "python python3 ray torchrun accelerate ssh nvidia-smi pkill killall noh
 MOST_CALLS = 20_000
 MOST_CALL = 1 << 20
 MOST_SCRIPT = 1 << 20
+FILE = "hpcrl-file"  #: a call of this name, which launcher.py notes, is a file's path and text
+ARRAY = "hpcrl-array"  #: a call of this name is a line of flags that ran as a command
 _TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
-_MISSING = re.compile(r"line \d+: (\w+): ")  #: what bash says of ${NAME:?...} where nothing sets NAME
+#: what bash says of ${NAME:?...} where nothing sets NAME, Python of os.environ["NAME"], and a script itself
+_MISSING = re.compile(
+    r"line \d+: (\w+): |KeyError: '(\w+)'|\b([A-Z][A-Z0-9_]+)\b(?: variable)?(?: is| must be|:)? "
+    r"(?:not set|unset|not defined|required|empty|set)\b"
+)
 #: where things are inside; neither lies in the other, which is read-only
 _TOOLS_INSIDE = "/hpcrl-import/tools"
 _PIPED_INSIDE = "/hpcrl-import/script/script.sh"  #: a script that is in no file, such as `<(command)`
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
-_SET = re.compile(
-    r"(?:^|[\s;&|(])(?:export\s+|local\s+|declare\s+(?:-\S+\s+)*|readonly\s+)?([A-Za-z_]\w*)(?:\+?=|\[\d*\]=)|\bfor\s+(\w+)\s+in\b|\b(?:read|printf\s+-v|mapfile|readarray)\s+(?:-\S+\s+)*(\w+)",
-    re.M,
-)
-#: what bash itself sets, and the sandbox
-_KNOWN = "HOME PATH PWD USER LOGNAME HOSTNAME RANDOM BASH_SOURCE BASH UID LANG OLDPWD SHELL IFS"
-#: a command -> why hpcrl does without it
-NEEDLESS = {
-    "ray": "there is no Ray: the allocation starts and ends all processes",
-    "pkill": "hpcrl ends only what it has started",
-    "kill": "hpcrl ends only what it has started",
-    "killall": "hpcrl ends only what it has started",
-    "ssh": "the allocation, or mpirun, starts processes on other nodes",
-    "sleep": "every wait has an event to wait for, and a deadline",
-    "nvidia-smi": "NCCL looks for NVLink itself",
-    "huggingface-cli": "model and data are fetched before a run",
-    "hf": "model and data are fetched before a run",
-    "pip": "the environment is made before a run",
-    "unset": "",
-    "environment": "the environment is made before a run",
-    "cd": "there is no such directory here",
-    "mkdir": "hpcrl makes the directories that it needs",
-    "nohup": "a batch job outlives its terminal",
-}
-#: environment variables of `ray job submit` -> why they are needless
-_ENVIRONMENT = {
-    "PYTHONPATH": "Megatron-core is installed as a package; your own modules are found from the directory where "
-    "hpcrl is called",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "set where tensor or context parallelism needs it",
-    "NCCL_NVLS_ENABLE": "NCCL finds out itself whether there is NVLink SHARP",
-    "no_proxy": "connections of the run take no proxy",
-    "MASTER_ADDR": "the plan names the hosts",
-    "GLOO_SOCKET_IFNAME": "the plan's network, or --interface",
-    "TP_SOCKET_IFNAME": "the plan's network, or --interface",
-    "NCCL_SOCKET_IFNAME": "the plan's network, or --interface",
-    "PYTHONBUFFERED": "a misspelt variable that nothing reads",
-    "PYTHONUNBUFFERED": "logs are written line by line",
-}
 
 
 @dataclass(frozen=True)
@@ -98,12 +65,14 @@ class RunScript:
         arguments: what it got.
         environment: what `ray job submit` would have set for it, and hpcrl does not.
         notes: what else the script did, and why that is needless.
+        files: path -> text of what a launcher in Python wrote, and hands over by its path.
     """
 
     program: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     notes: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_script(
@@ -124,11 +93,17 @@ def run_script(
         scratch = Path(folder)
         said = _run(path, text, scratch, variables, models, seconds)
         calls = _calls(scratch / "calls")
-    if missed := next(filter(None, map(_missed, calls)), None):
+    if missed := next(filter(None, map(missed_file, calls)), None):
         raise UsageError(
             f"{path} reads {strip_control(missed)}, which is there, but which it may not see",
             "a script sees its own directory, unless that is a home directory or /tmp: move it into one that holds "
             "what it reads as well, or name that file's directory with --models-dir",
+        )
+    if broken := next((call for call in calls if call[0] == ARRAY and len(call) > 2), None):
+        line, flags = _first_line(text, broken[1]), strip_control(" ".join(broken[2:]))[:80]
+        raise UsageError(
+            f"{path} line {line}: flags ran as a command of their own: {flags}",
+            "the line before it lacks a backslash at its end, so train.py does not get them",
         )
     training = [found for call in calls if (found := _training(call))]
     if not training:
@@ -140,15 +115,25 @@ def run_script(
         if told is None
         else []
     )
-    notes += [*_notes(calls, environment), *_unset(text, variables)]
+    others = [call for call in calls if call[0] != FILE and not _training(call)]
+    notes += [*notes_of(others, environment), *(() if path.suffix == ".py" else unset(text, variables))]
     if said.late:
         notes.append(f"it had not ended after {seconds:g} s, but started the training before")
     if said.limit:
         notes.append(f"it was ended, as it {said.limit}, but started the training before")
     if len(training) > 1:
         notes.append(f"it starts training {len(training)} times: this is the first")
-    kept = {name: value for name, value in environment.items() if name not in _ENVIRONMENT}
-    return RunScript(program, tuple(arguments), kept, tuple(map(strip_control, notes)))
+    kept = {name: value for name, value in environment.items() if name not in ENVIRONMENT}
+    files = {call[1]: call[2] for call in calls if call[0] == FILE and len(call) == 3}
+    return RunScript(program, tuple(arguments), kept, tuple(map(strip_control, notes)), files)
+
+
+def _first_line(text: str, number: str) -> int:
+    """The line at which a command begins, of which bash names one that is continued from it."""
+    lines, found = text.splitlines(), int(number) if number.isdecimal() else 1
+    while 2 <= found <= len(lines) + 1 and lines[found - 2].endswith("\\"):
+        found -= 1
+    return found
 
 
 def _read(path: Path) -> str:
@@ -185,6 +170,9 @@ def _run(
     script = str(file) if file.is_file() else _PIPED_INSIDE
     (scratch / "script.sh").write_text(text)
     shown = [(_TOOLS_INSIDE, str(scratch / "tools")), (script, str(scratch / "script.sh"))]
+    python = os.path.realpath(sys.executable)
+    if path.suffix == ".py" and not in_system(python):
+        shown.append((sys.base_prefix, sys.base_prefix))
     shown += [(str(folder), str(folder)) for folder in _folders(Path(script), models) if not in_system(str(folder))]
     environment = {
         "HOME": os.environ.get("HOME", "/"),
@@ -197,12 +185,14 @@ def _run(
         "HPCRL_CALLS": RESULTS,
         "HPCRL_TOOLS": TOOLS,
         "HPCRL_NOTED": NOTED,
-        "HPCRL_MODELS": str(models.resolve()) if models else "",
+        "HPCRL_MODELS": str(next(_models(file, models), "")),
+        "HPCRL_GIVEN": " ".join(variables),
         "HPCRL_OWN_MODELS": f"{_TOOLS_INSIDE}/models",
     }
     view = View(tuple(dict(shown).items()), str(scratch / "calls"))
     try:
-        return run_confined([bash, script], view, environment, seconds, os.path.dirname(script))
+        command = [python, "-I", "-S", f"{_TOOLS_INSIDE}/launcher.py"] if path.suffix == ".py" else [bash]
+        return run_confined([*command, script], view, environment, seconds, os.path.dirname(script))
     except Unconfined as error:
         raise UsageError(
             f"{path} was not run: {error}",
@@ -232,7 +222,8 @@ def _equip(scratch: Path, bash: str) -> None:
     for name, family in model_families().items():
         arguments = "MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n"
         (tools / "models" / f"{name}.sh").write_text(arguments)
-    (tools / "prelude.sh").write_text(read_given(HERE / "prelude.sh"))
+    for name in ("prelude.sh", "launcher.py"):
+        (tools / name).write_text(read_given(HERE / name))
 
 
 def _folders(script: Path, models: Path | None) -> Iterator[Path]:
@@ -245,12 +236,17 @@ def _folders(script: Path, models: Path | None) -> Iterator[Path]:
     own = script.parent
     if own.is_dir() and not home.is_relative_to(own) and not own.stat().st_mode & stat.S_IWOTH:
         yield own
-    for parent in script.parents[:4]:  # a checkout of slime's
+    yield from _models(script, models)
+
+
+def _models(script: Path, models: Path | None) -> Iterator[Path]:
+    """Directories of model arguments: --models-dir, and that of a checkout of slime's that the script is in."""
+    if models is not None and models.is_dir():
+        yield models.resolve()
+    for parent in script.parents[:4]:
         place = parent / "scripts" / "models"
         if place.is_dir() and place.resolve() == place:
             yield place
-    if models is not None and models.is_dir():
-        yield models.resolve()
 
 
 def _calls(folder: Path) -> list[list[str]]:
@@ -297,68 +293,6 @@ def _no_training(path: Path, said: Confined, seconds: float) -> UsageError:
     elif said.code and last:
         ended = f"ended with status {said.code}: {last[0]}"
     missing = _MISSING.search(f"{said.out}\n{said.err}")
-    hint = f"write {missing[1]}=VALUE after the script" if missing else "is it a run script of slime's or vime's?"
+    name = next(filter(None, missing.groups())) if missing else ""
+    hint = f"write {name}=VALUE after the script" if missing else "is it a run script of slime's or vime's?"
     return UsageError(f"{path} starts neither train.py nor train_async.py; it {ended}", hint)
-
-
-def _notes(calls: Sequence[Sequence[str]], environment: Mapping[str, str]) -> Iterator[str]:
-    """One line for each kind of command, file of a model, and variable."""
-    seen: set[str] = set()
-    for call in calls:
-        name = call[0]
-        key = " ".join(call[:2]) if name in ("ray", "source", "source-missing") else name
-        if key in seen or _training(call):
-            continue
-        seen.add(key)
-        if name in ("source", "source-missing") and len(call) > 1:
-            yield strip_control(_model_note(call, known=name == "source"))
-        else:
-            why = NEEDLESS.get(name, "it was not run")
-            yield f"{strip_control(' '.join(call))[:100]}: {why}"
-    yield from (f"environment {name}: {why}" for name, why in _ENVIRONMENT.items() if name in environment)
-
-
-def _hidden(call: Sequence[str]) -> Path | None:
-    """The file that a noted `source` has not found although it is there."""
-    if len(call) < 3 or call[0] not in ("source", "source-missing"):
-        return None
-    file = Path(call[2]) / call[1]
-    return file if os.path.isfile(file) and os.access(file, os.R_OK) else None
-
-
-def _missed(call: Sequence[str]) -> str:
-    """A hidden file whose settings are missed: neither of a model nor of the machine's environment; or ""."""
-    file = _hidden(call)
-    if file is None or file.parent.name == "models" or call[0] == "source":
-        return ""
-    return "" if file.resolve().is_relative_to("/etc") or file.resolve().is_relative_to("/opt") else call[1]
-
-
-def _model_note(call: Sequence[str], known: bool) -> str:
-    file, hidden = call[1], _hidden(call)
-    found = "no such file" if hidden is None else "it is there, but the script may not see it"
-    if not known and hidden is not None and hidden.parent.name != "models":
-        return f"source {file}: not read, as {NEEDLESS['environment']}; write NAME=VALUE after the script"
-    if not known:
-        where = f"{hidden.parent.resolve()} shows it" if hidden else "DIR names the directory of model arguments"
-        return f"source {file}: {found}; --models-dir {where}"
-    name = Path(file).stem
-    family = model_families().get(name, "")
-    if not family:
-        return f"source {file}: {found}, and {name} is of no family that hpcrl has"
-    return f"source {file}: {found}, and none needed: {name} is a {family} model, described by its config.json"
-
-
-def _unset(text: str, variables: Mapping[str, str]) -> Iterator[str]:
-    """Variables that the script reads and nothing sets: they were empty."""
-    code = re.sub(r"(?m)(^|\s)#.*$", "", text)
-    given = {*_KNOWN.split(), *variables, *(name for found in _SET.findall(code) for name in found if name)}
-    read = dict.fromkeys(name for found in _VARIABLE.findall(code) for name in found if name)
-    if missing := [name for name in read if name not in given]:
-        yield f"nothing sets {', '.join(missing)}, which it reads: they were empty; write NAME=VALUE after the script"
-
-
-@cache
-def model_families() -> dict[str, str]:
-    """A file of slime's model arguments, without .sh -> the model_type of its family here, "" for none."""
-    return tomllib.loads(read_given(HERE / "models.toml"))

@@ -105,13 +105,13 @@ def test_slimes_rules_hold_at_submission(more: str, told: list[str]) -> None:
 def test_all_that_does_not_fit_is_told_at_once() -> None:
     more = (
         "--lora-rank 8 --no-such-thing 1 --kl-coef 0.1 --kl-loss-coef 0.1 --rollout-num-gpus 5 --sglang-config x.yaml "
-        "--ci-test"
+        "--multimodal-keys x"
     )
     with pytest.raises(UsageError) as error:
         recipe_of(f"{BASE} {more}".split(), {})
     text = str(error.value)
     assert len(parts_of(error.value)) >= 5
-    for part in ("--lora-rank", "--no-such-thing", "--sglang-config", "--ci-test", "--rollout-num-gpus 5"):
+    for part in ("--lora-rank", "--no-such-thing", "--sglang-config", "--multimodal-keys", "--rollout-num-gpus 5"):
         assert part in text
 
 

@@ -60,6 +60,16 @@ def test_forms_of_a_start(text: str, tmp_path: Path) -> None:
     [
         ("[ -d /root/Qwen3-4B ] || { echo 'no model'; exit 1; }", "it ended with status 1: no model"),
         (": ${BASE_DIR:?is needed}", "BASE_DIR: is needed; write BASE_DIR=VALUE after the script"),
+        ('if [ -z "$BASE_FOLDER" ]; then echo "BASE_FOLDER is not set"; exit 1; fi', "write BASE_FOLDER=VALUE after"),
+        ('[ -n "${DATA:-}" ] || { echo "Error: DATA must be set" >&2; exit 1; }', "write DATA=VALUE after"),
+        (
+            "A=(--lr 1)\nB=(--num-rollout 3)\npython3 train.py ${A[@]} \\\n  --seed 1\n  ${B[@]} \\\n",
+            "line 5: flags ran as a command of their own: --num-rollout 3; the line before it lacks a backslash",
+        ),
+        (
+            "A=(--lr 1)\npython3 train.py ${A[@]}\n  --num-rollout 3\n",
+            "line 3: flags ran as a command of their own: --num-rollout 3",
+        ),
         ("while ! ray status | grep -q '8 GPU'; do sleep 5; done", "line 1 waits without end"),
         ("ARGS=(\r\n --lr 1\r\n)\r\npython3 train.py", "Windows line endings"),
         ("MODEL_ARGS += (--lr 1)", "line 1: `MODEL_ARGS += ("),

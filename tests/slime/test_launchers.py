@@ -1,0 +1,175 @@
+"""Launchers written in Python: what they would have passed to train.py, and nothing that they start is started."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.errors import UsageError
+from hpcrl.slime.script import RunScript, run_script
+
+HELPER = "import slime.utils.external_utils.command_utils as U\n"
+CALL = (
+    "U.execute_train(train_args='--hf-checkpoint /m --num-rollout 1', num_gpus_per_node=8, megatron_model_type=None)\n"
+)
+GIVEN = ("--hf-checkpoint", "/m", "--num-rollout", "1")
+DATACLASS = """
+from __future__ import annotations
+import os
+from dataclasses import dataclass
+from typing import Literal
+import typer
+import torch
+from slime.utils.external_utils import command_utils as U
+from slime.utils.misc import exec_command
+
+@dataclass
+class ScriptArgs(U.ExecuteTrainConfig):
+    model_name: str = "Qwen3-4B"
+    hardware: Literal["H100", "GB200"] = "H100"
+    steps: int = 3
+    evaluate: bool = False
+
+def execute(args):
+    more = "--skip-eval-before-train " if args.evaluate else ""
+    U.execute_train(
+        train_args=f"--hf-checkpoint /m/{args.model_name} --num-rollout {args.steps} {more}",
+        num_gpus_per_node=U.NUM_GPUS_OF_HARDWARE[args.hardware],
+        megatron_model_type="qwen3-4B",
+        config=args,
+        extra_env_vars={"MINE": "1", "PYTHONPATH": "/root/Megatron-LM"},
+        train_script="train_async.py",
+    )
+
+@U.dataclass_cli
+def main(args: ScriptArgs):
+    exec_command("hf download Qwen/Qwen3-4B --local-dir /root/models/Qwen3-4B")
+    execute(args)
+
+if __name__ == "__main__":
+    typer.run(main)
+"""
+
+
+def launched(path: Path, text: str, seconds: float = 20.0, **variables: str) -> RunScript:
+    file = path / "run_x.py"
+    file.write_text(text)
+    return run_script(file, variables, seconds=seconds)
+
+
+def test_settings_are_a_dataclass(tmp_path: Path) -> None:
+    found = launched(tmp_path, DATACLASS)
+    assert found.program == "train_async.py"
+    assert found.arguments == ("--hf-checkpoint", "/m/Qwen3-4B", "--num-rollout", "3")
+    assert found.environment == {"MINE": "1"}, "PYTHONPATH is needless"
+    assert any("hf download" in note and "before a run" in note for note in found.notes)
+    assert any("qwen3-4B is a qwen3 model" in note for note in found.notes)
+    given = launched(tmp_path, DATACLASS, steps="7", evaluate="true", model_name="Qwen3-8B").arguments
+    assert given == ("--hf-checkpoint", "/m/Qwen3-8B", "--num-rollout", "7", "--skip-eval-before-train")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HELPER + CALL,
+        "from slime.utils.external_utils.command_utils import execute_train\n" + CALL.removeprefix("U."),
+        "import subprocess\nsubprocess.run(['ray', 'job', 'submit', '--', 'python3', 'train.py', "
+        f"*{GIVEN!r}], check=True)\n",
+        "import os\nos.system('python3 train.py --hf-checkpoint /m --num-rollout 1')\n",
+        "import subprocess\nwith subprocess.Popen('python3 train.py --hf-checkpoint /m --num-rollout 1', shell=True) as p:"
+        "\n    p.wait()\n",
+        f"{HELPER}U.exec_command('export A=1 && ray job submit -- python3 train.py {' '.join(GIVEN)}')\n",
+        f"{HELPER}import numpy, requests\nassert numpy.zeros(3) is not None\n"
+        f"n = U.exec_command('nvidia-smi -L | wc -l', capture_output=True)\nassert int(n) == 0\n{CALL}",
+        f"{HELPER}import os\nfor name in ('http_proxy', 'HTTPS_PROXY'):\n    os.environ.pop(name)\n{CALL}",
+        f"{HELPER}{CALL}raise AssertionError('what slime looks at after the run')\n",
+        f"{HELPER}import argparse\np = argparse.ArgumentParser()\np.add_argument('--steps', type=int, required=True)\n"
+        "p.add_argument('--fast', action='store_true')\na = p.parse_args()\nassert a.steps == 4 and a.fast\n" + CALL,
+        f"{HELPER}import typer\napp = typer.Typer()\n@app.command()\ndef go(steps: int = typer.Option(3)):\n"
+        f"    assert steps == 4\n    {CALL}app()\n",
+        f"{HELPER}import pytest\n@pytest.mark.parametrize('n', [1])\ndef test(n):\n    pass\n{CALL}",
+        f"{HELPER}def server():\n    raise SystemExit('no server here')\n"
+        + CALL.replace("=None)", "=None, before_ray_job_submit=server)"),
+    ],
+)
+def test_forms_of_a_start(text: str, tmp_path: Path) -> None:
+    """However a launcher starts train.py, its arguments are what train.py would have got."""
+    assert launched(tmp_path, text, steps="4", fast="1").arguments == GIVEN
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (HELPER + "import os\nos.environ['BASE_DIR']\n", "KeyError: 'BASE_DIR'; write BASE_DIR=VALUE after the script"),
+        (HELPER + "import typer\ndef go(steps: int):\n    pass\ntyper.run(go)\n", "write steps=VALUE after the"),
+        (HELPER + "import time\nwhile True:\n    time.sleep(9)\n", "it waits without end"),
+        (HELPER + "while True:\n    pass\n", "had not ended after 3 s"),
+        ("print('hello')\n", "starts neither train.py nor train_async.py"),
+        (HELPER + "U.execute_train(\n", "SyntaxError: '(' was never closed"),
+        (HELPER + "import socket\nsocket.create_connection(('127.0.0.1', 22))\n", "(OSError|Error): .*"),
+        (HELPER + "open('/etc/shadow')\n", "FileNotFoundError"),
+    ],
+)  # fmt: skip
+def test_why_a_launcher_comes_to_nothing(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        launched(tmp_path, text, seconds=3.0 if "pass\n" in text and "while" in text else 20.0)
+    assert told in str(error.value) or re.search(told, str(error.value)), error.value
+
+
+def test_nothing_that_it_starts_is_started(tmp_path: Path) -> None:
+    """A command of a launcher's leaves no trace outside, and none of the tools that it names runs."""
+    text = f"""{HELPER}import os, subprocess
+subprocess.run(["touch", "{tmp_path}/made"])
+os.system("python3 -c 'open(\\"{tmp_path}/made2\\", \\"w\\")'")
+try:
+    open("{tmp_path}/made3", "w")
+except OSError:
+    pass
+{CALL}"""
+    found = launched(tmp_path, text)
+    assert found.arguments == GIVEN and [file.name for file in tmp_path.iterdir()] == ["run_x.py"]
+    assert any(note.startswith("touch") for note in found.notes)
+
+
+def test_what_only_a_package_knows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value of a package that is not there ends as an error of the flag that would have had it."""
+    text = HELPER + "import torch\n" + CALL.replace("rollout 1'", "rollout ' + str(torch.cuda.device_count())")
+    file = tmp_path / "run_x.py"
+    file.write_text(text)
+    assert main(["import", str(file)]) == 2
+    assert "--num-rollout UNKNOWN:torch.cuda.device_count" in capsys.readouterr().err
+
+
+ROLES = "megatron:\\n  - {role: critic, overrides: {lr: 1e-5}}\\n  - {role: actor, overrides: {lr: 1e-6}}\\n"
+
+
+def test_files_that_it_writes_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of settings that the launcher writes itself becomes options; one that the run would read is named."""
+    text = f"""{HELPER}import tempfile, yaml
+roles = U.save_to_temp_file("{ROLES}", "yaml")
+own = tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False)
+with own:
+    yaml.safe_dump({{"turns": 4}}, own)
+U.execute_train(
+    train_args=f"--hf-checkpoint /m --num-rollout 1 --lr 1e-6 --advantage-estimator ppo --megatron-config-path {{roles}} "
+    f"--custom-config-path {{own.name}} --custom-generate-function-path mine.turns",
+    num_gpus_per_node=8,
+    megatron_model_type=None,
+)
+"""
+    file = tmp_path / "run_x.py"
+    file.write_text(text)
+    assert main(["import", str(file)]) == 2, "the run would not find it"
+    said = capsys.readouterr()
+    assert "critic_lr = 1e-05" in said.out and "megatron_config_path" not in said.out
+    [name] = re.findall(r'custom_config_path = "(/tmp/\w+\.yaml)"', said.out)
+    assert f"{name}: the launcher writes this file itself" in said.err and "hpcrl-import-" not in said.out + said.err
+
+
+def test_its_own_helpers_are_imported(tmp_path: Path) -> None:
+    """A module next to the launcher is the real one."""
+    (tmp_path / "sizes.py").write_text("STEPS = 1\n")
+    assert launched(tmp_path, f"from sizes import STEPS\n{HELPER}assert STEPS == 1\n{CALL}").arguments == GIVEN
