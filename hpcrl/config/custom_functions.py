@@ -13,23 +13,22 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
 import difflib
 import functools
 import importlib
 import inspect
 import os
-import pkgutil
 import re
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from hpcrl.config.foreign_imports import answer_foreign_imports
+from hpcrl.config.module_search import find_module, search_path
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.untrusted_files import read_given_bytes
 
@@ -137,6 +136,7 @@ def load_object(path: str, flag: str) -> Any:
     module, _, name = path.rpartition(".")
     if not module:
         raise UsageError(f"{shown} is not a module.function")
+    answer_foreign_imports()
     try:
         return getattr(importlib.import_module(module), name)
     except BaseException as error:  # the user's module, with whatever it does when imported
@@ -300,41 +300,6 @@ def missing(path: str) -> tuple[str, str]:
     if name in there or "*" in there:
         return "", ""
     return f"{module} has no {name}", f"{spec.origin} defines {_listed(Path(str(spec.origin)))}"
-
-
-def search_path() -> list[str]:
-    """The directories in which a role looks for a top-level module, in order."""
-    here = [] if os.environ.get("PYTHONSAFEPATH") else [os.getcwd()]
-    return list(dict.fromkeys([*here, *(entry or os.getcwd() for entry in sys.path)]))
-
-
-def find_module(name: str, entries: Sequence[str], top: bool) -> ModuleSpec | None:
-    """The module with this full name in the directories `entries`, or None.
-
-    Args:
-        top: whether it is a top-level module, for which the other finders of this interpreter (editable installs) are
-            asked as well.
-    """
-    portions: list[str] = []
-    for entry in entries:
-        finder = pkgutil.get_importer(entry)
-        spec = finder.find_spec(name) if finder is not None else None
-        if spec is not None and spec.loader is not None:
-            return spec
-        portions += (spec.submodule_search_locations or []) if spec is not None else []
-    if not portions:
-        return _asked_elsewhere(name) if top else None
-    found = ModuleSpec(name, None, is_package=True)
-    found.submodule_search_locations = portions
-    return found
-
-
-def _asked_elsewhere(name: str) -> ModuleSpec | None:
-    for finder in sys.meta_path:
-        with contextlib.suppress(Exception):  # a package's own finder, whatever it does
-            if finder is not PathFinder and (spec := finder.find_spec(name, None)) is not None:
-                return spec
-    return None
 
 
 def searched() -> str:

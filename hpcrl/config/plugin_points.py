@@ -7,11 +7,12 @@ has a row and a tested example for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpcrl.config.custom_functions import is_foreign, load_class, load_function, missing
+from hpcrl.config.custom_functions import is_foreign, listed, load_class, load_function, missing
+from hpcrl.config.foreign_names import wanted_in_vain
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import is_path
 from hpcrl.errors import UsageError
@@ -101,12 +102,30 @@ def paths_of(options: Options, name: str) -> list[str]:
 
 
 def missing_functions(options: Options) -> list[UsageError]:
-    """An error for each custom function that is not in the files of its module, which is not run for it."""
-    if "PYTHONPATH" in options.train_env_vars:  # the roles look elsewhere
-        return []
+    """An error for each custom function that is not in the files of its module, or that imports what there is not of
+    slime or vime; neither is run for it."""
     every = [(spelled(name), path) for name in POINTS for path in paths_of(options, name) if not is_foreign(path)]
-    found = [(flag, path, *missing(path)) for flag, path in every]
+    if "PYTHONPATH" in options.train_env_vars:  # the roles look elsewhere
+        more = [entry for entry in options.train_env_vars["PYTHONPATH"].split(":") if entry]
+        found = [(flag, path, *foreign_misses(path, more)) for flag, path in every]
+    else:
+        found = [(flag, path, *missing(path)) for flag, path in every]
+        found += [(flag, path, *foreign_misses(path)) for flag, path, why, _ in found if not why]
     return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
+
+
+def foreign_misses(path: str, more: Sequence[str] = ()) -> tuple[str, str]:
+    """What a function's modules want of slime and vime in vain, and what to do; two empty texts if nothing.
+
+    Args:
+        more: directories in which its modules are looked for last.
+    """
+    names = {wanted.name: f"{wanted.name} ({wanted.file.name}:{wanted.line})" for wanted in wanted_in_vain(path, more)}
+    if not names:
+        return "", ""
+    are = "is" if len(names) == 1 else "are"
+    text = f"it imports {listed(names.values())}, which {are} not among the names that hpcrl answers for"
+    return text, "docs/customise.md lists those; write that part yourself"
 
 
 def load_own(name: str, path: str) -> Callable[..., Any]:

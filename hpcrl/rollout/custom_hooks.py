@@ -23,8 +23,11 @@ from hpcrl.config.custom_functions import named, said_of, settled, short, trace_
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import spelled
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.rollout.slime_names.adapters import adapted
 from hpcrl.sample import TRUNCATED, Sample, SampleBatch
 
+#: what is given more than samples, and is called as it is
+_WHOLE = ("rollout_function_path", "eval_function_path", "data_source_path")
 #: what slime's train data may hold -> whether it must
 TRAIN_DATA = {
     "tokens": True,
@@ -61,7 +64,10 @@ class RolloutHooks:
             own: of `plugin_points.load_points`.
         """
         self._options = options
-        self._own = own
+        self._own = {
+            name: functions if name in _WHOLE else [adapted(function, options) for function in functions]
+            for name, functions in own.items()
+        }
         self.rollout_id = 0
 
     def has(self, name: str) -> bool:

@@ -166,6 +166,8 @@ class CustomResult(msgspec.Struct):
     Attributes:
         samples: those that the function returned, with reward NaN where it set none; None where it returned None: those
             that it had the endpoint make, of which `reward`, `rewards` and `metadata` are.
+        given: of samples of slime's, which of them have log-probs of their own; they say no versions.  None: they are
+            hpcrl's, and say both.
         failure: "", TIMEOUT or ERROR, with its text.
     """
 
@@ -177,3 +179,4 @@ class CustomResult(msgspec.Struct):
     failure: str = ""
     text: str = ""
     trace: str = ""
+    given: list[bool] | None = None

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcrl.config.custom_functions import find_module
+from hpcrl.config.module_search import find_module
 from hpcrl.launch.code.module_source import imported, named_files
 from hpcrl.launch.code.paths_by_file import PathUse, mentioned, path_uses
 from hpcrl.untrusted_files import read_given_bytes

@@ -27,6 +27,7 @@ IDLE = 15.0  #: seconds until a connection must have brought a key
 HEAD, ALL, SLICE = 2**16, 2**17, 2**13
 _END = b"\r\n\r\n"  # of the headers
 _KEY = re.compile(rb"\r\nauthorization:([^\r\n]*)\r\n", re.IGNORECASE)
+_PATH = re.compile(rb"POST /(hpcrl-[\w-]+)/")  # a request that has its key in the path
 
 
 class Connections:
@@ -91,7 +92,8 @@ class Connection(web.RequestHandler):
             self._head = head if len(head) <= SLICE else head[-len(_END) + 1 :]
             return
         self._asked, self._head = True, b""
-        given = _KEY.findall(head + b"\r\n")
+        named = _PATH.match(head)
+        given = [b"Bearer " + named[1]] if named else _KEY.findall(head + b"\r\n")
         if len(given) == 1 and self._connections.opens(given[0].decode("latin-1").strip()):
             self.proved()
 

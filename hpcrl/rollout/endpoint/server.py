@@ -4,6 +4,7 @@
     POST /v1/tokens                              {"tokens": [...], "sampling_params": {...}}: exact tokens,
                                                  log-probs, versions
     GET  /v1/models                              the one model
+    POST /KEY/...                                the same, and what functions of slime's ask (`router.py`)
 
 Invariants: every request brings the key of a response that is being made, which opens nothing else and ends with it; it
 listens on the rollout's address of the plan alone, on a port that the system chose; bodies are bounded, every wait has
@@ -23,7 +24,7 @@ import numpy as np
 from aiohttp import web
 
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.endpoint import chat
+from hpcrl.rollout.endpoint import chat, router
 from hpcrl.rollout.endpoint.chat import Dialogue
 from hpcrl.rollout.endpoint.connections import Connection, Connections
 from hpcrl.rollout.endpoint.session import DIALOGUES, BadRequest, Session, sampling_params
@@ -182,9 +183,12 @@ class Endpoint:
         """
         app = web.Application(client_max_size=LARGEST)
         app.router.add_get("/v1/models", self._answering(_models))
-        app.router.add_post("/v1/tokens", self._answering(_tokens))
-        app.router.add_post("/v1/completions", self._answering(_complete))
-        app.router.add_post("/v1/chat/completions", self._answering(_chat))
+        posts = {"/v1/tokens": _tokens, "/v1/completions": _complete, "/v1/chat/completions": _chat}
+        for path, work in posts.items():
+            app.router.add_post(path, self._answering(work))
+        theirs = {"/generate": router.generate, "/inference/v1/generate": router.inference}
+        for path, work in (posts | theirs).items():
+            app.router.add_post(f"/{{key:hpcrl-[^/]+}}{path}", self._answering(work))
         app.router.add_route("*", "/{path:.*}", _unknown)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
@@ -231,7 +235,8 @@ class Endpoint:
         """`work` as a handler: the session by the key, the body as an object, errors as OpenAI's servers say them."""
 
         async def handle(request: web.Request) -> web.Response:
-            session = self._session(request.headers.get("Authorization", ""))
+            named = f"Bearer {request.match_info['key']}" if "key" in request.match_info else ""
+            session = self._session(named or request.headers.get("Authorization", ""))
             if session is None:
                 return _error(401, "the key is of no response that is being made", "invalid_api_key")
             if isinstance(request.protocol, Connection):

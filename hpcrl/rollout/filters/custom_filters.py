@@ -20,6 +20,7 @@ from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.filters.verdict import Verdict, read_verdict
 from hpcrl.rollout.ledger.group_progress import GroupProgress
+from hpcrl.rollout.slime_names.adapters import adapted
 from hpcrl.run.role import say
 from hpcrl.sample import Sample
 
@@ -31,7 +32,7 @@ SAID = 3  #: failures that are logged with their traceback
 def _load(options: Options, name: str, function: str) -> Callable[..., Any]:
     value = getattr(options, name)
     if is_path(value):
-        return load_own(name, value)
+        return adapted(load_own(name, value), options)
     return getattr(importlib.import_module(f"hpcrl.rollout.filters.{value}"), function)
 
 

@@ -24,6 +24,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import read_words
 from hpcrl.config.plugin_points import load_own
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.rollout.slime_names.adapters import adapted
 from hpcrl.rollout.worker_messages import (
     ERROR,
     TIMEOUT,
@@ -88,11 +89,11 @@ def load_reward(word: str, options: Options) -> Reward:
         UsageError: names it, and says what is wrong with it.
     """
     if word == options.custom_rm_path:
-        function = load_own("custom_rm_path", word)
+        function = adapted(load_own("custom_rm_path", word), options)
         return Reward(word, function, is_async(function), group=options.group_rm)
     (item,) = read_words(word)
     if not item.file:
-        function = load_own("rm_type", word)
+        function = adapted(load_own("rm_type", word), options)
         return Reward(word, function, is_async(function))
     module = importlib.import_module(f"hpcrl.rollout.rewards.{item.file}")
     if hasattr(module, "check"):

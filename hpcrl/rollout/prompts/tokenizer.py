@@ -157,6 +157,10 @@ class Tokenizer:
             ids.pop()
         return self._hf.decode(ids, skip_special_tokens=skip_special)
 
+    def spelled(self, tokens: np.ndarray, skip_special: bool = False) -> str:
+        """The text of tokens, those that end a response included."""
+        return self._hf.decode(tokens.tolist(), skip_special_tokens=skip_special)
+
     def spell(self, token: int) -> str:
         """The text of one token, special ones included."""
         return self._hf.decode([token])

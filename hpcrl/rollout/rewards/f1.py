@@ -26,12 +26,20 @@ def reward(options: Options, sample: Sample) -> float:
 
 def f1(response: str, label: Any) -> float:
     """2 precision recall / (precision + recall) over the words, in [0, 1]."""
+    return scores(response, label)[0]
+
+
+def scores(response: str, label: Any) -> tuple[float, float, float]:
+    """(F1, precision, recall) over the words."""
     said, wanted = _normal(response), _normal(str(label))
     if said != wanted and _VERDICTS & {said, wanted}:
-        return 0.0
+        return 0.0, 0.0, 0.0
     said_words, wanted_words = said.split(), wanted.split()
     common = sum((Counter(said_words) & Counter(wanted_words)).values())
-    return 2 * common / (len(said_words) + len(wanted_words)) if common else 0.0
+    if not common:
+        return 0.0, 0.0, 0.0
+    f1 = 2 * common / (len(said_words) + len(wanted_words))
+    return f1, common / len(said_words), common / len(wanted_words)
 
 
 def _normal(text: str) -> str:

@@ -25,6 +25,7 @@ from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Tallies
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.sampled_tokens import received
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.worker_messages import (
     ERROR,
@@ -36,7 +37,7 @@ from hpcrl.rollout.worker_messages import (
     send_sample,
 )
 from hpcrl.rollout.worker_pool import PooledJob, ProcessPool, WorkerProcess
-from hpcrl.sample import ABORTED, COMPLETED, PENDING, PackedSample, Sample, unpack
+from hpcrl.sample import ABORTED, COMPLETED, PENDING, Sample
 
 MORE = 4  #: times the limit of time, for a call that is made again in deterministic mode
 FLAG = "--custom-generate-function-path"
@@ -194,7 +195,7 @@ class CustomSampler:
     def _samples(self, done: CustomResult, prompt: Sample, session: Session) -> tuple[CustomResult, list[Sample]]:
         """The samples that the function returned, or that the endpoint has seen made."""
         if done.samples is not None:
-            return done, [_received(sent, prompt) for sent in done.samples]
+            return received(done, prompt, session)
         if not session.dialogues:
             return CustomResult(done.id, failure=ERROR, text="returned None, but asked nothing at the endpoint"), []
         reward = math.nan if done.reward is None else done.reward
@@ -279,11 +280,6 @@ class CustomSampler:
             held = asked.held_out
             return f"evaluation {held.name} of policy version {asked.version}", held.size, held.each
         return f"rollout {asked.rollout_id}", self._options.samples_per_rollout, self._options.n_samples_per_prompt
-
-
-def _received(sent: PackedSample, prompt: Sample) -> Sample:
-    """A sample that the function returned; of its prompt counts what it was asked with."""
-    return replace(unpack(sent), group=prompt.group, index=prompt.index, prompt=prompt.prompt, label=prompt.label)
 
 
 async def started(*parts: CustomSampler | Grading | None) -> None:

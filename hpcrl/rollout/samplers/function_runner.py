@@ -21,6 +21,8 @@ from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.errors import UsageError
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.samplers.conversation import Arguments, PolicyClient
+from hpcrl.rollout.slime_names.calls import SlimeCall, longest_response
+from hpcrl.rollout.slime_names.conversion import NotSlimes, speaks_slime
 from hpcrl.rollout.worker_messages import (
     ERROR,
     TIMEOUT,
@@ -179,6 +181,7 @@ class FunctionRunner:
         self._function = load_generate(str(self._options.custom_generate_function_path))
         self._tokenizer = load_tokenizer(self._options.hf_checkpoint)
         self._told = takes(self._function, "evaluation")
+        self._slimes = speaks_slime(self._function)
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
         )
@@ -194,7 +197,7 @@ class FunctionRunner:
             done = await self._made(call)
         except asyncio.CancelledError:
             done = CustomResult(call.id, failure=TIMEOUT)
-        except NoSample as error:
+        except (NoSample, NotSlimes) as error:
             done = CustomResult(call.id, failure=ERROR, text=str(error))
         except BaseException as error:  # noqa: BLE001  (whatever the user's function does)
             done = CustomResult(call.id, failure=ERROR, text=f"raised {said_of(error)}", trace=trace_of(error))
@@ -204,19 +207,25 @@ class FunctionRunner:
             return frame(CustomResult(call.id, failure=ERROR, text=f"set metadata that is not plain data: {error}"))
 
     async def _made(self, call: CustomCall) -> CustomResult:
-        engine = PolicyClient(call.base_url, call.api_key, self._http)
-        args = Arguments(
-            self._options, engine, self._tokenizer, call.base_url, call.api_key, call.evaluation, call.version
-        )
         sample = unpack(call.sample)
         sample.reward = None  # type: ignore[assignment]  # until the function sets one
         more = {"evaluation": call.evaluation} if self._told else {}
-        params = dict(call.sampling_params)
-        returned = await self._function(args, sample, params, **more)
+        most, given = call.sampling_params["max_new_tokens"], None
+        if self._slimes:
+            slimes = SlimeCall(self._options, self._tokenizer, call, sample)
+            returned, given = slimes.taken(
+                await self._function(slimes.args, slimes.sample, dict(slimes.params), **more)
+            )
+            sample = slimes.untouched() if returned is None else sample
+            most = longest_response(self._options, self._tokenizer, most)
+        else:
+            engine = PolicyClient(call.base_url, call.api_key, self._http)
+            args = Arguments(
+                self._options, engine, self._tokenizer, call.base_url, call.api_key, call.evaluation, call.version
+            )
+            returned = await self._function(args, sample, dict(call.sampling_params), **more)
         if returned is None:
             if not isinstance(sample.metadata, dict):
                 raise NoSample("set metadata that is not a dict")
             return CustomResult(call.id, reward=reward_of(sample), rewards=parts_of(sample), metadata=sample.metadata)
-        return CustomResult(
-            call.id, samples_of(returned, self._tokenizer.vocab_size, call.sampling_params["max_new_tokens"])
-        )
+        return CustomResult(call.id, samples_of(returned, self._tokenizer.vocab_size, most), given=given)

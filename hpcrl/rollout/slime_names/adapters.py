@@ -1,0 +1,124 @@
+"""Rewards, filters and hooks written for slime, called with slime's samples in place of the run's.
+
+Invariants: what such a function changes of a sample (reward, response, loss mask, metadata, status, whether it is
+removed) and of a list is changed of the run's own; what it returns are the run's own samples and lists again; tokens
+stay as they are.  Functions that have nothing of slime's are called as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hpcrl.config.custom_functions import is_async
+from hpcrl.config.options import Options
+from hpcrl.rollout.slime_names import types
+from hpcrl.rollout.slime_names.arguments import SlimeArguments
+from hpcrl.rollout.slime_names.conversion import KEPT, attributes_of, speaks_slime, status_of, to_slime
+from hpcrl.sample import Sample
+
+_EDITED = ("reward", "response", "loss_mask", "status", "remove_sample")
+
+
+def adapted(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """The function, to be called with the run's samples."""
+    if not speaks_slime(function):
+        return function
+    arguments = SlimeArguments(options)
+    if is_async(function):
+
+        async def awaited(*given: Any, **by_name: Any) -> Any:
+            exchange = _Exchange(options, arguments)
+            return exchange.back(await function(*exchange.all(given), **by_name))
+
+        return functools.update_wrapper(awaited, function)
+
+    def called(*given: Any, **by_name: Any) -> Any:
+        exchange = _Exchange(options, arguments)
+        return exchange.back(function(*exchange.all(given), **by_name))
+
+    return functools.update_wrapper(called, function)
+
+
+class _Exchange:
+    """What one call is given, and how it is the run's."""
+
+    def __init__(self, options: Options, arguments: SlimeArguments) -> None:
+        self._options = options
+        self._arguments = arguments
+        self._made: dict[int, Any] = {}  # id of the run's own -> slime's
+        self._own: dict[int, Any] = {}  # id of slime's -> the run's own
+        self._samples: list[tuple[types.SlimeSample, Sample, dict[str, Any]]] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+
+    def all(self, given: tuple[Any, ...]) -> list[Any]:
+        """Arguments as the function takes them."""
+        return [self._out(value) for value in given]
+
+    def _out(self, value: Any) -> Any:
+        if isinstance(value, Options):
+            return self._arguments
+        if not _holds_samples(value):
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if isinstance(value, dict):
+            return {name: self._out(each) for name, each in value.items()}
+        made: Any
+        if isinstance(value, Sample):
+            made = to_slime(value, self._options)
+            self._samples.append((made, value, _edited(made)))
+        else:
+            made = [self._out(each) for each in value]
+            if isinstance(value, list):
+                self._lists.append((made, value))
+        self._made[id(value)], self._own[id(made)] = made, value
+        return made
+
+    def back(self, result: Any) -> Any:
+        """What the function returned, as the run's; what it changed is changed."""
+        for made, own in self._lists:
+            mine = [self._mine(each) for each in made]
+            if len(mine) != len(own) or any(a is not b for a, b in zip(mine, own, strict=True)):
+                own[:] = mine
+        for made, own, before in self._samples:
+            _write_back(made, own, before, self._options)
+        return self._mine(result)
+
+    def _mine(self, value: Any) -> Any:
+        if id(value) in self._own:
+            return self._own[id(value)]
+        if isinstance(value, list | tuple):
+            return [self._mine(each) for each in value]
+        return value
+
+
+def _holds_samples(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_samples(each) for each in value.values())
+    return isinstance(value, Sample) or (isinstance(value, list | tuple) and any(map(_holds_samples, value)))
+
+
+def _edited(made: types.SlimeSample) -> dict[str, Any]:
+    """What a function may change, as it is now."""
+    found = {name: getattr(made, name) for name in _EDITED}
+    mask = None if made.loss_mask is None else list(made.loss_mask)
+    return found | {"loss_mask": mask, "metadata": dict(made.metadata)}
+
+
+def _write_back(made: types.SlimeSample, own: Sample, before: dict[str, Any], options: Options) -> None:
+    if made.reward is not before["reward"] and made.reward != before["reward"]:
+        own.reward = made.get_reward_value(options) if isinstance(made.reward, dict) else made.reward
+    if made.response != before["response"]:
+        own.response = made.response
+    if made.loss_mask != before["loss_mask"]:
+        own.loss_mask = np.asarray(made.loss_mask, np.uint8)
+    if made.status != before["status"]:
+        own.status = status_of(made.status)
+    own.remove_sample = bool(made.remove_sample)
+    kept = attributes_of(made)
+    if made.metadata != before["metadata"] or kept != own.metadata.get(KEPT, {}):
+        own.metadata = made.metadata | ({KEPT: kept} if kept else {})

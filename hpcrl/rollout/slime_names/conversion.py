@@ -1,0 +1,167 @@
+"""Samples of the run as slime's, and back.
+
+Invariants: tokens, loss mask and log-probs that a function returns are carried as they are; what it has set besides
+slime's fields goes along as far as it is plain data, so that a reward in another process finds it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hpcrl.config.options import Options
+from hpcrl.rollout.slime_names import types
+from hpcrl.rollout.slime_names.types import SlimeStatus
+from hpcrl.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, Sample
+
+KEPT = "slime_attributes"  #: the key of metadata under which they are
+LARGEST = 2**20  #: bytes of them
+_FIELDS = frozenset(each.name for each in fields(types.SlimeSample))
+_STATUS = {
+    SlimeStatus.PENDING: PENDING,
+    SlimeStatus.COMPLETED: COMPLETED,
+    SlimeStatus.TRUNCATED: TRUNCATED,
+    SlimeStatus.ABORTED: ABORTED,
+    SlimeStatus.FAILED: COMPLETED,  # slime grades and trains it
+}
+
+
+class NotSlimes(Exception):
+    """What a function returned is no sample of slime's that could be taken."""
+
+
+def speaks_slime(function: Any) -> bool:
+    """Whether a function, its module, or what that module has of others of the user's, comes of slime or vime."""
+    from pathlib import Path
+
+    from hpcrl.config.foreign_names import ROOTS
+    from hpcrl.config.foreign_names import speaks_slime as read
+
+    waiting, seen = [_module_of(function)], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in sys.modules:
+            continue
+        seen.add(name)
+        module = sys.modules[name]
+        if name.partition(".")[0] in ROOTS:
+            return True
+        file = getattr(module, "__file__", None) or ""
+        if name.partition(".")[0] in {*sys.stdlib_module_names, "hpcrl"} or "-packages" in file or not file:
+            continue
+        if file.endswith(".py") and read(Path(file)):
+            return True
+        waiting += [_module_of(value) for value in list(vars(module).values())]
+    return False
+
+
+def _module_of(value: Any) -> str:
+    name = getattr(value, "__name__" if isinstance(value, type(sys)) else "__module__", None)
+    return name if isinstance(name, str) else ""
+
+
+def to_slime(sample: Sample, options: Options, prompt: Any = None, pending: bool = False) -> types.SlimeSample:
+    """A sample of the run as slime's.
+
+    Args:
+        prompt: the text that the model reads, where that is known; else that of the prompt file.
+        pending: as before its response is made: slime's functions encode the prompt themselves.
+    """
+    metadata = dict(sample.metadata)
+    kept = metadata.pop(KEPT, {})
+    made = types.SlimeSample(
+        group_index=sample.group,
+        index=sample.group * options.n_samples_per_prompt + sample.index,
+        rollout_id=None,
+        prompt=sample.prompt if prompt is None else prompt,
+        label=sample.label,
+        metadata=metadata,
+        remove_sample=sample.remove_sample,
+        session_id=f"{sample.group}-{sample.index}",
+    )
+    if not pending:
+        made.tokens = sample.tokens.tolist()
+        made.response, made.response_length = sample.response, sample.response_length
+        made.loss_mask, made.rollout_log_probs = sample.loss_mask.tolist(), sample.logprobs.tolist()
+        made.weight_versions = [str(version) for version in dict.fromkeys(sample.versions.tolist())]
+        made.status = SlimeStatus(sample.status)
+        made.reward = sample.reward
+        if options.reward_key and sample.reward is not None:
+            made.reward = {**sample.rewards, options.reward_key: sample.reward}
+    for name, value in kept.items():
+        setattr(made, name, value)
+    return made
+
+
+def from_slime(made: Any, asked: Sample, options: Options) -> tuple[Sample, bool]:
+    """(the sample that a function returned, whether it has log-probs of its own).
+
+    Raises:
+        NotSlimes: if it is none.
+    """
+    if not isinstance(made, types.SlimeSample):
+        raise NotSlimes(f"returned a {type(made).__name__}, not a sample of slime's, a list of them, or None")
+    count = made.response_length
+    mask = [1] * count if made.loss_mask is None else made.loss_mask
+    given = made.rollout_log_probs is not None and len(made.rollout_log_probs) > 0
+    reward, rewards = made.reward, {}
+    if isinstance(reward, dict):
+        if options.reward_key not in reward:
+            raise NotSlimes(f"set the reward to an object with {', '.join(map(str, reward))}: give --reward-key")
+        rewards = {str(key): value for key, value in reward.items() if isinstance(value, int | float)}
+        reward = reward[options.reward_key]
+    kept = attributes_of(made)
+    sample = Sample(
+        group=asked.group,
+        index=asked.index,
+        tokens=_numbers(made.tokens),
+        response_length=count,
+        loss_mask=_numbers(mask),
+        logprobs=_numbers(made.rollout_log_probs) if given else np.zeros(count, np.float32),
+        versions=np.zeros(count, np.int32),
+        reward=reward,
+        status=status_of(made.status),
+        prompt=asked.prompt,
+        response=made.response,
+        label=asked.label,
+        metadata=dict(made.metadata or {}) | ({KEPT: kept} if kept else {}),
+        rewards=rewards,
+        remove_sample=bool(made.remove_sample),
+    )
+    return sample, given
+
+
+def status_of(status: Any) -> str:
+    """A status of slime's, or its value.
+
+    Raises:
+        NotSlimes: if it is none.
+    """
+    try:
+        return _STATUS[SlimeStatus(status)]
+    except ValueError:
+        raise NotSlimes(f"set the status {status!r}, which is none of slime's") from None
+
+
+def attributes_of(made: types.SlimeSample) -> dict[str, Any]:
+    """What a function has set on a sample besides slime's fields, as far as it is plain data."""
+    found = {}
+    for name, value in vars(made).items():
+        if name in _FIELDS or name.startswith("_"):
+            continue
+        try:
+            data = msgspec.msgpack.encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+            continue
+        if len(data) <= LARGEST:
+            found[name] = msgspec.msgpack.decode(data)
+    return found
+
+
+def _numbers(values: Any) -> Any:
+    """Tensors as arrays; what checks samples refuses what are no numbers."""
+    return values.detach().cpu().numpy() if hasattr(values, "detach") else values

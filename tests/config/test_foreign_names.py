@@ -1,0 +1,131 @@
+"""What functions want of slime and vime: answered, or told before anything runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config.foreign_imports import OURS, answer_foreign_imports
+from hpcrl.config.foreign_names import MODULES, has, wanted_in_vain
+from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import foreign_misses, missing_functions
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's directory, where no module of theirs is kept from one test to the next."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer_foreign_imports()
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("slime", "vime")}
+    for name in before:
+        del sys.modules[name]
+    return tmp_path
+
+
+def test_every_name_of_the_table_is_there() -> None:
+    for names in MODULES.values():
+        for place in names.values():
+            module, _, name = place.partition(":")
+            assert hasattr(importlib.import_module(f"{OURS}.{module}"), name), place
+
+
+def test_their_modules_are_answered_for(here: Path) -> None:
+    """slime's and vime's alike, one object for both; what there is not is the import's own error."""
+    slime = importlib.import_module("slime.utils.types")
+    assert slime.Sample is importlib.import_module("vime.utils.types").Sample
+    inner = importlib.import_module("slime.rollout.rm_hub")
+    assert importlib.import_module("slime.rollout").rm_hub is inner
+    with pytest.raises(ImportError, match="ParamInfo"):
+        exec("from slime.utils.types import ParamInfo")
+    with pytest.raises(ModuleNotFoundError, match="slime.backends"):
+        importlib.import_module("slime.backends")
+
+
+def test_an_installed_slime_has_the_rest(here: Path) -> None:
+    """The table's names are hpcrl's even then; other modules are slime's own, and are not missed."""
+    (here / "slime/utils").mkdir(parents=True)
+    for name in ("slime/__init__.py", "slime/utils/__init__.py", "slime/utils/types.py"):
+        (here / name).write_text("WHOSE = 'theirs'\n")
+    (here / "slime/utils/own.py").write_text("WHOSE = 'theirs'\n")
+    (here / "f.py").write_text("from slime.utils.own import WHOSE\nfrom slime.utils.types import Sample, WHOSE\n")
+    importlib.invalidate_caches()
+    assert importlib.import_module("slime.utils.own").WHOSE == "theirs"
+    assert not hasattr(importlib.import_module("slime.utils.types"), "WHOSE")
+    assert [wanted.name for wanted in wanted_in_vain("f.g")] == ["slime.utils.types.WHOSE"]
+
+
+MODULE = """
+import slime.utils.types
+from slime.utils import misc, wandb_utils
+from slime.rollout.rm_hub import async_rm, secret_rm
+from .helper import other
+try:
+    from slime.utils.mask_utils import masks
+except ImportError:
+    masks = None
+try:
+    import slime.ray.rollout
+except ImportError as error:
+    raise ImportError("needs Ray") from error
+
+def rollout():
+    import slime.utils.data
+
+async def generate(args, sample, sampling_params):
+    if args.x:
+        from slime.utils.flops_utils import count
+"""
+
+
+def test_what_is_wanted_in_vain_is_told(here: Path) -> None:
+    """Of the module, of those that it imports, and of the function itself; what it catches, or what another function
+    imports, is not counted.  Nothing of it runs."""
+    (here / "pack").mkdir()
+    (here / "pack/__init__.py").write_text("import slime.utils.timer\nraise SystemExit('this runs')\n")
+    (here / "pack/mine.py").write_text(MODULE)
+    (here / "pack/helper.py").write_text("from vime.agent.trajectory import Trajectory\nother = 1\n")
+    found = {wanted.name: wanted.line for wanted in wanted_in_vain("pack.mine.generate")}
+    assert found == {
+        "slime.utils.wandb_utils": 3,
+        "slime.rollout.rm_hub.secret_rm": 4,
+        "slime.utils.flops_utils": 20,
+        "vime.agent.trajectory": 1,
+        "slime.ray.rollout": 11,
+        "slime.utils.timer": 1,
+    }
+
+
+def test_functions_are_refused_before_engines(here: Path) -> None:
+    (here / "mine.py").write_text("from slime.utils.ppo_utils import kl\nasync def f(args, sample, params): ...\n")
+    [error] = missing_functions(Options(custom_generate_function_path="mine.f"))
+    assert "slime.utils.ppo_utils (mine.py:1)" in error.what and "docs/customise.md" in str(error.hint)
+    (here / "mine.py").write_text("from slime.utils.types import Sample\nasync def f(args, sample, params): ...\n")
+    assert missing_functions(Options(custom_generate_function_path="mine.f")) == []
+
+
+def test_functions_elsewhere_are_read_too(here: Path) -> None:
+    """In the directories that a script puts into PYTHONPATH, or its own."""
+    (here / "there").mkdir()
+    (here / "there/mine.py").write_text("import slime.utils.ppo_utils\ndef f(args, sample): ...\n")
+    assert foreign_misses("mine.f") == ("", "")
+    assert "slime.utils.ppo_utils" in foreign_misses("mine.f", [str(here / "there")])[0]
+    path = {"PYTHONPATH": f"/nowhere:{here / 'there'}"}
+    [error] = missing_functions(Options(custom_rm_path="mine.f", train_env_vars=path))
+    assert "--custom-rm-path mine.f" in error.what
+
+
+def test_packages_and_names_of_the_table() -> None:
+    assert has("slime") and has("vime.utils") and has("slime.utils", "types") and has("slime.utils.types", "Sample")
+    assert not has("slime.utils.types", "Simple") and not has("slime.agent") and not has("slime", "agent")
+
+
+def test_the_page_lists_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs/customise.md").read_text().partition("## Functions written for slime")[2]
+    for module, names in MODULES.items():
+        parents = module.rpartition(".")
+        assert f"`{module}`" in page or f"`.{parents[2]}`" in page, module
+        assert all(f"`{name}`" in page for name in names), module
