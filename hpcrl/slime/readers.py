@@ -55,9 +55,11 @@ def rollout_function(flag: str, given: Given) -> FlagReading:
         if one(given, "loss-type") == "sft_loss" and "label-key" in given:
             return FlagReading("needless", (), "--loss-type sft_loss learns what the prompt file holds")
         if one(given, "loss-type") == "sft_loss":
-            return FlagReading(
-                "translated", ("--apply-chat-template",), "it learns the assistant's turns of chat messages"
+            why = (
+                "it learns the assistant's turns of chat messages, to the token that ends each; slime also what the "
+                "template writes behind that token (Qwen's: a line break)"
             )
+            return FlagReading("translated", ("--apply-chat-template",), why)
         return FlagReading("refused", (), "it belongs to --loss-type sft_loss")
     if path.endswith("fully_async_rollout.generate_rollout_fully_async"):  # slime's example is in its own directory
         return FlagReading("translated", ("--loop", "fully-async"), "that function is a loop here")
