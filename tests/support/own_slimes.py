@@ -93,8 +93,8 @@ async def agents(args: Any, sample: Sample, sampling_params: dict[str, Any], eva
     args.sample, args.found, args.state = sample, [], GenerateState(args)
     work = load_function(f"{__name__}._agent")
     await asyncio.gather(*(work(args, text) for text in (f"{sample.prompt}a", f"{sample.prompt}b")))
-    for made, reward in zip(args.found, await batched_async_rm(args, args.found), strict=True):
-        made.reward = reward * 0.5
+    for made, graded in zip(args.found, await batched_async_rm(args, args.found), strict=True):
+        made.reward = 0.5 * (graded["score"] if isinstance(graded, dict) else graded)
     return args.found
 
 
@@ -131,11 +131,19 @@ async def by_label(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return await globals()[sample.label.partition("/")[0]](args, sample, sampling_params)
 
 
+async def in_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """Another function for each group."""
+    every = (tool_user, by_text, agents, vllms)
+    return await every[sample.group_index % len(every)](args, sample, sampling_params)
+
+
 # ---- rewards, filters, hooks
 
 
-async def reward(args: Any, sample: Sample, **more: Any) -> dict[str, Any]:
-    """Reads what the function that made the sample has set on it."""
+async def reward(args: Any, sample: Any, **more: Any) -> Any:
+    """Reads what the function that made the sample has set on it.  As with slime, it may be given several."""
+    if isinstance(sample, list):
+        return [await reward(args, each) for each in sample]
     if not isinstance(sample, Sample):
         raise TypeError("no sample of slime's")
     result = compute_score(sample.response + "Answer: 4", "4")

@@ -11,7 +11,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel
@@ -21,6 +22,7 @@ from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest, Sampler
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
 from hpcrl.toolbox.deadline import Deadline
 
+START = "start_rollout_id"  #: in metadata: the rollout in which a response was begun that a later one continues
 ENDS = 3  #: how often a response that an engine aborts unasked is resumed
 RETURN = 5.0  #: seconds that a sampler may take to return what its engine has ended
 
@@ -121,6 +123,7 @@ class InFlightGroups:
             abort: how engines are told, so that what they have is kept.
         """
         self._ending = True
+        rollouts = {number: asked[0].rollout_id for number, asked in self._asked.items() if asked}
         if abort is not None and self._running:
             await abort()
             await self._returned()
@@ -133,6 +136,8 @@ class InFlightGroups:
             for asked in self._asked.pop(progress.number, ()):
                 if asked.made and asked.index not in progress.finished and asked.index != GREEDY:
                     progress.begun[asked.index] = tuple(asked.made)
+            if abort is not None and progress.number in rollouts:
+                _mark_start(progress, rollouts[progress.number])
         self._running.clear()
         self._ended.clear()
         self._ending = False
@@ -181,7 +186,7 @@ class InFlightGroups:
 
     async def _one(self, progress: GroupProgress, asked: ResponseRequest) -> None:
         for _ in range(ENDS):
-            samples = await self._sampler.make(asked)
+            samples = _carried(await self._sampler.make(asked), asked.begun)
             if any(sample.status == ABORTED for sample in samples):
                 if asked.index != GREEDY and any(sample.response_length for sample in samples):
                     progress.begun[asked.index] = tuple(samples)
@@ -212,3 +217,24 @@ class InFlightGroups:
             return
         progress.begun.pop(index, None)
         progress.finished[index] = samples
+
+
+# ---- where a response that is continued began
+
+
+def _mark_start(progress: GroupProgress, rollout_id: int) -> None:
+    """Write into the metadata of what there is of a group in which rollout it was begun, as slime does: a buffer filter
+    may want to know how old it is."""
+    marked = {START: rollout_id}
+    for index, samples in progress.finished.items():
+        progress.finished[index] = [replace(sample, metadata=marked | sample.metadata) for sample in samples]
+    for index, begun in progress.begun.items():
+        progress.begun[index] = tuple(replace(sample, metadata=marked | sample.metadata) for sample in begun)
+
+
+def _carried(samples: list[Sample], begun: Sequence[Sample]) -> list[Sample]:
+    """The samples with the mark of those that they continue."""
+    start = next((sample.metadata[START] for sample in begun if START in sample.metadata), None)
+    if start is None:
+        return samples
+    return [replace(sample, metadata={START: start} | sample.metadata) for sample in samples]

@@ -464,6 +464,22 @@ def test_a_buffer_filter_chooses_and_gives_up(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_continued_groups_know_where_they_began(tmp_path: Path) -> None:
+    """What is put back has slime's `start_rollout_id` in its metadata, and keeps it; other samples have none."""
+
+    async def run() -> None:
+        attempt = Attempt(tmp_path / "run", FakeSampler(slow(1)), **PARTIAL)
+        first, *_ = await attempt.step(0, 0)
+        assert all("start_rollout_id" not in sample.metadata for sample in first.samples())
+        begun = attempt.store.groups[1].all_samples()
+        assert begun and all(sample.metadata["start_rollout_id"] == 0 for sample in begun)
+        rollout, *_ = await until_trained(attempt, 1, 1, 1)
+        starts = {sample.group: sample.metadata.get("start_rollout_id") for sample in rollout.samples()}
+        assert starts[1] == 0 and None in starts.values()
+
+    asyncio.run(run())
+
+
 def test_failing_buffer_filter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A buffer filter that fails is replaced by taking the first groups."""
 
