@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.errors import UsageError
-from hpcrl.microbatches import make_schedule
+from hpcrl.microbatches import _best_fit, _first_try, _longest_first, make_schedule
 
 SHAPES = st.tuples(
     st.integers(1, 4),
@@ -131,3 +133,77 @@ def test_largest_micro_batch_first(balance: bool) -> None:
 def test_what_does_not_divide_is_refused(count: int, dp: int, steps: int) -> None:
     with pytest.raises(UsageError, match="do not divide"):
         make_schedule([1] * count, dp=dp, num_steps=steps)
+
+
+def plans(lengths: list[int], count: int, limit: int) -> bool:
+    """Whether one of both ways packs the samples of one rank into `count` micro-batches."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    return any(way(lengths, order, count, limit) is not None for way in (_longest_first, _best_fit))
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=24), st.integers(40, 130))
+def test_no_micro_batch_more_than_needed(lengths: list[int], limit: int) -> None:
+    """Of one rank: the least number from the first try on for which either way to pack succeeds."""
+    (steps,) = make_schedule(lengths, dp=1, max_tokens_per_gpu=limit).steps
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    first = min(_first_try(lengths, order, limit), len(lengths))
+    assert len(steps[0]) == next(count for count in range(first, len(lengths) + 1) if plans(lengths, count, limit))
+    assert all(len(micro) == 1 or sum(lengths[i] for i in micro) <= limit for micro in steps[0])
+
+
+@pytest.mark.parametrize("way", [_longest_first, _best_fit])
+def test_each_way_to_pack_reaches_the_limit(way: Callable[..., Any]) -> None:
+    """A part may hold as many tokens as the limit says, and not one more."""
+    for sizes, count in (([50, 50], 1), ([60, 40, 30, 70], 2), ([1] * 100, 1)):
+        order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+        found = way(sizes, order, count, 100)
+        assert found is not None and sorted(i for part in found for i in part) == list(range(len(sizes)))
+        assert way([*sizes[:-1], sizes[-1] + 1], order, count, 100) is None
+    assert way([500, 3, 4], [0, 2, 1], 2, 100) == [[0], [2, 1]]
+
+
+def test_a_second_try_adds_one_micro_batch() -> None:
+    """Lengths that the least number does not hold, whichever way they are packed, and one more does; of many
+    micro-batches one in a hundred more."""
+    rng, found = random.Random(1), 0
+    for _ in range(400):
+        lengths = [rng.randint(20, 60) for _ in range(30)]
+        order = sorted(range(30), key=lengths.__getitem__, reverse=True)
+        first = _first_try(lengths, order, 100)
+        if plans(lengths, first, 100) or not plans(lengths, first + 1, 100):
+            continue
+        found += 1
+        (steps,) = make_schedule(lengths, dp=1, max_tokens_per_gpu=100).steps
+        assert len(steps[0]) == first + 1
+    assert found >= 20
+
+
+def test_a_first_try_is_a_lower_bound() -> None:
+    """Below it nothing can be packed: the sum, the smallest side by side, those over half the limit."""
+    for lengths, limit, least in (
+        ([50, 50, 50], 100, 2),
+        ([50, 50, 51], 100, 2),
+        ([51, 51, 51], 100, 3),
+        ([34] * 6, 100, 3),
+        ([100, 100, 1], 100, 3),
+        ([500, 20], 100, 2),
+    ):
+        order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        assert _first_try(lengths, order, limit) == least, lengths
+        (steps,) = make_schedule(lengths, dp=1, max_tokens_per_gpu=limit).steps
+        assert len(steps[0]) == least
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_ranks_have_about_as_many_tokens(dp: int) -> None:
+    """Of both ways to form micro-batches: no rank has much more than the others, and steps take their own samples."""
+    rng = random.Random(2)
+    lengths = [rng.choice([5, 10, 20, 400]) + rng.randrange(9) for _ in range(64)]
+    for limit in (None, 900):
+        found = make_schedule(lengths, dp=dp, num_steps=2, max_tokens_per_gpu=limit, micro_batch_size=3)
+        for step in range(2):
+            own = range(32 * step, 32 * step + 32)
+            loads = [sum(lengths[i] for micro in rank[step] for i in micro) for rank in found.steps]
+            assert sorted(i for rank in found.steps for micro in rank[step] for i in micro) == list(own)
+            assert max(loads) - min(loads) <= 410

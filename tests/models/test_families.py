@@ -243,3 +243,77 @@ def test_glm4_norms_and_fused_gate_up() -> None:
     assert glm4.gpt(config)["rotary_percent"] == 0.5  # transformers' default for it
     with pytest.raises(DataError, match="lacks attention_bias"):  # whose default has changed between releases
         glm4.transformer({k: v for k, v in config.items() if k != "attention_bias"})
+
+
+# ---- every number that is carried over
+
+
+def test_softmax_over_the_chosen_experts() -> None:
+    """norm_topk_prob says whether the weights of the chosen add up to 1: then Megatron's softmax comes after the
+    choice."""
+    for norm, before in ((True, False), (False, True)):
+        found = qwen3_moe.transformer(QWEN3_MOE | {"norm_topk_prob": norm})
+        assert found["moe_router_pre_softmax"] is before
+        assert found["moe_router_score_function"] == "softmax"
+
+
+def test_layers_with_experts_by_period() -> None:
+    """Every so-many-th layer, counted from 1, but for those that are named."""
+    for period, plain, wanted in (
+        (1, [], [1, 1, 1, 1, 1, 1]),
+        (2, [], [0, 1, 0, 1, 0, 1]),
+        (3, [], [0, 0, 1, 0, 0, 1]),
+        (1, [0, 4], [0, 1, 1, 1, 0, 1]),
+        (2, [3], [0, 1, 0, 0, 0, 1]),
+    ):
+        config = QWEN3_MOE | {"num_hidden_layers": 6, "decoder_sparse_step": period, "mlp_only_layers": plain}
+        assert qwen3_moe.transformer(config)["moe_layer_freq"] == wanted
+    for dense, wanted in ((0, [1, 1, 1]), (1, [0, 1, 1]), (2, [0, 0, 1])):
+        assert glm4_moe.transformer(GLM4_MOE | {"first_k_dense_replace": dense})["moe_layer_freq"] == wanted
+
+
+def test_numbers_of_experts() -> None:
+    """Widths, shared experts, scale and groups, each from its own setting."""
+    config = GLM4_MOE | {
+        "moe_intermediate_size": 40,
+        "n_shared_experts": 3,
+        "routed_scaling_factor": 1.75,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+    }
+    found = glm4_moe.transformer(config)
+    assert (found["moe_ffn_hidden_size"], found["moe_shared_expert_intermediate_size"]) == (40, 120)
+    assert (found["num_moe_experts"], found["moe_router_topk"]) == (8, 4)
+    assert found["moe_router_topk_scaling_factor"] == 1.75
+    assert (found["moe_router_num_groups"], found["moe_router_group_topk"]) == (4, 2)
+    assert found["moe_router_score_function"] == "sigmoid" and found["moe_router_enable_expert_bias"] is True
+    assert glm4_moe.transformer(GLM4_MOE | {"attention_bias": False, "use_qk_norm": True})["add_qkv_bias"] is False
+    with pytest.raises(DataError, match="topk_group = 1"):
+        glm4_moe.transformer(config | {"topk_group": 1})
+
+
+def test_numbers_of_a_plain_decoder() -> None:
+    """Heads, groups, widths, epsilon and rotary settings, each from its own setting."""
+    config = CONFIG | {"rope_theta": 123.0, "rms_norm_eps": 3e-5}
+    found = qwen3.transformer(config)
+    assert (found["num_layers"], found["hidden_size"], found["ffn_hidden_size"]) == (2, 64, 96)
+    assert (found["num_attention_heads"], found["num_query_groups"], found["kv_channels"]) == (4, 2, 24)
+    assert found["layernorm_epsilon"] == 3e-5
+    assert qwen3.FAMILY.gpt(config)["rotary_base"] == 123.0
+    assert qwen3.FAMILY.gpt(config)["rotary_percent"] == 1.0
+    without = {k: v for k, v in config.items() if k not in ("num_key_value_heads", "tie_word_embeddings", "rope_theta")}
+    assert qwen3.transformer(without)["num_query_groups"] == 4
+    assert qwen3.FAMILY.gpt(without)["share_embeddings_and_output_weights"] is False
+    assert qwen3.FAMILY.gpt(without)["rotary_base"] == 10000.0
+    assert qwen3.FAMILY.gpt(config)["share_embeddings_and_output_weights"] is True
+
+
+def test_share_of_a_head_that_is_rotated() -> None:
+    """Half of it in GLM-4.5, unless config.json says another share, in its old place or in the new."""
+    for fields, share in (
+        ({}, 0.5),
+        ({"partial_rotary_factor": 0.25}, 0.25),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}, 0.75),
+    ):
+        assert glm4_moe.FAMILY.gpt(GLM4_MOE | fields)["rotary_percent"] == share

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.report.html_page import own_metrics
-from hpcrl.rollout.batch_assembly import Rollout, batch_metrics, check_staleness, make_shares
+from hpcrl.rollout.batch_assembly import Rollout, ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED, Sample
@@ -110,6 +110,52 @@ def test_metrics() -> None:
         for i in range(2):
             same.add([make(g, i, reward=float(g and i))])
     assert batch_metrics(same, 5, 1.0)["rollout/zero_std"] == 0.5
+
+
+def test_groups_of_nearly_equal_rewards_differ() -> None:
+    """zero_std counts groups whose rewards are equal but for rounding, and none that differ a little."""
+    for spread, share in ((0.0, 1.0), (1e-8, 1.0), (1e-4, 0.0), (0.02, 0.0), (0.15, 0.0)):
+        rollout = Rollout(0, 5, groups(2), 3)
+        for g in range(2):
+            for i in range(3):
+                rollout.add([make(g, i, reward=0.3 + i * spread)])
+        assert batch_metrics(rollout, 5, 1.0)["rollout/zero_std"] == share, spread
+
+
+def test_a_reward_is_the_mean_of_its_samples() -> None:
+    """A response of several samples counts once in every mean of rewards."""
+    rollout = Rollout(0, 5, groups(1), 2)
+    rollout.add([make(0, 0, reward=1.0), make(0, 0, reward=0.0), make(0, 0, reward=0.5)])
+    rollout.add([make(0, 1, reward=2.5)])
+    assert rollout.rewards() == [0.5, 2.5]
+    assert batch_metrics(rollout, 5, 1.0)["rollout/reward"] == 1.5
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=40), st.integers(12, 14))
+def test_ages_of_tokens(versions: list[int], trainer: int) -> None:
+    """Tokens by the versions that they lag behind; eight and more are one class; the shares add up to 1."""
+    samples = [make(0, 0, len(versions), versions=np.asarray(versions, np.int32))]
+    found = ages(samples, trainer)
+    lags = [min(trainer - version, 8) for version in versions]
+    for lag in range(max(lags) + 1):
+        name = "8+" if lag == 8 else str(lag)
+        assert found[f"staleness/tokens/{name}"] == lags.count(lag)
+        assert found[f"staleness/share/{name}"] == pytest.approx(lags.count(lag) / len(lags))
+    assert len(found) == 2 * (max(lags) + 1)
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=9), st.integers(0, 4), st.integers(4, 9))
+def test_staleness_to_the_version(versions: list[int], bound: int, trainer: int) -> None:
+    """A batch passes if no token lags by more than the bound or is newer than the trainer, and else not."""
+    samples = [make(0, 0, len(versions), versions=np.asarray(versions, np.int32))]
+    good = all(0 <= trainer - version <= bound for version in versions)
+    for allowed, passes in ((bound, good), (None, max(versions) <= trainer)):
+        try:
+            check_staleness(samples, trainer, allowed)
+            found = True
+        except HpcrlError:
+            found = False
+        assert found == passes
 
 
 def test_an_empty_response_counts_no_token() -> None:

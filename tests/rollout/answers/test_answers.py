@@ -228,6 +228,104 @@ def test_what_a_label_says(label: Any, texts: list[str]) -> None:
     assert not is_right("99", label) and not is_right("", label) and not is_right(None, label)
 
 
+# ---- limits: what is within them is read
+
+
+@pytest.mark.parametrize("count", [2, 8, 30, 49, 50])
+def test_lists_up_to_the_limit_have_no_order(count: int) -> None:
+    """Up to 50 items in any order; of more, only in the same."""
+    items = [str(7 * number % 101) for number in range(count)]
+    assert equivalent(", ".join(reversed(items)), ", ".join(items))
+    assert equivalent(rf"\{{{', '.join(reversed(items))}\}}", rf"\{{{', '.join(items)}\}}")
+    assert not equivalent(", ".join([*items[:-1], "777"]), ", ".join(items))
+    more = [str(number) for number in range(51)]
+    assert equivalent(", ".join(more), ", ".join(more) + " ") and not equivalent(
+        ", ".join(reversed(more)), ", ".join(more)
+    )
+
+
+@pytest.mark.parametrize("size", [11, 50, 200, 900])
+def test_long_answers_are_read(size: int) -> None:
+    """Up to 1,000 characters, or twice the label's."""
+    terms = (size - 2) // 2
+    assert equivalent("1+" * terms + "1", str(terms + 1)) == (terms < 99)  # 200 operations are the most
+    assert equivalent("0" * (size - 1) + "7", "7")
+    assert equivalent("9" * size, "9" * size + ".0")
+    assert not equivalent("9" * size, "9" * (size - 1) + "8")
+    if size == 900:
+        assert not equivalent("0" * 1000 + "7", "7")
+        assert equivalent(" ".join(["0" * 1100 + "7"]), "0" * 600 + "7")
+
+
+@pytest.mark.parametrize("depth", [1, 3, 6, 20, 38])
+def test_brackets_in_brackets_are_read(depth: int) -> None:
+    """Up to 40 in an expression; sets and tuples up to 8."""
+    assert equivalent("(" * depth + "3+4" + ")" * depth, "7")
+    assert equivalent(r"\sqrt{" * depth + "1" + "}" * depth, "1")
+    if depth <= 6:
+        for left, right in (("(1,", ")"), (r"\{1,", r"\}")):
+            nested = left * depth + "2" + right * depth
+            assert equivalent(nested.replace("2", "4/2"), nested)
+            assert not equivalent(nested.replace("2", "3"), nested)
+
+
+@pytest.mark.parametrize("digits", [5, 13, 40, 300, 2000])
+def test_large_numbers_are_exact(digits: int) -> None:
+    """Rational numbers of up to 20,000 bits, and powers of them."""
+    power = rf"10^{{{digits}}}"
+    assert (
+        equivalent(power, "1" + "0" * digits) if digits < 900 else equivalent(power, rf"10^{{{digits - 1}}} \cdot 10")
+    )
+    assert not equivalent(rf"{power}+1", power)
+    assert equivalent(rf"\frac{{{power}}}{{{power}}}", "1")
+    assert not equivalent(rf"\frac{{{power}}}{{{power}+1}}", "1")
+
+
+@pytest.mark.parametrize("places", [7, 15, 30, 60, 90])
+def test_irrational_numbers_differ_in_any_digit(places: int) -> None:
+    """What differs by 10^-90 is not the same."""
+    assert not equivalent(rf"\sqrt{{2}}+10^{{-{places}}}", r"\sqrt{2}")
+    assert not equivalent(rf"\pi-10^{{-{places}}}", r"\pi")
+    assert equivalent(rf"\sqrt{{2}}+10^{{-{places}}}-10^{{-{places}}}", r"\frac{2}{\sqrt{2}}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        ("x^2-1", "x-1"),
+        ("x^3", "x"),
+        ("x^2", "x"),
+        (r"|x|", "x"),
+        (r"\sqrt{x^2}", "x"),
+        (r"\frac{x^2-4}{x-2}", "x-2"),
+        ("x^5-5x^3+4x+y", "y"),
+        (r"(29x-48)(29y-3)+x", "x"),
+    ],
+)
+def test_expressions_that_agree_at_some_points_differ(answer: str, label: str) -> None:
+    """Two expressions are compared at more than one point, and at negative ones."""
+    assert not equivalent(answer, label) and not equivalent(label, answer)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from("abc"), min_size=3, max_size=5).map("".join), st.randoms(use_true_random=False))
+def test_words_of_a_b_and_c_are_no_products(word: str, chance: Any) -> None:
+    """Letters side by side that may be a word are the same in their own order alone; written apart they are a
+    product."""
+    other = "".join(chance.sample(word, len(word)))
+    assert equivalent(other, word) == (other == word)
+    assert equivalent(r" \cdot ".join(other), r" \cdot ".join(word))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1000, 10**12), st.sampled_from([",", r"\!,", r",\!", r"\!,\!", r"\,", "{,}", " ", r"\;"]))
+def test_thousands_in_every_spelling(number: int, mark: str) -> None:
+    """LaTeX's ways to set thousands apart are one number; a group that is not of three digits is none."""
+    text = f"{number:,}".replace(",", mark)
+    assert equivalent(text, str(number)) and equivalent(str(number), text)
+    assert not equivalent(text, str(number + 1)) and not equivalent(text + "0", str(number))
+
+
 @pytest.mark.parametrize("label", [None, {"answer": 1}, [None]])
 def test_a_label_that_is_no_answer_is_named(label: Any) -> None:
     with pytest.raises(DataError, match="not an answer"):

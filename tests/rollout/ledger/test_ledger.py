@@ -275,6 +275,62 @@ def test_a_step_that_is_none_is_refused() -> None:
     assert ledger.train(0) == [0] and ledger.train(0) == [] and ledger.holds()
 
 
+def test_a_state_is_of_one_rollout() -> None:
+    """What later rollouts have claimed is in the bank of an earlier one's state, and trained in their own; what is in
+    flight is in the buffer."""
+    ledger = Ledger()
+    for number in range(7):
+        ledger.issue(number)
+    for number in (0, 1, 2, 3):
+        ledger.finish(number)
+    ledger.put_back(4)
+    for number, rollout in ((0, 5), (1, 6), (2, 7)):
+        ledger.claim(number, rollout)
+    for rollout, bank, trained in ((4, [0, 1, 2, 3], 0), (5, [1, 2, 3], 1), (6, [2, 3], 2), (7, [3], 3), (9, [3], 3)):
+        state = ledger.state(rollout)
+        assert (state["bank"], state["trained"]) == (bank, trained)
+        assert state["buffer"] == [4, 5, 6] and state["following"] == 7
+    assert ledger.waiting == [3, 4]
+    assert ledger.train(6) == [0, 1] and ledger.trained == 2 and ledger.holds()
+    assert ledger.train(6) == [] and ledger.train(8) == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("buffer", {0, 3}),  # one that is in flight
+        ("bank", {1, 0}),
+        ("claimed", {3: 0}),  # one that is not in the bank
+        ("trained", 1),
+        ("following", 5),
+        ("dropped", {"x": 2}),
+    ],
+)
+def test_the_law_sees_each_breach(name: str, value: Any) -> None:
+    """A group in two places or in none, and one that is claimed from nowhere."""
+    ledger = Ledger()
+    for number in range(4):
+        ledger.issue(number)
+    ledger.put_back(0)
+    ledger.finish(1)
+    ledger.drop(2, "x")
+    assert ledger.holds()
+    setattr(ledger, name, value)
+    assert not ledger.holds()
+
+
+def test_reasons_are_bounded() -> None:
+    """A filter that invents reasons has the rest of them counted as one."""
+    ledger = Ledger()
+    for number in range(REASONS + 20):
+        ledger.issue(number)
+        ledger.drop(number, f"reason {number}")
+    assert len(ledger.dropped) == REASONS + 1 and ledger.dropped[OTHER] == 20
+    ledger.issue(REASONS + 20)
+    ledger.drop(REASONS + 20, "reason 3")
+    assert ledger.dropped["reason 3"] == 2 and ledger.holds()
+
+
 @pytest.mark.parametrize(
     "damage",
     [{"following": 9}, {"buffer": [0, 0, 77]}, {"trained": "x"}, {"dropped": None}, {"bank": [2], "buffer": [2]}],

@@ -254,6 +254,23 @@ def test_what_a_template_adds_around_the_answer(model: Path, tmp_path: Path) -> 
     assert target == "()2<|end|>"
 
 
+def test_a_label_that_stands_in_the_answer_twice(model: Path, tmp_path: Path) -> None:
+    """A template that ends a channel with a token that ends a response, and names channels as labels may be: the text
+    to learn ends behind the label itself."""
+    hf = make_tokenizer()
+    hf.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}4=2+2<|end|><|assistant|>{% endif %}"
+        "{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    hf.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    tokenizer = Tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "1+1="}]
+    prompt = tokenizer.render(messages, generation=True)
+    for label in ("2", "4", "2+2", "7"):
+        assert tokenizer.target(messages, prompt, label) == f"4=2+2<|end|><|assistant|>{label}<|end|>"
+
+
 def test_a_label_that_does_not_fit_the_context(read: Callable[..., PromptFile]) -> None:
     row = json.dumps({"prompt": "1+1=", "label": "2" * 20})
     assert len(read(row, loss_type="sft_loss", rollout_max_context_len=28).prompts[0].target) == 21

@@ -43,6 +43,16 @@ def test_real_vocabulary(dtype: torch.dtype, error: float, temperature: float) -
     assert torch.equal(found.greedy, logits[:, :VOCAB].argmax(1) == labels)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 3.0])
+def test_only_the_likeliest_token_is_greedy(temperature: float) -> None:
+    """A token that is nearly as likely is not; of two that are equally likely both are."""
+    for gap in (1e-3, 0.1, 0.5, 0.99, 1.5, 5.0):
+        logits = torch.tensor([[2.0, 2.0 - gap, -1.0, 9.0], [2.0 - gap, 2.0, -1.0, 9.0], [2.0, 2.0, 1.0, 9.0]])
+        for label, wanted in ((0, [True, False, True]), (1, [False, True, True]), (2, [False] * 3)):
+            found = tokens(logits.clone(), torch.full((3,), label), Vocabulary(3), temperature)
+            assert found.greedy.tolist() == wanted, (gap, label)
+
+
 def test_gradients_are_those_of_autograd() -> None:
     logits, labels = inputs()
     weights = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
