@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.errors import UsageError
-from hpcrl.microbatches import _best_fit, _first_try, _longest_first, make_schedule
+from hpcrl.microbatches import _best_fit, _first_try, _longest_first, _to_ranks, make_schedule, spread
 
 SHAPES = st.tuples(
     st.integers(1, 4),
@@ -207,3 +207,33 @@ def test_ranks_have_about_as_many_tokens(dp: int) -> None:
             loads = [sum(lengths[i] for micro in rank[step] for i in micro) for rank in found.steps]
             assert sorted(i for rank in found.steps for micro in rank[step] for i in micro) == list(own)
             assert max(loads) - min(loads) <= 410
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32))
+def test_ranks_wait_least_for_one_another(dp: int, count: int, seed: int) -> None:
+    """Where ranks wait at each micro-batch: the sum of the largest at each place is the least that these micro-batches
+    allow, and never more than with even sums alone."""
+    rng = random.Random(seed)
+    loads = [int(rng.paretovariate(1.2) * 100) for _ in range(dp * count)]
+    found = _to_ranks(loads, dp, count)
+    assert sorted(i for rank in found for i in rank) == list(range(dp * count))
+    assert {len(rank) for rank in found} == {count}
+
+    def waits(ranks: list[list[int]]) -> int:
+        return sum(map(max, zip(*(sorted((loads[i] for i in rank), reverse=True) for rank in ranks), strict=True)))
+
+    def most(ranks: list[list[int]]) -> int:
+        return max(sum(loads[i] for i in rank) for rank in ranks)
+
+    even = spread(loads, dp, count)
+    assert waits(found) == sum(sorted(loads, reverse=True)[::dp]) <= waits(even)
+    if waits(found) == waits(even):
+        assert most(found) <= most(even)
+
+
+def test_an_overlong_sample_waits_with_another() -> None:
+    """Two samples over the limit are of different ranks, and at the same place."""
+    lengths = [300, 290, 60, 60, 50, 50, 45, 45, 40, 40]
+    for rank in make_schedule(lengths, dp=2, max_tokens_per_gpu=100).steps:
+        assert rank[0][0] in ((0,), (1,))
