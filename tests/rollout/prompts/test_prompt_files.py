@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.normalizers import NFKC
 from tokenizers.processors import TemplateProcessing
 
 from hpcrl.config.eval_sets import eval_sets
@@ -252,6 +253,19 @@ def test_what_a_template_adds_around_the_answer(model: Path, tmp_path: Path) -> 
     messages = [{"role": "user", "content": "1+1="}]
     target = tokenizer.target(messages, tokenizer.render(messages, generation=True), "2")
     assert target == "()2<|end|>"
+
+
+def test_a_normalizer_may_lengthen_a_text(model: Path, tmp_path: Path) -> None:
+    """NFKC makes four signs of one of three bytes: what is sure to fit does fit then, too."""
+    hf = make_tokenizer()
+    hf.backend_tokenizer.normalizer = NFKC()
+    hf.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    tokenizer = Tokenizer(tmp_path)
+    text = "\u2487" * 20  # (20)
+    (tokens,) = tokenizer.encode([text])
+    assert len(tokens) == 80
+    assert min(limit for limit in range(1000) if tokenizer.surely_within(text, limit)) >= 80
 
 
 def test_a_label_that_stands_in_the_answer_twice(model: Path, tmp_path: Path) -> None:
