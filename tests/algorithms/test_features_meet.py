@@ -285,3 +285,49 @@ def test_metrics_leave_rejected_tokens_out() -> None:
     assert float(found["ppo_kl"]) == pytest.approx(float(((tokens.old - p) * kept * tokens.weights).sum()))
     assert float(found["ois"]) == pytest.approx(float((r * tokens.weights).sum()))
     assert math.isfinite(float(found["loss"]))
+
+
+def test_a_veto_belongs_to_rejection() -> None:
+    """Without --use-rs nothing is vetoed, and nothing is said of it: as in slime."""
+    o = options(**(REJECTS | {"use_rs": False, "rs_veto_threshold": 0.9}))
+    tokens, p = weighted(o)
+    found = compute_loss(tokens, o)
+    (gradient,) = torch.autograd.grad(found.total, p)
+    plain = compute_loss(tokens, options(use_tis=True))
+    assert torch.equal(gradient, torch.autograd.grad(plain.total, p)[0])
+    assert "rs_catastrophic_seq_fraction" not in found.report.means
+
+
+def test_what_a_correction_would_change_is_said() -> None:
+    """tis_clipfrac counts ratios beyond either bound, whether they are corrected or not."""
+    tokens = token_batch(random_samples(1))
+    ratio = (tokens.trainer - tokens.rollout).exp()
+    for more in ({}, {"use_tis": True}, {"use_tis": True, "custom_tis_function_path": "icepop"}):
+        found = compute_loss(tokens, options(tis_clip=1.2, tis_clip_low=0.9, **more)).report.means["tis_clipfrac"]
+        assert float(found) == pytest.approx(float((((ratio > 1.2) | (ratio < 0.9)) * tokens.weights).sum()))
+
+
+def test_a_group_of_one_response_is_only_centred() -> None:
+    """Also one of several samples whose rewards differ: they are not divided by their spread."""
+    batch, _ = batches([(0, 1.0, [3])], 0, 0)
+    one = replace(
+        batch,
+        reward=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        group=torch.zeros(2, dtype=torch.int64),
+        length=torch.tensor([1, 2]),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        own=torch.arange(2),
+        mask=torch.ones(3, dtype=torch.bool),
+        response=torch.zeros(2, dtype=torch.int64),
+    )
+    assert compute_advantages(one, options()).advantages.tolist() == pytest.approx([0.5, -0.5, -0.5])
+
+
+def test_a_distribution_of_a_teacher_is_no_advantage() -> None:
+    """--opd-kl-type reverse and forward are terms of the loss; sampled alone is taken off advantages."""
+    whole, _ = batches([(0, 1.0, [4]), (0, 0.0, [3])], 1, 0)
+    plain = compute_advantages(whole, options()).advantages
+    for kind in ("reverse", "forward", "sampled"):
+        found = compute_advantages(whole, options(use_opd=True, opd_kl_type=kind, opd_kl_coef=0.5)).advantages
+        wanted = plain - 0.5 * (whole.old - whole.teacher) * whole.mask if kind == "sampled" else plain
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)

@@ -140,13 +140,18 @@ SPOILED: list[tuple[Callable[[Share], Any], str]] = [
     (spoil("status", 1, 4), "row 1.*the table: unknown status"),
     (spoil("status", 1, -1), "row 1.*the table: unknown status"),
     (spoil("reward", 2, np.nan), "row 2.*reward is not finite"),
+    (spoil("reward", 1, np.inf), "row 1.*reward is not finite"),
+    (spoil("reward", 1, -np.inf), "row 1.*reward is not finite"),
     (spoil("baseline", 0, np.inf), "row 0.*baseline is not finite"),
+    (spoil("baseline", 2, -np.inf), "row 2.*baseline is not finite"),
     (lambda s: setattr(s, "own", np.array([0, 1, 3])), "sample 2.*row of the table"),
     (lambda s: setattr(s, "own", np.array([0, -1, 2])), "sample 1.*row of the table"),
     (lambda s: setattr(s, "own", np.array([0, 1, 1])), "in the share twice"),
     (lambda s: setattr(s, "step_samples", [4]), "4 samples, the table 3"),
     (spoil("tokens", 4, -2), "token 4: negative id"),
+    (spoil("tokens", 0, -1), "token 0: negative id"),
     (spoil("loss_mask", 3, 2), "loss_mask 3"),
+    (spoil("logprobs", 5, np.inf), "logprob 5: not finite"),
     (spoil("logprobs", 5, -np.inf), "logprob 5: not finite"),
     (spoil("logprobs", 5, np.nan), "logprob 5: not finite"),
     (lambda s: setattr(s.batch, "logprobs", s.batch.logprobs[1:]), "elements of logprobs|the columns hold 13 elements"),
@@ -159,6 +164,8 @@ SPOILED: list[tuple[Callable[[Share], Any], str]] = [
     (lambda s: setattr(s, "step_samples", [2]), "2 samples over all ranks,.*3"),
     (lambda s: setattr(s, "step_tokens", [1, 2]), "step_tokens has 2"),
     (lambda s: setattr(s, "metrics", {"loss": float("nan")}), "metric 'loss' is nan"),
+    (lambda s: setattr(s, "metrics", {"loss": float("inf")}), "metric 'loss' is inf"),
+    (lambda s: setattr(s, "metrics", {"loss": -float("inf")}), "metric 'loss' is -inf"),
     (lambda s: setattr(s, "metrics", {"loss": object()}), "must be real number"),
 ]
 
@@ -192,16 +199,18 @@ def test_a_share_that_does_not_fit_is_not_taken(
         decode(frames)
 
 
-def test_another_wire_format_is_named() -> None:
-    with pytest.raises(WireError, match=rf"wire format 7, this side speaks {FORMAT}.*one version"):
-        decode([msgspec.msgpack.encode({"format": 7, "anything": ["else"]}), *frames_of(share())[1:]])
+@pytest.mark.parametrize("number", [0, FORMAT - 1, FORMAT + 1, FORMAT + 3])
+def test_another_wire_format_is_named(number: int) -> None:
+    with pytest.raises(WireError, match=rf"wire format {number}, this side speaks {FORMAT}.*one version"):
+        decode([msgspec.msgpack.encode({"format": number, "anything": ["else"]}), *frames_of(share())[1:]])
 
 
 @pytest.mark.parametrize("column", range(6))
 def test_a_column_must_be_what_it_says(column: int) -> None:
     frames = frames_of(share())
-    with pytest.raises(WireError, match=r"bytes\), \d+ bytes found"):
-        decode([*frames[: column + 1], frames[column + 1][:-1], *frames[column + 2 :]])
+    for other in (frames[column + 1][:-1], frames[column + 1] + b"\x00", frames[column + 1] + bytes(64)):
+        with pytest.raises(WireError, match=r"bytes\), \d+ bytes found"):
+            decode([*frames[: column + 1], other, *frames[column + 2 :]])
     columns = msgspec.msgpack.decode(frames[0])["columns"]
     columns[column][1] = "float64"
     with pytest.raises(WireError, match="found '.*' of type 'float64'"):
