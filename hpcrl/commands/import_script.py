@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.plugin_points import POINTS, foreign_misses, spelled
+from hpcrl.config.plugin_points import POINTS, WHOLE, foreign_misses, spelled
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
 from hpcrl.plain_text import strip_control
@@ -107,7 +107,8 @@ def _foreign(translation: Translation, script: Path) -> list[str]:
     path = translation.values.get("train_env_vars", {}).get("PYTHONPATH", "")
     more = [str(script.parent.absolute()), *(entry for entry in path.split(":") if entry)]
     named = [(name, value) for name in POINTS if isinstance(value := translation.values.get(name), str)]
-    found = [(spelled(name), value, *foreign_misses(value, more)) for name, value in named if "." in value]
+    flags = [(spelled(name), value) for name, value in named if "." in value]
+    found = [(flag, value, *foreign_misses(value, more, flag in WHOLE)) for flag, value in flags]
     return [f"{flag} {value}: {why}: {hint}" for flag, value, why, hint in found if why]
 
 

@@ -38,6 +38,9 @@ _ROLLOUT = {
     "get_model_url": "state:get_model_url",
 }
 _TRACES = {"trace_function": "helpers:trace_function", "trace_span": "helpers:trace_span"}
+_HTTP = {"get": "http:get", "init_http_client": "http:init_http_client", "post": "http:post"}
+_MISC = {"SingletonMeta": "helpers:SingletonMeta", "load_function": "helpers:load_function"}
+_TYPES = {"Sample": "types:SlimeSample"}
 #: module, without its first word -> its names -> MODULE:NAME, which of hpcrl/rollout/slime_names it is
 MODULES: dict[str, dict[str, str]] = {
     "observability.trace_utils": _TRACES,
@@ -74,17 +77,22 @@ MODULES: dict[str, dict[str, str]] = {
     "rollout.sglang_rollout": _ROLLOUT,
     "rollout.vllm_rollout": _ROLLOUT | {"_build_inference_sampling_params": "state:as_vllm_has_them"},
     "utils.async_utils": {"run": "helpers:run"},
-    "utils.http_utils": {"get": "http:get", "init_http_client": "http:init_http_client", "post": "http:post"},
-    "utils.misc": {"SingletonMeta": "helpers:SingletonMeta", "load_function": "helpers:load_function"},
+    "utils.core.misc": _MISC,
+    "utils.core.types": _TYPES,
+    "utils.http_utils": _HTTP,
+    "utils.misc": _MISC,
+    "utils.network.http_utils": _HTTP,
     "utils.processing_utils": {
         "load_processor": "helpers:load_processor",
         "load_tokenizer": "helpers:load_tokenizer",
     },
     "utils.trace_utils": _TRACES,
-    "utils.types": {"Sample": "types:SlimeSample"},
+    "utils.types": _TYPES,
 }
 #: the packages that these modules lie in
-PACKAGES = {name.rpartition(".")[0] for name in MODULES} | {"utils", "rollout"}
+PACKAGES = {name.rpartition(".")[0] for name in MODULES} | {"rollout"}
+#: those by which a function drives slime's rollout
+DRIVEN = ("rollout.sglang_rollout", "rollout.vllm_rollout")
 MOST = 300  #: modules of the user's that are read for one function
 
 
@@ -141,6 +149,20 @@ def _with_packages(module: str) -> list[str]:
     """A module and the packages that it lies in, which are imported with it."""
     parts = module.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+def drives_slime(path: str, more: Sequence[str] = ()) -> WantedName | None:
+    """The import by which the module of a rollout or evaluation function drives slime's own rollout, which asks its
+    data source and its router by itself; None if it has none."""
+    module = path.rpartition(".")[0]
+    if (file := _own_file(module, more)) is None or (tree := _parsed(file)) is None:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            root, _, rest = node.module.partition(".")
+            if root in ROOTS and rest in DRIVEN:
+                return WantedName(node.module, file, node.lineno)
+    return None
 
 
 def speaks_slime(source: Path) -> bool:

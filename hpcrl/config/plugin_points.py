@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.custom_functions import is_foreign, listed, load_class, load_function, missing
-from hpcrl.config.foreign_names import wanted_in_vain
+from hpcrl.config.foreign_names import drives_slime, wanted_in_vain
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import is_path
 from hpcrl.errors import UsageError
 
+#: the options of functions that make a whole rollout or evaluation
+WHOLE = ("--rollout-function-path", "--eval-function-path")
 Role = Literal["rollout", "grading", "generating", "trainer"]
 
 
@@ -107,19 +109,25 @@ def missing_functions(options: Options) -> list[UsageError]:
     every = [(spelled(name), path) for name in POINTS for path in paths_of(options, name) if not is_foreign(path)]
     if "PYTHONPATH" in options.train_env_vars:  # the roles look elsewhere
         more = [entry for entry in options.train_env_vars["PYTHONPATH"].split(":") if entry]
-        found = [(flag, path, *foreign_misses(path, more)) for flag, path in every]
+        found = [(flag, path, *foreign_misses(path, more, flag in WHOLE)) for flag, path in every]
     else:
         found = [(flag, path, *missing(path)) for flag, path in every]
-        found += [(flag, path, *foreign_misses(path)) for flag, path, why, _ in found if not why]
+        found += [(flag, path, *foreign_misses(path, (), flag in WHOLE)) for flag, path, why, _ in found if not why]
     return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
 
 
-def foreign_misses(path: str, more: Sequence[str] = ()) -> tuple[str, str]:
+def foreign_misses(path: str, more: Sequence[str] = (), whole: bool = False) -> tuple[str, str]:
     """What a function's modules want of slime and vime in vain, and what to do; two empty texts if nothing.
 
     Args:
         more: directories in which its modules are looked for last.
+        whole: whether it makes a whole rollout or evaluation.
     """
+    if whole and (driven := drives_slime(path, more)) is not None:
+        return (
+            f"it drives {driven.name} by itself ({driven.file.name}:{driven.line}), which is not here",
+            "write it with `data_source.get_samples` and `generate`: docs/customise.md, A whole rollout",
+        )
     names = {wanted.name: f"{wanted.name} ({wanted.file.name}:{wanted.line})" for wanted in wanted_in_vain(path, more)}
     if not names:
         return "", ""

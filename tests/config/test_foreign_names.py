@@ -118,6 +118,19 @@ def test_functions_elsewhere_are_read_too(here: Path) -> None:
     assert "--custom-rm-path mine.f" in error.what
 
 
+def test_whole_rollouts_of_slimes_are_refused(here: Path) -> None:
+    """They ask slime's data source and router by themselves; a reward may import the same, a rollout function types."""
+    (here / "mine.py").write_text(
+        "from slime.rollout.sglang_rollout import GenerateState\ndef f(args, rollout_id, source, *, evaluation): ...\n"
+    )
+    [error] = missing_functions(Options(rollout_function_path="mine.f"))
+    assert "slime.rollout.sglang_rollout" in error.what and "(mine.py:1)" in error.what
+    assert "A whole rollout" in str(error.hint)
+    assert missing_functions(Options(custom_rm_path="mine.f")) == []
+    (here / "mine.py").write_text("from slime.rollout.base_types import RolloutFnTrainOutput\ndef f(): ...\n")
+    assert missing_functions(Options(rollout_function_path="mine.f", eval_function_path="mine.f")) == []
+
+
 def test_packages_and_names_of_the_table() -> None:
     assert has("slime") and has("vime.utils") and has("slime.utils", "types") and has("slime.utils.types", "Sample")
     assert not has("slime.utils.types", "Simple") and not has("slime.agent") and not has("slime", "agent")

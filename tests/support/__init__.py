@@ -34,7 +34,8 @@ Stand-ins where the real part cannot be had, or must misbehave
     deepep_stand_in    DeepEP as Megatron finds it
     fused_layers       what Transformer Engine's layers keep for the backward pass, on that device
     fake_engine, http_server, queues    servers that answer what a test says
-    own_generates, own_rewards, own_slimes    functions as users write them, good and bad, also for slime
+    own_generates, own_rewards, own_slimes    functions as users write them, good and bad, also for slime;
+    slimes_examples    slime's own examples from a checkout, with stand-ins for what they reach outside
 
 Looking
     prompt_walk        which files a process enters between two calls

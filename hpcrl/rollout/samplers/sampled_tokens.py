@@ -1,16 +1,16 @@
-"""Which tokens of a returned sample an engine sampled, and under which version and with which log-prob.
+"""What engines sampled of a returned sample: under which version, with which log-prob, after which tokens.
 
-slime's functions say neither version nor, some of them, log-probs: those are found in what the session of the response
-was answered.
+slime's functions say no versions, some of them no log-probs, and some ask with other tokens than those that they
+return: they encode text again, or leave out what the chat template writes.
 
-Invariants: without log-probs of its own a sample is trained on tokens alone that an engine sampled in this response, in
-this order; a token that it calls trained and no engine sampled is context, and counted.  What a function gives is not
-changed.
+Invariants: what is trained was sampled by an engine after exactly the tokens before it, so that its log-prob is the
+policy's.  A sample of which that does not hold is made of the engines' own requests and answers instead, with the mask
+that the function gave to what it took of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,22 +20,7 @@ from hpcrl.rollout.endpoint.session import AskedTurn, Session
 from hpcrl.rollout.worker_messages import ERROR, CustomResult
 from hpcrl.sample import Sample, unpack
 
-UNSAMPLED = "unsampled_tokens"  #: in metadata: trained tokens of a sample that no engine sampled
-
-
-def received(done: CustomResult, prompt: Sample, session: Session) -> tuple[CustomResult, list[Sample]]:
-    """(what came of a call, the samples that it returned); of its prompt counts what it was asked with."""
-    who = {"group": prompt.group, "index": prompt.index, "prompt": prompt.prompt, "label": prompt.label}
-    found = [replace(unpack(sent), **who) for sent in done.samples or ()]
-    if done.given is None:
-        return done, found
-    version = session.making.version
-    pairs = zip(found, done.given, strict=True)
-    known = [attributed(sample, session.turns, given, version) for sample, given in pairs]
-    if any(sample.loss_mask.any() for sample in found) and not any(sample.loss_mask.any() for sample in known):
-        text = "returned tokens that no engine sampled for this response, and no rollout_log_probs"
-        return CustomResult(done.id, failure=ERROR, text=text), []
-    return done, known
+UNSAMPLED = "unsampled_tokens"  #: in metadata: trained tokens of a sample that no engine sampled there
 
 
 class SampledPart(NamedTuple):
@@ -45,76 +30,147 @@ class SampledPart(NamedTuple):
         turn: number of the answer.
         at: where in the response it begins.
         count: tokens.
+        exact: the engine was asked with exactly the tokens before.
     """
 
     turn: int
     at: int
     count: int
+    exact: bool
 
 
-def attributed(sample: Sample, turns: Sequence[AskedTurn], given: bool, version: int) -> Sample:
-    """The sample with what is known of its tokens.
+def received(done: CustomResult, prompt: Sample, session: Session) -> tuple[CustomResult, list[Sample]]:
+    """(what came of a call, the samples that it returned); of its prompt counts what it was asked with."""
+    who = {"group": prompt.group, "index": prompt.index, "prompt": prompt.prompt, "label": prompt.label}
+    found = [replace(unpack(sent), **who) for sent in done.samples or ()]
+    if done.given is None:
+        return done, found
+    alone = len(found) == 1
+    pairs = zip(found, done.given, strict=True)
+    known = [
+        one
+        for sample, given in pairs
+        for one in known_samples(sample, session.turns, given, alone, session.making.version)
+    ]
+    if any(sample.loss_mask.any() for sample in found) and not any(sample.loss_mask.any() for sample in known):
+        text = "returned tokens that no engine sampled for this response, and no rollout_log_probs"
+        return CustomResult(done.id, failure=ERROR, text=text), []
+    return done, known
+
+
+def known_samples(sample: Sample, turns: Sequence[AskedTurn], given: bool, alone: bool, version: int) -> list[Sample]:
+    """The sample with what is known of its tokens, or those of the requests that it was made with.
 
     Args:
         given: whether its log-probs are the function's own.
+        alone: whether the response has no other sample, so that every request was for this one.
         version: of tokens before the first that an engine sampled.
     """
-    tokens, count = sample.tokens, sample.response_length
     mask = sample.loss_mask.astype(bool)
+    parts = _parts(sample.tokens, sample.response_length, mask, turns)
+    known, sampled = np.zeros((2, sample.response_length), bool)
+    for part in parts:
+        known[part.at : part.at + part.count] = True
+        sampled[part.at : part.at + part.count] = part.exact
+    lost = int(np.count_nonzero(mask & ~sampled))
+    used = {part.turn: mask[part.at : part.at + part.count] for part in parts}
+    if not given and alone:  # its text was encoded again: all that was said is in it
+        used = {number: used.get(number, np.ones(len(turn.answer.tokens), bool)) for number, turn in enumerate(turns)}
+    if lost and used and not (given and (mask & ~known).any()):
+        counted = replace(sample, metadata=sample.metadata | {UNSAMPLED: lost})
+        return _as_asked(counted, turns, used)
+    return [_attributed(sample, turns, parts, given, version)]
+
+
+def _attributed(
+    sample: Sample, turns: Sequence[AskedTurn], parts: Sequence[SampledPart], given: bool, version: int
+) -> Sample:
+    """The sample with versions, and with log-probs where it has none; without any that fits it, as it is or, where
+    log-probs are missing, as context."""
+    count, mask = sample.response_length, sample.loss_mask.astype(bool)
     versions, logprobs = np.full(count, -1, np.int32), sample.logprobs.copy()
     sampled = np.zeros(count, bool)
-    for part in _parts(tokens, count, mask, turns):
+    for part in parts:
         here, answer = slice(part.at, part.at + part.count), turns[part.turn].answer
         versions[here] = answer.versions[: part.count]
         sampled[here] = True
         if not given:
-            logprobs[here] = np.where(mask[here], answer.logprobs[: part.count], 0)
+            logprobs[here] = answer.logprobs[: part.count]
     for at in range(count):
         if versions[at] < 0:
             versions[at] = versions[at - 1] if at else version
-    lost = 0 if given else int(np.count_nonzero(mask & ~sampled))
-    if lost:
-        mask &= sampled
-    return replace(
-        sample,
-        loss_mask=mask.astype(np.uint8),
-        logprobs=np.where(mask, logprobs, 0).astype(np.float32),
-        versions=versions,
-        metadata=sample.metadata | ({UNSAMPLED: lost} if lost else {}),
-    )
+    mask = mask if given else mask & sampled
+    logprobs = np.where(mask, logprobs, 0).astype(np.float32)
+    return replace(sample, loss_mask=mask.astype(np.uint8), logprobs=logprobs, versions=versions)
+
+
+def _as_asked(sample: Sample, turns: Sequence[AskedTurn], used: Mapping[int, np.ndarray]) -> list[Sample]:
+    """Samples of the requests and answers themselves: one for each conversation, which a request continues that begins
+    with all of it."""
+    talks: list[Sample] = []
+    for number in sorted(used):
+        turn, kept = turns[number], used[number]
+        answer, asked = turn.answer, turn.tokens
+        mask = np.zeros(len(answer.tokens), np.uint8)
+        mask[: len(kept)] = kept[: len(mask)]
+        logprobs = np.where(mask, answer.logprobs, 0).astype(np.float32)
+        before = next((talk for talk in talks if np.array_equal(asked[: len(talk.tokens)], talk.tokens)), None)
+        told = 0 if before is None else len(asked) - len(before.tokens)
+        nothing = np.zeros(told, np.float32)
+        said = replace(
+            sample,
+            tokens=np.concatenate([asked, answer.tokens]).astype(np.int32),
+            response_length=told + len(answer.tokens),
+            loss_mask=np.concatenate([nothing, mask]).astype(np.uint8),
+            logprobs=np.concatenate([nothing, logprobs]),
+            versions=np.concatenate([np.full(told, before.versions[-1] if before else 0), answer.versions]),
+            metadata=dict(sample.metadata),
+        )
+        if before is None:
+            talks.append(said)
+            continue
+        columns = {
+            name: np.concatenate([getattr(before, name), getattr(said, name)])
+            for name in ("loss_mask", "logprobs", "versions")
+        }
+        length = before.response_length + said.response_length
+        talks[next(at for at, talk in enumerate(talks) if talk is before)] = replace(
+            said, response_length=length, **columns
+        )
+    return [replace(talk, versions=talk.versions.astype(np.int32)) for talk in talks]
 
 
 def _parts(tokens: np.ndarray, count: int, mask: np.ndarray, turns: Sequence[AskedTurn]) -> list[SampledPart]:
-    """The answers that trained stretches of a response are made of, each used once."""
+    """The answers in a response, each used once, from its beginning."""
     found: list[SampledPart] = []
-    unused = [number for number, turn in enumerate(turns) if len(turn.answer.tokens)]
+    waiting: dict[int, list[int]] = {}  # the first token of answers -> their numbers
+    for number, turn in enumerate(turns):
+        if len(turn.answer.tokens):
+            waiting.setdefault(int(turn.answer.tokens[0]), []).append(number)
     prompt, at = len(tokens) - count, 0
-    while at < count and unused:
-        if not mask[at]:
+    while at < count:
+        numbers = waiting.get(int(tokens[prompt + at]), ())
+        fits = [(*_fit(tokens, prompt + at, mask[at:], turns[number]), -number) for number in numbers]
+        how, length, last = max(fits, default=(0, 0, 0))
+        if not how:
             at += 1
             continue
-        end = at + int(np.argmin(mask[at:])) if not mask[at:].all() else count
-        best = max((_fit(tokens, prompt + at, prompt + end, number, turns[number]) for number in unused), default=None)
-        if best is None or not best[0]:
-            at += 1
-            continue
-        part = SampledPart(-best[2], at, best[1])
-        found.append(part)
-        unused.remove(part.turn)
-        at += part.count
+        found.append(SampledPart(-last, at, length, how == 2))
+        waiting[int(tokens[prompt + at])].remove(-last)
+        at += length
     return found
 
 
-def _fit(tokens: np.ndarray, at: int, end: int, number: int, turn: AskedTurn) -> tuple[int, int, int]:
-    """(how well an answer fits at this place, how many tokens of it, minus its number, so that the first wins).
+def _fit(tokens: np.ndarray, at: int, mask: np.ndarray, turn: AskedTurn) -> tuple[int, int]:
+    """(how well an answer fits at this place, how many tokens of it).
 
-    2: the engine was asked with exactly the tokens before; 1: its whole answer is here, or all that is left of it
-    before the stretch ends; 0: it is another.
+    2: the engine was asked with exactly the tokens before; 1: with others, but its whole answer is here, or all that is
+    left of it before the response ends, and some of it is trained; 0: it is another.
     """
     answer = turn.answer.tokens
-    length = min(len(answer), end - at)
+    length = min(len(answer), len(mask))
     equal = tokens[at : at + length] == answer[:length]
     alike = length if equal.all() else int(np.argmin(equal))
-    if alike and np.array_equal(turn.tokens, tokens[:at]):
-        return 2, alike, -number
-    return (1, alike, -number) if alike and alike == length else (0, 0, -number)
+    if len(turn.tokens) == at and np.array_equal(turn.tokens, tokens[:at]):
+        return 2, alike
+    return (1, alike) if alike == length and mask[:alike].any() else (0, 0)

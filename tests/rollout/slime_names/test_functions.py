@@ -92,12 +92,15 @@ def test_log_probs_that_are_left_out_are_found(found: dict[str, Any]) -> None:
     assert len(set(sample.versions.tolist())) == 1
 
 
-def test_tokens_that_no_engine_sampled_are_not_trained(found: dict[str, Any]) -> None:
-    """Text that is encoded again is context where it has no log-probs, and a response of nothing else has failed."""
-    [none], [some] = found["encoded_again"], found["encoded_again/some"]
-    assert none.grading == "error" and "no engine sampled" in none.grading_error and none.reward == 0
-    assert some.loss_mask.tolist() == [1, 1, 1, 0, 0] and some.metadata[UNSAMPLED] == 2
-    check(some)
+def test_text_encoded_again_is_what_was_sampled(model: Path, found: dict[str, Any]) -> None:
+    """Without log-probs of its own, a sample whose tokens no engine sampled is made of those that one did."""
+    for name, lost in (("encoded_again", 2), ("encoded_again/some", 2)):
+        [sample] = found[name]
+        check(sample)
+        assert words(make_tokenizer(model), sample.tokens[-3:]) == ["a", "b", "<|end|>"]
+        assert sample.loss_mask.tolist() == [1, 1, 1] and sample.metadata[UNSAMPLED] == lost
+        assert np.allclose(sample.logprobs, [-0.125, -0.25, -0.375])
+        assert (sample.reward, sample.response) == (1.0, "ab<|end|>")
 
 
 def test_vimes_functions_ask_as_vllm_is_asked(found: dict[str, Any]) -> None:
