@@ -188,6 +188,9 @@ def test_a_first_try_is_a_lower_bound() -> None:
         ([34] * 6, 100, 3),
         ([100, 100, 1], 100, 3),
         ([500, 20], 100, 2),
+        ([10] * 90, 100, 9),  # of many in each, about half the smallest is left over
+        ([20] * 200, 1000, 4),
+        ([30] * 60, 100, 20),
     ):
         order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         assert _first_try(lengths, order, limit) == least, lengths

@@ -174,3 +174,29 @@ def test_what_nobody_holds_is_an_error() -> None:
         redistribute(layouts, [Worker(0, "e")], ["t"], 1024)
     with pytest.raises(ValueError, match="63 bytes"):
         redistribute(layouts, [Worker(0, "e")], ["t"], 63)
+
+
+@pytest.mark.parametrize("copies", [2, 3, 5])
+@pytest.mark.parametrize("rows", [2, 3, 5, 10])
+def test_copies_of_one_tensor_share_its_rows(copies: int, rows: int) -> None:
+    """Each copy sends as many rows as any other, or one more; every row is sent once, the first and the last too."""
+    layouts = Layouts()
+    held = layouts.pattern([whole((rows, 64), range(copies))])
+    layouts.add("w", (rows, 64), 4, held, layouts.pattern([whole((rows, 64), (0,))]))
+    plan = redistribute(layouts, [Worker(0, "e")], ["t"] * copies, 1 << 20)
+    assert sorted(row for a, b in zip(plan.top, plan.bottom, strict=True) for row in range(a, b)) == list(range(rows))
+    sent = plan.sent() // 256
+    assert sent.sum() == rows and sent.max() - sent.min() <= 1
+
+
+def test_a_link_takes_what_arrives_evenly() -> None:
+    """Bytes for another host land on as many ranks there as send them, each at the place of its sender."""
+    layouts = Layouts()
+    held = layouts.pattern([whole((64, 64), range(4))])
+    layouts.add("w", (64, 64), 4, held, layouts.pattern([whole((64, 64), (0,))]))
+    hosts = ["a", "a", "a", "a", "b", "b", "b", "b"]
+    plan = redistribute(layouts, [Worker(0, "b")], hosts, 1 << 20, through_ranks=True)
+    assert plan.landing().tolist() == [0, 0, 0, 0, 4096, 4096, 4096, 4096]
+    assert plan.crossing().tolist() == [4096] * 4 + [0] * 4
+    with pytest.raises(ValueError, match="no rank is on c"):
+        redistribute(layouts, [Worker(0, "c")], hosts, 1 << 20, through_ranks=True)

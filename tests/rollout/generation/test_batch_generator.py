@@ -19,6 +19,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.batch_assembly import Rollout, check_staleness
 from hpcrl.rollout.engines.completion import completion_of
+from hpcrl.rollout.filters import check_reward_nonzero_std
 from hpcrl.rollout.filters.custom_filters import DynamicFilter, read_verdict
 from hpcrl.rollout.generation.generator import RolloutGenerator
 from hpcrl.rollout.generation.group_store import GroupStore
@@ -743,3 +744,14 @@ def test_columns_follow_the_response() -> None:
     begun = completion_of(part)
     assert begun.experts is not None and begun.experts.tolist() == experts[:3].tolist()
     assert begun.tokens.tolist() == part.tokens[2:].tolist() and begun.status == ABORTED
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kept"),
+    [([0.0, 1.0], True), ([0.5, 0.52, 0.5], True), ([0.1, 0.3], True), ([0.3] * 4, False), ([0.3, 0.3 + 1e-9], False)],
+)
+def test_any_difference_of_rewards_is_kept(rewards: list[float], kept: bool) -> None:
+    """A group is kept whose rewards differ, however little, but for rounding."""
+    group = [plain_sample(index=i, reward=reward) for i, reward in enumerate(rewards)]
+    found = check_reward_nonzero_std.keep(Options(), group)
+    assert found.keep == kept and (kept or found.reason == "zero_std_0.3")

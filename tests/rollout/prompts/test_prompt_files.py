@@ -268,6 +268,18 @@ def test_a_normalizer_may_lengthen_a_text(model: Path, tmp_path: Path) -> None:
     assert min(limit for limit in range(1000) if tokenizer.surely_within(text, limit)) >= 80
 
 
+@pytest.mark.parametrize("parts", [(), ((3, 1.0), (4, 2.0))])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_groups_are_handed_out_again(parts: tuple[tuple[int, float], ...], shuffle: bool) -> None:
+    """Under their numbers, whatever epoch they were of, and without a step of the source itself."""
+    prompts = tuple(Prompt(i, f"p{i}", np.zeros(1, np.int32)) for i in range(7))
+    source = PromptSource(PromptFile(Path("p"), prompts, 1, "x", parts=parts), 5, shuffle)
+    first = source.take(30)
+    assert source.again([29, 0, 6, 7, 8, 14, 13, 21]) == [first[i] for i in (0, 6, 7, 8, 13, 14, 21, 29)]
+    assert source.again(range(30)) == first
+    assert source.take(1)[0].number == 30
+
+
 def test_a_label_that_stands_in_the_answer_twice(model: Path, tmp_path: Path) -> None:
     """A template that ends a channel with a token that ends a response, and names channels as labels may be: the text
     to learn ends behind the label itself."""
