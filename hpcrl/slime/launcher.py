@@ -67,14 +67,13 @@ class UnknownValue:
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    def __enter__(self) -> UnknownValue:
+    def __enter__(self, *_: object) -> UnknownValue:
         return self
+
+    __getitem__ = __enter__
 
     def __exit__(self, *_: object) -> None:
         """Nothing was entered."""
-
-    def __getitem__(self, _: object) -> UnknownValue:
-        return self
 
     def __or__(self, other: Any) -> Any:
         return other
@@ -98,7 +97,7 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        ours = {"dump": dump, "safe_dump": dump} if self.__name__ == "yaml" else OURS
+        ours = OF_MODULES.get(self.__name__, OURS)
         return ours.get(name) or UnknownValue(f"{self.__name__}.{name}")
 
 
@@ -241,17 +240,15 @@ def get_bool_env_var(name: str, default: str = "false") -> bool:
     return os.environ.get(name, default).lower() in ("true", "1")
 
 
-def no_arguments(*_: Any, **__: Any) -> str:
-    """slime's arguments of trackers, without a key."""
-    return ""
+def copied(*paths: Any, **more: Any) -> None:
+    """slime's copies and casts of checkpoints."""
+    note("cp", *map(str, (*paths, *more.values())))
 
 
-def dump(value: Any, stream: Any = None, **_: Any) -> str:
+def dump(value: Any, stream: Any = None, **_: Any) -> Any:
     """yaml's: JSON is YAML too."""
     text = json.dumps(value, indent=1)
-    if stream is not None:
-        stream.write(text)
-    return text
+    return text if stream is None else stream.write(text)
 
 
 # ---- settings of a launcher: a dataclass, or the parameters of a function
@@ -342,26 +339,29 @@ def parse_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any
     return known
 
 
+OF_MODULES: dict[str, dict[str, Any]] = {
+    "fire": {"Fire": call},
+    "tyro": {"cli": lambda wanted: settings(wanted) if dataclasses.is_dataclass(wanted) else call(wanted)},
+    "yaml": {"dump": dump, "safe_dump": dump},
+}
 OURS: dict[str, Any] = {
     "Argument": default_of,
     "ExecuteTrainConfig": ExecuteTrainConfig,
-    "GENERATION_HARDWARE": {"H100": "Hopper", "GB200": "Blackwell", "GB300": "Blackwell"},
     "NUM_GPUS_OF_HARDWARE": {"H100": 8, "GB200": 4, "GB300": 4},
     "Option": default_of,
     "Typer": Typer,
     "check_has_nvlink": lambda: False,
     "convert_checkpoint": convert_checkpoint,
-    "create_run_id": lambda: "imported",
     "dataclass_cli": dataclass_cli,
     "exec_command": exec_command,
     "execute_train": execute_train,
-    "fp8_cast_bf16": lambda *paths: note("cp", *map(str, paths)),
+    "fp8_cast_bf16": copied,
     "get_bool_env_var": get_bool_env_var,
-    "get_default_tracking_args": no_arguments,
-    "get_default_wandb_args": no_arguments,
-    "get_env_enable_infinite_run": lambda: get_bool_env_var("SLIME_TEST_ENABLE_INFINITE_RUN"),
-    "hf_download_dataset": lambda name: note("hf", "download", name),
-    "rsync_simple": lambda *paths: note("cp", *map(str, paths)),
+    "get_default_tracking_args": lambda *_, **__: "",
+    "get_default_wandb_args": lambda *_, **__: "",
+    "get_env_enable_infinite_run": lambda: False,
+    "hf_download_dataset": lambda full_name: note("hf", "download", full_name),
+    "rsync_simple": copied,
     "run": call,
     "save_to_temp_file": save_to_temp_file,
 }
@@ -388,6 +388,9 @@ def main() -> None:
         os.environ.setdefault(name, "")
     sys.argv = [script]
     sys.path.insert(0, os.path.dirname(script))
+    OURS["repo_base_dir"] = next(
+        (folder for folder in Path(script).parents if (folder / "scripts/models").is_dir()), Path("/root/slime")
+    )
     replace()
     runpy.run_path(script, run_name="__main__")
 

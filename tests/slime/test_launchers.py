@@ -90,6 +90,10 @@ def test_settings_are_a_dataclass(tmp_path: Path) -> None:
         "p.add_argument('--fast', action='store_true')\na = p.parse_args()\nassert a.steps == 4 and a.fast\n" + CALL,
         f"{HELPER}import typer\napp = typer.Typer()\n@app.command()\ndef go(steps: int = typer.Option(3)):\n"
         f"    assert steps == 4\n    {CALL}app()\n",
+        f"{HELPER}import tyro\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    steps: int = 3\n"
+        f"a = tyro.cli(A)\nassert a.steps == 4 and str(U.repo_base_dir) == '/root/slime'\n{CALL}",
+        f"{HELPER}U.rsync_simple(path_src='/a', path_dst='/b')\nU.hf_download_dataset(full_name='a/b')\n{CALL}",
+        f"{HELPER}import fire\ndef go(steps: int = 3):\n    assert steps == 4\n    {CALL}fire.Fire(go)\n",
         f"{HELPER}import pytest\n@pytest.mark.parametrize('n', [1])\ndef test(n):\n    pass\n{CALL}",
         f"{HELPER}def server():\n    raise SystemExit('no server here')\n"
         + CALL.replace("=None)", "=None, before_ray_job_submit=server)"),
