@@ -104,16 +104,24 @@ def paths_of(options: Options, name: str) -> list[str]:
 
 
 def missing_functions(options: Options) -> list[UsageError]:
-    """An error for each custom function that is not in the files of its module, or that imports what there is not of
-    slime or vime; neither is run for it."""
-    every = [(spelled(name), path) for name in POINTS for path in paths_of(options, name) if not is_foreign(path)]
+    """An error for each custom function that is not in the files of its module, which is not run for it."""
     if "PYTHONPATH" in options.train_env_vars:  # the roles look elsewhere
-        more = [entry for entry in options.train_env_vars["PYTHONPATH"].split(":") if entry]
-        found = [(flag, path, *foreign_misses(path, more, flag in WHOLE)) for flag, path in every]
-    else:
-        found = [(flag, path, *missing(path)) for flag, path in every]
-        found += [(flag, path, *foreign_misses(path, (), flag in WHOLE)) for flag, path, why, _ in found if not why]
+        return []
+    found = [(flag, path, *missing(path)) for flag, path in _given(options)]
     return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
+
+
+def foreign_functions(options: Options) -> list[UsageError]:
+    """An error for each custom function that is here and wants of slime or vime what there is not; none is run."""
+    elsewhere = options.train_env_vars.get("PYTHONPATH", "")
+    more = [entry for entry in elsewhere.split(":") if entry]
+    found = [(flag, path, *foreign_misses(path, more, flag in WHOLE)) for flag, path in _given(options)]
+    return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
+
+
+def _given(options: Options) -> list[tuple[str, str]]:
+    """(flag, dotted path) of the user's own functions."""
+    return [(spelled(name), path) for name in POINTS for path in paths_of(options, name) if not is_foreign(path)]
 
 
 def foreign_misses(path: str, more: Sequence[str] = (), whole: bool = False) -> tuple[str, str]:

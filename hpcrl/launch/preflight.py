@@ -24,7 +24,7 @@ from typing import Any
 from hpcrl.config import megatron_flags
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
-from hpcrl.config.plugin_points import missing_functions
+from hpcrl.config.plugin_points import foreign_functions, missing_functions
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.sampling import check_draft_layers
 from hpcrl.config.setting_names import gather_table
@@ -124,7 +124,8 @@ def made_by_run(recipe: Recipe, run: str, path: str) -> bool:
 
 def absent(stages: Sequence[Options], sight: HostView) -> list[UsageError]:
     """An error for every file and directory that a stage begins with, and every custom function, that is not here."""
-    found = [error for options in stages for error in (missing_functions(options) if sight.code else [])]
+    own = (error for options in stages for error in [*missing_functions(options), *foreign_functions(options)])
+    found = list(own) if sight.code else []
     if sight.files:
         rows = [row for options in stages for row in begins_with(options) if not sight.elsewhere(row[1])]
         found = [*(error for row in rows if (error := _nothing_at(*row))), *found]
@@ -133,8 +134,10 @@ def absent(stages: Sequence[Options], sight: HostView) -> list[UsageError]:
 
 def note_absent(recipe: Recipe, stages: Sequence[Options]) -> None:
     """Say on stderr what a stage begins with and is not here, where another machine may be the one to run it."""
+    foreign = {str(error) for options in stages for error in foreign_functions(options)}
     for error in absent(stages, HostView(lambda path: made_by_run(recipe, "{run}", path))):
-        print(f"hpcrl: note: {error.what}: the machines of the run must have it", file=sys.stderr)
+        what = error.hint if str(error) in foreign else "the machines of the run must have it"
+        print(f"hpcrl: note: {error.what}: {what}", file=sys.stderr)
 
 
 def begins_with(options: Options) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.config.foreign_imports import OURS, answer_foreign_imports
 from hpcrl.config.foreign_names import MODULES, has, wanted_in_vain
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_points import foreign_misses, missing_functions
+from hpcrl.config.plugin_points import foreign_functions, foreign_misses
 
 
 @pytest.fixture
@@ -51,7 +51,9 @@ def test_an_installed_slime_has_the_rest(here: Path) -> None:
     for name in ("slime/__init__.py", "slime/utils/__init__.py", "slime/utils/types.py"):
         (here / name).write_text("WHOSE = 'theirs'\n")
     (here / "slime/utils/own.py").write_text("WHOSE = 'theirs'\n")
-    (here / "f.py").write_text("from slime.utils.own import WHOSE\nfrom slime.utils.types import Sample, WHOSE\n")
+    (here / "f.py").write_text(
+        "from slime.utils.own import WHOSE\nfrom slime.utils import own\nfrom slime.utils.types import Sample, WHOSE\n"
+    )
     importlib.invalidate_caches()
     assert importlib.import_module("slime.utils.own").WHOSE == "theirs"
     assert not hasattr(importlib.import_module("slime.utils.types"), "WHOSE")
@@ -101,10 +103,10 @@ def test_what_is_wanted_in_vain_is_told(here: Path) -> None:
 
 def test_functions_are_refused_before_engines(here: Path) -> None:
     (here / "mine.py").write_text("from slime.utils.ppo_utils import kl\nasync def f(args, sample, params): ...\n")
-    [error] = missing_functions(Options(custom_generate_function_path="mine.f"))
+    [error] = foreign_functions(Options(custom_generate_function_path="mine.f"))
     assert "slime.utils.ppo_utils (mine.py:1)" in error.what and "docs/customise.md" in str(error.hint)
     (here / "mine.py").write_text("from slime.utils.types import Sample\nasync def f(args, sample, params): ...\n")
-    assert missing_functions(Options(custom_generate_function_path="mine.f")) == []
+    assert foreign_functions(Options(custom_generate_function_path="mine.f")) == []
 
 
 def test_functions_elsewhere_are_read_too(here: Path) -> None:
@@ -114,7 +116,7 @@ def test_functions_elsewhere_are_read_too(here: Path) -> None:
     assert foreign_misses("mine.f") == ("", "")
     assert "slime.utils.ppo_utils" in foreign_misses("mine.f", [str(here / "there")])[0]
     path = {"PYTHONPATH": f"/nowhere:{here / 'there'}"}
-    [error] = missing_functions(Options(custom_rm_path="mine.f", train_env_vars=path))
+    [error] = foreign_functions(Options(custom_rm_path="mine.f", train_env_vars=path))
     assert "--custom-rm-path mine.f" in error.what
 
 
@@ -123,12 +125,12 @@ def test_whole_rollouts_of_slimes_are_refused(here: Path) -> None:
     (here / "mine.py").write_text(
         "from slime.rollout.sglang_rollout import GenerateState\ndef f(args, rollout_id, source, *, evaluation): ...\n"
     )
-    [error] = missing_functions(Options(rollout_function_path="mine.f"))
+    [error] = foreign_functions(Options(rollout_function_path="mine.f"))
     assert "slime.rollout.sglang_rollout" in error.what and "(mine.py:1)" in error.what
     assert "A whole rollout" in str(error.hint)
-    assert missing_functions(Options(custom_rm_path="mine.f")) == []
+    assert foreign_functions(Options(custom_rm_path="mine.f")) == []
     (here / "mine.py").write_text("from slime.rollout.base_types import RolloutFnTrainOutput\ndef f(): ...\n")
-    assert missing_functions(Options(rollout_function_path="mine.f", eval_function_path="mine.f")) == []
+    assert foreign_functions(Options(rollout_function_path="mine.f", eval_function_path="mine.f")) == []
 
 
 def test_packages_and_names_of_the_table() -> None:
