@@ -165,6 +165,22 @@ def newest_first(args: Any, rollout_id: int, buffer: list[list[Sample]], num_sam
     return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
 
 
+class Proxy:
+    """As web frameworks have them: raises whatever it is asked outside of a request."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("outside of a request")
+
+
+PROXY = Proxy()
+
+
+def centred(args: Any, samples: list[Sample], **more: Any) -> tuple[list[float], list[float]]:
+    """Rewards as slime's post processing returns them."""
+    raw = [sample.get_reward_value(args) for sample in samples]
+    return raw, [value - sum(raw) / len(raw) for value in raw]
+
+
 def remove_truncated(args: Any, data: list[list[Sample]]) -> None:
     """A sample filter."""
     for sample in (sample for group in data for sample in group):

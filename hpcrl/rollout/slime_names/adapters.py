@@ -91,8 +91,8 @@ class _Exchange:
     def _mine(self, value: Any) -> Any:
         if id(value) in self._own:
             return self._own[id(value)]
-        if isinstance(value, list | tuple):
-            return [self._mine(each) for each in value]
+        if type(value) in (list, tuple):
+            return type(value)(self._mine(each) for each in value)
         return value
 
 

@@ -60,7 +60,11 @@ def speaks_slime(function: Any) -> bool:
 
 
 def _module_of(value: Any) -> str:
-    name = getattr(value, "__name__" if isinstance(value, type(sys)) else "__module__", None)
+    """The module that a value is, or comes of; "" for one that does not say, or raises when it is asked."""
+    try:
+        name = getattr(value, "__name__" if isinstance(value, type(sys)) else "__module__", None)
+    except Exception:  # noqa: BLE001  (a proxy of the user's, which has nothing to stand for yet)
+        return ""
     return name if isinstance(name, str) else ""
 
 

@@ -314,3 +314,85 @@ def test_incomplete_template_cannot_continue(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_model(tmp_path, "{{ messages[-1]['content'] }}"))
     with pytest.raises(ValueError, match="what the assistant said"):
         continuation(tokenizer, [user("a")], [user("b")], 1)
+
+
+# ---- as slime's router
+
+
+def routed(tokenizer: Tokenizer, work: Callable[[Ask, Session, Policy], Awaitable[None]]) -> None:
+    """Run `work` with what asks the routes that have the key in their path, and no header."""
+
+    async def run() -> None:
+        policy, endpoint = Policy(tokenizer), Endpoint("127.0.0.1")
+        session = Session(ResponseContext(SAMPLING, ("train", 1), 7), policy, tokenizer, lambda: 2**20)  # type: ignore[arg-type]
+        await endpoint.start()
+        key = endpoint.open(session)
+        async with aiohttp.ClientSession() as http:
+
+            async def ask(path: str, body: Any, key: str = key) -> tuple[int, dict[str, Any]]:
+                async with http.post(f"{endpoint.base_url.removesuffix('/v1')}/{key}/{path}", json=body) as answer:
+                    return answer.status, await answer.json()
+
+            try:
+                await work(ask, session, policy)
+            finally:
+                await endpoint.stop()
+
+    asyncio.run(run())
+
+
+def test_slimes_router_answers_as_sglang(tokenizer: Tokenizer) -> None:
+    """Token ids or text in; text with or without what ended it, log-probs where they were asked for."""
+
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        ids = tokenizer.encode(["1+1="])[0].tolist()
+        params = {"temperature": 1.0, "max_new_tokens": 8, "skip_special_tokens": False, "no_stop_trim": True}
+        status, by_ids = await ask("generate", {"input_ids": ids, "sampling_params": params, "return_logprob": True})
+        assert status == 200 and by_ids["text"] == "ab<|end|>" and by_ids["output_ids"] == [*policy.tokens, policy.end]
+        meta = by_ids["meta_info"]
+        assert [item[:2] for item in meta["output_token_logprobs"]] == [
+            [-(n + 1) / 8, token] for n, token in enumerate(by_ids["output_ids"])
+        ]
+        assert meta["finish_reason"] == {"type": "stop", "matched": policy.end}
+        assert (meta["prompt_tokens"], meta["completion_tokens"], meta["weight_version"]) == (4, 3, "8")
+        status, by_text = await ask("generate", {"text": "1+1=", "sampling_params": {"max_new_tokens": 2}})
+        assert by_text["text"] == "ab" and "output_token_logprobs" not in by_text["meta_info"]
+        assert by_text["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+        assert policy.asked[0][0] == policy.asked[1][0] == ids
+        policy.status = ABORTED
+        status, ended = await ask("generate", {"input_ids": ids, "sampling_params": params})
+        assert status == 200 and ended["meta_info"]["finish_reason"]["type"] == "abort" and session.ended
+
+    routed(tokenizer, work)
+
+
+def test_slimes_router_refuses_what_it_does_not_do(tokenizer: Tokenizer) -> None:
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        for path, body, word in (
+            ("generate", {}, "input_ids"),
+            ("generate", {"text": "1", "input_ids": [7]}, "input_ids"),
+            ("generate", {"text": ["1", "2"]}, "text"),
+            ("generate", {"input_ids": [[7], [8]]}, "one list"),
+            ("generate", {"text": "1", "image_data": ["x"]}, "image_data"),
+            ("generate", {"text": "1", "stream": True}, "stream"),
+            ("generate", {"text": "1", "sampling_params": {"temperature": 0.5}}, "temperature"),
+            ("generate", {"text": "1", "sampling_params": {"n": 2}}, "n 2"),
+            ("generate", {"text": "1", "sampling_params": {"regex": "a"}}, "regex"),
+            ("inference/v1/generate", {"sampling_params": {}}, "token ids"),
+        ):
+            status, answer = await ask(path, body)
+            assert status == 400 and word in answer["error"]["message"], (body, answer)
+        assert not policy.asked
+        assert (await ask("generate", {"text": "1"}, "hpcrl-other"))[0] == 401
+
+    routed(tokenizer, work)
+
+
+def test_a_key_in_the_path_proves_its_connection(tokenizer: Tokenizer) -> None:
+    """A body that is larger than what a stranger may send is read."""
+
+    async def work(ask: Ask, session: Session, policy: Policy) -> None:
+        status, answer = await ask("generate", {"input_ids": [7] * 200_000, "sampling_params": {"max_new_tokens": 8}})
+        assert status == 200 and answer["meta_info"]["prompt_tokens"] == 200_000
+
+    routed(tokenizer, work)

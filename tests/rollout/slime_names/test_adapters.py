@@ -121,6 +121,12 @@ def test_what_a_hook_changes_is_changed() -> None:
     assert cut.metadata == {"seen": 2}
 
 
+def test_processed_rewards_of_slimes() -> None:
+    """What is no sample comes back as it is."""
+    centred = adapted(load_object(f"{HERE}.centred", "--x"), Options(reward_key="score"))
+    assert centred(Options(), [a_sample(), a_sample(0.0)]) == ([1.0, 0.0], [0.5, -0.5])
+
+
 def test_group_rewards_of_slimes() -> None:
     options = Options(custom_rm_path=f"{HERE}.group_reward", group_rm=True, custom={"again": Options(rm_type="exact")})
     group = adapted(load_object(f"{HERE}.group_reward", "--x"), options)
