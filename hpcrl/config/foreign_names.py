@@ -80,6 +80,11 @@ MODULES: dict[str, dict[str, str]] = {
     "utils.core.misc": _MISC,
     "utils.core.types": _TYPES,
     "utils.http_utils": _HTTP,
+    "utils.metric_utils": {
+        "compute_pass_rate": "helpers:compute_pass_rate",
+        "compute_statistics": "helpers:compute_statistics",
+        "dict_add_prefix": "helpers:dict_add_prefix",
+    },
     "utils.misc": _MISC,
     "utils.network.http_utils": _HTTP,
     "utils.processing_utils": {

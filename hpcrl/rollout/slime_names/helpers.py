@@ -1,11 +1,11 @@
 """Small things that functions written for slime import: how they load functions and tokenizers, what filters and
-rollouts return, and traces, of which there are none here."""
+rollouts return, numbers of metrics, and traces, of which there are none here."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +93,46 @@ class RolloutFnEvalOutput:
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
+
+
+# ---- metrics
+
+
+def dict_add_prefix(d: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The same with a prefix before each name."""
+    return {prefix + name: value for name, value in d.items()}
+
+
+def compute_statistics(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median, largest and least."""
+    numbers = np.asarray(values, np.float64)
+    found = {"mean": numbers.mean(), "median": np.median(numbers), "max": numbers.max(), "min": numbers.min()}
+    return {name: float(value) for name, value in found.items()}
+
+
+def compute_pass_rate(
+    flat_rewards: Sequence[float],
+    group_size: int,
+    num_groups: int | None = None,
+    group_ids: Sequence[Any] | None = None,
+) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4 ... up to the size of a group, over the groups that have k rewards; 1 is right.
+
+    Args:
+        group_ids: which group each reward is of; None: as many in a row as a group has.
+    """
+    from hpcrl.rollout.evaluation.evaluator import pass_at_k
+
+    ids = [at // group_size for at in range(len(flat_rewards))] if group_ids is None else list(group_ids)
+    groups: dict[Any, list[float]] = {}
+    for number, reward in zip(ids, flat_rewards, strict=True):
+        groups.setdefault(number, []).append(reward)
+    found = {}
+    for k in (2**power for power in range(group_size.bit_length() if group_size > 1 else 0)):
+        rates = [pass_at_k(len(each), each.count(1), k) for each in groups.values() if len(each) >= k]
+        if rates:
+            found[f"pass@{k}"] = float(np.mean(rates))
+    return found
 
 
 # ---- traces

@@ -13,6 +13,7 @@ from hpcrl.config.options import Options
 from hpcrl.rollout.filters.custom_filters import BufferFilter, DynamicFilter
 from hpcrl.rollout.slime_names.adapters import adapted
 from hpcrl.rollout.slime_names.conversion import NotSlimes, from_slime, speaks_slime, to_slime
+from hpcrl.rollout.slime_names.helpers import compute_pass_rate, compute_statistics, dict_add_prefix
 from hpcrl.rollout.slime_names.types import SlimeSample
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample
 
@@ -125,6 +126,16 @@ def test_processed_rewards_of_slimes() -> None:
     """What is no sample comes back as it is."""
     centred = adapted(load_object(f"{HERE}.centred", "--x"), Options(reward_key="score"))
     assert centred(Options(), [a_sample(), a_sample(0.0)]) == ([1.0, 0.0], [0.5, -0.5])
+
+
+def test_numbers_of_metrics() -> None:
+    """pass@k by hand: of 4 rewards with 2 right, two drawn hold a right one in 5 of 6 cases."""
+    assert compute_pass_rate([1, 1, 0, 0], 4) == pytest.approx({"pass@1": 0.5, "pass@2": 5 / 6, "pass@4": 1.0})
+    ragged = compute_pass_rate([1, 0, 0], 2, group_ids=["a", "a", "b"])
+    assert ragged == pytest.approx({"pass@1": 0.25, "pass@2": 1.0})
+    assert compute_pass_rate([1, 0], 1) == {}
+    assert compute_statistics([1, 2, 6]) == {"mean": 3.0, "median": 2.0, "max": 6.0, "min": 1.0}
+    assert dict_add_prefix({"a": 1}, "b/") == {"b/a": 1}
 
 
 def test_group_rewards_of_slimes() -> None:
