@@ -28,8 +28,11 @@ REJECTION = {
 SWITCHES = ("use_tis", "use_rs", "tis_batch_normalize")
 
 
-def mis_flags(path: str) -> tuple[str, ...]:
-    """The command line that says what the YAML file at `path` says.
+def mis_flags(path: str, asked: bool) -> tuple[str, ...]:
+    """The command line that says what the YAML file at `path` says; () if slime corrects nothing with it.
+
+    Args:
+        asked: whether --use-tis is given, which the file's own use_tis overrides in slime.
 
     Raises:
         UsageError: if it cannot be read, or holds something else than settings of MIS that hpcrl has.
@@ -37,6 +40,8 @@ def mis_flags(path: str) -> tuple[str, ...]:
     found = read_yaml(Path(path), FLAG)
     if not isinstance(found, dict):
         raise UsageError(f"{FLAG} {path} is not a table of names and values")
+    if not found.get("use_tis", asked) and not asked:
+        return ()
     _check(found, path)
     given = {name: value for name, value in found.items() if value is not None}
     if given["tis_mode"] != "truncate" and "tis_lower_bound" not in given:
@@ -61,8 +66,8 @@ def _check(found: Mapping[Any, Any], path: str) -> None:
     for name in SWITCHES:
         if not isinstance(found.get(name, False), bool | None):
             raise UsageError(f"{where}: {name} is neither true nor false")
-    if found.get("use_tis") is False:
-        raise UsageError(f"{where}: use_tis: false leaves no correction", "leave --custom-tis-function-path out")
+    if not found.get("use_tis", True):
+        raise UsageError(f"{where}: use_tis: false leaves no correction, and --use-tis is given", "leave --use-tis out")
     needed = [*(name for name in WEIGHTS if name != "tis_lower_bound"), *(["rs_level"] if found.get("use_rs") else [])]
     if missing := [name for name in needed if found.get(name) is None]:
         raise UsageError(f"{where}: {', '.join(missing)} is missing", "slime's example needs it too")

@@ -88,7 +88,10 @@ def own_settings(flag: str, given: Given) -> FlagReading:
     if correction("custom-tis-function-path", given).words[-1:] != ("mis",) or not path:
         return FlagReading("kept", (f"--{flag}", *given[flag]))
     try:
-        return FlagReading("translated", mis_flags(path), "settings of slime's MIS are options of hpcrl's")
+        found = mis_flags(path, "use-tis" in given)
+        if not found:
+            return FlagReading("needless", (), "no effect: neither it nor --use-tis turns the correction on")
+        return FlagReading("translated", found, "settings of slime's MIS are options of hpcrl's")
     except UsageError as error:
         why = error.what.removeprefix(f"--{flag} {path}: ").replace(f"--{flag} {path}", "it")
         return FlagReading("refused", (), "; ".join([why, error.hint or "name it by its path on this machine"]))

@@ -77,6 +77,26 @@ def test_what_there_is_not_is_refused_by_name(tmp_path: Path, change: dict[str, 
     assert any(said in str(error) for error in found.wrong), found.wrong
 
 
+@pytest.mark.parametrize("said", [False, None])
+@pytest.mark.parametrize("more", ["", "--get-mismatch-metrics"])
+def test_what_is_not_turned_on_corrects_nothing(tmp_path: Path, said: bool | None, more: str) -> None:
+    """Without --use-tis, a file that does not say use_tis: true only measures in slime, and so it does here."""
+    settings = {name: value for name, value in SETTINGS.items() if name != "use_tis"} | (
+        {} if said is None else {"use_tis": said}
+    )
+    given = [word for word in words(tmp_path / "mis.yaml", settings) if word != "--use-tis"]
+    found = translate([*BASE.split(), *given, *more.split()])
+    assert not found.wrong and found.values == translate(BASE.split()).values
+    [reading] = [line.reading for line in found.lines if line.flag == "custom-config-path"]
+    assert reading.outcome == "needless" and "--use-tis" in reading.why
+
+
+def test_the_file_alone_turns_it_on(tmp_path: Path) -> None:
+    given = [word for word in words(tmp_path / "mis.yaml", SETTINGS) if word != "--use-tis"]
+    found = translate([*BASE.split(), *given])
+    assert found.values["use_tis"] is True and found.values["tis_batch_normalize"] is True
+
+
 @pytest.mark.parametrize(("text", "said"), [("- a", "not a table"), ("a: [", "is not YAML"), (None, "No such file")])
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
     given = words(tmp_path / "mis.yaml", text or "")
