@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.errors import UsageError
-from hpcrl.microbatches import _best_fit, _first_try, _longest_first, _to_ranks, make_schedule, spread
+from hpcrl.microbatches import _best_fit, _dealt, _first_try, _longest_first, _to_ranks, make_schedule, spread
 
 SHAPES = st.tuples(
     st.integers(1, 4),
@@ -240,3 +240,9 @@ def test_an_overlong_sample_waits_with_another() -> None:
     lengths = [300, 290, 60, 60, 50, 50, 45, 45, 40, 40]
     for rank in make_schedule(lengths, dp=2, max_tokens_per_gpu=100).steps:
         assert rank[0][0] in ((0,), (1,))
+
+
+def test_the_largest_of_a_place_goes_to_the_emptiest() -> None:
+    """Dealt by places, ranks come out as even as places allow."""
+    assert _dealt([9, 8, 5, 1], 2) == [[0, 3], [1, 2]]
+    assert _dealt([1, 9, 5, 8, 7, 2], 3) == [[1, 0], [3, 5], [4, 2]]

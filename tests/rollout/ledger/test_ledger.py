@@ -299,6 +299,8 @@ def test_a_state_is_of_one_rollout() -> None:
     ("name", "value"),
     [
         ("buffer", {0, 3}),  # one that is in flight
+        ("buffer", {3}),  # the same, in the place of one that is then nowhere
+        ("bank", {3}),
         ("bank", {1, 0}),
         ("claimed", {3: 0}),  # one that is not in the bank
         ("trained", 1),
