@@ -71,6 +71,7 @@ def worth(
         ("dapo", "Answer: 34\nAnswer: 33", "34", -1),
         ("dapo", "34", "34", -1),
         ("dapo", "Answer: 34" + "x" * 300, "34", -1),
+        ("dapo", "Answer: 34\n" + "x" * 295, "34", -1),
         ("dapo", "Answer: 34 apples", "34", 1),
         ("dapo", "Answer: 33\n" + "x" * 290 + "\nAnswer: 34", "34", 1),
         ("dapo", "Answer: 34\n" + "x" * 288, "34", 1),
