@@ -2,6 +2,7 @@
 nothing yet.
 
     python examples/arithmetic.py --out DIR [--seed N]
+    python examples/arithmetic.py --answers RUN/grpo      # how the answers of each evaluation are made
 
 Writes, the same for the same seed:
   DIR/model/         tokenizer (one character, one token), config.json, random weights (about 0.3 million)
@@ -10,6 +11,9 @@ Writes, the same for the same seed:
   DIR/sft.jsonl      the same with a "response" to learn from.  Half of them work the answer out (`11,16,\\boxed{25}`), half
                      are guesses without working (`\\boxed{18}`), so a model that has learned from them is right in a third
                      of its answers, and has seen what would make it better.
+
+With --guessed 0 --slips 0.2 all of them are worked out, and one step in five adds a wrong digit: the style is there, the
+numbers have to become right.
 """
 
 from __future__ import annotations
@@ -36,16 +40,31 @@ CHAT_TEMPLATE = (
 )
 
 
-def sums(seed: int) -> tuple[list[Digits], list[Digits]]:
-    """All sums in random order: (for training, held out)."""
+def sums(seed: int, apart: bool = False) -> tuple[list[Digits], list[Digits]]:
+    """All sums in random order: (for training, held out).
+
+    apart: no held-out sum has its digits, in whatever order, in a sum for training.
+    """
     every = list(itertools.product(range(10), repeat=TERMS))
     random.Random(seed).shuffle(every)
-    return every[HELD_OUT:], every[:HELD_OUT]
+    held_out = every[:HELD_OUT]
+    if not apart:
+        return every[HELD_OUT:], held_out
+    digits: set[Digits] = set()
+    while sum(tuple(sorted(d)) in digits for d in every) < HELD_OUT:
+        digits.add(tuple(sorted(every[len(digits)])))
+    held_out = [d for d in every if tuple(sorted(d)) in digits]
+    return [d for d in every if tuple(sorted(d)) not in digits], held_out[:HELD_OUT]
 
 
 def prompt(digits: Digits) -> dict[str, object]:
     """One prompt with its label."""
     return {"prompt": [{"role": "user", "content": "+".join(map(str, digits)) + "="}], "label": str(sum(digits))}
+
+
+def slipped(digits: Digits, rng: random.Random, slips: float) -> Digits:
+    """The digits as somebody adds them who takes another for each but the first with the probability `slips`."""
+    return (digits[0], *(rng.randrange(10) if rng.random() < slips else digit for digit in digits[1:]))
 
 
 def worked(digits: Digits) -> str:
@@ -59,11 +78,13 @@ def guessed(rng: random.Random) -> str:
     return f"\\boxed{{{sum(rng.randrange(10) for _ in range(TERMS))}}}"
 
 
-def write_prompts(directory: Path, seed: int) -> None:
+def write_prompts(
+    directory: Path, seed: int, guesses: float = GUESSED, slips: float = 0.0, apart: bool = False
+) -> None:
     """train.jsonl, heldout.jsonl and sft.jsonl."""
-    train, held_out = sums(seed)
+    train, held_out = sums(seed, apart)
     rng = random.Random(seed + 1)
-    answer = lambda digits: guessed(rng) if rng.random() < GUESSED else worked(digits)  # noqa: E731
+    answer = lambda digits: guessed(rng) if rng.random() < guesses else worked(slipped(digits, rng, slips))  # noqa: E731
     write_lines(directory / "train.jsonl", (prompt(d) for d in train))
     write_lines(directory / "heldout.jsonl", (prompt(d) for d in held_out))
     write_lines(directory / "sft.jsonl", (prompt(d) | {"response": answer(d)} for d in train[:SFT_LINES]))
@@ -126,14 +147,38 @@ def make_model(directory: Path, seed: int, tokenizer=None, experts: int = 0) -> 
     tokenizer.save_pretrained(directory)
 
 
+def answers(stage: Path) -> str:
+    """A table of a stage's evaluations: the share of answers that are worked out, and how many of both kinds are
+    right."""
+    files = {
+        int(path.stem.rpartition("heldout-")[2]): path for path in (stage / "samples").glob("eval-heldout-*.jsonl")
+    }
+    lines = ["after rollout  worked out  of these right  of the others right"]
+    for number, path in sorted(files.items()):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kinds = [[row["reward"] for row in rows if ("," in row["response"]) is kind] for kind in (True, False)]
+        right = ["-" if not rewards else f"{sum(rewards) / len(rewards):.3f}" for rewards in kinds]
+        share = len(kinds[0]) / max(len(rows), 1)
+        lines.append(f"{number if number >= 0 else 'none':>13}  {share:>10.3f}  {right[0]:>14}  {right[1]:>19}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, metavar="DIR", help="where the task is written")
+    what.add_argument("--answers", type=Path, metavar="STAGE", help="of a run's stage: how its answers are made")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--experts", type=int, default=0, help="of each layer: a mixture-of-experts model instead")
+    parser.add_argument("--guessed", type=float, default=GUESSED, help="share of guesses in sft.jsonl (%(default)s)")
+    parser.add_argument("--slips", type=float, default=0.0, help="share of wrong steps in a working (%(default)s)")
+    parser.add_argument("--apart", action="store_true", help="no order of a held-out sum's digits is trained on")
     args = parser.parse_args()
+    if args.answers:
+        print(answers(args.answers))
+        return
     args.out.mkdir(parents=True, exist_ok=True)
-    write_prompts(args.out, args.seed)
+    write_prompts(args.out, args.seed, args.guessed, args.slips, args.apart)
     make_model(args.out / "model", args.seed, experts=args.experts)
 
 

@@ -76,3 +76,35 @@ def test_small_model_and_lossless_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids) == text
     assert len(tokenizer("\\boxed{25}")["input_ids"]) == 4
+
+
+def test_a_working_with_slips_and_sums_apart(tmp_path: Path) -> None:
+    """All answers are worked out, some steps are wrong, and no order of held-out digits is anywhere else."""
+    arithmetic.write_prompts(tmp_path, 7, guesses=0.0, slips=0.2, apart=True)
+    digits = {
+        name: {tuple(sorted(content(row).removesuffix("=").split("+"))) for row in lines(tmp_path / f"{name}.jsonl")}
+        for name in ("train", "sft", "heldout")
+    }
+    assert len(lines(tmp_path / "heldout.jsonl")) == arithmetic.HELD_OUT
+    assert not digits["heldout"] & (digits["train"] | digits["sft"])
+    rows = lines(tmp_path / "sft.jsonl")
+    assert all(re.fullmatch(r"\d+,\d+,\\boxed\{\d+\}", row["response"]) for row in rows)
+    right = sum(row["response"].endswith(f"{{{row['label']}}}") for row in rows) / len(rows)
+    assert right == pytest.approx((1 - 0.2 * 0.9) ** 3, abs=0.04), "three steps, each right nine times in ten or more"
+
+
+def test_how_answers_are_made(tmp_path: Path) -> None:
+    samples = tmp_path / "samples"
+    samples.mkdir()
+    rows = [
+        ("11,16,\\boxed{25}", 1),
+        ("11,16,\\boxed{24}", 0),
+        ("\\boxed{25}", 1),
+        ("\\boxed{2}", 0),
+        ("\\boxed{3}", 0),
+    ]
+    text = "".join(json.dumps({"response": response, "reward": reward}) + "\n" for response, reward in rows)
+    (samples / "eval-heldout--1.jsonl").write_text(text)
+    (samples / "eval-heldout-19.jsonl").write_text(json.dumps({"response": "1,2,3", "reward": 1}) + "\n")
+    _, before, after = (line.split() for line in arithmetic.answers(tmp_path).splitlines())
+    assert before == ["none", "0.400", "0.500", "0.333"] and after == ["19", "1.000", "1.000", "-"]

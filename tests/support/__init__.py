@@ -10,6 +10,7 @@ Real parts, started once and forked or shared
 Whole runs
     runs               `hpcrl run` of a tiny model, and what it left behind
     slurm, batch       runs submitted to Slurm; to any scheduler (`local_queue` is a small second one)
+    must_not_learn, learning_picture    rewards that teach nothing; table and picture of what was learned
     ledger_account     from what a run wrote of its groups, what became of each
     small_recipes      the shipped recipes for GPUs with small models
     twins              tiny twins of the reference runs of slime's guides
