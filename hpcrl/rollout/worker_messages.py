@@ -16,6 +16,7 @@ import msgspec
 from hpcrl.sample import PackedSample, Sample, pack
 
 TIMEOUT, ERROR = "timeout", "error"  #: how a grading or a call fails
+MOST = 256  #: samples of one response
 _LENGTH = struct.Struct("<Q")
 
 

@@ -25,6 +25,7 @@ from hpcrl.rollout.slime_names.calls import SlimeCall, longest_response
 from hpcrl.rollout.slime_names.conversion import NotSlimes, speaks_slime
 from hpcrl.rollout.worker_messages import (
     ERROR,
+    MOST,
     TIMEOUT,
     CustomCall,
     CustomResult,
@@ -33,7 +34,6 @@ from hpcrl.rollout.worker_messages import (
 )
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, PackedSample, Sample, pack, unpack
 
-MOST = 256  #: samples of one response
 LARGEST = 1e30  #: as of a reward
 
 

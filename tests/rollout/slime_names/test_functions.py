@@ -93,13 +93,15 @@ def test_log_probs_that_are_left_out_are_found(found: dict[str, Any]) -> None:
 
 
 def test_text_encoded_again_is_what_was_sampled(model: Path, found: dict[str, Any]) -> None:
-    """Without log-probs of its own, a sample whose tokens no engine sampled is made of those that one did."""
-    for name, lost in (("encoded_again", 2), ("encoded_again/some", 2)):
+    """Without log-probs of its own, a sample whose tokens no engine sampled is made of those that one did; of one that
+    has these too, the others are not trained."""
+    for name, mask in (("encoded_again", [1, 1, 1]), ("encoded_again/some", [1, 1, 1, 0, 0])):
         [sample] = found[name]
         check(sample)
-        assert words(make_tokenizer(model), sample.tokens[-3:]) == ["a", "b", "<|end|>"]
-        assert sample.loss_mask.tolist() == [1, 1, 1] and sample.metadata[UNSAMPLED] == lost
-        assert np.allclose(sample.logprobs, [-0.125, -0.25, -0.375])
+        first = len(sample.tokens) - len(mask)
+        assert words(make_tokenizer(model), sample.tokens[first : first + 3]) == ["a", "b", "<|end|>"]
+        assert sample.loss_mask.tolist() == mask and sample.metadata[UNSAMPLED] == 2
+        assert np.allclose(sample.logprobs[:3], [-0.125, -0.25, -0.375])
         assert (sample.reward, sample.response) == (1.0, "ab<|end|>")
 
 
