@@ -73,6 +73,7 @@ MOST = 20  #: files in one room
 #: user names
 READERS = {
     "slime/launcher.py": "inside the sandbox, what the script itself wrote",
+    "slime/launcher_values.py": "inside the sandbox, the script itself",
     "untrusted_files.py": "the one reader",
     "engine/disk_weights.py": "safetensors files, as large as a model",
     "model_files/torch_dist.py": "checkpoints, as large as a model",
@@ -103,6 +104,7 @@ WRITERS = {
     "selftest/whole_run.py": "a recipe and a log in a scratch directory",
     "commands/import_script.py": "a scratch directory",
     "slime/launcher.py": "inside the sandbox, which ends with it",
+    "slime/launcher_values.py": "inside the sandbox, which ends with it",
     "slime/script.py": "a scratch directory",
     "trainer/checkpoint/save_load.py": "a probe",
     "untrusted_files.py": "open_append",

@@ -27,6 +27,7 @@ from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.sandbox.private_root import RESULTS, View, in_system
 from hpcrl.sandbox.run import Confined, Unconfined, run_confined
+from hpcrl.slime.launcher_calls import FILE, OF_LAUNCHERS, check_known, depends, installed
 from hpcrl.slime.script_notes import ENVIRONMENT, missed_file, model_families, notes_of, unset
 from hpcrl.untrusted_files import read_given, read_regular
 
@@ -43,7 +44,7 @@ NOTED = "python python3 ray torchrun accelerate ssh nvidia-smi pkill killall noh
 MOST_CALLS = 20_000
 MOST_CALL = 1 << 20
 MOST_SCRIPT = 1 << 20
-FILE = "hpcrl-file"  #: a call of this name, which launcher.py notes, is a file's path and text
+LAUNCHER = ("launcher.py", "launcher_values.py", "launcher_settings.py")  #: what runs a launcher in Python
 ARRAY = "hpcrl-array"  #: a call of this name is a line of flags that ran as a command
 _TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
 #: what bash says of ${NAME:?...} where nothing sets NAME, Python of os.environ["NAME"], and a script itself
@@ -53,6 +54,10 @@ _MISSING = re.compile(
 )
 #: where things are inside; neither lies in the other, which is read-only
 _TOOLS_INSIDE = "/hpcrl-import/tools"
+_LAUNCH = (
+    f"import sys; sys.path.insert(0, '{_TOOLS_INSIDE}/lib'); from hpcrl.slime.launcher import main; "
+    "del sys.path[0]; main()"
+)
 _PIPED_INSIDE = "/hpcrl-import/script/script.sh"  #: a script that is in no file, such as `<(command)`
 
 
@@ -107,16 +112,21 @@ def run_script(
         )
     training = [found for call in calls if (found := _training(call))]
     if not training:
-        raise _no_training(path, said, seconds)
+        raise _no_training(path, said, seconds, depends(calls))
     program, arguments, told = training[0]
     environment = told or {}
+    files = {call[1]: call[2] for call in calls if call[0] == FILE and len(call) == 3}
+    if path.suffix == ".py":
+        before = calls[: next(place for place, call in enumerate(calls) if _training(call))]
+        check_known(path, before, arguments, environment, files)
     notes = (
         ["its --runtime-env-json is no JSON: what it sets is left out; --train-env-vars sets variables"]
         if told is None
         else []
     )
-    others = [call for call in calls if call[0] != FILE and not _training(call)]
-    notes += [*notes_of(others, environment), *(() if path.suffix == ".py" else unset(text, variables))]
+    others = [call for call in calls if call[0] not in OF_LAUNCHERS and not _training(call)]
+    more = installed(calls) if path.suffix == ".py" else unset(text, variables)
+    notes += [*notes_of(others, environment), *more]
     if said.late:
         notes.append(f"it had not ended after {seconds:g} s, but started the training before")
     if said.limit:
@@ -124,7 +134,6 @@ def run_script(
     if len(training) > 1:
         notes.append(f"it starts training {len(training)} times: this is the first")
     kept = {name: value for name, value in environment.items() if name not in ENVIRONMENT}
-    files = {call[1]: call[2] for call in calls if call[0] == FILE and len(call) == 3}
     return RunScript(program, tuple(arguments), kept, tuple(map(strip_control, notes)), files)
 
 
@@ -191,7 +200,7 @@ def _run(
     }
     view = View(tuple(dict(shown).items()), str(scratch / "calls"))
     try:
-        command = [python, "-I", "-S", f"{_TOOLS_INSIDE}/launcher.py"] if path.suffix == ".py" else [bash]
+        command = [python, "-I", "-S", "-c", _LAUNCH] if path.suffix == ".py" else [bash]
         return run_confined([*command, script], view, environment, seconds, os.path.dirname(script))
     except Unconfined as error:
         raise UsageError(
@@ -210,7 +219,7 @@ def _tool(name: str) -> str | None:
 def _equip(scratch: Path, bash: str) -> None:
     """Write what the script's bash works with: tools, those that note themselves down, names of models."""
     tools = scratch / "tools"
-    for folder in (tools / "bin", tools / "models", scratch / "calls"):
+    for folder in (tools / "bin", tools / "models", tools / "lib/hpcrl/slime", scratch / "calls"):
         folder.mkdir(parents=True)
     for name in TOOLS.split():
         if found := _tool(name):
@@ -222,8 +231,9 @@ def _equip(scratch: Path, bash: str) -> None:
     for name, family in model_families().items():
         arguments = "MODEL_ARGS=()\n" if family else f"MODEL_ARGS=(--spec none {name})\n"
         (tools / "models" / f"{name}.sh").write_text(arguments)
-    for name in ("prelude.sh", "launcher.py"):
-        (tools / name).write_text(read_given(HERE / name))
+    (tools / "prelude.sh").write_text(read_given(HERE / "prelude.sh"))
+    for name in LAUNCHER:
+        (tools / "lib/hpcrl/slime" / name).write_text(read_given(HERE / name))
 
 
 def _folders(script: Path, models: Path | None) -> Iterator[Path]:
@@ -279,7 +289,7 @@ def _environment(words: Sequence[str]) -> dict[str, str] | None:
     return {}
 
 
-def _no_training(path: Path, said: Confined, seconds: float) -> UsageError:
+def _no_training(path: Path, said: Confined, seconds: float, unknown: str = "") -> UsageError:
     """What to say of a script that has started no training."""
     lines = [line.strip() for line in f"{said.out}\n{said.err}".splitlines()]  # errors last
     last = [strip_control(line)[:300] for line in lines if line and not line.startswith("+")][-1:]
@@ -295,4 +305,6 @@ def _no_training(path: Path, said: Confined, seconds: float) -> UsageError:
     missing = _MISSING.search(f"{said.out}\n{said.err}")
     name = next(filter(None, missing.groups())) if missing else ""
     hint = f"write {name}=VALUE after the script" if missing else "is it a run script of slime's or vime's?"
+    if unknown:
+        hint = f"{unknown}: write the value into the script"
     return UsageError(f"{path} starts neither train.py nor train_async.py; it {ended}", hint)

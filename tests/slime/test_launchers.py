@@ -138,13 +138,95 @@ except OSError:
     assert any(note.startswith("touch") for note in found.notes)
 
 
-def test_what_only_a_package_knows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A value of a package that is not there ends as an error of the flag that would have had it."""
-    text = HELPER + "import torch\n" + CALL.replace("rollout 1'", "rollout ' + str(torch.cuda.device_count())")
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (CALL.replace("rollout 1'", "rollout ' + str(torch.cuda.device_count())"), "--num-rollout UNKNOWN:torch.cuda"),
+        (CALL.replace("/m ", "/m/{torch.version} ").replace("='--hf", "=f'--hf"), "--hf-checkpoint UNKNOWN:torch.v"),
+        (CALL.replace("'--hf", "f'--save={torch.a!s} --hf"), "--save UNKNOWN:torch.a"),
+        (CALL.replace("gpus", "gpus").replace("=8,", "=8, extra_env_vars={'A': torch.a},"), "environment A UNKNOWN:"),
+        (
+            f"p = U.save_to_temp_file(f'a: {{torch.a}}', 'yaml')\n{CALL}".replace("'--hf", "f'--x {p} --hf"),
+            "the file /",
+        ),
+    ],
+)
+def test_what_only_a_package_knows_is_refused(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A value of a package that is not there is an error that names the flag, or what else would have had it, and no
+    recipe is written."""
     file = tmp_path / "run_x.py"
-    file.write_text(text)
+    file.write_text(HELPER + "import torch\n" + text)
     assert main(["import", str(file)]) == 2
-    assert "--num-rollout UNKNOWN:torch.cuda.device_count" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert told in said.err and not said.out and said.err.count("hpcrl: error") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("if torch.cuda.is_available():\n    pass\n", "line 3 depends on torch.cuda.is_available"),
+        ("more = '--a' if torch.mode == 'tis' else ''\n", "line 3 depends on torch.mode"),
+        ("for _ in torch.settings:\n    pass\n", "line 3 depends on torch.settings"),
+        ("a = 1\nb = len(torch.names)\n", "line 4 depends on torch.names"),
+        ("a = torch.lr or 1e-6\n", "line 3 depends on torch.lr"),
+        ("a = 'b' in torch.names\n", "line 3 depends on torch.names"),
+        ("a = {1: 2}.get(torch.cuda.device_count(), 3)\n", "line 3 depends on torch.cuda.device_count"),
+        ("a = U.of_another_version()\n", "line 3 depends on slime.utils.external_utils.command_utils.of_another"),
+        ("from vime.utils.external_utils import command_utils as V\nV.other\n", "line 4 depends on vime"),
+    ],
+)
+def test_what_depends_on_a_package_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    """A flag may be missing where a branch, a loop or a look-up went by a value that nobody knew."""
+    with pytest.raises(UsageError) as error:
+        launched(tmp_path, f"{HELPER}import torch\n{text}{CALL}")
+    assert told in str(error.value)
+
+
+def test_what_cannot_reach_the_arguments_is_let_be(tmp_path: Path) -> None:
+    """Calls of a package, signatures of its types, and branches after the start, are none of that."""
+    text = f"""{HELPER}import torch, wandb
+from typing import Optional
+torch.cuda.empty_cache()
+wandb.init(project="x")
+with torch.no_grad() as a:
+    def f(a: Optional[torch.Tensor] = None, b: torch.Tensor | None = None, c: list[torch.Tensor] = ()) -> None: ...
+gpus, kind = U.NUM_GPUS_OF_HARDWARE["GB200"], U.GENERATION_HARDWARE["H100"]
+assert (gpus, kind) == (4, "Hopper") and U.create_run_id() and not U.check_has_nvlink()
+{CALL}
+if torch.ended:
+    pass
+"""
+    assert launched(tmp_path, text).arguments == GIVEN
+
+
+def test_a_package_that_may_be_missing_is_a_note(tmp_path: Path) -> None:
+    text = f"""{HELPER}import importlib.util
+try:
+    import deep_ep
+except ImportError:
+    deep_ep = None
+importlib.util.find_spec("flash_attn")
+import torch
+{CALL}"""
+    notes = launched(tmp_path, text).notes
+    assert [note.split()[1] for note in notes if "is installed" in note] == ["4", "7"]
+
+
+SETTINGS = "# of mine\na: 1e-6\nb: 1.0e-6\nc: true\nd: [x, 2]\nlist:\n  - y\n- 'z # 1'\nn:\n"
+
+
+def test_yaml_next_to_it_is_read(tmp_path: Path) -> None:
+    """Names with values are read as YAML 1.1 has them; anything else is refused with its line."""
+    (tmp_path / "x.yaml").write_text(SETTINGS.replace("z # 1", "z"))
+    read = f"{HELPER}import os, yaml\nfound = yaml.safe_load(open(os.path.dirname(__file__) + '/x.yaml'))\n"
+    wanted = {"a": "1e-6", "b": 1e-6, "c": True, "d": ["x", 2], "list": ["y", "z"], "n": None}
+    assert launched(tmp_path, f"{read}assert found == {wanted}, found\n{CALL}").arguments == GIVEN
+    for line in ("deep:\n  a: 1\n", "a: |\n  text\n", "a: 0o17\n", "a: 1_000\n"):
+        (tmp_path / "x.yaml").write_text(f"b: 1\n{line}")
+        with pytest.raises(UsageError, match=r"x\.yaml line [23]"):
+            launched(tmp_path, read + CALL)
 
 
 ROLES = "megatron:\\n  - {role: critic, overrides: {lr: 1e-5}}\\n  - {role: actor, overrides: {lr: 1e-6}}\\n"
