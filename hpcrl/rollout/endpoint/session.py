@@ -12,10 +12,11 @@ an engine, and what an engine had begun resumes from its exact tokens.
 from __future__ import annotations
 
 import hashlib
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,8 @@ from hpcrl.sample import ABORTED, TRUNCATED, Sample
 SIDE_BY_SIDE = 64  #: requests of one response at once
 REQUESTS = 4096  #: requests of one response in all
 DIALOGUES = 256  #: conversations of one response
-KEPT = 2**20  #: tokens of one response's requests that are kept so that it can resume
+KEPT = 2**20  #: tokens of one response's requests that are kept in the ledger so that it can resume
+RECENT = 16  #: turns among which that is looked for which a request continues
 
 
 class BadRequest(Exception):
@@ -65,16 +67,46 @@ class ResponseContext:
         return self.sampling.max_tokens
 
 
-class AskedTurn(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class AskedTurn:
     """One turn of a conversation at the endpoint.
 
     Attributes:
-        tokens: int32 that the policy was asked with.
+        added: int32 tokens that the policy was asked with, behind `shared` tokens of the request and answer `before`.
         answer: what it said, ABORTED if that was ended early.
+        number: of the request in its response.
     """
 
-    tokens: np.ndarray
+    added: np.ndarray
     answer: Completion
+    before: AskedTurn | None = None
+    shared: int = 0
+    number: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that the policy was asked with."""
+        return self.shared + len(self.added)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All of them, put together."""
+        pieces, turn, need = [self.added], self.before, self.shared
+        while turn is not None and need:
+            if need > turn.length:
+                pieces.append(turn.answer.tokens[: need - turn.length])
+                need = turn.length
+            if need > turn.shared:
+                pieces.append(turn.added[: need - turn.shared])
+                need = turn.shared
+            turn = turn.before
+        return np.concatenate(pieces[::-1])
+
+    def alike(self, ids: np.ndarray) -> int:
+        """With how many tokens of this request and its answer others begin."""
+        whole = np.concatenate([self.tokens, self.answer.tokens])[: len(ids)]
+        equal = whole == ids[: len(whole)]
+        return len(whole) if equal.all() else int(np.argmin(equal))
 
     @classmethod
     def of(cls, sample: Sample) -> AskedTurn:
@@ -91,7 +123,8 @@ class Session:
         ended: the run ended the response early.
         in_flight: requests that engines work on.
         earlier: what an earlier session of the response was answered, in order.
-        turns: the same of this one, empty once it is more than KEPT tokens.
+        turns: the same of this one, all of it, in the order of the requests.  A request has what an earlier one began
+            with from that, so that a long conversation takes memory for each of its tokens once.
     """
 
     making: ResponseContext
@@ -110,7 +143,9 @@ class Session:
 
     def samples(self, prompt: Prompt, group: int, index: int) -> list[Sample]:
         """What there is of the response: each turn as a sample, which has the tokens that it was asked with before its
-        own; those that were ended last.  Empty if that is too much to be kept."""
+        own; those that were ended last.  Empty if that is more than KEPT tokens."""
+        if self._kept > KEPT:
+            return []
         turns = [turn.answer.sample(group, index, replace(prompt, tokens=turn.tokens), "") for turn in self.turns]
         return sorted(turns, key=lambda sample: sample.status == ABORTED)
 
@@ -142,7 +177,8 @@ class Session:
         if sampling.temperature > 0:
             seed = seed_of(*self.making.seed, digest.hex(), self._asked[digest])
         self._asked[digest] += 1
-        self.in_flight, self.requests = self.in_flight + 1, self.requests + 1
+        number = self.requests
+        self.in_flight, self.requests = self.in_flight + 1, number + 1
         try:
             found = begun
             if begun is None or begun.status == ABORTED:
@@ -155,7 +191,7 @@ class Session:
             raise
         finally:
             self.in_flight -= 1
-        self._keep(ids, found)
+        self._keep(ids, found, number)
         if found.status == ABORTED:
             self.ended = True
             raise BadRequest("the response was ended early: it is not needed any more", "ended_early")
@@ -168,9 +204,18 @@ class Session:
         alike = [asked.answer for asked in self.earlier if np.array_equal(asked.tokens, ids)]
         return alike[times] if times < len(alike) and len(alike[times].tokens) <= most else None
 
-    def _keep(self, ids: np.ndarray, found: Completion) -> None:
+    def _keep(self, ids: np.ndarray, found: Completion, number: int) -> None:
         self._kept += len(ids) + len(found.tokens)
-        self.turns = [*self.turns, AskedTurn(ids, found)] if self._kept <= KEPT else []
+        if found.status != ABORTED:
+            found = replace(found, experts=None)  # those of a part alone are asked with again
+        shared, before = 0, None
+        for turn in self.turns[: -RECENT - 1 : -1]:
+            if (alike := turn.alike(ids)) > shared:
+                shared, before = alike, turn
+            if shared >= turn.length:
+                break
+        turn = AskedTurn(ids[shared:].copy(), found, before, shared, number)
+        insort(self.turns, turn, key=lambda turn: turn.number)
 
     def text(self, tokens: np.ndarray, skip_special: bool = False) -> str:
         """A turn's text, without the token that ended it.

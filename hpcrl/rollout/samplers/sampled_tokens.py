@@ -227,6 +227,6 @@ def _fit(tokens: np.ndarray, at: int, mask: np.ndarray, turn: AskedTurn) -> tupl
     length = min(len(answer), len(mask))
     equal = tokens[at : at + length] == answer[:length]
     alike = length if equal.all() else int(np.argmin(equal))
-    if len(turn.tokens) == at and np.array_equal(turn.tokens, tokens[:at]):
+    if turn.length == at and np.array_equal(turn.tokens, tokens[:at]):
         return 2, alike
     return (1, alike) if alike == length and mask[:alike].any() else (0, 0)
