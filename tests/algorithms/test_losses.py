@@ -742,3 +742,14 @@ def test_ratios_are_exp_below_the_bound() -> None:
         held = ratio_of(beyond)
         (gradient,) = torch.autograd.grad((held * held).sum(), beyond)
         assert (held * held).isfinite().all() and gradient.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_held_k3_has_no_gradient_of_the_wrong_sign() -> None:
+    """Below the bound both of its terms are held: the linear one alone would push away from the reference."""
+    from hpcrl.algorithms.kl import k3
+
+    difference = torch.tensor([-60.0, -43.0, -42.0, -5.0, 3.0, 60.0], requires_grad=True)
+    k3.kl(difference, torch.ones(6)).sum().backward()
+    assert (
+        difference.grad[:2].tolist() == [0, 0] and (difference.grad[2:4] < 0).all() and (difference.grad[4:] > 0).all()
+    )

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.log_ratios import ratio_of
+from hpcrl.algorithms.log_ratios import bound_of
 
 
 def kl(difference: Tensor, ratio: Tensor) -> Tensor:
-    """k3 of each token."""
-    return ratio * (ratio_of(-difference) - 1 + difference)
+    """k3 of each token; both terms are held alike, or the linear one alone would have a gradient, of the wrong sign."""
+    held = difference.clamp(min=-bound_of(difference.dtype))
+    return ratio * ((-held).exp() - 1 + held)

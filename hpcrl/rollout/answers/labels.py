@@ -19,7 +19,9 @@ from hpcrl.rollout.answers import calculus
 from hpcrl.rollout.answers.compare import equivalent
 
 TAIL = 1_000_000  #: characters at the end of a text that are looked at: no answer stands before them
-_BARE = r"\\(?:boxed|fbox)[ \t]+([+-]?\d+(?:[.,/]\d+)*|[A-Za-z](?![A-Za-z]))"
+#: behind an answer without braces: the end of the formula, line or text, or a word; whatever else belongs to the answer
+_ENDS = r"(?=[.,;:!?]?(?:\s*(?:\$|\}|\\[)\]]|\\(?:boxed|fbox)|\n|\Z)|\s+[A-Za-z]{2}))"
+_BARE = rf"\\(?:boxed|fbox)[ \t]+([+-]?\d+(?:[.,/]\d+)*|[A-Za-z]){_ENDS}"
 _TOKENS = re.compile(rf"\\(?:boxed|fbox)\s*\{{|{_BARE}|\\.|[{{}}]", re.DOTALL)
 _BOX = re.compile(rf"\\(?:boxed|fbox)\s*\{{|{_BARE}")
 
@@ -28,9 +30,15 @@ def boxed(text: str) -> str | None:
     r"""What stands in the last complete \boxed{...} (or \fbox{...}) of `text`, stripped, or None if there is none.
 
     Of boxes that lie in each other the inner one counts.  An escaped brace is not a brace.  A number or a letter needs
-    none: \boxed 5.
+    none if nothing follows in its formula: \boxed 5.  Where there is no box, one that is escaped as in JSON
+    (\\boxed{5}) is taken.
     """
     text = text[-TAIL:]
+    found = _last_box(text)
+    return _last_box(text.replace("\\\\", "\\")) if found is None and "\\\\boxed" in text else found
+
+
+def _last_box(text: str) -> str | None:
     begins = [found.start() for found in _BOX.finditer(text)]
     if not begins:
         return None
