@@ -26,7 +26,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.slime.launcher_settings import Typer, call, dataclass_cli, default_of, read_settings, settings
+from hpcrl.slime.launcher_settings import (
+    MODELS,
+    Typer,
+    call,
+    dataclass_cli,
+    default_of,
+    mark_read_by,
+    read_settings,
+    settings,
+)
 from hpcrl.slime.launcher_values import OF_MODULES, OURS, SCRIPT, Finder, find_spec_of_util, note, read_yaml
 
 FILE = "hpcrl-file"  #: a call of this name holds the path and the text of a file that the script wrote and hands over
@@ -41,6 +50,7 @@ _Popen = subprocess.Popen
 def shell(command: str | Sequence[str]) -> tuple[str, str]:
     """(stdout, stderr) of a command, of which tools of text alone run."""
     line = command if isinstance(command, str) else shlex.join(map(str, command))
+    mark_read_by(line)
     process = _Popen(["bash", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate()
     sys.stderr.buffer.write(err)  # why nothing was started may be in it
@@ -127,7 +137,7 @@ def execute_train(
             note(FILE, word, Path(word).read_text(errors="replace"))
     told = getattr(config, "extra_env_vars", "") or ""
     variables = {name: str(value) for name, value in (extra_env_vars or {}).items()} | pairs(told)
-    model = f'source "scripts/models/{megatron_model_type}.sh" && ' if megatron_model_type else ""
+    model = f'{MODELS}{megatron_model_type}.sh" && ' if megatron_model_type else ""
     shell(
         f"{model}ray job submit --runtime-env-json={shlex.quote(json.dumps({'env_vars': variables}))} "
         f"-- python3 {train_script} {'${MODEL_ARGS[@]}' if megatron_model_type else ''} {train_args}"

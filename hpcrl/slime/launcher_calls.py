@@ -9,13 +9,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from hpcrl.config.setting_names import nearest
 from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 
 FILE = "hpcrl-file"  #: a call of this name is the path and the text of a file that a launcher wrote and hands over
 DEPENDS = "hpcrl-depends"  #: a line of the launcher, and an unknown value that a branch or a loop there depends on
 INSTALLED = "hpcrl-installed"  #: a line, and a package that the launcher would do without
-OF_LAUNCHERS = (FILE, DEPENDS, INSTALLED)
+READ = "hpcrl-read"  #: names of variables that the launcher has read
+OFFERED = "hpcrl-offered"  #: a name of a setting that it has
+OF_LAUNCHERS = (FILE, DEPENDS, INSTALLED, READ, OFFERED)
 #: a value as launcher_values.py writes it; a launcher may have made it lower case
 _UNKNOWN = re.compile(r"UNKNOWN:([\w.]+)", re.I)
 
@@ -44,6 +47,23 @@ def check_known(
         raise UsageError(
             f"{path} {found}, and its arguments may differ with that",
             "write the value into the script, or give its arguments yourself: hpcrl import -- ARGUMENTS",
+        )
+
+
+def check_read(path: Path, calls: Sequence[Sequence[str]], variables: Mapping[str, str]) -> None:
+    """A NAME=VALUE that a launcher did not read has no effect.
+
+    Raises:
+        UsageError: if there is one; it names the setting that it may be a slip of.
+    """
+    read = {name for call in calls if call[0] == READ for name in call[1:]}
+    if missed := next((name for name in variables if name not in read), None):
+        offered = {call[1] for call in calls if call[0] == OFFERED and len(call) == 2}
+        names = {name.replace("_", "-"): name for name in offered}
+        close = nearest(missed, names)
+        raise UsageError(
+            f"{path} does not read {missed}, so that {missed}={variables[missed]} has no effect",
+            f"did you mean {strip_control(names[close])}?" if close else "leave it out",
         )
 
 

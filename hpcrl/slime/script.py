@@ -27,7 +27,7 @@ from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.sandbox.private_root import RESULTS, View, in_system
 from hpcrl.sandbox.run import Confined, Unconfined, run_confined
-from hpcrl.slime.launcher_calls import FILE, OF_LAUNCHERS, check_known, depends, installed
+from hpcrl.slime.launcher_calls import FILE, OF_LAUNCHERS, check_known, check_read, depends, installed
 from hpcrl.slime.script_notes import ENVIRONMENT, missed_file, model_families, notes_of, unset
 from hpcrl.untrusted_files import read_given, read_regular
 
@@ -118,6 +118,7 @@ def run_script(
     files = {call[1]: call[2] for call in calls if call[0] == FILE and len(call) == 3}
     if path.suffix == ".py":
         before = calls[: next(place for place, call in enumerate(calls) if _training(call))]
+        check_read(path, calls, variables)
         check_known(path, before, arguments, environment, files)
     notes = (
         ["its --runtime-env-json is no JSON: what it sets is left out; --train-env-vars sets variables"]

@@ -101,7 +101,8 @@ def test_settings_are_a_dataclass(tmp_path: Path) -> None:
 )
 def test_forms_of_a_start(text: str, tmp_path: Path) -> None:
     """However a launcher starts train.py, its arguments are what train.py would have got."""
-    assert launched(tmp_path, text, steps="4", fast="1").arguments == GIVEN
+    given = {name: value for name, value in {"steps": "4", "fast": "1"}.items() if name in text}
+    assert launched(tmp_path, text, **given).arguments == GIVEN
 
 
 @pytest.mark.parametrize(
@@ -253,6 +254,113 @@ U.execute_train(
     assert "critic_lr = 1e-05" in said.out and "megatron_config_path" not in said.out
     [name] = re.findall(r'custom_config_path = "(/tmp/\w+\.yaml)"', said.out)
     assert f"{name}: the launcher writes" in said.err and "hpcrl-import-" not in said.out + said.err
+
+
+PARSER = f"{HELPER}import argparse\np = argparse.ArgumentParser()\n"
+FLAG = PARSER + "p.add_argument('--a', {})\n"
+OPTION = HELPER + "import typer\ndef go(a{} = typer.Option({})):\n    assert a == {}, a\n    {}typer.run(go)\n"
+
+
+@pytest.mark.parametrize(
+    ("declared", "given", "value"),
+    [
+        ("action='store_true'", "false", False),
+        ("action='store_true'", "true", True),
+        ("action='store_false'", "false", False),
+        ("action='store_false'", "yes", True),
+        ("action=argparse.BooleanOptionalAction", "true", True),
+        ("action=argparse.BooleanOptionalAction, default=True", "0", False),
+        ("default='b'", "two words", "two words"),
+        ("default='b'", "", ""),
+        ("default='b'", "--lr 3", "--lr 3"),
+        ("nargs='+', type=int", "1 2", [1, 2]),
+    ],
+)
+@pytest.mark.parametrize("call", ["p.parse_args()", "p.parse_known_args()[0]"])
+def test_values_of_argparse(declared: str, given: str, value: object, call: str, tmp_path: Path) -> None:
+    """A flag has the value that NAME=VALUE says, whichever of argparse's ways the launcher takes."""
+    text = f"{FLAG.format(declared)}a = {call}.a\nassert a == {value!r}, a\n{CALL}"
+    assert launched(tmp_path, text, a=given).arguments == GIVEN
+
+
+def test_words_without_a_flag(tmp_path: Path) -> None:
+    text = f"{PARSER}p.add_argument('a', nargs='?')\np.add_argument('b', nargs='?')\n_ = p.parse_args()\n"
+    assert launched(tmp_path, f"{text}assert (_.a, _.b) == ('-x', 'y')\n{CALL}", a="-x", b="y").arguments == GIVEN
+    with pytest.raises(UsageError, match="give a as well"):
+        launched(tmp_path, text + CALL, b="y")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (OPTION.format(": str", "...", "1", CALL), "write a=VALUE after the script"),
+        (OPTION.format(": str", "help='x'", "1", CALL), "write a=VALUE after the script"),
+        (OPTION.format("", "default_factory=lambda: 5", "5", CALL), ""),
+        (OPTION.format(": str", "None", "None", CALL), ""),
+    ],
+)
+def test_defaults_of_typer(text: str, told: str, tmp_path: Path) -> None:
+    """An option without a default must be given, and a factory makes one."""
+    if not told:
+        assert launched(tmp_path, text).arguments == GIVEN
+        return
+    with pytest.raises(UsageError, match=told):
+        launched(tmp_path, text)
+    assert launched(tmp_path, text.replace("a == 1", "a == '1'"), a="1").arguments == GIVEN
+
+
+FIELD = f"{HELPER}import enum, tyro\nfrom dataclasses import dataclass, field\nfrom typing import Literal\n"
+MODE = "class M(enum.Enum):\n    x = 'y'\n"
+
+
+@pytest.mark.parametrize(
+    ("declared", "given", "value"),
+    [
+        ("a: list[float] = field(default_factory=list)", "1e-6,2", "[1e-6, 2.0]"),
+        ("a: tuple[str, ...] = ()", '["b, c"]', "('b, c',)"),
+        ("a: list[int] | None = None", "3", "[3]"),
+        ("a: int | None = 3", "none", "None"),
+        ("a: M = M.x", "y", "M.x"),
+        ("a: Literal[4, 8] = 4", "8", "8"),
+    ],
+)
+def test_types_of_fields(declared: str, given: str, value: str, tmp_path: Path) -> None:
+    text = f"{FIELD}{MODE}@dataclass\nclass A:\n    {declared}\na = tyro.cli(A).a\nassert a == {value}, a\n{CALL}"
+    assert launched(tmp_path, text, a=given).arguments == GIVEN
+
+
+def test_types_of_parameters_are_their_defaults(tmp_path: Path) -> None:
+    """What is not annotated has its default's type, and the sandbox's own variables are no settings."""
+    text = f"""{HELPER}import fire
+def go(steps=3, fast=True, LANG='x'):
+    assert (steps, fast, LANG) == (4, False, 'x'), (steps, fast, LANG)
+    {CALL}fire.Fire(go)
+"""
+    assert launched(tmp_path, text, steps="4", fast="false").arguments == GIVEN
+    for wrong in ({"steps": "x"}, {"fast": "maybe"}):
+        with pytest.raises(UsageError, match=f"{next(iter(wrong))}="):
+            launched(tmp_path, text, **wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"import os\nos.environ.get('A_NAME')\n{HELPER}{CALL}",
+        HELPER + CALL.replace("/m ", "$A_NAME "),
+        f"import os\nenv = {{**os.environ}}\n{HELPER}{CALL}",
+        f"import os\n'A_NAME' in os.environ\n{HELPER}{CALL}",
+    ],
+)
+def test_variables_that_are_read(text: str, tmp_path: Path) -> None:
+    assert launched(tmp_path, text, A_NAME="/m").arguments == GIVEN
+
+
+def test_what_nothing_reads_is_refused(tmp_path: Path) -> None:
+    """A NAME=VALUE without effect is an error that names the setting which may be meant."""
+    for text in (DATACLASS, f"{PARSER}p.add_argument('--model-name')\np.parse_args()\n{CALL}"):
+        with pytest.raises(UsageError, match="does not read model_nam,") as error:
+            launched(tmp_path, text, model_nam="x")
+        assert "mean model_name?" in str(error.value)
 
 
 def test_its_own_helpers_are_imported(tmp_path: Path) -> None:
