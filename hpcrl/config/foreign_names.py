@@ -176,6 +176,12 @@ def speaks_slime(source: Path) -> bool:
     return tree is not None and any(_is_theirs(node) for node in ast.walk(tree))
 
 
+def written_for_slime(path: str) -> bool:
+    """Whether the module of the function `path` imports anything of theirs; its source is read, and not run."""
+    file = _file_of(path.rpartition(".")[0])
+    return file is not None and speaks_slime(file)
+
+
 def _is_theirs(node: ast.AST) -> bool:
     if isinstance(node, ast.Import):
         return any(alias.name.partition(".")[0] in ROOTS for alias in node.names)

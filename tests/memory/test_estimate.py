@@ -13,7 +13,7 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
 from hpcrl.errors import UsageError
-from hpcrl.memory.activations import logits_bytes, micro_batches, tokens_per_gpu
+from hpcrl.memory.activations import logits_bytes, longest_sample, micro_batches, tokens_per_gpu
 from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, share, token_bytes, update_bytes, utilization
 from hpcrl.memory.fits import misfit
 from hpcrl.memory.host import ROUNDED, checkpoint_bytes, host_bytes, pinned
@@ -464,3 +464,23 @@ def test_hosts_that_are_too_small() -> None:
     assert refusal(options, 100).endswith("give the trainer more hosts")
     large = background.model_copy(update={"rollout_sleep_level": 1, "actor_num_gpus_per_node": 16})
     assert any(line.startswith("warn: 16 trainer ranks take") for line in memory_lines(large, family, config))
+
+
+def test_samples_of_slimes_functions_fill_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slime --rollout-max-response-len bounds each turn of them, and the context prompt and response together."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slimes_agent.py").write_text("from slime.utils.types import Sample\n\n\nasync def generate(*_): ...\n")
+    (tmp_path / "own_agent.py").write_text("async def generate(*_): ...\n")
+    lengths = {
+        name: longest_sample(
+            Options(
+                hf_checkpoint="m",
+                rollout_max_context_len=32768,
+                rollout_max_response_len=4096,
+                rollout_max_prompt_len=1024,
+                custom_generate_function_path=f"{name}.generate",
+            )
+        )
+        for name in ("slimes_agent", "own_agent")
+    }
+    assert lengths == {"slimes_agent": 32768, "own_agent": 5120}
