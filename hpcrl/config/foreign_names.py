@@ -191,8 +191,21 @@ def _is_theirs(node: ast.AST) -> bool:
 def _lacking(module: str, names: list[str], file: Path, line: int) -> list[WantedName]:
     if not has(module):
         return [] if _installed(module) else [WantedName(module, file, line)]
+    if _has_own_names(module):
+        return []
     absent = [name for name in names if name != "*" and not has(module, name) and not _installed(f"{module}.{name}")]
     return [WantedName(f"{module}.{name}", file, line) for name in absent]
+
+
+def _has_own_names(package: str) -> bool:
+    """Whether an `__init__` of the user's, or of an installed slime, may have any name of a package."""
+    file = _file_of(package)
+    return (
+        file is not None
+        and file.name == "__init__.py"
+        and package.partition(".")[2] not in MODULES
+        and file.stat().st_size > 0
+    )
 
 
 def _installed(module: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,32 @@ def test_the_page_lists_the_table() -> None:
         parents = module.rpartition(".")
         assert f"`{module}`" in page or f"`.{parents[2]}`" in page, module
         assert all(f"`{name}`" in page for name in names), module
+
+
+def test_a_package_of_the_user_s_keeps_its_names(here: Path) -> None:
+    """What is called vime, and is the user's own, has what its `__init__` says."""
+    (here / "vime").mkdir()
+    (here / "vime/__init__.py").write_text("from .score import brief\n")
+    (here / "vime/score.py").write_text("def brief(options, sample):\n    return 1.0\n")
+    (here / "my_rm.py").write_text("from vime import brief\n")
+    importlib.invalidate_caches()
+    assert not wanted_in_vain("my_rm.brief")
+    assert importlib.import_module("my_rm").brief(None, None) == 1.0
+    assert importlib.import_module("vime.utils.types").Sample is importlib.import_module("slime.utils.types").Sample
+
+
+def test_a_slime_that_only_a_finder_knows(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editable installation has no directory in sys.path: its modules are found as any import finds them."""
+    away = here / "elsewhere"
+    (away / "slime/utils").mkdir(parents=True)
+    for name in ("slime/__init__.py", "slime/utils/__init__.py"):
+        (away / name).write_text("")
+    (away / "slime/utils/mask_utils.py").write_text("MASKS = 3\n")
+
+    class Editable:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            return PathFinder.find_spec(name, [str(away)]) if name == "slime" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    assert importlib.import_module("slime.utils.mask_utils").MASKS == 3
