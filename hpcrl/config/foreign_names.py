@@ -127,7 +127,7 @@ def wanted_in_vain(path: str, more: Sequence[str] = ()) -> list[WantedName]:
     """What the module of the function `path`, and the user's modules that it imports, want of slime and vime and do not
     find: imports at their top, and those inside of the function itself.
 
-    An import whose failure the module catches is not counted.
+    An import whose failure the module catches is not counted, nor one that only a type checker or a program would run.
 
     Args:
         more: directories in which modules are looked for last.
@@ -265,6 +265,11 @@ def _running(body: list[ast.stmt], function: str) -> Iterator[ast.stmt]:
             continue
         if isinstance(node, ast.Try) and any(_catches_missing(handler) for handler in node.handlers):
             continue
+        if isinstance(node, ast.With) and any(_suppresses_missing(item.context_expr) for item in node.items):
+            continue
+        if isinstance(node, ast.If) and _never_holds(node.test):
+            yield from _running(node.orelse, function)
+            continue
         yield node
         for field in ("body", "orelse", "finalbody"):
             yield from _running(getattr(node, field, None) or [], function)
@@ -274,7 +279,31 @@ def _catches_missing(handler: ast.ExceptHandler) -> bool:
     """Whether a module does without what cannot be imported."""
     if any(isinstance(node, ast.Raise) for node in ast.walk(handler)):
         return False
-    names = (
-        {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else {"Exception"}
-    )
+    return handler.type is None or _is_missing(handler.type)
+
+
+def _is_missing(kinds: ast.AST) -> bool:
+    """Whether an import's failure is among these exceptions."""
+    names = {node.id for node in ast.walk(kinds) if isinstance(node, ast.Name)}
     return bool(names & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+
+
+def _suppresses_missing(context: ast.expr) -> bool:
+    """Whether it is `suppress(ImportError)`, or with another kind that includes it."""
+    if not isinstance(context, ast.Call) or _last(context.func) != "suppress":
+        return False
+    return any(_is_missing(kind) for kind in context.args)
+
+
+def _never_holds(test: ast.expr) -> bool:
+    """Whether it holds for type checkers alone, or for a module that is run as a program."""
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):
+        sides = [test.left, *test.comparators]
+        spelled = {side.value for side in sides if isinstance(side, ast.Constant)}
+        return "__main__" in spelled and "__name__" in map(_last, sides)
+    return _last(test) == "TYPE_CHECKING"
+
+
+def _last(node: ast.expr) -> str:
+    """The last word of a dotted name, "" for what is none."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
