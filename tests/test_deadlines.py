@@ -57,6 +57,7 @@ ENDED = {
     ("engines/fleet.py", "future.result()"): READY,
     ("engine/weight_receiver.py", "joined.result()"): READY,
     ("engine/weight_receiver.py", "self._hpcrl_joining.result()"): READY,
+    ("rollout/slime_names/helpers.py", "asyncio.run_coroutine_threadsafe(coroutine, loop).result()"): WATCHED,
     ("weights/pieces/choose_transport.py", "joining.result()"): "it is done: the loop before ends when it is",
     ("weights/pieces/piece_sender.py", "arriving.wait()"): OWN,
     ("weights/pieces/piece_sender.py", "transfer.wait()"): OWN,

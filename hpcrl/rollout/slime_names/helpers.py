@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import numpy as np
 
 from hpcrl.config.custom_functions import load_object
 from hpcrl.rollout.filters.check_reward_nonzero_std import EQUAL
+
+THREAD = "slime-coroutines"  #: runs what `run` is given
 
 
 def load_function(path: str) -> Any:
@@ -45,12 +48,23 @@ def load_processor(name_or_path: str, **settings: Any) -> None:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns, in a loop of its own.
+    """What a coroutine returns, in the loop of a thread of its own, so that a running loop may wait for it.
 
     Raises:
-        RuntimeError: within a running loop, where it is to be awaited.
+        RuntimeError: within that loop, which would wait for itself.
     """
-    return asyncio.run(coroutine)
+    loop = _loop()
+    if threading.current_thread().name == THREAD:
+        coroutine.close()
+        raise RuntimeError("slime.utils.async_utils.run within a coroutine that it runs: await it there")
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=THREAD, daemon=True).start()
+    return loop
 
 
 # ---- filters and rollouts

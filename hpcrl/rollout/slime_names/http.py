@@ -26,6 +26,7 @@ from hpcrl.toolbox.retry import Pauses, retry_async
 AGAIN = 1.0  #: seconds until a server that did not answer is asked again
 LONGEST = 600.0  #: seconds after which none is
 _KEY = re.compile(r"^/hpcrl-[\w-]+(?=/)")
+_ANY_KEY = re.compile(r"/hpcrl-[\w-]+(?=/)")
 
 
 class RouterPort(int):
@@ -73,11 +74,14 @@ _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] =
 
 
 class RequestRefused(Exception):
-    """A server said no.  `status` is the number that it said it with."""
+    """A server said no.  `status` is the number that it said it with.
+
+    Its text is that of every response that is refused so: it has no key, which lets its holder ask the engines.
+    """
 
     def __init__(self, url: str, status: int, text: str) -> None:
         self.status = status
-        super().__init__(f"{url} answers {status}: {text[:500]}")
+        super().__init__(f"{_ANY_KEY.sub('', url)} answers {status}: {text[:500]}")
 
 
 async def post(
