@@ -170,22 +170,31 @@ def drives_slime(path: str, more: Sequence[str] = ()) -> WantedName | None:
     return None
 
 
-def speaks_slime(source: Path) -> bool:
-    """Whether a module's file imports anything of theirs, wherever in it."""
+def imported_roots(source: Path) -> set[str]:
+    """First words of what a module's file imports, wherever in it; what it can do without is not counted."""
     tree = _parsed(source)
-    return tree is not None and any(_is_theirs(node) for node in ast.walk(tree))
+    return set() if tree is None else set(_roots(tree))
 
 
 def written_for_slime(path: str) -> bool:
     """Whether the module of the function `path` imports anything of theirs; its source is read, and not run."""
     file = _file_of(path.rpartition(".")[0])
-    return file is not None and speaks_slime(file)
+    return file is not None and not imported_roots(file).isdisjoint(ROOTS)
 
 
-def _is_theirs(node: ast.AST) -> bool:
+def _roots(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
-        return any(alias.name.partition(".")[0] in ROOTS for alias in node.names)
-    return isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] in ROOTS
+        yield from (alias.name.partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        yield (node.module or "").partition(".")[0]
+    if isinstance(node, ast.With) and any(_suppresses_missing(item.context_expr) for item in node.items):
+        return
+    inner = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Try) and any(_catches_missing(handler) for handler in node.handlers):
+        inner = [*node.handlers, *node.orelse, *node.finalbody]
+    for each in inner:
+        if isinstance(each, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from _roots(each)
 
 
 def _lacking(module: str, names: list[str], file: Path, line: int) -> list[WantedName]:

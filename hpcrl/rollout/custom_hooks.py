@@ -21,7 +21,7 @@ import numpy as np
 
 from hpcrl.config.custom_functions import named, said_of, settled, short, trace_of
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_points import spelled
+from hpcrl.config.plugin_points import paths_of, spelled
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.rollout.slime_names.adapters import adapted
 from hpcrl.sample import TRUNCATED, Sample, SampleBatch
@@ -64,8 +64,14 @@ class RolloutHooks:
             own: of `plugin_points.load_points`.
         """
         self._options = options
+        made = options.custom_generate_function_path is not None  # which may set rewards
         self._own = {
-            name: functions if name in _WHOLE else [adapted(function, options) for function in functions]
+            name: functions
+            if name in _WHOLE
+            else [
+                adapted(function, options, path, graded=made or name != "rollout_sample_hook_path")
+                for function, path in zip(functions, [*paths_of(options, name), *[""] * len(functions)], strict=False)
+            ]
             for name, functions in own.items()
         }
         self.rollout_id = 0

@@ -150,7 +150,11 @@ def _clean(text: Any) -> Any:
 
 class CustomCall(msgspec.Struct, tag=True):
     """Make a response: its prompt as a sample without one, how it is sampled, and where and by which key to ask for
-    it."""
+    it.
+
+    Attributes:
+        reward_key: of the reward in an object, that of the held-out set in an evaluation.
+    """
 
     id: int
     sample: PackedSample
@@ -159,6 +163,7 @@ class CustomCall(msgspec.Struct, tag=True):
     api_key: str
     evaluation: bool
     version: int
+    reward_key: str | None = None
 
 
 class CustomResult(msgspec.Struct):

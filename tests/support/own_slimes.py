@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -186,3 +188,37 @@ def remove_truncated(args: Any, data: list[list[Sample]]) -> None:
     for sample in (sample for group in data for sample in group):
         sample.remove_sample = sample.status is Sample.Status.TRUNCATED
         sample.metadata["seen"] = sample.effective_response_length
+
+
+def copied(args: Any, sample: Sample, *, rollout_id: int, evaluation: bool) -> Sample:
+    """A hook that changes a copy."""
+    made = deepcopy(sample)
+    made.reward, made.remove_sample, made.loss_mask = 2.0, True, None
+    return made
+
+
+def in_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that is not async."""
+
+    @functools.wraps(function)
+    def wrapper(*given: Any, **by_name: Any) -> Any:
+        return asyncio.wait_for(function(*given, **by_name), 60)
+
+    return wrapper
+
+
+@in_time
+async def limited(args: Any, sample: Sample, *, rollout_id: int, evaluation: bool) -> None:
+    """A hook that takes a while."""
+    await asyncio.sleep(0)
+    sample.reward, sample.remove_sample, sample.loss_mask = 2.0, True, None
+
+
+def scored(args: Any, sample: Sample, *, rollout_id: int, evaluation: bool) -> None:
+    """A hook that edits a reward which is an object."""
+    sample.reward["acc"] = -5.0
+
+
+def sees_none(args: Any, sample: Sample) -> float:
+    """A reward that tells whether there was one before."""
+    return float(sample.reward is None)

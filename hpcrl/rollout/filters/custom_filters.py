@@ -32,7 +32,7 @@ SAID = 3  #: failures that are logged with their traceback
 def _load(options: Options, name: str, function: str) -> Callable[..., Any]:
     value = getattr(options, name)
     if is_path(value):
-        return adapted(load_own(name, value), options)
+        return adapted(load_own(name, value), options, value)
     return getattr(importlib.import_module(f"hpcrl.rollout.filters.{value}"), function)
 
 

@@ -89,11 +89,11 @@ def load_reward(word: str, options: Options) -> Reward:
         UsageError: names it, and says what is wrong with it.
     """
     if word == options.custom_rm_path:
-        function = adapted(load_own("custom_rm_path", word), options)
+        function = adapted(load_own("custom_rm_path", word), options, word, graded=False)
         return Reward(word, function, is_async(function), group=options.group_rm)
     (item,) = read_words(word)
     if not item.file:
-        function = adapted(load_own("rm_type", word), options)
+        function = adapted(load_own("rm_type", word), options, word, graded=False)
         return Reward(word, function, is_async(function))
     module = importlib.import_module(f"hpcrl.rollout.rewards.{item.file}")
     if hasattr(module, "check"):

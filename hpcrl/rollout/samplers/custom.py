@@ -172,6 +172,7 @@ class CustomSampler:
                 sessions[-1][0],
                 asked.held_out is not None,
                 asked.version,
+                asked.held_out.by.key if asked.held_out else self._options.reward_key,
             )
 
         try:

@@ -22,7 +22,8 @@ from hpcrl.errors import UsageError
 from hpcrl.rollout.prompts.tokenizer import load_tokenizer
 from hpcrl.rollout.samplers.conversation import Arguments, PolicyClient
 from hpcrl.rollout.slime_names.calls import SlimeCall, longest_response
-from hpcrl.rollout.slime_names.conversion import NotSlimes, speaks_slime
+from hpcrl.rollout.slime_names.conversion import NotSlimes
+from hpcrl.rollout.slime_names.speakers import speaks_slime
 from hpcrl.rollout.worker_messages import (
     ERROR,
     MOST,
@@ -181,7 +182,7 @@ class FunctionRunner:
         self._function = load_generate(str(self._options.custom_generate_function_path))
         self._tokenizer = load_tokenizer(self._options.hf_checkpoint)
         self._told = takes(self._function, "evaluation")
-        self._slimes = speaks_slime(self._function)
+        self._slimes = speaks_slime(self._function, str(self._options.custom_generate_function_path))
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
         )

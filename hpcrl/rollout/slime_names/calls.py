@@ -35,6 +35,7 @@ class SlimeCall:
         ROUTER.set(router)
         self._options = options
         self._asked = asked
+        self._key = call.reward_key
         self.args = SlimeArguments(options, router)
         self.sample: types.SlimeSample = to_slime(asked, options, _text(options, tokenizer, asked), pending=True)
         skipped = {"skip_special_tokens": options.rollout_skip_special_tokens}
@@ -49,12 +50,12 @@ class SlimeCall:
         if returned is None:
             return None, []
         several: Sequence[Any] = returned if isinstance(returned, list | tuple) else [returned]
-        pairs = [from_slime(made, self._asked, self._options) for made in several]
+        pairs = [from_slime(made, self._asked, self._options, self._key) for made in several]
         return [sample for sample, _ in pairs], [given for _, given in pairs]
 
     def untouched(self) -> Sample:
         """The sample that it was given, as it is now: with a reward or metadata that it may have set."""
-        return from_slime(self.sample, self._asked, self._options)[0]
+        return from_slime(self.sample, self._asked, self._options, self._key)[0]
 
 
 def longest_response(options: Options, tokenizer: Tokenizer, most: int) -> int:

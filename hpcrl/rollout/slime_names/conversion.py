@@ -6,7 +6,7 @@ slime's fields goes along as far as it is plain data, so that a reward in anothe
 
 from __future__ import annotations
 
-import sys
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -34,46 +34,21 @@ class NotSlimes(Exception):
     """What a function returned is no sample of slime's that could be taken."""
 
 
-def speaks_slime(function: Any) -> bool:
-    """Whether a function, its module, or what that module has of others of the user's, comes of slime or vime."""
-    from pathlib import Path
-
-    from hpcrl.config.foreign_names import ROOTS
-    from hpcrl.config.foreign_names import speaks_slime as read
-
-    waiting, seen = [_module_of(function)], set[str]()
-    while waiting:
-        name = waiting.pop()
-        if name in seen or name not in sys.modules:
-            continue
-        seen.add(name)
-        module = sys.modules[name]
-        if name.partition(".")[0] in ROOTS:
-            return True
-        file = getattr(module, "__file__", None) or ""
-        if name.partition(".")[0] in {*sys.stdlib_module_names, "hpcrl"} or "-packages" in file or not file:
-            continue
-        if file.endswith(".py") and read(Path(file)):
-            return True
-        waiting += [_module_of(value) for value in list(vars(module).values())]
-    return False
-
-
-def _module_of(value: Any) -> str:
-    """The module that a value is, or comes of; "" for one that does not say, or raises when it is asked."""
-    try:
-        name = getattr(value, "__name__" if isinstance(value, type(sys)) else "__module__", None)
-    except Exception:  # noqa: BLE001  (a proxy of the user's, which has nothing to stand for yet)
-        return ""
-    return name if isinstance(name, str) else ""
-
-
-def to_slime(sample: Sample, options: Options, prompt: Any = None, pending: bool = False) -> types.SlimeSample:
+def to_slime(
+    sample: Sample,
+    options: Options,
+    prompt: Any = None,
+    pending: bool = False,
+    graded: bool = True,
+    key: str | None = None,
+) -> types.SlimeSample:
     """A sample of the run as slime's.
 
     Args:
         prompt: the text that the model reads, where that is known; else that of the prompt file.
         pending: as before its response is made: slime's functions encode the prompt themselves.
+        graded: whether its reward is one.
+        key: under which an object has it; None: --reward-key.
     """
     metadata = dict(sample.metadata)
     kept = metadata.pop(KEPT, {})
@@ -93,16 +68,19 @@ def to_slime(sample: Sample, options: Options, prompt: Any = None, pending: bool
         made.loss_mask, made.rollout_log_probs = sample.loss_mask.tolist(), sample.logprobs.tolist()
         made.weight_versions = [str(version) for version in dict.fromkeys(sample.versions.tolist())]
         made.status = SlimeStatus(sample.status)
-        made.reward = sample.reward
-        if options.reward_key and sample.reward is not None:
-            made.reward = {**sample.rewards, options.reward_key: sample.reward}
+        key = key or options.reward_key
+        if graded and sample.reward is not None and not math.isnan(sample.reward):
+            made.reward = {**sample.rewards, key: sample.reward} if key else sample.reward
     for name, value in kept.items():
         setattr(made, name, value)
     return made
 
 
-def from_slime(made: Any, asked: Sample, options: Options) -> tuple[Sample, bool]:
+def from_slime(made: Any, asked: Sample, options: Options, key: str | None = None) -> tuple[Sample, bool]:
     """(the sample that a function returned, whether it has log-probs of its own).
+
+    Args:
+        key: of the reward in an object; None: --reward-key.
 
     Raises:
         NotSlimes: if it is none.
@@ -112,12 +90,7 @@ def from_slime(made: Any, asked: Sample, options: Options) -> tuple[Sample, bool
     count = made.response_length
     mask = [1] * count if made.loss_mask is None else made.loss_mask
     given = made.rollout_log_probs is not None and len(made.rollout_log_probs) > 0
-    reward, rewards = made.reward, {}
-    if isinstance(reward, dict):
-        if options.reward_key not in reward:
-            raise NotSlimes(f"set the reward to an object with {', '.join(map(str, reward))}: give --reward-key")
-        rewards = {str(key): value for key, value in reward.items() if isinstance(value, int | float)}
-        reward = reward[options.reward_key]
+    reward, rewards = reward_of(made.reward, key or options.reward_key)
     kept = attributes_of(made)
     sample = Sample(
         group=asked.group,
@@ -137,6 +110,20 @@ def from_slime(made: Any, asked: Sample, options: Options) -> tuple[Sample, bool
         remove_sample=bool(made.remove_sample),
     )
     return sample, given
+
+
+def reward_of(reward: Any, key: str | None) -> tuple[Any, dict[str, float]]:
+    """(a reward, its parts by name if it is an object).
+
+    Raises:
+        NotSlimes: if the object does not have it.
+    """
+    if not isinstance(reward, dict):
+        return reward, {}
+    if key not in reward:
+        lacks = f"{key!r} is not in it" if key else "give --reward-key"
+        raise NotSlimes(f"set the reward to an object with {', '.join(map(str, reward))}: {lacks}")
+    return reward[key], {str(name): value for name, value in reward.items() if isinstance(value, int | float)}
 
 
 def status_of(status: Any) -> str:

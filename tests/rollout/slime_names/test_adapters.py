@@ -10,10 +10,14 @@ import pytest
 
 from hpcrl.config.custom_functions import load_object
 from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import load_points
+from hpcrl.rollout.custom_hooks import RolloutHooks
 from hpcrl.rollout.filters.custom_filters import BufferFilter, DynamicFilter
+from hpcrl.rollout.grading.grader import grade, load_reward
 from hpcrl.rollout.slime_names.adapters import adapted
-from hpcrl.rollout.slime_names.conversion import NotSlimes, from_slime, speaks_slime, to_slime
+from hpcrl.rollout.slime_names.conversion import NotSlimes, from_slime, to_slime
 from hpcrl.rollout.slime_names.helpers import compute_pass_rate, compute_statistics, dict_add_prefix
+from hpcrl.rollout.slime_names.speakers import speaks_slime
 from hpcrl.rollout.slime_names.types import SlimeSample
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample
 
@@ -120,6 +124,44 @@ def test_what_a_hook_changes_is_changed() -> None:
     hook(Options(), [[whole], [cut]])
     assert (whole.remove_sample, cut.remove_sample) == (False, True)
     assert cut.metadata == {"seen": 2}
+
+
+def hooked(sample: Sample, **values: Any) -> Sample:
+    """The sample, changed as `change_all` does for an evaluation."""
+    options = Options(rollout_sample_hook_path=[f"{HERE}.{values.pop('hook')}"], **values)
+    hooks = RolloutHooks(options, load_points(options, "rollout"))
+    asyncio.run(hooks.before_reward(sample, True))
+    return sample
+
+
+def test_a_copy_that_a_hook_returns_is_taken() -> None:
+    """And a wrapper that is not async itself is waited for before anything is read back."""
+    for hook in ("copied", "limited"):
+        sample = hooked(a_sample(), hook=hook)
+        assert (sample.reward, sample.remove_sample) == (2.0, True)
+        assert sample.loss_mask.tolist() == [1, 1, 1], "a mask of None is all ones"
+
+
+def test_rewards_that_are_objects_are_edited() -> None:
+    """In place too, by the key that holds: --eval-reward-key in evaluations."""
+    sample = hooked(
+        a_sample(), hook="scored", reward_key="score", eval_reward_key="acc", custom_generate_function_path="x.y"
+    )
+    assert sample.reward == -5.0 and sample.rewards["acc"] == -5.0
+    options, made = Options(reward_key="score"), to_slime(a_sample(), Options())
+    made.reward = {"score": -1.0, "acc": 1.0}
+    assert from_slime(made, a_sample(), options, "acc")[0].reward == 1.0
+    assert from_slime(made, a_sample(), options)[0].reward == -1.0
+    with pytest.raises(NotSlimes, match="'other'"):
+        from_slime(made, a_sample(), options, "other")
+
+
+def test_what_is_not_graded_has_no_reward() -> None:
+    """NaN, and what a reward is given, is None for slime's."""
+    assert to_slime(a_sample(float("nan")), Options()).reward is None
+    reward = load_reward(f"{HERE}.sees_none", Options(custom_rm_path=f"{HERE}.sees_none"))
+    [found] = asyncio.run(grade([reward], Options(), [a_sample(0.0)], None, 10))
+    assert found.values == {f"{HERE}.sees_none": 1.0}
 
 
 def test_processed_rewards_of_slimes() -> None:
