@@ -13,6 +13,7 @@ from hpcrl.config.custom_settings import read_yaml
 from hpcrl.config.setting_names import own
 from hpcrl.errors import UsageError
 from hpcrl.slime.flag_reading import FlagReading, Given, number, one
+from hpcrl.slime.mis_settings import reads_as_mis
 
 ROLES = "--megatron-config-path"
 #: setting of slime's critic -> our option
@@ -22,7 +23,8 @@ OF_CRITIC = {"lr": "critic-lr", "lr_warmup_iters": "critic-lr-warmup-iters", "lo
 def mismatch_metrics(flag: str, given: Given) -> FlagReading:
     """slime applies the correction that it names to the loss, not only to metrics, with or without --use-tis."""
     path = one(given, "custom-tis-function-path")
-    if not path or "use-tis" in given or "custom-config-path" in given:
+    by_file = "custom-config-path" in given and reads_as_mis(path)  # that file says what is corrected
+    if not path or "use-tis" in given or by_file:
         return FlagReading("needless", (), "engine and trainer are always compared")
     return FlagReading("translated", ("--use-tis",), f"slime multiplies the loss by {path} with this flag too")
 

@@ -28,6 +28,12 @@ REJECTION = {
 SWITCHES = ("use_tis", "use_rs", "tis_batch_normalize")
 
 
+def reads_as_mis(path: str) -> bool:
+    """Whether a function's path is that of slime's example, or hpcrl's name of the same."""
+    example = path.rpartition(".")[2] in ("compute_mis_weights", "compute_mis_weights_with_cp")
+    return path == "mis" or (path.startswith("examples.") and example)
+
+
 def mis_flags(path: str, asked: bool) -> tuple[str, ...]:
     """The command line that says what the YAML file at `path` says; () if slime corrects nothing with it.
 

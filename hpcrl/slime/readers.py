@@ -17,7 +17,7 @@ from hpcrl.config.setting_names import own
 from hpcrl.errors import UsageError
 from hpcrl.slime.conditional_readers import CONDITIONAL
 from hpcrl.slime.flag_reading import FlagReading, Given, number, one
-from hpcrl.slime.mis_settings import mis_flags
+from hpcrl.slime.mis_settings import mis_flags, reads_as_mis
 
 
 def eval_prompt_data(flag: str, given: Given) -> FlagReading:
@@ -74,10 +74,7 @@ def asynchronous(flag: str, given: Given) -> FlagReading:
 def correction(flag: str, given: Given) -> FlagReading:
     """slime's examples of corrections are files of hpcrl/algorithms/corrections/."""
     path = one(given, flag)
-    if path.startswith("examples.") and path.rpartition(".")[2] in (
-        "compute_mis_weights",
-        "compute_mis_weights_with_cp",
-    ):
+    if path != "mis" and reads_as_mis(path):
         return FlagReading("translated", (f"--{flag}", "mis"), "slime's example is a correction of hpcrl's")
     return own_function(flag, given)
 

@@ -91,6 +91,14 @@ def test_what_is_not_turned_on_corrects_nothing(tmp_path: Path, said: bool | Non
     assert reading.outcome == "needless" and "--use-tis" in reading.why
 
 
+def test_settings_of_another_correction(tmp_path: Path) -> None:
+    """A file of settings that is not MIS's leaves --get-mismatch-metrics what it is: a correction of the loss."""
+    (tmp_path / "own.yaml").write_text("x: 1\n")
+    more = f"--get-mismatch-metrics --custom-tis-function-path my.fn --custom-config-path {tmp_path}/own.yaml"
+    found = translate([*BASE.split(), *more.split()]).values
+    assert found["use_tis"] and found["custom_tis_function_path"] == "my.fn"
+
+
 def test_the_file_alone_turns_it_on(tmp_path: Path) -> None:
     given = [word for word in words(tmp_path / "mis.yaml", SETTINGS) if word != "--use-tis"]
     found = translate([*BASE.split(), *given])
