@@ -5,6 +5,7 @@ Invariant: the script's text is read and its variables computed; nothing that it
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tempfile
@@ -35,6 +36,7 @@ terminal and no other process; and what is not a text tool (ray, pkill, ssh, pyt
 hands to train.py becomes the recipe; what became of each flag is at the recipe's end, and on standard error where it is
 not simply kept. Exit status 2: some cannot be honoured."""
 
+TRAIN_ENVIRONMENT = "--train-env-vars"
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 
 
@@ -77,7 +79,7 @@ def translated(script: RunScript) -> tuple[Translation, list[str]]:
         for number, (path, text) in enumerate(script.files.items()):
             places[path] = f"{folder}/{number}{Path(path).suffix}"
             Path(places[path]).write_text(text)
-        words = [places.get(word, word) for word in with_environment(script)]
+        words = [_placed(word, places) for word in with_environment(script)]
         found = translate(words, script.program)
     back = {place: path for path, place in places.items()}
     lines = tuple(replace(line, given=_back(line.given, back)) for line in found.lines)
@@ -87,6 +89,14 @@ def translated(script: RunScript) -> tuple[Translation, list[str]]:
     return replace(found, values=values, lines=lines, wrong=wrong), [
         f"{path}: the launcher writes this file itself: write it where the run finds it" for path in kept
     ]
+
+
+def _placed(word: str, places: Mapping[str, str]) -> str:
+    """A word, or what follows the = of a flag, with the path at which a file of the script's own is."""
+    flag, equals, value = word.partition("=")
+    if word.startswith("--") and equals:
+        return f"{flag}={places.get(value, value)}"
+    return places.get(word, word)
 
 
 def _back(text: str, places: Mapping[str, str]) -> str:
@@ -119,13 +129,28 @@ def _variable(word: str) -> tuple[str, str]:
 
 
 def with_environment(script: RunScript) -> list[str]:
-    """The arguments of a script, with what its environment says beyond what hpcrl sets by itself."""
-    import json
+    """The arguments of a script, with what its environment says beyond what hpcrl sets by itself.
 
-    words = list(script.arguments)
-    if script.environment and "--train-env-vars" not in words:
-        words += ["--train-env-vars", json.dumps(script.environment)]
-    return words
+    Its own --train-env-vars, of which the last counts, wins; what is no JSON there stays, to be refused.
+    """
+    if not script.environment:
+        return list(script.arguments)
+    words: list[str] = []
+    own = ""
+    rest = list(script.arguments)
+    while rest:
+        flag, equals, value = rest[0].partition("=")
+        if flag.replace("_", "-") == TRAIN_ENVIRONMENT and (equals or len(rest) > 1):
+            own = value if equals else rest.pop(1)
+            rest.pop(0)
+        else:
+            words.append(rest.pop(0))
+    try:
+        told = json.loads(own or "{}")
+        merged = {**script.environment, **told}
+    except (ValueError, TypeError):
+        return list(script.arguments)
+    return [*words, TRAIN_ENVIRONMENT, json.dumps(merged)]
 
 
 def name_of_script(file: Path) -> str:

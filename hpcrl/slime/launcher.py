@@ -17,6 +17,7 @@ import io
 import itertools
 import json
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -33,6 +34,7 @@ from hpcrl.slime.launcher_settings import (
     dataclass_cli,
     default_of,
     mark_read_by,
+    plain_environment,
     read_settings,
     settings,
 )
@@ -40,6 +42,7 @@ from hpcrl.slime.launcher_values import OF_MODULES, OURS, SCRIPT, Finder, find_s
 
 FILE = "hpcrl-file"  #: a call of this name holds the path and the text of a file that the script wrote and hands over
 MOST_FILE = 1 << 19  #: bytes of one
+KEPT = ("PATH", "BASH_ENV", "TMPDIR")  #: variables of the sandbox that no command of the launcher may set
 SLEEPS = 100  #: after which a script waits for something that only a cluster has
 _Popen = subprocess.Popen
 
@@ -47,14 +50,47 @@ _Popen = subprocess.Popen
 # ---- commands: the sandbox's bash notes them down
 
 
-def shell(command: str | Sequence[str]) -> tuple[str, str]:
-    """(stdout, stderr) of a command, of which tools of text alone run."""
+def shell(command: str | Sequence[str], **options: Any) -> tuple[str, str]:
+    """(stdout, stderr) of a command, of which tools of text alone run.
+
+    Args:
+        options: env, cwd and input, as subprocess.run has them; what the sandbox's bash works with stays as it is.
+    """
     line = command if isinstance(command, str) else shlex.join(map(str, command))
-    mark_read_by(line)
-    process = _Popen(["bash", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = process.communicate()
+    told = {str(name): str(value) for name, value in (options.get("env") or {}).items()}
+    given = options.get("input")
+    text = given.encode() if isinstance(given, str) else given
+    mark_read_by(f"{line} {(text or b'').decode(errors='replace')}")
+    hand_over(line)
+    mine = {name: value for name, value in plain_environment().items() if name in KEPT or name.startswith("HPCRL_")}
+    process = _Popen(
+        ["bash", "-c", line],
+        stdin=None if text is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**plain_environment(), **told, **mine},
+        cwd=folder(options.get("cwd")),
+    )
+    out, err = process.communicate(input=text)
     sys.stderr.buffer.write(err)  # why nothing was started may be in it
     return out.decode(errors="replace"), err.decode(errors="replace")
+
+
+def folder(named: Any) -> str | None:
+    """A command's directory, if it is here."""
+    if named is None or os.path.isdir(named):
+        return None if named is None else os.fspath(named)
+    note("cd", str(named))
+    return None
+
+
+def hand_over(line: str) -> None:
+    """Note down the files that a command names and that the launcher has written: what else it sees is read-only."""
+    for word in re.split(r"[\s'\"]+", line):
+        path = word.partition("=")[2] if word.startswith("-") else word
+        writes = path.startswith("/") and os.path.isfile(path) and os.access(path, os.W_OK)
+        if writes and os.path.getsize(path) <= MOST_FILE:
+            note(FILE, path, Path(path).read_text(errors="replace"))
 
 
 def exec_command(command: str, capture_output: bool = False) -> str | None:
@@ -66,7 +102,7 @@ def exec_command(command: str, capture_output: bool = False) -> str | None:
 def noted_run(command: Any, *_: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
     """subprocess.run; it is unknown whether the command would have succeeded."""
     text = any(options.get(name) for name in ("text", "universal_newlines", "encoding"))
-    out, err = (part if text else part.encode() for part in shell(command))
+    out, err = (part if text else part.encode() for part in shell(command, **options))
     return subprocess.CompletedProcess(command, 0, out, err)
 
 
@@ -77,10 +113,12 @@ class NotedProcess:
 
     def __init__(self, command: Any, *_: Any, **options: Any) -> None:
         self._done = noted_run(command, **options)
-        self.args = command
+        self.args, self._options = command, options
 
-    def communicate(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """What it wrote."""
+    def communicate(self, input: Any = None, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """What it wrote; a command that gets its input now had none before."""
+        if input is not None:
+            self._done = noted_run(self.args, **{**self._options, "input": input})
         return self._done.stdout, self._done.stderr
 
     def poll(self) -> int:
@@ -132,9 +170,6 @@ def execute_train(
     """Have bash put the command together, as slime's does, and note it down."""
     if before_ray_job_submit is not None:
         note("before_ray_job_submit")
-    for word in shlex.split(train_args.replace("'", " ").replace('"', " ")):
-        if word.startswith("/") and os.path.isfile(word) and os.path.getsize(word) <= MOST_FILE:
-            note(FILE, word, Path(word).read_text(errors="replace"))
     told = getattr(config, "extra_env_vars", "") or ""
     variables = {name: str(value) for name, value in (extra_env_vars or {}).items()} | pairs(told)
     model = f'{MODELS}{megatron_model_type}.sh" && ' if megatron_model_type else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.commands.import_script import translated, with_environment
 from hpcrl.errors import UsageError
 from hpcrl.slime.script import RunScript, run_script
 
@@ -361,6 +362,60 @@ def test_what_nothing_reads_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="does not read model_nam,") as error:
             launched(tmp_path, text, model_nam="x")
         assert "mean model_name?" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "subprocess.run(['bash', here + '/x.sh'], env={**os.environ, 'LR': '5', 'PATH': '/nowhere'}, check=True)",
+        "subprocess.check_call('bash x.sh', shell=True, cwd=here, env={'LR': '5'})",
+        "subprocess.run(['bash'], input=f'LR=5\\nsource {here}/x.sh', text=True)",
+        "subprocess.Popen(['bash'], stdin=subprocess.PIPE).communicate(f'LR=5\\nsource {here}/x.sh'.encode())",
+    ],
+)
+def test_what_a_command_is_given(start: str, tmp_path: Path) -> None:
+    """A command's own variables, directory and input reach it, and the sandbox's tools stay its own."""
+    (tmp_path / "x.sh").write_text("python3 train.py --hf-checkpoint /m --lr $LR\n")
+    text = f"import os, subprocess\nhere = os.path.dirname(__file__)\nos.chdir('/')\n{start}\n"
+    assert launched(tmp_path, text).arguments == ("--hf-checkpoint", "/m", "--lr", "5")
+
+
+def test_files_of_its_own_alone_are_handed_over(tmp_path: Path) -> None:
+    """A file is the launcher's own wherever its path stands in a flag; what lies next to the launcher is not."""
+    (tmp_path / "y.yaml").write_text("near\n")
+    text = f"""{HELPER}import os
+place = U.save_to_temp_file("written", "yaml")
+U.exec_command(f"python3 train.py --a={{place}} --b {{os.path.dirname(__file__)}}/y.yaml")
+"""
+    found = launched(tmp_path, text)
+    assert list(found.files.values()) == ["written"] and [found.arguments[0]] == [f"--a={next(iter(found.files))}"]
+
+
+def test_a_written_file_after_an_equals_sign(tmp_path: Path) -> None:
+    script = RunScript("train.py", ("--megatron-config-path=/tmp/x.yaml",), {}, (), {"/tmp/x.yaml": "megatron: []"})
+    [line] = [line for line in translated(script)[0].lines if line.flag == "megatron-config-path"]
+    assert line.reading.outcome == "needless" and line.given == "--megatron-config-path /tmp/x.yaml"
+
+
+@pytest.mark.parametrize(
+    ("own", "merged"),
+    [
+        (["--train-env-vars", '{"A": "1"}'], {"A": "1", "B": "2"}),
+        (['--train-env-vars={"B": "3"}'], {"B": "3"}),
+        (["--train_env_vars", '{"A": "1"}'], {"A": "1", "B": "2"}),
+        ([], {"B": "2"}),
+    ],
+)
+def test_variables_of_both_places_are_merged(own: list[str], merged: dict[str, str]) -> None:
+    """What --runtime-env-json sets is not lost where the script sets others itself, which win."""
+    script = RunScript("train.py", ("--lr", "1e-6", *own, "--use-tis"), {"B": "2"}, ())
+    assert with_environment(script)[:3] == ["--lr", "1e-6", "--use-tis"]
+    assert translated(script)[0].values["train_env_vars"] == merged
+
+
+def test_variables_that_are_no_json_are_refused() -> None:
+    script = RunScript("train.py", ("--train-env-vars", "{A"), {"B": "2"}, ())
+    assert [error for error in translated(script)[0].wrong if "train-env-vars" in str(error)]
 
 
 def test_its_own_helpers_are_imported(tmp_path: Path) -> None:
