@@ -17,6 +17,7 @@ import re
 import shutil
 import stat
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from hpcrl.untrusted_files import read_given, read_regular
 
 HERE = Path(__file__).parent
 SECONDS = 30.0  #: that a script may take
+#: libraries that Python and its standard library load, where they lie next to it
+LIBRARIES = ("python3*", "z", "ffi", "ssl", "crypto", "bz2", "lzma", "expat", "uuid", "sqlite3")
 #: tools that a script may run: they compute with text
 TOOLS = (
     "[ awk basename bash cat cut date dirname echo env expr false grep egrep head hostname id ls mkdir mktemp "
@@ -182,7 +185,8 @@ def _run(
     shown = [(_TOOLS_INSIDE, str(scratch / "tools")), (script, str(scratch / "script.sh"))]
     python = os.path.realpath(sys.executable)
     if path.suffix == ".py" and not in_system(python):
-        shown.append((sys.base_prefix, sys.base_prefix))
+        stdlib = os.path.realpath(sysconfig.get_path("stdlib"))
+        shown += [(file, file) for file in interpreter_files(python, stdlib, os.environ.get("HOME", "/"))]
     shown += [(str(folder), str(folder)) for folder in _folders(Path(script), models) if not in_system(str(folder))]
     environment = {
         "HOME": os.environ.get("HOME", "/"),
@@ -208,6 +212,22 @@ def _run(
             f"{path} was not run: {error}",
             "run it elsewhere, or give its arguments yourself: hpcrl import -- ARGUMENTS",
         ) from error
+
+
+def interpreter_files(python: str, stdlib: str, home: str) -> list[str]:
+    """What a Python outside the system's directories needs, and no more of where it lies: that may be a home directory.
+
+    Raises:
+        UsageError: if its standard library is a home directory, or holds it.
+    """
+    if os.path.realpath(home) == stdlib or os.path.realpath(home).startswith(f"{stdlib.rstrip('/')}/"):
+        raise UsageError(
+            f"the standard library of {python} is at {stdlib}, which holds your home directory",
+            "call hpcrl with another Python",
+        )
+    lib = Path(python).parent.parent / "lib"
+    found = [python, stdlib, *(str(file) for name in LIBRARIES for file in sorted(lib.glob(f"lib{name}.so*")))]
+    return [file for file in found if os.path.exists(file)]
 
 
 def _tool(name: str) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.commands.import_script import translated, with_environment
 from hpcrl.errors import UsageError
-from hpcrl.slime.script import RunScript, run_script
+from hpcrl.slime.script import RunScript, interpreter_files, run_script
 
 HELPER = "import slime.utils.external_utils.command_utils as U\n"
 CALL = (
@@ -416,6 +416,19 @@ def test_variables_of_both_places_are_merged(own: list[str], merged: dict[str, s
 def test_variables_that_are_no_json_are_refused() -> None:
     script = RunScript("train.py", ("--train-env-vars", "{A"), {"B": "2"}, ())
     assert [error for error in translated(script)[0].wrong if "train-env-vars" in str(error)]
+
+
+def test_of_a_python_at_home_little_is_shown(tmp_path: Path) -> None:
+    """The interpreter, its libraries and its standard library are shown, never all that lies where it is."""
+    for name in ("bin/python3", "lib/libpython3.11.so.1.0", "lib/libz.so.1", "lib/python3.11/os.py", "secret"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    shown = interpreter_files(f"{tmp_path}/bin/python3", f"{tmp_path}/lib/python3.11", str(tmp_path))
+    names = ("bin/python3", "lib/python3.11", "lib/libpython3.11.so.1.0", "lib/libz.so.1")
+    assert shown == [f"{tmp_path}/{name}" for name in names]
+    for home in (tmp_path / "lib", tmp_path / "lib/me"):
+        with pytest.raises(UsageError, match="holds your home"):
+            interpreter_files(f"{tmp_path}/bin/python3", f"{tmp_path}/lib", str(home))
 
 
 def test_its_own_helpers_are_imported(tmp_path: Path) -> None:
