@@ -100,10 +100,26 @@ class UnknownValue:
 
     __ror__ = __or__
 
-    def __eq__(self, _: object) -> Any:
+    def __eq__(self, _: object = None) -> Any:
         return UnknownValue(self._name)
 
     __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__  # type: ignore[assignment]
+
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __neg__ = __eq__
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __eq__
+
+    def __int__(self) -> int:
+        depend(self._name)
+        raise TypeError(f"{self} is no number")
+
+    __float__ = __index__ = __int__  # type: ignore[assignment]
+
+    def __fspath__(self) -> str:
+        depend(self._name)
+        return str(self)
+
+    def __format__(self, _: str) -> str:
+        return str(self)
 
     def __iter__(self) -> Iterator[Any]:
         depend(self._name)

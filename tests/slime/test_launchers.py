@@ -144,6 +144,8 @@ except OSError:
     ("text", "told"),
     [
         (CALL.replace("rollout 1'", "rollout ' + str(torch.cuda.device_count())"), "--num-rollout UNKNOWN:torch.cuda"),
+        (CALL.replace("rollout 1'", "rollout ' + f'{8 // torch.size - 1:d}'"), "--num-rollout UNKNOWN:torch.size"),
+        (CALL.replace("rollout 1'", "rollout ' + torch.size"), "UNKNOWN:torch.size"),
         (CALL.replace("/m ", "/m/{torch.version} ").replace("='--hf", "=f'--hf"), "--hf-checkpoint UNKNOWN:torch.v"),
         (CALL.replace("'--hf", "f'--save={torch.a!s} --hf"), "--save UNKNOWN:torch.a"),
         (CALL.replace("gpus", "gpus").replace("=8,", "=8, extra_env_vars={'A': torch.a},"), "environment A UNKNOWN:"),
@@ -175,6 +177,8 @@ def test_what_only_a_package_knows_is_refused(
         ("a = torch.lr or 1e-6\n", "line 3 depends on torch.lr"),
         ("a = 'b' in torch.names\n", "line 3 depends on torch.names"),
         ("a = {1: 2}.get(torch.cuda.device_count(), 3)\n", "line 3 depends on torch.cuda.device_count"),
+        ("try:\n    a = int(torch.size)\nexcept TypeError:\n    a = 8\n", "line 4 depends on torch.size"),
+        ("import os\na = os.path.exists(torch.place)\n", "line 4 depends on torch.place"),
         ("a = U.of_another_version()\n", "line 3 depends on slime.utils.external_utils.command_utils.of_another"),
         ("from vime.utils.external_utils import command_utils as V\nV.other\n", "line 4 depends on vime"),
     ],
