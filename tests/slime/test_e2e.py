@@ -90,6 +90,4 @@ def test_a_launcher_of_a_list(name: str, tmp_path: Path) -> None:
     found = run_script(path, {})
     family = LISTS[name]["outcome"] == "family"
     assert found.arguments == (*(("--spec", "none", LISTS[name]["model"]) if family else ()), *words)
-    assert found.program == program and dict(found.files) == {
-        word: Path(word).read_text() for word in words if word.startswith(str(tmp_path))
-    }
+    assert found.program == program and not found.files, "what lies next to it is read where it is"
