@@ -23,7 +23,10 @@ HERE = "a computation of this command, which waits for nobody"
 ENDED = {
     ("convert/to_fp8.py", "job.result()"): HERE,
     ("convert/to_hf.py", "done.result()"): HERE,
-    ("slime/launcher.py", "process.communicate(input=text)"): "the sandbox ends all that it holds when its time is over",
+    (
+        "slime/launcher.py",
+        "process.communicate(input=text)",
+    ): "the sandbox ends all that it holds when its time is over",
     ("doctor/all_nodes.py", "process.communicate()"): "the process was killed in the line before",
     ("doctor/one_node.py", "key.data.accept()"): READY,
     ("doctor/one_node.py", "process.communicate()"): "the process was killed in the line before",

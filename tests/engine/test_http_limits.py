@@ -201,7 +201,9 @@ def test_nothing_stays_of_a_closed_connection() -> None:
             await talk(port, b"\x00 BAD\r\n\r\n")
         await asyncio.sleep(0.1)
         gc.collect()
-        return sum(isinstance(found, HttpLimits) for found in gc.get_objects())
+        return sum(
+            issubclass(type(found), HttpLimits) for found in gc.get_objects()
+        )  # some have a __class__ that raises
 
     assert served(work) <= 1
 
