@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,20 +96,10 @@ def status(address: Address, path: str = HEALTH, seconds: float = HEALTH_SECONDS
 
 async def answer(address: Address, path: str = HEALTH, seconds: float = HEALTH_SECONDS) -> tuple[int, Any]:
     """The same for an event loop, with the JSON object that came; a connection that broke is REFUSED too."""
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=seconds)
-    headers = {"Authorization": f"Bearer {address.key}"}
+    status, _, data = await _get(address, path, seconds, {"Authorization": f"Bearer {address.key}"})
     try:
-        async with (
-            aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
-            session.get(f"{address.url}{path}") as found,
-        ):
-            data = await found.read()
-            return found.status, json.loads(data) if data[:1] == b"{" else None
-    except TimeoutError:
-        return SILENT, None
-    except (aiohttp.ClientError, OSError, ValueError):
+        return status, json.loads(data) if data[:1] == b"{" else None
+    except ValueError:
         return REFUSED, None
 
 
@@ -117,20 +108,28 @@ async def realm_of(address: Address, seconds: float = HEALTH_SECONDS) -> tuple[i
 
     The status is 200 for a server that anybody may use; SILENT and REFUSED as above.
     """
+    status, headers, _ = await _get(address, HEALTH, seconds, {})
+    named = _REALM.fullmatch(headers.get("WWW-Authenticate", ""))
+    return status, named[1] if named else ""
+
+
+async def _get(
+    address: Address, path: str, seconds: float, headers: Mapping[str, str]
+) -> tuple[int, Mapping[str, str], bytes]:
+    """(status, headers, body) of an answer; SILENT or REFUSED, and nothing, where none came."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=seconds)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(f"{address.url}{HEALTH}") as found,
+            aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
+            session.get(f"{address.url}{path}") as found,
         ):
-            named = _REALM.fullmatch(found.headers.get("WWW-Authenticate", ""))
-            return found.status, named[1] if named else ""
+            return found.status, found.headers, await found.read()
     except TimeoutError:
-        return SILENT, ""
+        return SILENT, {}, b""
     except (aiohttp.ClientError, OSError, ValueError):
-        return REFUSED, ""
+        return REFUSED, {}, b""
 
 
 def _reason(text: bytes) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.algorithms.log_ratios import ratio_of
+from hpcrl.algorithms.kl import k3
 
 BOUND = 10.0
 
 
 def kl(difference: Tensor, ratio: Tensor) -> Tensor:
     """k3 of each token, bounded."""
-    return (ratio * (ratio_of(-difference) - 1 + difference)).clamp(-BOUND, BOUND)
+    return k3.kl(difference, ratio).clamp(-BOUND, BOUND)
