@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,10 @@ import pytest
 from tests.support.batch import queue  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
 from tests.support.second_user import second_user  # noqa: F401
+
+# What is imported stays, and to look through it for garbage again and again takes a fifth of the imports' time: none is
+# looked for until all files are imported (pytest_collection_finish).
+gc.disable()
 
 # Processes that tests start find `tests` from any directory.  The environment lends them `hpcrl` alone, as it does to
 # users.
@@ -32,6 +38,35 @@ if TYPE_CHECKING:
 # a loaded machine is slow, not wrong; and an example that failed is printed, on whatever machine
 hypothesis.settings.register_profile("hpcrl", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("hpcrl")
+
+
+#: the marks of a whole file, as its source says them
+MARKED = re.compile(r"^pytestmark = (\[[^]]*\]|.*)", re.MULTILINE)
+
+
+def left_out(expression: str) -> set[str]:
+    """The marks X of an expression of `-m` that has `and not X` in it: what has one of them is not selected."""
+    while (shorter := re.sub(r"\([^()]*\)", "~", expression)) != expression:
+        expression = shorter
+    parts = [] if re.search(r"\bor\b", expression) else re.split(r"\band\b", expression)
+    return {found[1] for part in parts if (found := re.fullmatch(r"\s*not\s+(\w+)\s*", part))}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of whose tests none would be selected is not imported: that takes longer than many a test."""
+    given = {Path(arg.partition("::")[0]).absolute() for arg in config.args}  # to be told that it is left out
+    if collection_path.suffix != ".py" or collection_path in given:
+        return None
+    if not (unwanted := left_out(config.option.markexpr)):
+        return None
+    marked = MARKED.search(collection_path.read_text())
+    return True if marked and unwanted & set(re.findall(r"pytest\.mark\.(\w+)", marked[1])) else None
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is looked for, among what tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.conftest import left_out
 from tests.test_architecture import MOST, ROOT
 from tools import messages
 
@@ -42,6 +43,14 @@ def test_what_tests_share_is_on_its_map() -> None:
         path.name.removesuffix(".py") for path in folder.iterdir() if path.name[0] != "_" and path.name != "README.md"
     }
     assert there <= told, f"tests/support/__init__.py does not name {sorted(there - told)}"
+
+
+def test_files_of_layers_that_are_left_out() -> None:
+    """A file is not imported for a mark that no selected test has, whatever else the expression says."""
+    assert left_out("(process or vllm) and not cluster and not soak") == {"cluster", "soak"}
+    assert left_out("not soak") == {"soak"}
+    for text in ("", "soak", "not process or vllm", "not (a and not b)", "not (a and not b and (c or d)) and e"):
+        assert left_out(text) == set(), text
 
 
 #: ordinary words in a row that a test may expect of a message.  Four tell two errors of one class apart; more are a
@@ -140,13 +149,9 @@ def test_names_are_short() -> None:
                 assert len(node.name) <= 50, f"{path}:{node.lineno}: {node.name}"
 
 
-def test_messages_are_all_in_one_file() -> None:
-    """So that a change of wording is seen in one place, and no test of what happens has to know it."""
-    assert messages.PAGE.read_text("utf-8") == messages.page(), "run python -m tools.messages --write"
-
-
-def test_the_command_that_writes_messages(tmp_path: Path) -> None:
-    """As CONTRIBUTING.md has it typed, over a copy of the tool and the package itself."""
+def test_messages_are_all_in_one_file(tmp_path: Path) -> None:
+    """So that a change of wording is seen in one place, and no test of what happens has to know it: the command as
+    CONTRIBUTING.md has it typed writes the same again, over a copy of the tool and the package itself."""
     repo = messages.ROOT
     command = "python -m tools.messages --write"
     assert f"`{command}`" in (repo / "CONTRIBUTING.md").read_text()
@@ -155,4 +160,4 @@ def test_the_command_that_writes_messages(tmp_path: Path) -> None:
     shutil.copytree(repo / "tools", tmp_path / "tools")
     words = [sys.executable, *command.split()[1:]]
     subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    assert (tmp_path / "tests" / messages.PAGE.name).read_bytes() == messages.PAGE.read_bytes()
+    assert (tmp_path / "tests" / messages.PAGE.name).read_bytes() == messages.PAGE.read_bytes(), f"run {command}"
