@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.foreign_names import FILE, PACKAGES, Sources, changed, installed, lines, main, table
+from tools.foreign_names import FILE, INSTALLED, PACKAGES, Sources, changed, installed, lines, main, table
 
 
 def written() -> dict[str, str]:
@@ -19,12 +19,12 @@ def test_names_are_there(package: str) -> None:
     """Of the release that the file was written for with the same signatures; of another one at all."""
     if not (found := installed(package)):
         pytest.skip(f"{package} is not installed")
-    now = table(Sources(), {package})
+    now = table(INSTALLED, {package})
     assert [name for name, what in now.items() if what == "gone"] == []
     if f"# {package} {found}" in FILE.read_text().splitlines():
         before = {name: what for name, what in written().items() if name.partition(".")[0] == package}
         assert changed(before, now) == [] and before.keys() == now.keys(), "python -m tools.foreign_names --write"
-        assert all(line in FILE.read_text().splitlines() for line in lines(Sources()) if line.startswith(package))
+        assert all(line in FILE.read_text().splitlines() for line in lines(INSTALLED) if line.startswith(package))
 
 
 def test_another_release_is_read_from_its_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -88,6 +89,10 @@ class Sources:
         return path in self.wheel.namelist() if self.wheel is not None else _place(path) is not None
 
 
+#: what is installed here, parsed as far as it was asked for
+INSTALLED = Sources()
+
+
 def _place(path: str) -> Path | None:
     """A file or directory of an installed package."""
     top, _, rest = path.partition("/")
@@ -143,36 +148,33 @@ def _arguments(given: ast.arguments) -> str:
 # ---- what hpcrl uses
 
 
-def _modules() -> Iterator[ast.Module]:
-    for file in sorted((ROOT / "hpcrl").rglob("*.py")):
-        yield ast.parse(file.read_text())
-
-
-_MENTIONED: set[str] = set()
-
-
-def mentioned() -> set[str]:
-    """Every attribute and method name in hpcrl's modules."""
-    if not _MENTIONED:
-        for tree in _modules():
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Attribute):
-                    _MENTIONED.add(node.attr)
-                elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    _MENTIONED.add(node.name)
-    return _MENTIONED
-
-
-def used() -> list[tuple[str, str]]:
-    """(module, name) of everything that hpcrl imports from PACKAGES; name "" for a module itself."""
+@cache
+def _walked() -> tuple[frozenset[str], tuple[tuple[str, str], ...]]:
+    """What `mentioned` and `used` return, in one walk."""
+    names: set[str] = set()
     found: set[tuple[str, str]] = set()
-    for tree in _modules():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in PACKAGES:
-                found |= {(node.module or "", alias.name) for alias in node.names}
+    for file in sorted((ROOT / "hpcrl").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.ImportFrom):
+                if not node.level and (node.module or "").split(".")[0] in PACKAGES:
+                    found |= {(node.module or "", alias.name) for alias in node.names}
             elif isinstance(node, ast.Import):
                 found |= {(alias.name, "") for alias in node.names if alias.name.split(".")[0] in PACKAGES}
-    return sorted(found)
+    return frozenset(names), tuple(sorted(found))
+
+
+def mentioned() -> frozenset[str]:
+    """Every attribute and method name in hpcrl's modules."""
+    return _walked()[0]
+
+
+def used() -> tuple[tuple[str, str], ...]:
+    """(module, name) of everything that hpcrl imports from PACKAGES; name "" for a module itself."""
+    return _walked()[1]
 
 
 def table(sources: Sources, packages: set[str]) -> dict[str, str]:
@@ -216,10 +218,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.against:
         with zipfile.ZipFile(args.against) as wheel:
             packages = {name.partition("/")[0] for name in wheel.namelist()} & set(PACKAGES)
-            found = changed(table(Sources(), packages), table(Sources(wheel), packages))
+            found = changed(table(INSTALLED, packages), table(Sources(wheel), packages))
         print("\n".join(found) or "nothing that hpcrl imports has changed")
         return 1 if found else 0
-    text = "\n".join(lines(Sources())) + "\n"
+    text = "\n".join(lines(INSTALLED)) + "\n"
     if args.write:
         FILE.write_text(text)
     else:

@@ -17,15 +17,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+IMPORTS = (ast.Import, ast.ImportFrom)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 NOT_CODE = {tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 @dataclass(frozen=True)
 class Module:
-    """One file.  lines: all of them; code: those with code; imports: those of import statements, of `code`."""
+    """One file.  nodes: its syntax tree, walked; lines: all of them; code: those with code; imports: those of import
+    statements, of `code`."""
 
     path: Path
     tree: ast.Module
+    nodes: list[ast.AST]
     lines: int
     code: int
     imports: int
@@ -35,20 +40,21 @@ def read_module(path: Path) -> Module:
     """Count a file.  SyntaxError if it is not Python."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
     covered: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NOT_CODE:
             covered.update(range(token.start[0], token.end[0] + 1))
-    covered -= {line for node in docstrings(tree) for line in range(node.lineno, (node.end_lineno or 0) + 1)}
-    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    covered -= {line for node in docstrings(nodes) for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    imports = [n for n in nodes if isinstance(n, IMPORTS)]
     taken = {line for node in imports for line in range(node.lineno, (node.end_lineno or 0) + 1)}
-    return Module(path, tree, text.count("\n"), len(covered), len(taken & covered))
+    return Module(path, tree, nodes, text.count("\n"), len(covered), len(taken & covered))
 
 
-def docstrings(tree: ast.Module) -> Iterator[ast.expr]:
+def docstrings(nodes: list[ast.AST]) -> Iterator[ast.expr]:
     """The docstrings of a module, its classes and functions."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+    for node in nodes:
+        if isinstance(node, DOCUMENTED) and node.body:
             first = node.body[0]
             if (
                 isinstance(first, ast.Expr)
@@ -70,12 +76,8 @@ def classes(modules: list[Module]) -> dict[str, list[Path]]:
 
 def functions(modules: list[Module]) -> list[int]:
     """Lines of every function."""
-    nodes = (node for module in modules for node in ast.walk(module.tree))
-    return sorted(
-        (node.end_lineno or 0) - node.lineno + 1
-        for node in nodes
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
+    nodes = (node for module in modules for node in module.nodes)
+    return sorted((node.end_lineno or 0) - node.lineno + 1 for node in nodes if isinstance(node, FUNCTIONS))
 
 
 def rooms(modules: list[Module], root: Path) -> Iterator[tuple[str, int, int]]:
@@ -92,8 +94,8 @@ def imports_of(module: Module, names: Mapping[str, Path], types: bool) -> set[st
     """The modules of `names` that one imports anywhere in it; types: under TYPE_CHECKING as well."""
     left_out: set[int] = set()
     found: set[str] = set()
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
+    for node in module.nodes:
+        if isinstance(node, ast.If) and not types and "TYPE_CHECKING" in ast.unparse(node.test):
             left_out.update(id(inner) for statement in node.body for inner in ast.walk(statement))
         elif isinstance(node, ast.Import) and id(node) not in left_out:
             found.update(alias.name for alias in node.names)
