@@ -154,6 +154,8 @@ def _hosts_of(line: _Line, column: int, word: str) -> list[tuple[str, int | None
     for part in parts:
         found += _part(line, column, part)
         column += len(part) + 1
+        if len(found) > MAX_HOSTS:
+            break  # `parse_hostfile` refuses them
     if len({count is None for _, count in found}) > 1:
         raise line.error(
             column - len(word) - 1,

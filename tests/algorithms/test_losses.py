@@ -48,8 +48,10 @@ class One:
     def __init__(self, sample: Sample, p: Row, sg: Row) -> None:
         self.p = p
         self.sg = sg
-        for name in ("old", "trainer", "rollout", "reference", "entropy", "advantages"):
-            setattr(self, name, [float(x) for x, m in zip(getattr(sample, name), sample.mask, strict=True) if m])
+        columns = ("old", "trainer", "rollout", "reference", "entropy", "advantages")
+        if "trained" not in vars(sample):  # once: the slopes below ask for it a hundred times
+            vars(sample)["trained"] = {name: getattr(sample, name)[sample.mask].tolist() for name in columns}
+        vars(self).update(vars(sample)["trained"])
 
 
 def bounds(o: Options) -> tuple[float, float]:
@@ -168,11 +170,12 @@ def policy(
         share = 1.0 if per_token else 1 / max(len(one.p), 1)
         weights, kept = correction(one, o)
         masks, kl = opsm(one, o), kl_terms(one, o)
+        moved = [q - p for q, p in zip(one.old, one.p, strict=True)]
+        drift = [mean(moved)] * len(moved) if name == "gspo" else moved
         for t, (loss, cut) in enumerate(LOSSES[name](one, o)):
             sums["pg_loss"] += loss * weights[t] * masks[t] * kept[t] * (share if divisor is None else 1 / divisor)
             sums["pg_clipfrac"] += cut * kept[t] * share
-            moved = [q - p for q, p in zip(one.old, one.p, strict=True)]
-            sums["ppo_kl"] += (mean(moved) if name == "gspo" else moved[t]) * kept[t] * share
+            sums["ppo_kl"] += drift[t] * kept[t] * share
             sums["entropy_loss"] += one.entropy[t] * kept[t] * share
             sums["kl_loss"] += kl[t] * kept[t] * share
             sums["opsm_clipfrac"] += (1 - masks[t]) * share

@@ -19,6 +19,8 @@ from hpcrl.launch.job import RunJob, held
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox import deadline
+from tests.launch.test_host import TimeLimitWatcher
 
 
 def test_second_signal_interrupts(tmp_path: Path) -> None:
@@ -48,8 +50,11 @@ def test_stop_while_looking_for_hosts(tmp_path: Path) -> None:
     assert "none of 2 nodes" in str(rundir.failure())
 
 
-def test_error_that_a_host_could_not_record(tmp_path: Path) -> None:
+def test_error_that_a_host_could_not_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that could not record its error is reported with its own last log lines."""
+    clock = TimeLimitWatcher()  # for who knows why, three seconds are left to say so
+    monkeypatch.setattr(attempt, "time", clock)
+    monkeypatch.setattr(deadline, "time", clock)
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     log = tmp_path / "host.log"
@@ -60,6 +65,7 @@ def test_error_that_a_host_could_not_record(tmp_path: Path) -> None:
         match="exit code 1.*run was over;.*node1:.*the file system is full;",
     ):
         attempt._check([ended], rundir)  # type: ignore[list-item]
+    assert clock.now >= 1003
 
 
 class Allocation:

@@ -16,6 +16,7 @@ from hpcrl.launch.host import RunDirPoller
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.run.summary import Summary, write_summary
+from hpcrl.toolbox import deadline
 
 
 class TimeLimitWatcher:
@@ -84,7 +85,7 @@ def test_end_when_told_or_superseded(rundir: RunDir, monkeypatch: pytest.MonkeyP
 
 def test_the_last_report_at_the_deadline_counts(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = TimeLimitWatcher()
-    monkeypatch.setattr(probe, "time", clock)
+    monkeypatch.setattr(deadline, "time", clock)
     probe.write(rundir, "node1")
 
     def last() -> None:

@@ -132,14 +132,17 @@ def test_state_is_set_once() -> None:
 
 
 def test_a_key_that_runs_deep_does_not_end_the_process() -> None:
-    """Python hashes tuples within tuples until its stack is full."""
+    """Python hashes tuples within tuples until its stack is full, which is a small one here."""
     program = (
         "import io\nfrom hpcrl.pickles.reader import read_plain\nfor end in (b'Ns.', b'\\x91.', b'\\x90.'):\n    "
         "try:\n        read_plain(io.BytesIO(b'\\x80\\x04' + {b'N': b'}', b'\\x91': b'(', b'\\x90': b'\\x8f('}[end[:1]]"
-        " + b')' + b'\\x85' * 300_000 + end))\n    except Exception as error:\n        print(type(error).__name__)\n"
+        " + b')' + b'\\x85' * 30_000 + end))\n    except Exception as error:\n        print(type(error).__name__)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    small = ["bash", "-c", 'ulimit -s 1024; exec "$@"', "-", sys.executable, "-c"]
+    done = subprocess.run([*small, program], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["UnpicklingError"] * 3, done
+    careless = program.replace("from hpcrl.pickles.reader import read_plain", "from pickle import load as read_plain")
+    assert subprocess.run([*small, careless], capture_output=True, timeout=120).returncode < 0, "it is deep enough"
 
 
 @settings(deadline=None, max_examples=int(os.environ.get("HPCRL_MUTATIONS", "300")))
