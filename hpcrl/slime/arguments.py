@@ -306,7 +306,7 @@ def verdicts() -> dict[str, FlagVerdict]:
 
 @cache
 def other_defaults() -> dict[str, str]:
-    """Flags whose default in slime trains otherwise than hpcrl's -> slime's, as a word of a command line."""
+    """Flags whose default in slime trains otherwise, or waits longer, than hpcrl's -> slime's, as a word."""
     return dict(_document()[DEFAULTS])
 
 

@@ -1,5 +1,5 @@
 """Runs a launcher written in Python inside the sandbox of `hpcrl import`, which copies this file there, and with it
-`launcher_values` and `launcher_settings`.
+`launcher_values`, `launcher_settings` and `launcher_source`.
 
 slime's helper for launchers (`command_utils`) is replaced: `execute_train` hands what `train.py` would have got to the
 sandbox's bash, whose prelude notes it down.  Commands go to that bash too, and whatever is not in Python's standard
@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrl.slime import launcher_source
 from hpcrl.slime.launcher_settings import (
     MODELS,
     Typer,
@@ -278,4 +278,4 @@ def main() -> None:
         (folder for folder in Path(script).parents if (folder / "scripts/models").is_dir()), Path("/root/slime")
     )
     replace()
-    runpy.run_path(script, run_name="__main__")
+    launcher_source.run(script)

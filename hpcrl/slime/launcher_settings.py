@@ -176,20 +176,38 @@ def dataclass_cli(function: Any = None, **_: Any) -> Any:
 
 
 class Typer:
-    """typer's: the first command is what is called."""
+    """typer's: its callback is called, then its command; which one of several, command=NAME says."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self._commands: list[Callable[..., Any]] = []
+        self._commands: dict[str, Callable[..., Any]] = {}
+        self._first: list[Callable[..., Any]] = []
 
-    def command(self, *_: Any, **__: Any) -> Callable[[Any], Any]:
-        """The decorator."""
-        return lambda function: self._commands.append(function) or function
+    def command(self, name: str | None = None, *_: Any, **__: Any) -> Callable[[Any], Any]:
+        """The decorator of a command, which is called as its function is unless it has a name."""
 
-    callback = command
+        def named(function: Any) -> Any:
+            self._commands[name or getattr(function, "__name__", "").replace("_", "-")] = function
+            return function
 
-    def __call__(self) -> None:
-        if self._commands:
-            call(self._commands[0])
+        return named
+
+    def callback(self, *_: Any, **__: Any) -> Callable[[Any], Any]:
+        """The decorator of what comes before each command."""
+        return lambda function: self._first.append(function) or function
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        chosen = self._chosen()
+        for function in filter(None, (*self._first, chosen)):
+            call(function)
+
+    def _chosen(self) -> Callable[..., Any] | None:
+        if len(self._commands) < 2:
+            return next(iter(self._commands.values()), None)
+        text = given("command")
+        if text is None:
+            sys.exit(f"line 0: command: is one of {', '.join(self._commands)}")
+        found = self._commands.get(text, self._commands.get(text.replace("_", "-")))
+        return found or wrong("command", text, f"is none of {', '.join(self._commands)}")
 
 
 def default_of(default: Any = ..., *_: Any, default_factory: Callable[[], Any] | None = None, **__: Any) -> Any:

@@ -141,6 +141,9 @@ def reward(flag: str, given: Given) -> FlagReading:
 
 def estimator(flag: str, given: Given) -> FlagReading:
     """Of rewards that are all 0 grpo makes advantages of 0, as none does without them."""
+    if one(given, flag) == "on_policy_distillation":  # slime's, before it had --use-opd
+        why = "it is --use-opd now, with --advantage-estimator none, --opd-type vllm and --opd-teacher-url URL"
+        return FlagReading("refused", (), why)
     if _only_taught(given):
         return FlagReading(
             "translated", (f"--{flag}", "none"), "without --label-key every reward, and grpo's advantage, is 0"

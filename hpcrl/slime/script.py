@@ -47,7 +47,8 @@ NOTED = "python python3 ray torchrun accelerate ssh nvidia-smi pkill killall noh
 MOST_CALLS = 20_000
 MOST_CALL = 1 << 20
 MOST_SCRIPT = 1 << 20
-LAUNCHER = ("launcher.py", "launcher_values.py", "launcher_settings.py")  #: what runs a launcher in Python
+#: what runs a launcher in Python
+LAUNCHER = ("launcher.py", "launcher_values.py", "launcher_settings.py", "launcher_source.py")
 ARRAY = "hpcrl-array"  #: a call of this name is a line of flags that ran as a command
 _TRAIN = re.compile(r"(?:.*/)?(train|train_async)\.py\Z")
 #: what bash says of ${NAME:?...} where nothing sets NAME, Python of os.environ["NAME"], and a script itself

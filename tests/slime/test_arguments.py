@@ -69,6 +69,8 @@ def test_defaults_that_differ_are_set_and_told() -> None:
     assert translation.values["weight_decay"] == 0.01
     assert any("slime's default" in line.reading.why for line in translation.lines if not line.flag)
     assert options_of(without).weight_decay == 0.01
+    assert translation.values["request_timeout"] == 14400, "as long as slime's router waits"
+    assert translate([*without, "--sglang-router-request-timeout-secs", "600"]).values["request_timeout"] == 600
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,8 @@ def test_defaults_that_differ_are_set_and_told() -> None:
         ("--use-kl-loss yes", ["--use-kl-loss", "yes"]),
         ("--data-source-path slime.x.Y", ["--data-source-path slime.x.Y", "slime's that hpcrl does not have"]),
         ("--eval-top-p 0.7x", ["--eval-top-p 0.7x"]),
-        ("--advantage-estimator on_policy_distillation", ["--advantage-estimator on_policy_distillation is unknown", "known: cispo"]),
+        ("--advantage-estimator on_policy_distillation", ["--advantage-estimator on_policy_distillation", "--use-opd now"]),
+        ("--advantage-estimator grpo2", ["--advantage-estimator grpo2 is unknown", "known: cispo"]),
         ("--use-opd --opd-type sglang", ["--opd-type sglang: the teacher's server is vLLM's"]),
     ],
 )  # fmt: skip

@@ -181,6 +181,10 @@ def test_what_only_a_package_knows_is_refused(
         ("import os\na = os.path.exists(torch.place)\n", "line 4 depends on torch.place"),
         ("a = U.of_another_version()\n", "line 3 depends on slime.utils.external_utils.command_utils.of_another"),
         ("from vime.utils.external_utils import command_utils as V\nV.other\n", "line 4 depends on vime"),
+        ("a = '--a' if torch.mode is None else ''\n", "line 3 depends on torch.mode"),
+        ("if not torch.mode is not None:\n    pass\n", "line 3 depends on torch.mode"),
+        ("a = 1\nif isinstance(torch.lr, float):\n    pass\n", "line 4 depends on torch.lr"),
+        ("a = isinstance(1, (int, torch.Tensor))\n", "line 3 depends on torch.Tensor"),
     ],
 )
 def test_what_depends_on_a_package_is_refused(text: str, told: str, tmp_path: Path) -> None:
@@ -205,6 +209,48 @@ if torch.ended:
     pass
 """
     assert launched(tmp_path, text).arguments == GIVEN
+
+
+def test_known_values_are_compared_as_ever(tmp_path: Path) -> None:
+    """`is` and isinstance of what is known, in the launcher and in a module next to it, which is looked at as well."""
+    near = "def none(x):\n    return x is None, isinstance(x, int | str)\n"
+    (tmp_path / "near.py").write_text(near)
+    text = f"""{HELPER}import near, torch
+assert near.none(None) == (True, False) and near.none(1) == (False, True)
+a = object()
+assert (a is a, a is not a, isinstance(a, object), 1 if torch.x is None else 2) == (True, False, True, 2)
+{CALL}"""
+    assert launched(tmp_path, text).arguments == GIVEN
+    with pytest.raises(UsageError, match=r"line 2 of near\.py depends on torch\.size"):
+        launched(tmp_path, f"{HELPER}import near, torch\nnear.none(torch.size)\n{CALL}")
+
+
+COMMANDS = f"""{HELPER}import typer
+app = typer.Typer()
+@app.callback()
+def first(model: str = "/m"):
+    global M
+    M = model
+@app.command()
+def prepare_all():
+    pass
+@app.command(name="go")
+def train(steps: int = 1):
+    U.execute_train(train_args=f"--hf-checkpoint {{M}} --num-rollout {{steps}}", num_gpus_per_node=8)
+app()
+"""
+
+
+def test_one_of_several_commands_is_chosen(tmp_path: Path) -> None:
+    """By command=NAME; without it the error names all of them."""
+    with pytest.raises(UsageError, match="prepare-all, go; write command=VALUE"):
+        launched(tmp_path, COMMANDS)
+    found = launched(tmp_path, COMMANDS, command="go", steps="4", model="/n").arguments
+    assert found == ("--hf-checkpoint", "/n", "--num-rollout", "4")
+    with pytest.raises(UsageError, match="command=go-on: is none of prepare-all"):
+        launched(tmp_path, COMMANDS, command="go-on")
+    with pytest.raises(UsageError, match="starts neither"):
+        launched(tmp_path, COMMANDS, command="prepare_all")
 
 
 def test_a_package_that_may_be_missing_is_a_note(tmp_path: Path) -> None:
