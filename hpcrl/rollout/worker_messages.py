@@ -84,13 +84,18 @@ class CancelRequest(msgspec.Struct, tag=True):
 
 
 class GradingTask(msgspec.Struct, tag=True):
-    """Samples to grade (several: a group for one call), by which rewards, within how many seconds."""
+    """Samples to grade (several: a group for one call), by which rewards, within how many seconds.
+
+    Attributes:
+        each: responses to a prompt, in an evaluation.
+    """
 
     id: int
     words: list[str]
     key: str | None
     seconds: float
     samples: list[PackedSample]
+    each: int = 0
 
 
 class GradingOutcome(msgspec.Struct):
@@ -154,6 +159,7 @@ class CustomCall(msgspec.Struct, tag=True):
 
     Attributes:
         reward_key: of the reward in an object, that of the held-out set in an evaluation.
+        each: responses to a prompt, in an evaluation.
     """
 
     id: int
@@ -164,6 +170,7 @@ class CustomCall(msgspec.Struct, tag=True):
     evaluation: bool
     version: int
     reward_key: str | None = None
+    each: int = 0
 
 
 class CustomResult(msgspec.Struct):

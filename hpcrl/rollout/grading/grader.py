@@ -25,6 +25,7 @@ from hpcrl.config.plugin_names import read_words
 from hpcrl.config.plugin_points import load_own
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.slime_names.adapters import adapted
+from hpcrl.rollout.slime_names.conversion import EACH
 from hpcrl.rollout.worker_messages import (
     ERROR,
     TIMEOUT,
@@ -188,6 +189,7 @@ class Grader:
         return all(self._rewards[word].waits for word in task.words)
 
     async def answer(self, task: GradingTask) -> bytes:
+        EACH.set(task.each)
         samples = [unpack(sent, columns=bool(sent.columns)) for sent in task.samples]
         rewards = [self._rewards[word] for word in task.words]
         return frame(GradingReply(task.id, await grade(rewards, self._options, samples, task.key, task.seconds)))

@@ -25,6 +25,7 @@ from hpcrl.errors import DataError, UsageError
 from hpcrl.rollout.custom_hooks import BadSample, RolloutHooks
 from hpcrl.rollout.grading.tally import Tallies, Tally
 from hpcrl.rollout.prompts.prompt_files import PromptFile
+from hpcrl.rollout.slime_names.conversion import EACH
 from hpcrl.rollout.worker_messages import (
     ERROR,
     TIMEOUT,
@@ -201,6 +202,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         Raises:
             HpcrlError: once too many gradings of the batch have failed.
         """
+        EACH.set(tally.each if by is not None else 0)
         outcome = await self._before(sample, evaluation=by is not None)
         by = by or GradedBy(self._words, self._options.custom_rm_path is None, self._options.reward_key)
         words = self._words_for(sample, by)
@@ -268,7 +270,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
 
     async def _submit(self, samples: list[Sample], words: list[str], key: str | None) -> list[GradingOutcome]:
         sent = [send_sample(sample, self._arrays) for sample in samples]
-        task = GradingTask(0, words, key, self._options.reward_timeout, sent)
+        task = GradingTask(0, words, key, self._options.reward_timeout, sent, EACH.get())
         future: asyncio.Future[list[GradingOutcome]] = asyncio.get_running_loop().create_future()
         return await self.submit(GradingJob(future=future, task=task, shares=self._waits.issuperset(words)))
 

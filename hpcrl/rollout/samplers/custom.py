@@ -173,6 +173,7 @@ class CustomSampler:
                 asked.held_out is not None,
                 asked.version,
                 asked.held_out.by.key if asked.held_out else self._options.reward_key,
+                asked.held_out.each if asked.held_out else 0,
             )
 
         try:

@@ -23,7 +23,7 @@ from hpcrl.rollout.slime_names.conversion import KEPT, attributes_of, reward_of,
 from hpcrl.rollout.slime_names.speakers import speaks_slime
 from hpcrl.sample import Sample
 
-_EDITED = ("reward", "response", "loss_mask", "status", "remove_sample")
+_EDITED = ("reward", "response", "status", "remove_sample")
 
 
 def adapted(function: Callable[..., Any], options: Options, path: str = "", graded: bool = True) -> Callable[..., Any]:
@@ -131,9 +131,8 @@ def _holds_samples(value: Any) -> bool:
 def _edited(made: types.SlimeSample) -> dict[str, Any]:
     """What a function may change, as it is now."""
     found = {name: getattr(made, name) for name in _EDITED}
-    mask = None if made.loss_mask is None else list(made.loss_mask)
     reward = dict(made.reward) if isinstance(made.reward, dict) else made.reward
-    return found | {"loss_mask": mask, "reward": reward, "metadata": dict(made.metadata)}
+    return found | {"reward": reward, "metadata": dict(made.metadata)}
 
 
 def _write_back(made: types.SlimeSample, own: Sample, before: dict[str, Any], key: str | None) -> None:
@@ -142,9 +141,10 @@ def _write_back(made: types.SlimeSample, own: Sample, before: dict[str, Any], ke
         own.rewards = rewards or own.rewards
     if made.response != before["response"]:
         own.response = made.response
-    if made.loss_mask != before["loss_mask"]:
-        mask = [1] * own.response_length if made.loss_mask is None else made.loss_mask
-        own.loss_mask = np.asarray(mask, np.uint8)
+    if made.has_list("loss_mask"):
+        mask = [1] * own.response_length if made.loss_mask is None else list(made.loss_mask)
+        if mask != own.loss_mask.tolist():
+            own.loss_mask = np.asarray(mask, np.uint8)
     if made.status != before["status"]:
         own.status = status_of(made.status)
     own.remove_sample = bool(made.remove_sample)

@@ -15,7 +15,7 @@ from hpcrl.config.options import Options
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.slime_names import types
 from hpcrl.rollout.slime_names.arguments import SlimeArguments
-from hpcrl.rollout.slime_names.conversion import from_slime, to_slime
+from hpcrl.rollout.slime_names.conversion import EACH, from_slime, to_slime
 from hpcrl.rollout.slime_names.http import ROUTER, Router
 from hpcrl.rollout.slime_names.state import TEXT
 from hpcrl.rollout.worker_messages import CustomCall
@@ -33,6 +33,7 @@ class SlimeCall:
         """Create one, which is that of this task from now on."""
         router = Router.of(call.base_url, call.api_key)
         ROUTER.set(router)
+        EACH.set(call.each)
         self._options = options
         self._asked = asked
         self._key = call.reward_key

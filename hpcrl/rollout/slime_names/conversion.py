@@ -7,6 +7,7 @@ slime's fields goes along as far as it is plain data, so that a reward in anothe
 from __future__ import annotations
 
 import math
+from contextvars import ContextVar
 from dataclasses import fields
 from typing import Any
 
@@ -20,6 +21,7 @@ from hpcrl.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, Sample
 
 KEPT = "slime_attributes"  #: the key of metadata under which they are
 LARGEST = 2**20  #: bytes of them
+EACH: ContextVar[int] = ContextVar("each", default=0)  #: responses to a prompt of the evaluation at hand; 0: it is none
 _FIELDS = frozenset(each.name for each in fields(types.SlimeSample))
 _STATUS = {
     SlimeStatus.PENDING: PENDING,
@@ -54,7 +56,7 @@ def to_slime(
     kept = metadata.pop(KEPT, {})
     made = types.SlimeSample(
         group_index=sample.group,
-        index=sample.group * options.n_samples_per_prompt + sample.index,
+        index=sample.group * (EACH.get() or options.n_samples_per_prompt) + sample.index,
         rollout_id=None,
         prompt=sample.prompt if prompt is None else prompt,
         label=sample.label,
@@ -63,9 +65,8 @@ def to_slime(
         session_id=f"{sample.group}-{sample.index}",
     )
     if not pending:
-        made.tokens = sample.tokens.tolist()
         made.response, made.response_length = sample.response, sample.response_length
-        made.loss_mask, made.rollout_log_probs = sample.loss_mask.tolist(), sample.logprobs.tolist()
+        made.have_columns(tokens=sample.tokens, loss_mask=sample.loss_mask, rollout_log_probs=sample.logprobs)
         made.weight_versions = [str(version) for version in dict.fromkeys(sample.versions.tolist())]
         made.status = SlimeStatus(sample.status)
         key = key or options.reward_key

@@ -1,6 +1,7 @@
 """`slime.utils.types.Sample`: a prompt with its response as slime's functions read and write it.
 
-Invariant: lists that a function keeps a hold of are extended where they are, as slime does.
+Invariant: lists that a function keeps a hold of are extended where they are, as slime does.  Columns of tokens become
+lists when they are first asked for: a filter that looks at rewards alone makes none.
 """
 
 from __future__ import annotations
@@ -119,6 +120,22 @@ class SlimeSample:
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
+    def have_columns(self, **columns: Any) -> None:
+        """Let arrays be these fields, as lists that are made when they are asked for."""
+        for name in columns:
+            del vars(self)[name]
+        self._columns = columns
+
+    def __getattr__(self, name: str) -> Any:
+        if (column := vars(self).get("_columns", {}).get(name)) is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        setattr(self, name, column.tolist())
+        return vars(self)[name]
+
+    def has_list(self, name: str) -> bool:
+        """Whether a column was asked for, or set."""
+        return name in vars(self)
+
     def get_reward_value(self, args: Any) -> Any:
         """The reward as a number: of an object that under args.reward_key."""
         return self.reward[args.reward_key] if args.reward_key else self.reward
@@ -175,7 +192,9 @@ class SlimeSample:
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data, attributes that a function has set included."""
         told = {name: getattr(self, name).to_dict() for name in ("spec_info", "prefix_cache_info")}
-        return {**vars(self), **told, "status": SlimeStatus(self.status).value}
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        more = {name: value for name, value in vars(self).items() if name != "_columns"}
+        return {**own, **more, **told, "status": SlimeStatus(self.status).value}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> SlimeSample:
@@ -194,4 +213,6 @@ class SlimeSample:
 #: slime has them as classes of `Sample`, which as a dataclass would take annotated ones for fields
 for _name, _inner in {"Status": SlimeStatus, "SpecInfo": SpecInfo, "PrefixCacheInfo": PrefixCacheInfo}.items():
     setattr(SlimeSample, _name, _inner)
+for _name in ("loss_mask", "rollout_log_probs"):  # class attributes of their defaults would be found before a column
+    delattr(SlimeSample, _name)
 SlimeSample.__name__ = SlimeSample.__qualname__ = "Sample"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from hpcrl.rollout.custom_hooks import RolloutHooks
 from hpcrl.rollout.filters.custom_filters import BufferFilter, DynamicFilter
 from hpcrl.rollout.grading.grader import grade, load_reward
 from hpcrl.rollout.slime_names.adapters import adapted
-from hpcrl.rollout.slime_names.conversion import NotSlimes, from_slime, to_slime
+from hpcrl.rollout.slime_names.conversion import EACH, NotSlimes, from_slime, to_slime
 from hpcrl.rollout.slime_names.helpers import compute_pass_rate, compute_statistics, dict_add_prefix
 from hpcrl.rollout.slime_names.speakers import speaks_slime
 from hpcrl.rollout.slime_names.types import SlimeSample
@@ -53,6 +55,34 @@ def test_samples_go_there_and_back() -> None:
     for name in ("tokens", "loss_mask", "logprobs"):
         assert list(getattr(back, name)) == getattr(sample, name).tolist()
     assert (back.reward, back.status, back.metadata, back.response) == (1.0, COMPLETED, {"label": 1}, "text")
+
+
+def test_columns_are_lists_when_asked_for() -> None:
+    """A filter that looks at rewards alone makes none; a list that was asked for is the same one ever after."""
+    made = to_slime(a_sample(), Options())
+    assert made.reward == 1.0 and not any(map(made.has_list, COLUMNS))
+    again, twin = copy.deepcopy(made), copy.copy(made)
+    made.tokens.append(9)
+    assert made.tokens == [0, 1, 2, 3, 4, 9] and twin.tokens == again.tokens == [0, 1, 2, 3, 4]
+    assert [made.has_list(name) for name in COLUMNS] == [True, False, False]
+    assert made.to_dict()["rollout_log_probs"] == [-1, 0, -2] and "_columns" not in made.to_dict()
+    assert made == SlimeSample.from_dict(made.to_dict()) and not hasattr(made, "nothing")
+    sample = a_sample()
+    adapted(load_object(f"{HERE}.differs", "--x"), Options(reward_key="score"))(Options(), [sample, a_sample(0.0)])
+    assert sample.loss_mask.tolist() == [1, 0, 1], "not asked for, not changed"
+
+
+COLUMNS = ("tokens", "loss_mask", "rollout_log_probs")
+
+
+def test_numbers_of_samples_are_their_own() -> None:
+    """In an evaluation with more responses to a prompt than in training, too."""
+    options = Options(n_samples_per_prompt=2)
+    samples = [replace(a_sample(group=group), index=index) for group in range(3) for index in range(4)]
+    assert len({to_slime(sample, options).index for sample in samples}) < 12, "of a training rollout there are none"
+    token = EACH.set(4)
+    assert [to_slime(sample, options).index for sample in samples] == list(range(12))
+    EACH.reset(token)
 
 
 def test_statuses_and_what_is_none_of_slimes() -> None:
