@@ -3,13 +3,14 @@ these fail with each."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tools.mutants import REPO, BrokenTable, Mutant, Verdict, bad, read_table, unedited
+from tools.mutants import REPO, BrokenTable, Mutant, Verdict, bad, main, read_table, unedited
 
 MOST_SURVIVORS = 5
 ROOMS = (
@@ -92,6 +93,19 @@ def test_what_a_campaign_must_not_find() -> None:
     assert not bad(Verdict(explained, False, "", 1.0)) and not bad(Verdict(explained, True, "a test", 1.0))
     plain = Mutant("unedited", "", "", "", ())
     assert bad(Verdict(plain, True, "a test", 1.0)) and not bad(Verdict(plain, False, "", 1.0))
+
+
+def test_printed_commands_choose_mutants(capsys: pytest.CaptureFixture[str]) -> None:
+    """What CONTRIBUTING.md prints names mutants that there are; a name of none is an error, with nothing run."""
+    printed = re.findall(r"`python -m tools\.mutants ([^`]*)`", (REPO / "CONTRIBUTING.md").read_text())
+    words = [line.split() for line in printed if "ID" not in line.split()]
+    assert words
+    for names in words:
+        assert main(["--list", *names]) == 0
+        shown = capsys.readouterr().out.split("\n")[:-1]
+        assert shown and all(any(name in row for row in shown) for name in names)
+        with pytest.raises(BrokenTable, match="no mutant has nowhere"):
+            main([*names, "nowhere"])
 
 
 # ---- the campaign

@@ -245,6 +245,18 @@ def unedited(rooms: dict[str, tuple[str, ...]], mutants: Sequence[Mutant]) -> li
     return [Mutant(f"unedited-{names.get(tests, ' '.join(tests))}", "", "", "", tests) for tests in sets]
 
 
+def choose(names: Sequence[str]) -> list[Mutant]:
+    """The mutants of the table with one of these in their ids; () for all.
+
+    Raises:
+        BrokenTable: if there is none of a name.
+    """
+    _, mutants = read_table()
+    if missed := [name for name in names if not any(name in mutant.id for mutant in mutants)]:
+        raise BrokenTable(f"no mutant has {' or '.join(missed)} in its id")
+    return [mutant for mutant in mutants if not names or any(name in mutant.id for name in names)]
+
+
 def campaign(names: Sequence[str] = (), sound: bool = False) -> Iterator[Verdict]:
     """The verdicts of the table, those without an edit first.
 
@@ -252,8 +264,7 @@ def campaign(names: Sequence[str] = (), sound: bool = False) -> Iterator[Verdict
         names: parts of ids; () for all.
         sound: only those without an edit.
     """
-    rooms, mutants = read_table()
-    chosen = [mutant for mutant in mutants if not names or any(name in mutant.id for name in names)]
+    rooms, chosen = read_table()[0], choose(names)
     for mutant in chosen:
         mutant.check()
     preload()
@@ -280,8 +291,11 @@ def line_of(verdict: Verdict) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table; 1 if it holds something bad."""
-    names = [name for name in arguments if name != "--sound"]
+    """Print the table; 1 if it holds something bad.  With --list only which mutants would run."""
+    names = [name for name in arguments if name not in ("--sound", "--list")]
+    if "--list" in arguments:
+        print(*(f"{mutant.id:34} {mutant.file}" for mutant in choose(names)), sep="\n")
+        return 0
     found = 0
     for verdict in campaign(names, "--sound" in arguments):
         print(line_of(verdict), flush=True)
