@@ -8,6 +8,7 @@ given, and the mean of samples over the trained tokens that each had before reje
 from __future__ import annotations
 
 import ast
+import contextlib
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -135,17 +136,31 @@ def slime_arguments(case: str, file: Mapping[str, Any] | None) -> Namespace:
 
 def functions(checkout: Path, file: str, shared: dict[str, Any]) -> dict[str, Any]:
     """The functions of a file at its top level, which find `shared` where they look for names."""
-    tree = ast.parse((checkout / file).read_text())
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return _alone(ast.parse((checkout / file).read_text()).body, file, shared)
+
+
+def _alone(body: Sequence[ast.stmt], file: str, shared: dict[str, Any]) -> dict[str, Any]:
+    """The functions among statements, without decorators and types, and what the file itself sets of names."""
+    found = [node for node in body if isinstance(node, ast.FunctionDef)]
     for node in found:
         node.decorator_list = []
         node.returns = None
         for argument in (*node.args.args, *node.args.kwonlyargs):
             argument.annotation = None
-    module = ast.Module(body=list(found), type_ignores=[])
     space: dict[str, Any] = {"torch": torch, "Any": Any, **shared}
-    exec(compile(module, file, "exec"), space)
+    for node in body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):  # what is no literal
+                space[node.targets[0].id] = ast.literal_eval(node.value)
+    exec(compile(ast.Module(body=list(found), type_ignores=[]), file, "exec"), space)
     return {node.name: space[node.name] for node in found}
+
+
+def method(checkout: Path, file: str, owner: str, name: str, shared: dict[str, Any]) -> Callable[..., Any]:
+    """A method of a class of a file, as a function of `self`."""
+    tree = ast.parse((checkout / file).read_text())
+    [cls] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner]
+    return _alone(cls.body, file, shared)[name]
 
 
 def reducer(
