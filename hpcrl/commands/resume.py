@@ -25,7 +25,7 @@ from hpcrl.launch.submission import submit_again
 from hpcrl.model_files.torch_dist import step
 from hpcrl.run.job_files import UNQUEUED, read_job
 from hpcrl.run.role import read_options
-from hpcrl.run.rundir import TRACKER, RunDir, write_atomic
+from hpcrl.run.rundir import CHOSEN, TRACKER, RunDir, write_atomic
 from hpcrl.run.summary import read_summary, write_summary
 from hpcrl.run.sweep_file import is_sweep
 
@@ -83,6 +83,7 @@ def rewind_run(job: RunJob, number: int) -> None:
         if not step(directory, number).is_dir():
             there = ", ".join(str(int(path.name[5:])) for path in sorted(directory.glob("iter_*"))) or "none"
             raise UsageError(f"--ckpt-step {number}: {directory} has no such checkpoint", f"there are {there}")
+        write_atomic(directory / CHOSEN, str(number).encode(), mode=0o644)  # if it is damaged, no other is taken
         write_atomic(directory / TRACKER, str(number).encode(), mode=0o644)
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.pickles.reader import read_plain
 from hpcrl.pickles.values import Refused
-from hpcrl.run.rundir import TRACKER
+from hpcrl.run.rundir import STALE, TRACKER
 from hpcrl.untrusted_files import count_of, read_given_bytes
 
 #: GLM-4-0414's norms behind a block: as this package's layers have them -> as slime's have, and checkpoints
@@ -71,6 +71,7 @@ class TorchDist:
                 "did Megatron-core or torch write it, and which version?",
             ) from error
         except Exception as error:  # whatever unpickling a damaged file gives
+            refuse_passing(error)
             raise DataError(f"{self.path / '.metadata'} cannot be read: {type(error).__name__}: {error}") from error
         self._last: tuple[tuple[str, Shape], torch.Tensor] | None = None
         self._names = set(metadata.state_dict_metadata)
@@ -206,11 +207,18 @@ def _is_count(number: Any) -> bool:
     return type(number) is int and 0 <= number < 1 << 62
 
 
+def refuse_passing(error: Exception) -> None:
+    """Raise an error that says something of this host at this moment, and nothing of what is stored."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in STALE):
+        raise error
+
+
 def _check_archive(stream: BinaryIO, what: str) -> None:
     """Raise DataError if a zip archive is none, or a record of it fails its checksum."""
     try:
         bad = zipfile.ZipFile(stream).testzip()
     except Exception as error:  # zipfile's own, zlib's, and whatever a damaged directory of it leads to
+        refuse_passing(error)
         raise DataError(
             f"{what} cannot be read ({type(error).__name__}: {error})", "the disk has changed it since it was written"
         ) from error

@@ -17,6 +17,7 @@ from hpcrl.report.file_tail import FileTail
 from hpcrl.report.metrics import parse_record, step_rows
 from hpcrl.report.run_status import awaited
 from hpcrl.report.status_text import on_terminal
+from hpcrl.run.passed_over import read_passed_over
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.rundir import RunDir
 
@@ -57,6 +58,7 @@ class Progress:
         self._begun = self._told = self._said = time.monotonic()
         self._line = ""
         self._working = False
+        self._warned = False
         self._awaits = ""
         self._bar = _bar(strip_control(title), total)
         self._closed = False
@@ -86,7 +88,16 @@ class Progress:
             self._working = True
             self.total = trainer.total
             self.done = max(self.done, trainer.start)
+            self._warn()
         self._awaits = "" if self.latest else awaited(self.rundir)
+
+    def _warn(self) -> None:
+        """Say once what this attempt has passed over when it resumed."""
+        found = () if self._warned else read_passed_over(self.rundir.root)
+        self._warned = True
+        for one in found:
+            if one.attempt == self.rundir.attempt:
+                print(f"warning: {strip_control(one.text)}", file=sys.stderr, flush=True)
 
     def _draw(self, bar: ProgressBar) -> None:
         phase = "" if self._working else " (starting)"
@@ -123,6 +134,7 @@ class Progress:
     def close(self) -> None:
         """Show where the stage ended."""
         self._look()
+        self._warn()
         self._closed = True
         if self._bar is not None:
             self._draw(self._bar)

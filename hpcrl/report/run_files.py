@@ -19,6 +19,7 @@ import msgspec
 from hpcrl.report.metrics import last_records, parse_record
 from hpcrl.run.engine_files import VIEW, EngineViews
 from hpcrl.run.job_files import JOB, STATE, JobFile, JobState
+from hpcrl.run.passed_over import read_passed_over
 from hpcrl.run.peers import TrainerPeer, peer_file
 from hpcrl.run.rundir import ERROR, AttemptFailure
 from hpcrl.run.started_runs import COPY, RECIPE, RecipeFile
@@ -92,6 +93,10 @@ class StageFiles:
     def rows(self, size: int, most: int = 1 << 20) -> list[dict[str, Any]]:
         """The last records, `most` at most, that are whole within the last `size` bytes of metrics.jsonl."""
         return last_records(self.root / "metrics.jsonl", most, size)
+
+    def note_passed_over(self) -> None:
+        """Add to `notes` what resumes have passed over."""
+        self.notes += [f"attempt {one.attempt}: {one.text}" for one in read_passed_over(self.root)]
 
     def note_gap(self) -> None:
         """Add to `notes` if metrics.jsonl does not begin with the first step: it was removed or cut."""

@@ -111,6 +111,7 @@ def judge_run(
             status.notes.append("custom functions are imported from where they are, not from copies (--live-code)")
         if stage:
             stage.note_gap()
+            stage.note_passed_over()
             status.failed_gradings = failed_gradings(stage.root, stage.rows(*LONG))
         status.stages = run.planned
         if phase == "starting" and stage and stage.attempt is not None:

@@ -20,6 +20,7 @@
       bank/N.groups               groups that are finished, or begun, and not yet trained
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
       added/                      scripts of jobs whose engines joined
+      passed-over.json            damaged checkpoints that a resume has passed over (passed_over.py)
       position.json               how far a run without a trainer is
       timeline/                   what every process did when (report/timeline/)
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
@@ -49,6 +50,7 @@ from hpcrl.untrusted_files import Damaged, as_given, count_of, make_parents, rea
 #: errors of a network file system, or of too many open files, that may be gone at the next look
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 TRACKER = "latest_checkpointed_iteration.txt"  #: next to checkpoints: which of them is the last
+CHOSEN = "ckpt_step.txt"  #: next to it: the one that `hpcrl resume --ckpt-step` has named, until another is saved
 OVER = "over"  #: name of a mark in attempts/N
 STOP = "stop"  #: the same, of a run that was asked to save and end
 ERROR = "error.json"  #: the first error of an attempt: its name in attempts/N
@@ -56,7 +58,7 @@ HOSTS = "hosts.json"  #: its name in attempts/N
 BEATS = "beats"  #: attempts/N/beats: the hosts' signs of life
 HALF = re.compile(r"\.(.+)\.\d+")  #: the name of a file that `write_atomic` has not renamed yet
 #: what an attempt alone writes into RUN; other files there may be of a process that is alive, such as `hpcrl resume`
-OWN = ("state.json", "ledger.json", "summary.json", "position.json", "metrics.jsonl")
+OWN = ("state.json", "ledger.json", "summary.json", "position.json", "metrics.jsonl", "passed-over.json")
 WRITTEN = ("ahead", "bank", "ledger")  #: directories of RUN that the rollout process makes, if it needs them
 #: what a run has from the start
 FOLDERS = ("keys", "checkpoints", "samples", "attempts", "logs")

@@ -36,6 +36,7 @@ from hpcrl.report.timeline.spans import (
     Timeline,
     trainer_timeline,
 )
+from hpcrl.run.passed_over import tell_passed_over
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -88,7 +89,8 @@ class Trainer:
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
         save_load.writable(self.checkpoints)
         with timeline.span("restore"):
-            self.at, said = restore(self.policy, self.ranks, context.options, self.checkpoints, context.plan.run_id)
+            where = (context.options, self.checkpoints, context.plan.run_id)
+            self.at, said = restore(self.policy, self.ranks, *where, partial(tell_passed_over, context.rundir))
         self.saved = self.saving = self.at.version  # of the newest checkpoint, and of the one that is being written
         if self.driver:
             say(said)

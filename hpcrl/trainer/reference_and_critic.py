@@ -30,6 +30,7 @@ from hpcrl.run.rundir import listed
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.resume import find_weights, load_reference, load_teacher, take
 from hpcrl.trainer.checkpoint.save_load import Position
+from hpcrl.trainer.checkpoint.whole import open_stored
 from hpcrl.trainer.collectives import agree, broadcast_json
 from hpcrl.trainer.megatron.host_memory import HostWeights, weights
 from hpcrl.trainer.megatron.model import Policy, build, know_length
@@ -52,12 +53,12 @@ def save_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path
 
 
 def load_set(policy: Policy, values: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
-    """The set of weights in `directory`, cut as `values` are, which may be overwritten; collective.
+    """The set of weights in `directory`, which is whole, cut as `values` are, which may be overwritten; collective.
 
     Raises:
         DataError: as `load_weights`.
     """
-    stored = save_load.open_whole(directory, policy.ranks)
+    stored = open_stored(directory, policy.ranks)
     state = save_load.read(_request(policy, values), stored, policy)
     return {name: state[model][key] for name, (model, key) in _places(policy, values).items()}
 

@@ -245,6 +245,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_there(tmp_path: Path) -> None:
         rewind_run(job, 3)
     rewind_run(job, 2)
     assert tracker.read_text() == "2" and (rundir.checkpoints / "iter_0000004").is_dir(), "nothing is removed"
+    assert (rundir.checkpoints / "ckpt_step.txt").read_text() == "2", "no other is taken for it"
     with held(rundir.root), pytest.raises(UsageError, match="in use by process"):
         rewind_run(job, 4)
 

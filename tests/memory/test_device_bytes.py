@@ -157,7 +157,7 @@ def resumed(policy: Any) -> None:
         return value.data if isinstance(value, ShardedBase) else value
 
     stored = SimpleNamespace(holds=lambda _: False)
-    with mock.patch.multiple(save_load, open_whole=lambda *_: stored, read=read):
+    with mock.patch.multiple(save_load, open_stored=lambda *_: stored, read=read):
         save_load.load_state(policy, policy.ranks, Path("a checkpoint"))
 
 

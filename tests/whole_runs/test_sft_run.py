@@ -238,21 +238,55 @@ def test_checkpoints_of_another_run(tmp_path: Path, task: Path, uncut: Path) -> 
     assert status == 1 and "saved by another run" in out and "--load" in out, out
 
 
-def test_damaged_and_unwritable(tmp_path: Path, task: Path) -> None:
-    """A damaged checkpoint and an unwritable directory are named."""
-    run = start(tmp_path, task, num_rollout=4)
-    assert run.end()[0] == 0
-    whole = metrics(run.root)
-    (run.root / "summary.json").unlink()
-    shard = next((run.root / "checkpoints" / "iter_0000004").glob("*.distcp"))
+def flip(shard: Path) -> Path:
+    """Change one bit in the middle."""
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    status, out = Run("--resume", run.root, root=run.root).end(60)
-    assert status == 1 and f"{shard} is damaged" in out and "hpcrl resume RUN --ckpt-step 2" in out, out
-    command = [sys.executable, "-m", "hpcrl", "resume", str(run.root), "--ckpt-step", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and metrics(run.root) == whole, done.stderr
+    return shard
+
+
+def test_damaged_checkpoint_is_passed_over(tmp_path: Path, task: Path) -> None:
+    """The newest whole one before it is taken, or the newest whole one where the tracker is gone: said once by launcher,
+    rank 0 and status, and the run is that of one which nothing happened to; one that --ckpt-step names is an error."""
+    run = start(tmp_path, task, num_rollout=6, actor_num_gpus_per_node=2)
+    assert run.end()[0] == 0
+    whole = metrics(run.root), samples(run.root)
+    (run.root / "summary.json").unlink()
+    lost = tmp_path / "lost"
+    named = tmp_path / "named"
+    for copy in (lost, named):
+        shutil.copytree(run.root, copy, symlinks=True)
+    for root, tracker in ((run.root, True), (lost, False)):
+        steps = root / "checkpoints"
+        shard = flip(sorted((steps / "iter_0000006").glob("*.distcp"))[-1])
+        damaged = shard.read_bytes()
+        if not tracker:
+            (steps / "latest_checkpointed_iteration.txt").unlink()
+        status, out = (again := Run("--resume", root, root=root)).end()
+        assert status == 0, out + again.logs()
+        assert (metrics(root), samples(root)) == whole
+        told = f"resumes from {steps / 'iter_0000004'}"
+        assert out.count(told) == 1 and f"{shard} is damaged" in out, out
+        assert (f"{steps / 'latest_checkpointed_iteration.txt'} is not there" in out) is not tracker
+        assert (root / "logs" / "latest" / "trainer-0.log").read_text().count(told) == 1
+        shown = subprocess.run(
+            [sys.executable, "-m", "hpcrl", "status", str(root)], capture_output=True, text=True, timeout=60
+        )
+        assert "attempt 1:" in shown.stdout and "iter_0000004" in shown.stdout, shown.stdout + shown.stderr
+        assert (steps / "latest_checkpointed_iteration.txt").read_text() == "6"
+        assert shard.read_bytes() != damaged, "it was replaced"
+    flip(sorted((named / "checkpoints" / "iter_0000006").glob("*.distcp"))[-1])
+    for number, wanted in ((6, 1), (4, 0)):
+        command = [sys.executable, "-m", "hpcrl", "resume", str(named), "--ckpt-step", str(number)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == wanted, done.stderr
+        assert not wanted or "resume RUN --ckpt-step 4" in done.stderr, done.stderr
+    assert (metrics(named), samples(named)) == whole
+
+
+def test_unwritable_directory_is_named(tmp_path: Path, task: Path) -> None:
+    """An unwritable directory is named."""
     (tmp_path / "file").touch()
     (tmp_path / "b").mkdir()
     other = start(tmp_path / "b", task, save=str(tmp_path / "file" / "x"))

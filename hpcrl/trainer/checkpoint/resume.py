@@ -2,18 +2,21 @@
 
     1. a checkpoint in --save that this run saved: model, optimizer, schedules, random states, and the fields of
        `save_load.Position`: rollout, policy version, position in the data (where --load names the same directory,
-       whichever run saved it)
+       whichever run saved it); the newest that is whole, if the tracker's is damaged or the tracker is lost (whole.py)
     2. --load: the weights of a checkpoint (hpcrl's, slime's or Megatron-LM's; --ckpt-step picks one) or of a Hugging
        Face model
     3. --ref-load: the same, where --load is not given or holds nothing yet
     4. --hf-checkpoint
 
-Invariant: rank 0 looks, and all ranks act on what it found.
+Invariants: rank 0 looks, and all ranks act on what it found; where another checkpoint is taken than the tracker names,
+that is said, and the tracker names it from then on, as after `hpcrl resume --ckpt-step`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -21,8 +24,8 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.model_files import torch_dist
 from hpcrl.model_files.config_json import check_same_vocabulary
-from hpcrl.run.rundir import TRACKER
-from hpcrl.trainer.checkpoint import save_load
+from hpcrl.run.rundir import TRACKER, write_atomic
+from hpcrl.trainer.checkpoint import save_load, whole
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.collectives import agree, broadcast_json
 from hpcrl.trainer.megatron.hf_weights import load_hf
@@ -38,28 +41,58 @@ class WeightSource:
 
     Attributes:
         foreign: another run may have saved it.
+        named: the user has given its number: no other is taken for it.
+        lost: what is wrong with the tracker, which does not name it.
     """
 
     kind: Literal["all", "weights", "hf"]
     path: Path
     foreign: bool = False
+    named: bool = False
+    lost: str = ""
 
 
-def restore(policy: Policy, ranks: Ranks, options: Options, checkpoints: Path, run_id: str) -> tuple[Position, str]:
+def restore(
+    policy: Policy,
+    ranks: Ranks,
+    options: Options,
+    checkpoints: Path,
+    run_id: str,
+    tell: Callable[[str], object] = lambda _: None,
+) -> tuple[Position, str]:
     """Fill the policy; collective. Where the run is, and a line that says what was loaded.
 
     Args:
         checkpoints: the directory of --save.
+        tell: called on rank 0 if another checkpoint is taken than the tracker names, with what is to be said.
 
     Raises:
         HpcrlError: the same on all ranks, if what the options name is not there, is damaged, or does not fit the model.
     """
     source = _agreed(agree(lambda: find_source(options, checkpoints, run_id), ranks.rank == 0))
     if source.kind == "all":
-        at = save_load.load_checkpoint(policy, ranks, source.path, None if source.foreign else run_id)
-        return at, f"resumed from {source.path} at rollout {at.rollout_id}, policy version {at.version}"
+        path, record = _whole(source, ranks, None if source.foreign else run_id, tell)
+        save_load.load_state(policy, ranks, path)
+        said = f"resumed from {path} at rollout {record.rollout_id}, policy version {record.version}"
+        return Position(record.rollout_id, record.version, record.data), said
     take(policy, ranks, source)
     return Position(), f"took the weights of {source.path}"
+
+
+def _whole(
+    source: WeightSource, ranks: Ranks, run_id: str | None, tell: Callable[[str], object]
+) -> tuple[Path, whole.CheckpointRecord]:
+    """The checkpoint to resume from, which the tracker names from then on; collective."""
+    before: Callable[[], Sequence[Path]] = tuple if source.named else partial(whole.older, source.path, run_id)
+    choice = whole.newest_whole(source.path, before, ranks, run_id)
+    if wrong := [*filter(None, [source.lost]), *choice.passed]:
+
+        def settle() -> None:
+            tell(f"{'; '.join(wrong)}: resumes from {choice.path}, the newest checkpoint that is whole")
+            write_atomic(choice.path.parent / TRACKER, str(choice.record.rollout_id).encode(), mode=0o644)
+
+        agree(settle, ranks.rank == 0)
+    return choice.path, choice.record
 
 
 def load_reference(policy: Policy, ranks: Ranks, options: Options) -> Path:
@@ -109,20 +142,24 @@ def take(policy: Policy, ranks: Ranks, source: WeightSource) -> None:
 
 def _agreed(found: WeightSource | None) -> WeightSource:
     """What rank 0 found, on every rank."""
-    kind, path, foreign = broadcast_json([found.kind, str(found.path), found.foreign] if found else None)
-    return WeightSource(kind, Path(path), foreign)
+    told = broadcast_json([found.kind, str(found.path), found.foreign, found.named, found.lost] if found else None)
+    kind, path, foreign, named, lost = told
+    return WeightSource(kind, Path(path), foreign, named, lost)
 
 
 def find_source(options: Options, checkpoints: Path, run_id: str) -> WeightSource:
     """What the options mean, by what is there now."""
     load = Path(options.load) if options.load else None
     same = load is not None and load.resolve() == checkpoints.resolve()
-    if path := save_load.latest(checkpoints):
-        ours = save_load.saved_by(path)
-        if not same or ours == run_id:
-            return WeightSource("all", path)
+    path, lost = whole.named(checkpoints, run_id)
+    if path is not None:
+        if not same or whole.of_this_run(path, run_id):
+            named = whole.chosen_by_user(checkpoints) == whole.number_of(path)
+            return WeightSource("all", path, named=named, lost=lost)
         path = torch_dist.find_checkpoint(checkpoints, options.ckpt_step, "--load")
-        return WeightSource("all", path, foreign=True) if save_load.saved_by(path) else WeightSource("weights", path)
+        if save_load.saved_by(path):
+            return WeightSource("all", path, foreign=True, named=options.ckpt_step is not None)
+        return WeightSource("weights", path)
     if load and (found := _at(load, options.ckpt_step, "--load")):
         return found
     if options.ref_load:

@@ -35,20 +35,19 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
-from hpcrl.errors import DataError, HpcrlError
+from hpcrl.errors import HpcrlError
 from hpcrl.model_files.torch_dist import TorchDist, latest, step
 from hpcrl.run import storage_errors
-from hpcrl.run.rundir import TRACKER, flush, write_atomic
+from hpcrl.run.rundir import CHOSEN, TRACKER, flush, write_atomic
 from hpcrl.trainer.checkpoint import contents, optimizer_shards, writers
+from hpcrl.trainer.checkpoint.whole import RECORD, check, manifest, open_stored, saved_by
 from hpcrl.trainer.collectives import agree, agree_in_step, broadcast_json
 from hpcrl.trainer.megatron import cpu_shim
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.untrusted_files import Damaged, read_json
 
 __all__ = ["Position", "latest", "load_checkpoint", "load_weights", "save", "saved_by", "step", "writable"]
 
-RECORD = "hpcrl.json"
 #: the output layer, of which a critic has another kind
 HEAD = ("output_layer.weight", "output_layer.bias")
 #: optimizer state that any layout can read (Megatron's name for it), of which each rank writes and reads its own part
@@ -199,6 +198,7 @@ def commit(staging: Path, final: Path, position: Position, run_id: str, ranks: R
     record = {"run_id": run_id, "rollout_id": position.rollout_id, "version": position.version, "data": position.data}
 
     def last() -> None:
+        record["files"] = manifest(staging)
         write_atomic(staging / RECORD, msgspec.json.encode(record), mode=0o644)
         settle(staging, final, str(position.rollout_id))
 
@@ -214,13 +214,14 @@ def settle(staging: Path, final: Path, name: str) -> None:
     os.rename(staging, final)
     flush(final.parent)
     write_atomic(final.parent / TRACKER, name.encode(), mode=0o644)
+    (final.parent / CHOSEN).unlink(missing_ok=True)
 
 
 # ---- in
 
 
 def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None) -> Position:
-    """Resume from a checkpoint of ours, saved in whatever layout; collective.
+    """Resume from a checkpoint of ours, saved in whatever layout, once it is known to be whole; collective.
 
     Args:
         run_id: HpcrlError if another run saved it (None: any may have).
@@ -228,36 +229,19 @@ def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None
     Raises:
         DataError: the same on all ranks, if the checkpoint is damaged or does not fit the model, naming tensor or file.
     """
-    record = broadcast_json(agree(lambda: _record(path, run_id), ranks.rank == 0))
+    record = check(path, ranks, run_id)
     load_state(policy, ranks, path)
-    return Position(record["rollout_id"], record["version"], record["data"])
-
-
-def open_whole(path: Path, ranks: Ranks) -> TorchDist:
-    """A checkpoint of ours whose files are all there and hold what was written, each rank reading a share; collective.
-
-    Raises:
-        DataError: the same on all ranks, names the file, and the checkpoint to resume from instead.
-    """
-    try:
-        stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
-        agree(lambda: stored.check_sums(ranks.rank, dist.get_world_size()))
-    except DataError as error:
-        raise DataError(error.what, _instead(path) or error.hint) from error
-    return stored
-
-
-def _instead(path: Path) -> str:
-    """How to resume from the checkpoint before one that is damaged; "" if there is none."""
-    before = sorted(other for other in path.parent.glob("iter_*") if other.name < path.name)
-    return f"resume from the one before: hpcrl resume RUN --ckpt-step {int(before[-1].name[5:])}" if before else ""
+    return Position(record.rollout_id, record.version, record.data)
 
 
 def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
-    """Model, optimizer, schedule and random numbers of a torch_dist checkpoint of ours; collective.  DataError
-    likewise."""
+    """Model, optimizer, schedule and random numbers of a torch_dist checkpoint of ours that is whole; collective.
+
+    Raises:
+        DataError: as `load_checkpoint`.
+    """
     cpu_shim.before_load(policy.optimizer)
-    stored = open_whole(path, ranks)
+    stored = open_stored(path, ranks)
     request = everything(policy, ranks, Position(), loading=True)
     if not stored.holds(request["rng_state"].unique_key):  # another layout has other ranks: they keep their fresh ones
         del request["rng_state"]
@@ -318,27 +302,6 @@ def read(request: dict[str, Any], stored: TorchDist, policy: Policy, spare: tupl
             f"{stored.path} does not load into this model: {error.what}",
             "is it a checkpoint of --hf-checkpoint's model?",
         ) from error
-
-
-def saved_by(path: Path) -> str | None:
-    """The run that saved a checkpoint; None if it was no run of hpcrl."""
-    return _record(path, None)["run_id"] if (path / RECORD).is_file() else None
-
-
-def _record(path: Path, run_id: str | None) -> dict[str, Any]:
-    """hpcrl.json of a checkpoint that a run of ours saved."""
-    try:
-        record = read_json(path / RECORD, dict)
-        known = {name: record[name] for name in ("run_id", "rollout_id", "version", "data")}
-    except (OSError, Damaged, KeyError) as error:
-        raise DataError(
-            f"{path / RECORD} cannot be read: {error}", _instead(path) or "--load starts from the weights alone"
-        ) from error
-    if run_id not in (None, known["run_id"]):
-        raise HpcrlError(
-            f"{path} was saved by another run", "give --save another directory; --load starts from its weights"
-        )
-    return known
 
 
 def writable(directory: Path) -> None:

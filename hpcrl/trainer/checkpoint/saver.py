@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.errors import DataError, DeadlineError, HpcrlError
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.process import die_with_parent
 from hpcrl.toolbox.deadline import Deadline
@@ -225,7 +225,9 @@ def prune(directory: Path, run_id: str, keep_last: int | None, retain_interval: 
     if keep_last is None and retain_interval is None:
         return []
     newest = save_load.latest(directory)
-    mine = [path for path in sorted(directory.glob("iter_*")) if save_load.saved_by(path) == run_id]
+    mine = [path for path in sorted(directory.glob("iter_*")) if _is_of(path, run_id)]
+    if newest is not None:  # later ones are damaged, or of a history that is no more: they do not count
+        mine = [path for path in mine if path.name <= newest.name]
     old = mine[: -(keep_last or 1)]
     gone = []
     for path in old:
@@ -236,3 +238,11 @@ def prune(directory: Path, run_id: str, keep_last: int | None, retain_interval: 
         shutil.rmtree(aside, ignore_errors=True)
         gone.append(path)
     return gone
+
+
+def _is_of(path: Path, run_id: str) -> bool:
+    """Whether a run saved a checkpoint, as far as can be told."""
+    try:
+        return save_load.saved_by(path) == run_id
+    except DataError:
+        return False
