@@ -46,7 +46,7 @@ import zmq  # noqa: E402
 
 from hpcrl.doctor.node_records import NodeRecord, share_records  # noqa: E402
 from hpcrl.doctor.node_reports import peers_of  # noqa: E402
-from hpcrl.launch.old_attempts import tidy  # noqa: E402
+from hpcrl.launch.attempts.old_attempts import tidy  # noqa: E402
 from hpcrl.launch.probe import HostReport, Network  # noqa: E402
 from hpcrl.plan import Location, Plan  # noqa: E402
 from hpcrl.queue.auth import ClientKeys, client_keys, lock_client, make_keys  # noqa: E402

@@ -101,3 +101,13 @@ def kind_of(error: HpcrlError) -> str:
     """The nearest of KINDS that `error` is one of: what is in other rooms, such as an HTTP error, counts as what it
     derives from."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values())
+
+
+#: how a process has failed that has said nothing of one of KINDS: with an error that no code of ours expected, or by
+#: ending with an exit code
+UNEXPECTED, EXITED = "Exception", "exited"
+
+
+def failure_kind(error: BaseException) -> str:
+    """What is written down of an error that has ended a process: one of KINDS, or UNEXPECTED."""
+    return kind_of(error) if isinstance(error, HpcrlError) else UNEXPECTED

@@ -16,7 +16,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
 from hpcrl.heartbeat import HeartbeatMonitor, HeartbeatWriter
-from hpcrl.launch.attempt import _check_hosts
+from hpcrl.launch.attempts.attempt import _check_hosts
 from hpcrl.launch.host import check_alive
 from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.run.rundir import RunDir

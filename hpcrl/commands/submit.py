@@ -21,12 +21,12 @@ from hpcrl.config.sweep import GridRun, grid, read_axis, seed_axis
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.directories import file_system
 from hpcrl.errors import UsageError
-from hpcrl.launch.job import say
 from hpcrl.launch.nodes_of_site import fitted_nodes, shown_flags
 from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_submit, load_scheduler
 from hpcrl.launch.site import FLAGS, SiteProfile, from_flags
 from hpcrl.launch.submission import chained, preview, refuse_absent_files, refuse_unfit, submit_new
 from hpcrl.launch.sweep import Sweep, preview_sweep, submit_sweep
+from hpcrl.report.progress import say
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 from hpcrl.untrusted_files import read_system
 

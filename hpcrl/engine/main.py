@@ -287,8 +287,13 @@ def supervise(context: RoleContext, engine: EngineSupervisor, timeline: Timeline
 
 
 def record(context: RoleContext, why: str) -> None:
-    """Record why this incarnation of the engine ends, and whether another one is to follow."""
+    """Record why this incarnation of the engine ends, and whether another one is to follow.
+
+    Of an engine that another attempt has taken over, the process of its host does that.
+    """
     rundir = context.rundir
+    if rundir.superseded():
+        return
     index = context.index
     incarnation = context.incarnation
     limit = restart_limit(context.options, context.plan)

@@ -22,7 +22,7 @@ from hpcrl.engine.key_guard import read_key
 from hpcrl.engine.multi_node import node_of
 from hpcrl.engine.server_settings import LISTEN_FD, Build, build, flags, share_flags
 from hpcrl.engine.worker_groups import SPAWNED, prove_engine_groups
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, UsageError, failure_kind
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, open_role, say
 
@@ -169,7 +169,7 @@ def main() -> int:
         place = context.plan.engine_nodes(context.index)[node_of()].host
         say(f"error: {error}")
         if not context.incarnation:  # a later incarnation is its supervisor's to explain
-            context.rundir.fail("engine", context.index, f"on {place}: {error}")
+            context.rundir.fail("engine", context.index, f"on {place}: {error}", failure_kind(error))
         return error.exit_code
     return 0
 

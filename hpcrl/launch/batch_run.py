@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,36 +23,33 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.stage_flags import split_name, stage_flag
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
+from hpcrl.launch.attempts.headway import check_headway
 from hpcrl.launch.broken_hosts import BROKEN, broken_hosts, find_broken_host, note_broken_host
 from hpcrl.launch.code.snapshot import resume_code
-from hpcrl.launch.job import RunJob, begin_job, discard_unbegun, reopen_job, run_job, say
+from hpcrl.launch.job import RunJob, begin_job, discard_unbegun, reopen_job, run_job
 from hpcrl.launch.restarts import (
-    check_headway,
     correct_error,
     explain_last_end,
     hand_over,
     last_attempt,
     later_jobs,
     lost_hosts,
-    margin,
     nothing_left_to_do,
     place_in_chain,
 )
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued, SchedulerSilent
-from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.launch.submission import submit_elsewhere
+from hpcrl.launch.time_limit import LOOK, TimeLimitWatcher
+from hpcrl.report.progress import say
 from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, judging, read_job, settle, write_job
 from hpcrl.run.role import read_plan
-from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import LIVE, is_run, read_recipe_file
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import read_summary
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.retry import Pauses, retry
 
-LOOK = 5.0  #: seconds between two looks at how much time is left
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
-RETREAT = 20.0  #: seconds before the time limit that an attempt which does not save in time is ended
 PATIENCE = 900.0  #: seconds for which a scheduler that does not answer is asked to queue a job again
 AGAIN = 5.0  #: seconds between two of these questions
 PARTING = 300.0  #: seconds to wait for the scheduler to end a job that it has queued again: it does long before
@@ -61,60 +57,6 @@ PARTING = 300.0  #: seconds to wait for the scheduler to end a job that it has q
 
 class HostsSilent(DeadlineError):
     """Hosts of the job did not answer: another allocation may do better."""
-
-
-@dataclass
-class TimeLimitWatcher:
-    """Asks the run to save and end before the job's time limit, by what its own steps have taken.
-
-    The scheduler's SIGUSR1 may come a minute early, or because the limit was changed: it makes us look again, and
-    decides only where the limit has never been known. A limit may be raised without a signal: before the run is asked
-    to end, the scheduler is asked once more. Where it does not answer, what it said last holds.
-
-    A preemption with a grace time is such a limit, too.
-
-    Attributes:
-        limit: asks the scheduler.
-        floor: seconds that are always kept for saving.
-        preempted: asks the scheduler whether it wants the nodes for another job.
-        due: whether it has asked.
-    """
-
-    limit: Callable[[], float | None]
-    floor: float
-    preempted: Callable[[], bool] = lambda: False
-    ends: float | None = None
-    due: bool = False
-    next_look: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.ends = self.limit()
-
-    def watch(self, stop: StopRequest, rundir: RunDir | None) -> None:
-        now, nudged = time.time(), stop.nudges > 0
-        if now < self.next_look and not nudged:
-            return
-        stop.nudges = 0
-        self.next_look = now + LOOK
-        needed = margin(rundir, self.floor) if rundir else self.floor
-        if nudged or (self._near(now, needed) and not self.due):
-            self.ends = self.limit() or self.ends
-        if (self.ends is None and nudged) or self._near(now, needed):
-            self.due = self.due or not stop.requests
-            if not stop.requests:
-                stop.ask(self._why(), needed if self.ends is None else _before(self.ends - now))
-
-    def _why(self) -> str:
-        return "preempted, the grace time is running" if self.preempted() else "the time limit is near"
-
-    def _near(self, now: float, needed: float) -> bool:
-        return self.ends is not None and now > self.ends - needed
-
-
-def _before(left: float) -> float:
-    """Seconds that a run may take to save, of those that are `left`: enough remains to end it ourselves, and queue the
-    job again, before the scheduler ends it all for good."""
-    return max(left - RETREAT, left / 2, 1.0)
 
 
 def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -132,9 +74,19 @@ def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | 
     clock = TimeLimitWatcher(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")), allocation.preempted)
     explain_last_end(job, allocation)
     check_headway(job.root, allocation.restarts + place_in_chain(read_job(job.root), allocation.job_id))
+    leave = partial(_leave, job, allocation, clock)
     with _no_warning():
         try:
-            run_job(job, allocation.backend, allocation.restarts, clock.watch, clock.ends, judged=True, begin=begin)
+            run_job(
+                job,
+                allocation.backend,
+                allocation.restarts,
+                clock.watch,
+                clock.ends,
+                judged=True,
+                begin=begin,
+                leave=leave,
+            )
         except HpcrlError as error:
             last: HpcrlError = error
             try:
@@ -192,6 +144,21 @@ def _judge(job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, error: 
     raise error
 
 
+def _leave(job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, error: HpcrlError, well: bool) -> str:
+    """Why the run does not continue on the hosts of this job, "" if it may.
+
+    Args:
+        well: whether every host has just said that it is there.
+    """
+    if clock.due:
+        return "the time limit is near"
+    if _preempted(job, allocation):
+        return "preempted"
+    if found := _seen_broken(job):
+        return f"host {found[0]} is broken ({found[1]})"
+    return "" if well else ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation)
+
+
 def _silent(allocation: Allocation) -> str:
     """Hosts of the job that do not answer, in words; "" where none or all do not: then it is not the hosts' fault."""
     found = allocation.backend.silent(SILENT)
@@ -209,19 +176,23 @@ def _tell(job: RunJob, allocation: Allocation, error: HpcrlError) -> None:
 
 def _broken_host(job: RunJob) -> tuple[str, str] | None:
     """(host, what was seen) if the last attempt failed on hardware; noted for later starts."""
-    rundir = last_attempt(job)
-    if rundir is None or not rundir.plan_file.is_file():
-        return None
-    try:
-        found = find_broken_host(rundir, read_plan(rundir))
-    except HpcrlError:  # no plan to read: the failure's own words stand
-        return None
-    if found:
+    if found := _seen_broken(job):
         note_broken_host(job.root, *found)
         say(
             f"host {found[0]} is broken and is left out at this run's next starts (see {job.root / BROKEN}): {found[1]}"
         )
     return found
+
+
+def _seen_broken(job: RunJob) -> tuple[str, str] | None:
+    """(host, what was seen) if the last attempt failed on hardware."""
+    rundir = last_attempt(job)
+    if rundir is None or not rundir.plan_file.is_file():
+        return None
+    try:
+        return find_broken_host(rundir, read_plan(rundir))
+    except HpcrlError:  # no plan to read: the failure's own words stand
+        return None
 
 
 def _start_elsewhere(job: RunJob, allocation: Allocation, host: str, said: str, ends: float | None = None) -> None:

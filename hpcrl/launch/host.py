@@ -1,4 +1,4 @@
-"""The processes of one host in one attempt: start its roles, watch them, end them.
+"""The processes of one host: start its roles, watch them, end them.
 
     python -m hpcrl.launch.host RUN --attempt N --host NAME [--slot I]
 
@@ -6,8 +6,9 @@ The launcher starts one of these on every host of the plan, locally, through sru
 is one for each slot, which starts only what begins on that slot.
 
 Invariants: the first role that fails ends the attempt, on every host, and within seconds no process of it is left, but
-for engines, which are started again (engines/restarter.py); a host has done its part only when the trainer has said
-that the run is over and every role here has ended well.
+for engines: one that fails is started again (engines/restarter.py), and those that are well wait for the launcher to
+say whether another attempt takes them over (`pause`); a host has done its part only when the trainer has said that the
+run is over and every role here has ended well.
 """
 
 from __future__ import annotations
@@ -16,186 +17,172 @@ import argparse
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DeadlineError, HpcrlError, PeerError
+from hpcrl.errors import EXITED, DeadlineError, HpcrlError, PeerError, failure_kind
 from hpcrl.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
 from hpcrl.launch.broken_hosts import heading, note_kernel_words
 from hpcrl.launch.engines.restarter import EngineRestarter
+from hpcrl.launch.roles import GRACE, Role, commands, devices, start
 from hpcrl.launch.stop_signals import SignalFlags
-from hpcrl.plan import NO_GPUS, Plan, visible_devices
-from hpcrl.report.file_tail import last_lines
+from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ROLES, role_timeline
-from hpcrl.run.engine_files import restart_limit
-from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended
-from hpcrl.run.gpu_environment import gpus_are_here
-from hpcrl.run.process import PARENT, adopt_orphans, die_with_parent, end, end_descendants, set_limits
-from hpcrl.run.role import last_error, read_options, read_plan, say
+from hpcrl.run.engine_files import restart_limit, was_up
+from hpcrl.run.pauses import AGAIN, CarriedOver, PausedHost, follow_log, read_carried, tell_paused
+from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants, set_limits
+from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import BEATS, ERROR, OVER, STOP, RunDir
 from hpcrl.run.scratch import Scratch, sweep
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.deadline import Deadline, poll
 from hpcrl.untrusted_files import open_append
 
-#: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
-PART = "engine-"
-GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 EVERY, SELDOM = 2.5, 5  #: seconds between two looks into the run directory; every how many look for a later attempt
 HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 CLOSING_SAVED = 10.0  #: the same in a run that was asked to stop
-
-
-@dataclass
-class Role:
-    """One started role.
-
-    Attributes:
-        memory: what the kernel had killed before it was.
-    """
-
-    name: str
-    index: int
-    process: subprocess.Popen[bytes]
-    log: Path
-    memory: MemoryWatch = field(default_factory=MemoryWatch)
-
-    @property
-    def status(self) -> int | None:
-        return self.process.poll()
-
-    def end(self) -> None:
-        """End it; what it has started ends with it."""
-        if self.status is None:
-            end([psutil.Process(self.process.pid)], GRACE)
-
-    @property
-    def serves(self) -> bool:
-        """Whether it is an engine, or a part of one, which runs until it is told to end."""
-        return self.name == "engine" or self.name.startswith(PART)
-
-    def exit_report(self) -> str:
-        """How it ended, for a user, with what its log says of hardware, or its own last words where it ended by
-        itself."""
-        log = last_lines(self.log, 200) if self.log.exists() else []
-        said = hardware_words(b"\n".join(log).decode(errors="replace"))
-        if said is None and self.process.returncode > 0:
-            said = last_error(log)
-        also = f"; it says: {said}" if said else ""
-        how = how_it_ended(self.process.returncode, self.memory)
-        return f"{self.name}-{self.index} {how}{also}; its log is {self.log}"
-
-
-# ---- what runs here
-
-
-def commands(
-    options: Options, plan: Plan, rundir: RunDir, host: str, slot: int | None = None
-) -> list[tuple[str, int, list[str]]]:
-    """(role, index, command) of every process of `host`; with `slot`, of those that begin on this slot."""
-    base = [str(rundir.root), "--attempt", str(rundir.attempt)]
-    python = [sys.executable, "-m"]
-    found = []
-    for index, place in enumerate(plan.engines):
-        if place.host == host and slot in (None, place.slots[0]):
-            found.append(("engine", index, [*python, "hpcrl.engine.main", *base, "--index", str(index)]))
-        for node, part in enumerate(place.also, 1):
-            if part.host == host and slot in (None, part.slots[0]):
-                more = ["--index", str(index), "--node", str(node)]
-                found.append((f"{PART}{index}-node", node, [*python, "hpcrl.engine.follower", *base, *more]))
-    if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
-        found.append(("rollout", 0, [*python, "hpcrl.rollout.main", *base]))
-    ranks = plan.ranks_on(host)
-    if options.debug_rollout_only:
-        ranks = ()
-        if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
-            found.append(("trainer", 0, [*python, "hpcrl.trainer.rollout_driver", *base]))
-    if ranks and options.rank_launcher == "torchrun" and slot in (None, _lowest(plan, host)):
-        number = plan.trainer_hosts.index(host)
-        found.append(("trainer", ranks[0], [*python, "hpcrl.trainer.start.torchrun", *base, "--index", str(number)]))
-    if options.rank_launcher == "ranks":
-        mine = [rank for rank in ranks if slot in (None, plan.trainers[rank].slots[0])]
-        found += [
-            ("trainer", rank, [*python, "hpcrl.trainer.start.single_rank", *base, "--index", str(rank)])
-            for rank in mine
-        ]
-    return found
-
-
-def _lowest(plan: Plan, host: str) -> int:
-    """The first slot that anything uses on a host; 0 where only the rollout process is."""
-    engines = [part for index in range(len(plan.engines)) for part in plan.engine_nodes(index)]
-    places = [p for p in (*plan.trainers, *engines) if p.host == host]
-    return min((slot for place in places for slot in place.slots), default=0)
-
-
-def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inherited: str | None) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of a role, as `visible_devices`; nothing where there are no GPUs, or the role needs none.
-
-    Args:
-        inherited: the variable as this process has it. One of NO_GPUS, it says that there are none: the run is on CPUs.
-            Trainer ranks of a host see all of its trainer's GPUs, as torchrun has it, unless each is bound to its own.
-    """
-    if (
-        role == "rollout"
-        or (role == "trainer" and not plan.trainers[index].slots)
-        or inherited in NO_GPUS
-        or (inherited is None and not gpus_are_here())
-    ):
-        return {}
-    if role == "engine":
-        together = [place := plan.engines[index]]
-    elif role.startswith(PART):
-        together = [place := plan.engines[int(role.split("-")[1])].also[index - 1]]
-    else:
-        place = plan.trainers[index]
-        together = [plan.trainers[rank] for rank in plan.ranks_on(host)]
-    slots = tuple(number for one in together for number in one.slots)
-    own = None if slot is None else place.slots
-    return {"CUDA_VISIBLE_DEVICES": visible_devices(inherited, slots, plan.slots_on(host), own)}
-
-
-def start(role: str, index: int, command: list[str], rundir: RunDir, host: str, variables: Mapping[str, str]) -> Role:
-    """Start one role in a separate session, its output going to its log, under a heading.
-
-    Args:
-        variables: in addition to those of every role.
-    """
-    log, memory = rundir.logs / f"{role}-{index}.log", MemoryWatch()
-    with open_append(log) as out:
-        out.write(heading(rundir.attempt, host))
-        out.flush()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**role_environment(), **variables},
-        )
-    return Role(role, index, process, log, memory)
-
-
-def role_environment() -> dict[str, str]:
-    """The user's environment, less what would change a role's behaviour by accident."""
-    drop = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    kept = {name: value for name, value in os.environ.items() if name not in drop}
-    return kept | {
-        PARENT: str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": kept.get("HF_HUB_OFFLINE", "1"),
-    }
+PAUSE = 300.0  #: seconds for which a host waits for another attempt, once one has failed
+GLANCE = 0.25  #: seconds between two looks meanwhile
 
 
 # ---- from start to end
+
+
+class HostRoles:
+    """The roles of this host, through one attempt after another.  A context: whatever happens, no process that was
+    started here outlives it.
+
+    Attributes:
+        rundir: of the present attempt.
+        name: of this process among the hosts'.
+    """
+
+    def __init__(self, options: Options, plan: Plan, rundir: RunDir, host: str, slot: int | None = None) -> None:
+        self.options = options
+        self.plan = plan
+        self.rundir = rundir
+        self.host = host
+        self.slot = slot
+        self.name = host if slot is None else f"{host}-{slot}"
+        self.roles: list[Role] = []
+        sweep()  # after processes of an earlier attempt that were killed
+        self._made = Scratch("host")
+        self._beats = self._made.path / "beats"
+        self._beats.mkdir(mode=0o700)
+        self._pulse = HeartbeatMonitor(self._beats)
+        self._timeline = role_timeline(rundir, "host", slot or 0, host)
+        self._restarter: EngineRestarter[Role] = EngineRestarter(rundir, host, 0, {}, self._begin)
+
+    def __enter__(self) -> HostRoles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._timeline.span("end the roles"):
+            self._end(lambda role: True)
+            end_descendants(0.5)
+        self._timeline.close()
+        self._made.remove()
+        sweep()  # after supervisors of engines that were killed
+
+    def attempt(self, told: SignalFlags, turn: Callable[[], None]) -> None:
+        """Run what this host has to run in an attempt; returns when the run is over, or was asked to end.
+
+        Raises:
+            PeerError: names the role that failed, here or elsewhere.
+        """
+        begun, since = self._timeline.now(), time.monotonic()
+        try:
+            self._start(read_carried(self.rundir))
+            alive = lambda: check_alive(self._pulse, self.options.hang_timeout, self.rundir, self.host)  # noqa: E731
+            _watch(self.roles, self._restarter, self.options, self.rundir, told, turn, alive)
+        except PeerError:
+            note_kernel_words(self.roles[0].log if self.roles else None, since)
+            raise
+        finally:
+            self._timeline.add(ROLES, begun, self._timeline.now())
+
+    def _start(self, carried: CarriedOver) -> None:
+        """Start the roles that do not run yet."""
+        self._end(lambda role: role.engine not in carried.engines)
+        for role in self.roles:
+            role.log = follow_log(role.log, self.rundir.logs)
+            with open_append(role.log) as out:
+                out.write(heading(self.rundir.attempt, self.host))
+        running = {(role.name, role.index) for role in self.roles}
+        ours = commands(self.options, self.plan, self.rundir, self.host, self.slot)
+        engines = {index: command for name, index, command in ours if name == "engine"}
+        incarnations = {index: (carried.engines | carried.begin).get(index, 0) for index in engines}
+        limit = restart_limit(self.options, self.plan)
+        self._restarter = EngineRestarter(self.rundir, self.host, limit, engines, self._begin, incarnations)
+        for name, index, command in ours:
+            if (name, index) not in running:
+                again = ["--incarnation", str(number)] if name == "engine" and (number := incarnations[index]) else []
+                self.roles.append(self._begin(name, index, [*command, *again]))
+
+    def _begin(self, name: str, index: int, command: list[str]) -> Role:
+        gpus = devices(self.plan, name, index, self.host, self.slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        role = start(name, index, command, self.rundir, self.host, {**gpus, FOLDER: str(self._beats)})
+        self._timeline.mark(f"starts {name}-{index}")
+        return role
+
+    def _end(self, which: Callable[[Role], bool]) -> None:
+        """End those roles, and what they have started."""
+        ended = [role for role in self.roles if which(role)]
+        end([psutil.Process(role.process.pid) for role in ended if role.status is None], GRACE)
+        self.roles = [role for role in self.roles if role not in ended]
+
+    # ---- between two attempts
+
+    def pause(self, told: SignalFlags, turn: Callable[[], None]) -> bool:
+        """End what the failed attempt alone needed, say what lives on, and wait for the launcher's word.
+
+        Returns:
+            Whether another attempt has begun, which is the present one then.
+        """
+        self._end(lambda role: role.engine is None or role.status is not None or not self._well(role))
+        self._end_orphans()
+        last = dict(self._restarter.incarnations)
+        engines = {role.index: last[role.index] for role in self.roles if role.name == "engine"}
+        parts = [(role.engine, role.index) for role in self.roles if role.name != "engine" and role.engine is not None]
+        tell_paused(self.rundir, self.name, PausedHost(engines=engines, parts=parts, last=last))
+
+        def word() -> str:
+            turn()
+            signs = self.rundir.signs()
+            return "end" if told.requests or "end" in signs else AGAIN if AGAIN in signs else ""
+
+        if poll(word, Deadline(PAUSE), GLANCE) != AGAIN:
+            return False
+        self._timeline.close()
+        self.rundir = RunDir(self.rundir.root, self.rundir.attempt + 1)
+        self.plan = read_plan(self.rundir)
+        self._timeline = role_timeline(self.rundir, "host", self.slot or 0, self.host)
+        return True
+
+    def _well(self, role: Role) -> bool:
+        """Whether another attempt may use this engine, or part of one, as it is: not one that takes turns with the
+        trainer, which may have died in the middle of a hand-over."""
+        if self.options.takes_turns:
+            return False
+        return role.name != "engine" or was_up(self.rundir, role.index, self._restarter.incarnations[role.index])
+
+    def _end_orphans(self) -> None:
+        """End what ended roles have left."""
+        ours = {role.process.pid for role in self.roles}
+        kept = ours | {child.pid for pid in ours for child in _below(pid)}
+        end([child for child in descendants() if child.pid not in kept], 0.5)
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
 
 
 def run_host(
@@ -207,7 +194,7 @@ def run_host(
     told: SignalFlags,
     turn: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run what this host has to run; returns when the run is over, or was asked to end.
+    """Run what this host has to run, in one attempt after another; returns when the run is over, or was asked to end.
 
     turn is called about five times a second.
 
@@ -215,39 +202,25 @@ def run_host(
         PeerError: names the role that failed, here or elsewhere. Whatever happens, no process that was started here
             outlives the call.
     """
-    roles: list[Role] = []
-    sweep()  # after processes of an earlier attempt that were killed
-    made = Scratch("host")
-    beats = made.path / "beats"
-    beats.mkdir(mode=0o700)
-    pulse = HeartbeatMonitor(beats)
-    timeline = role_timeline(rundir, "host", slot or 0, host)
-    begun, since = timeline.now(), time.monotonic()
+    with HostRoles(options, plan, rundir, host, slot) as roles:
+        while True:
+            beats = roles.rundir.here / BEATS
+            beats.mkdir(mode=0o700, exist_ok=True)
+            with HeartbeatWriter(beats, roles.name, every=HOST_BEAT):
+                try:
+                    return roles.attempt(told, turn)
+                except PeerError as error:
+                    if options.attempts == 1 or told.requests:
+                        raise
+                    _record(roles.rundir, host, error)
+                    if not roles.pause(told, turn):
+                        raise
 
-    def begin(name: str, index: int, command: list[str]) -> Role:
-        gpus = devices(plan, name, index, host, slot, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        role = start(name, index, command, rundir, host, {**gpus, FOLDER: str(beats)})
-        timeline.mark(f"starts {name}-{index}")
-        return role
 
-    try:
-        ours = commands(options, plan, rundir, host, slot)
-        roles += [begin(*one) for one in ours]
-        engines = {index: command for name, index, command in ours if name == "engine"}
-        restarter = EngineRestarter(rundir, host, restart_limit(options, plan), engines, begin)
-        alive = lambda: check_alive(pulse, options.hang_timeout, rundir, host)  # noqa: E731
-        _watch(roles, restarter, options, rundir, told, turn, alive)
-    except PeerError:
-        note_kernel_words(roles[0].log if roles else None, since)
-        raise
-    finally:
-        with timeline.span("end the roles"):
-            end([psutil.Process(r.process.pid) for r in roles if r.status is None], GRACE)
-            end_descendants(0.5)
-        timeline.add(ROLES, begun, timeline.now())
-        timeline.close()
-        made.remove()
-        sweep()  # after supervisors of engines that were killed
+def _record(rundir: RunDir, host: str, error: HpcrlError) -> None:
+    """Say why this host has ended the attempt, unless a role has said more already."""
+    say(f"error: on {host}: {error}")
+    rundir.fail("host", 0, f"on {host}: {error}", failure_kind(error))
 
 
 def _watch(
@@ -365,7 +338,7 @@ def _check(roles: list[Role], rundir: RunDir, told: SignalFlags, host: str) -> N
     message = gone[0].exit_report()
     if told.requests and gone[0].status in (-signal.SIGTERM, 128 + signal.SIGTERM):
         message = f"host {host} was told to end (cancelled, preempted, out of time, or another host of the job lost)"
-    rundir.fail(gone[0].name, gone[0].index, message)
+    rundir.fail(gone[0].name, gone[0].index, message, EXITED if (gone[0].status or 0) > 0 else "")
     raise PeerError(message)
 
 
@@ -381,14 +354,10 @@ def main(argv: list[str] | None = None) -> int:
     set_limits()
     rundir = RunDir(args.run, args.attempt)
     try:
-        beats = rundir.here / BEATS
-        name = args.host if args.slot is None else f"{args.host}-{args.slot}"
-        beats.mkdir(mode=0o700, exist_ok=True)
-        with SignalFlags() as told, HeartbeatWriter(beats, name, every=HOST_BEAT):
+        with SignalFlags() as told:
             run_host(read_options(rundir), read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
-        say(f"error: on {args.host}: {error}")
-        rundir.fail("host", 0, f"on {args.host}: {error}")  # unless a role has said more already
+        _record(rundir, args.host, error)
         return error.exit_code
     return 0
 

@@ -15,7 +15,6 @@ import fcntl
 import os
 import shlex
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -29,7 +28,10 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
 from hpcrl.config.rules.run import check_run_dir
 from hpcrl.errors import HpcrlError, Stopped, UsageError
-from hpcrl.launch.attempt import LOOK, Backend, run_attempt
+from hpcrl.launch.attempts.attempt import LOOK, Backend
+from hpcrl.launch.attempts.headway import check_headway
+from hpcrl.launch.attempts.loop import Leave, StageAttempts, stay
+from hpcrl.launch.attempts.observing import observe
 from hpcrl.launch.code.snapshot import begin_code, note_changed_scripts
 from hpcrl.launch.preflight import (
     NOTHING,
@@ -43,8 +45,8 @@ from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, local_hosts
 from hpcrl.report.closing_line import closing_line, remarks, what_next
 from hpcrl.report.curves import draw
-from hpcrl.report.progress import AGAIN, Progress
-from hpcrl.report.timeline.spans import ATTEMPT, BEGINS, PREPARE, Timeline, launcher_timeline
+from hpcrl.report.progress import AGAIN, say
+from hpcrl.report.timeline.spans import PREPARE, Timeline, launcher_timeline
 from hpcrl.run.code_files import CODE, RECORD
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STOP, JobStateFile, forget_old_requests, process_age
@@ -55,7 +57,6 @@ from hpcrl.run.owners import (
     refuse_of_another,
     swappable_by_group,
 )
-from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import adopt_orphans, end_descendants, keep_private, set_limits
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import FOLDERS, HALF, RunDir, write_atomic
@@ -94,6 +95,7 @@ def run_job(
     age: float = 0.0,
     judged: bool = False,
     begin: Callable[[], None] | None = None,
+    leave: Leave = stay,
 ) -> int:
     """Bring a job to its end, from where it is; returns the exit status.
 
@@ -105,6 +107,7 @@ def run_job(
         judged: whether the caller finds out, after an error, if the job is queued again, and says how it ended
             (`settle`).
         begin: see `held`.
+        leave: whether a stage that has failed is left to the caller, and not tried again on the hosts of the job.
 
     Raises:
         HpcrlError: says what went wrong.
@@ -121,6 +124,8 @@ def run_job(
         StopRequest() as stop,
     ):
         forget_old_requests(job.root, restarts, max(age, process_age()))
+        if not judged:
+            check_headway(job.root, 0)
         looked = LastSign(ago=LOOK)  # it may have been told to stop while it came up
 
         def turn(rundir: RunDir | None = None) -> None:
@@ -142,7 +147,7 @@ def run_job(
         with timeline.span(PREPARE):
             run_prepare_commands(job, backend, stop, state, turn)
         for stage in job.recipe.stages:
-            run_stage(job, stage, backend, stop, state, turn, timeline)
+            run_stage(job, stage, backend, stop, state, turn, timeline, leave)
     tell_end(job)
     return 0
 
@@ -183,10 +188,6 @@ def held(root: Path, begin: Callable[[], None] | None = None) -> Iterator[None]:
         if begin:
             begin()
         yield
-
-
-def say(text: str) -> None:
-    print(f"hpcrl: {text}", file=sys.stderr, flush=True)
 
 
 # ---- beginning, and beginning again
@@ -327,6 +328,7 @@ def run_stage(
     state: JobStateFile,
     turn: Callable[[RunDir], None],
     timeline: Timeline,
+    leave: Leave,
 ) -> None:
     """Bring one stage to its end, from where it is; Stopped if the user stopped it before."""
     directory = job.directory(stage)
@@ -339,26 +341,19 @@ def run_stage(
         )
         raise Stopped(f"stopped {before}{reason}", f"continue with {backend.again(job.root)}")
     rundir, options = open_stage(job, stage, directory)
-    state.set("starting", stage=stage.name, attempt=rundir.attempt)
 
-    def poll() -> None:
-        progress.poll()
-        if state.phase == "starting" and find(rundir, TrainerPeer):
-            state.set("running")
-        turn(rundir)
+    @contextmanager
+    def observed(rundir: RunDir) -> Iterator[Callable[[], None]]:
+        with observe(rundir, stage, stage.name or job.recipe.name, options.num_rollout, state, timeline) as progress:
+            yield lambda: (progress(), turn(rundir))[1]
 
-    about = {"stage": stage.name, "attempt": rundir.attempt}
-    timeline.mark(BEGINS, **about)
-    begun, status = timeline.now(), "failed"
+    run_id = f"{job.identity}/{stage.name}"
     try:
-        with closing(Progress(rundir, stage.name or job.recipe.name, options.num_rollout)) as progress:
-            summary = run_attempt(options, backend, f"{job.identity}/{stage.name}", rundir, stop, poll)
-        status = summary.status
+        attempts = StageAttempts(options, backend, run_id, job.root, stop, observed, turn, leave)
+        summary = attempts.run(rundir)
     except Stopped as error:
-        status = "stopped"
         raise type(error)(error.what, error.hint or f"continue with {backend.again(job.root)}") from error
     finally:
-        timeline.add(ATTEMPT, begun, timeline.now(), status=status, **about)
         with contextlib.suppress(Exception):  # a picture must never hide how the run ended
             draw(rundir, " / ".join(filter(None, [job.root.name, stage.name])))
     if not summary.finished:

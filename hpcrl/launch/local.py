@@ -15,10 +15,10 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
-from hpcrl.launch.attempt import HostProcess
+from hpcrl.launch.attempts.held_hosts import HostProcess
 from hpcrl.launch.code.snapshot import resume_code
-from hpcrl.launch.host import role_environment
 from hpcrl.launch.job import begin_job, reopen_job, run_job
+from hpcrl.launch.roles import role_environment
 from hpcrl.plan import Host, Plan, local_hosts
 from hpcrl.run.exit_status import MemoryWatch
 from hpcrl.run.gpu_environment import for_this_machine
@@ -41,6 +41,9 @@ class Local:
         words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", host]
         process = spawn([sys.executable, "-m", "hpcrl.launch.host", *words], log)
         return [HostProcess("the process of this host", log, process, memory)]
+
+    def all_see(self, rundir: RunDir) -> bool:
+        return True
 
     def again(self, root: Path) -> str:
         return f"hpcrl resume {root}"

@@ -1,7 +1,6 @@
 """Whether a run continues after an attempt, in which job, and which hosts the scheduler lost.
 
-Invariants: the time kept for saving before a limit is never less than the floor; a run that has failed in FRUITLESS
-attempts one after another without a new checkpoint is not started again by itself.  A host is called lost only where
+Invariants: the time kept for saving before a limit is never less than the floor.  A host is called lost only where
 the scheduler says that it failed while the attempt was running, or so soon after the launcher's last word that it had
 not noticed yet.  job.json names the jobs of a chain, and as the run's job the one that runs or is next; a job of a
 chain whose run is done, or was stopped or cancelled by its user, ends at once and starts nothing.
@@ -9,7 +8,6 @@ chain whose run is done, or was stopped or cancelled by its user, ends at once a
 
 from __future__ import annotations
 
-import contextlib
 import re
 import statistics
 from pathlib import Path
@@ -17,17 +15,15 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.errors import HpcrlError
-from hpcrl.launch.job import RunJob, finished, say
+from hpcrl.launch.job import RunJob, finished
 from hpcrl.launch.scheduler import Allocation
 from hpcrl.plan import Host
 from hpcrl.report.metrics import last_records
+from hpcrl.report.progress import say
 from hpcrl.run.job_files import CANCEL, STATE, STOP, JobFile, JobState, read_job, replace_job
-from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir, write_atomic
-from hpcrl.run.summary import SUMMARY, read_summary
-from hpcrl.untrusted_files import Damaged, read_json, read_regular
+from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir
+from hpcrl.untrusted_files import Damaged, read_json
 
-HEADWAY = "headway.json"  #: in a run directory: where the last starts were
-FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as this bring it nowhere
 RECENT = 20  #: records that an estimate looks back on
 SLACK = 15.0  #: seconds for everything but the step and the save
 
@@ -39,50 +35,6 @@ def margin(rundir: RunDir, floor: float) -> float:
     save = [row["perf/save_time"] for row in rows if "perf/save_time" in row]
     measured = 2 * statistics.median(step) + max(save, default=0.0) + SLACK if step else 0.0
     return max(floor, measured)
-
-
-def position(root: Path) -> list[str]:
-    """What a job has saved so far: the tracker of every stage, and which stages are finished."""
-    found = []
-    for path in sorted(root.glob("**/latest_checkpointed_iteration.txt")):
-        with contextlib.suppress(OSError):
-            found.append(f"{path.relative_to(root)} {read_regular(path).decode(errors='replace').strip()}")
-    summaries = [
-        path for path in sorted(root.glob(f"**/{SUMMARY}")) if (last := read_summary(path.parent)) and last.finished
-    ]
-    return found + [str(path.relative_to(root)) for path in summaries]
-
-
-def check_headway(root: Path, restarts: int) -> None:
-    """Note how far the job is at this start.
-
-    A user's own start (restarts 0) resets the count. A count that cannot be read or kept never ends a run: it is reset.
-
-    Raises:
-        HpcrlError: if the last FRUITLESS restarts were at the same place.
-    """
-    here = position(root)
-    seen = [*(_earlier_starts(root / HEADWAY) if restarts else []), here][-FRUITLESS - 1 :]
-    try:
-        write_atomic(root / HEADWAY, msgspec.json.encode(seen))
-    except HpcrlError as error:
-        say(f"note: {error}; restarts without a new checkpoint are not counted from here")
-    if len(seen) > FRUITLESS and all(place_in_chain == here for place_in_chain in seen):
-        raise HpcrlError(
-            f"{FRUITLESS} restarts without a new checkpoint: not started again by itself",
-            f"see the logs of the last attempts; then continue with hpcrl resume {root}",
-        )
-
-
-def _earlier_starts(file: Path) -> list[list[str]]:
-    """Where the previous starts were; [] where nothing can be read, as after a kill or with a full disk."""
-    try:
-        return read_json(file, list[list[str]])
-    except FileNotFoundError:
-        return []
-    except (OSError, Damaged) as error:
-        say(f"note: {file} cannot be read ({error}): restarts without a new checkpoint are counted from this one")
-        return []
 
 
 # ---- hosts that the scheduler lost

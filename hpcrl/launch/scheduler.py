@@ -29,7 +29,7 @@ from hpcrl.shipped_files import shipped
 
 if TYPE_CHECKING:
     from hpcrl.config.options import Options
-    from hpcrl.launch.attempt import BatchBackend
+    from hpcrl.launch.attempts.attempt import BatchBackend
     from hpcrl.launch.job import RunJob
     from hpcrl.launch.site import SiteProfile
     from hpcrl.plan import Host

@@ -1,8 +1,8 @@
 """Signals by which the launcher, the process of a host, or a submission is asked to stop: counted, and acted on where
 it is safe.
 
-`launch/attempt.py` and on each host `launch/host.py` (`_watch`) act on them: the first writes `stop` into the run
-directory, which the trainer (`trainer/rollout_calls.py`) and the rollout process see; the second ends all at once.
+`launch/attempts/attempt.py` and on each host `launch/host.py` (`_watch`) act on them: the first writes `stop` into the
+run directory, which the trainer (`trainer/rollout_calls.py`) and the rollout process see; the second ends all at once.
 
 Invariant: a handler only counts; the handlers that were there before are back when the context is left.  A submission
 (`HeldSignals`) acts on them between two calls of the scheduler's, never during one, whose job would be lost.

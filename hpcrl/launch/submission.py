@@ -24,7 +24,7 @@ from hpcrl.errors import HpcrlError, UsageError, raise_together
 from hpcrl.launch.allocation_request import FLOOR, make_request
 from hpcrl.launch.broken_hosts import broken_hosts
 from hpcrl.launch.code.snapshot import switched_code
-from hpcrl.launch.job import RunJob, begin_job, directory_of, held, reopen_job, say
+from hpcrl.launch.job import RunJob, begin_job, directory_of, held, reopen_job
 from hpcrl.launch.preflight import NOTHING, HostView, absent, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.restarts import later_jobs, margin
 from hpcrl.launch.scheduler import (
@@ -38,6 +38,7 @@ from hpcrl.launch.scheduler import (
 from hpcrl.launch.site import SiteProfile, from_flags, saved_site
 from hpcrl.launch.stop_signals import HeldSignals
 from hpcrl.prompt_files.early_look import look_at
+from hpcrl.report.progress import say
 from hpcrl.run.job_files import SUBMITTING, JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from hpcrl.errors import HpcrlError, PeerError
-from hpcrl.launch.host import GRACE
 from hpcrl.launch.local import spawn
+from hpcrl.launch.roles import GRACE
 from hpcrl.mpi import exit_status_relay
 from hpcrl.mpi.channel import (
     DEAD,

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch import probe
-from hpcrl.launch.attempt import HostHandle, HostProcess
+from hpcrl.launch.attempts.held_hosts import HostHandle, HostProcess
 from hpcrl.launch.engines.standalone import elsewhere
 from hpcrl.launch.local import Local
 from hpcrl.launch.stop_signals import StopRequest
@@ -47,6 +47,7 @@ class RemoteHost:
     """A member of the run behind another rank.
 
     Attributes:
+        begun: the run and the attempt with which it was started.
         ended: its exit status, once its rank has told it.
     """
 
@@ -54,6 +55,7 @@ class RemoteHost:
     log: Path
     rank: int
     channel: Channel[FromHost]
+    begun: tuple[str, int]
     ended: int | None = None
     memory: None = None
 
@@ -116,7 +118,9 @@ class MpiHosts:
         self.remote = []
         for place in self.placement.places[1:]:
             log = rundir.logs / f"host-{place.host}.log"
-            self.remote.append(RemoteHost(f"host {place.host} (MPI rank {place.rank})", log, place.rank, self.channel))
+            name = f"host {place.host} (MPI rank {place.rank})"
+            begun = str(rundir.root), rundir.attempt
+            self.remote.append(RemoteHost(name, log, place.rank, self.channel, begun))
             needed = files if place.rank in self.apart else {}
             self.channel.send(place.rank, BeginAttempt(str(rundir.root), rundir.attempt, needed))
         here = self.placement.places[0]
@@ -125,6 +129,9 @@ class MpiHosts:
             HostProcess(f"host {here.host}", rundir.logs / f"host-{here.host}.log", self.part.process),
             *self.remote,
         ]
+
+    def all_see(self, rundir: RunDir) -> bool:
+        return not self.apart
 
     def again(self, root: Path) -> str:
         return f"hpcrl launch --resume {root} --hostfile FILE"
@@ -158,9 +165,9 @@ class MpiHosts:
             case RunFiles() if self.part and self.part.sync:
                 self.part.sync.put(message.files)
                 self._pass_on(message.files, origin=rank)
-            case HostEnded() if rundir and (message.root, message.attempt) == (str(rundir.root), rundir.attempt):
+            case HostEnded():
                 for member in self.remote:
-                    if member.rank == rank:
+                    if member.rank == rank and member.begun == (message.root, message.attempt):
                         member.ended = message.status
             case PathFound(found=False):
                 self.apart.add(rank)

@@ -21,13 +21,14 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.code.snapshot import resume_code
-from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job, say
+from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job
 from hpcrl.mpi import exit_status_relay
 from hpcrl.mpi.channel import Channel, RankJoined
 from hpcrl.mpi.host_rank import HostRank
 from hpcrl.mpi.launcher_rank import PART, MpiHosts
 from hpcrl.mpi.placement import place_ranks
 from hpcrl.plan import Host
+from hpcrl.report.progress import say
 from hpcrl.run.job_files import write_job
 from hpcrl.run.process import adopt_orphans, die_with_parent, end_descendants
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.engines.registry import Registry
-from hpcrl.errors import DataError, HpcrlError
+from hpcrl.errors import DataError, HpcrlError, failure_kind
 from hpcrl.handover import Event
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.server import QueueServer
@@ -352,7 +352,7 @@ class RolloutRole:
         return handle
 
     def _note(self, error: BaseException) -> None:
-        self.context.rundir.fail("rollout", 0, text_of(error))
+        self.context.rundir.fail("rollout", 0, text_of(error), failure_kind(error))
 
     def _fail(self, error: BaseException) -> None:
         self._note(error)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import EXITED, HpcrlError
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic, write_first
 from hpcrl.untrusted_files import Damaged, read_json, touch
@@ -161,6 +161,7 @@ def record_end(rundir: RunDir, index: int, host: str, incarnation: int, limit: i
             "engine",
             index,
             final_error([end.why for n in range(incarnation) if (end := end_of(rundir, index, n))], why),
+            "" if was_up else EXITED,
         )
     return again
 

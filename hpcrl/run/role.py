@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpcrl.config.options import Options
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, failure_kind
 from hpcrl.heartbeat import beating
 from hpcrl.plain_text import strip_control
 from hpcrl.plan import Plan
@@ -135,18 +135,18 @@ def act(
             body()
         return 0
     except HpcrlError as error:
-        message, status = str(error), error.exit_code
+        message, status, kind = str(error), error.exit_code, failure_kind(error)
         _let_others_speak(context.rundir, late(error))
     except Exception as error:  # noqa: BLE001  (the boundary of the process: everything is recorded)
         with contextlib.suppress(OSError):
             traceback.print_exc()
-        message, status = _said(error), 1
+        message, status, kind = _said(error), 1, failure_kind(error)
         _let_others_speak(context.rundir, late(error))
     say(f"error: {message}")
     if record is not None:
         record(message)
     else:
-        context.rundir.fail(role, index, message)
+        context.rundir.fail(role, index, message, kind)
     return status
 
 

@@ -18,6 +18,7 @@
       attempts/N/over             exists when summary.json has what came of the attempt
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N; of attempts before the last two attempt-N.tar.gz
       bank/N.groups               groups that are finished, or begun, and not yet trained
+      attempts.jsonl              how attempts have begun to train, and failed (attempt_log.py)
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
       added/                      scripts of jobs whose engines joined
       passed-over.json            damaged checkpoints that a resume has passed over (passed_over.py)
@@ -154,12 +155,15 @@ class AttemptFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         role, index: of the process that failed, `launcher` and `host` among them.
         time: unix time.
+        kind: of the error that it ended with (`errors.failure_kind`), EXITED, or "" where others have seen its end: it
+            was killed, hangs, or is lost.
     """
 
     role: str
     index: int
     message: str
     time: float
+    kind: str = ""
 
     def __str__(self) -> str:
         """For a user: who failed, and why; what the launcher says speaks for itself."""
@@ -291,9 +295,13 @@ class RunDir:
 
     # ---- failure and stop
 
-    def fail(self, role: str, index: int, message: str) -> None:
-        """Record an error; only the first of an attempt is kept."""
-        record = AttemptFailure(role, index, message, time.time())
+    def fail(self, role: str, index: int, message: str, kind: str = "") -> None:
+        """Record an error; only the first of an attempt is kept.
+
+        Args:
+            kind: as in `AttemptFailure`.
+        """
+        record = AttemptFailure(role, index, message, time.time(), kind)
         with contextlib.suppress(OSError):  # the disk is full: exit status and launcher still tell
             write_first(self.here / ERROR, msgspec.json.encode(record))
 

@@ -21,13 +21,13 @@ from hpcrl.doctor.all_nodes import NodesJob as Look
 from hpcrl.doctor.all_nodes import NodeStep, examine
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 from hpcrl.launch import probe
-from hpcrl.launch.attempt import HostProcess
+from hpcrl.launch.attempts.held_hosts import HostProcess
 from hpcrl.launch.batch_run import HostsSilent
 from hpcrl.launch.engines.standalone import elsewhere
-from hpcrl.launch.job import say
 from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
 from hpcrl.report.file_tail import FileTail, last_lines
+from hpcrl.report.progress import say
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.slurm.node_events import expand
 from hpcrl.slurm.node_sharing import refuse_shared_nodes
@@ -180,6 +180,9 @@ class SrunHosts:
                 name = f"srun on {','.join(group.nodes)}"
                 members.append(Step(name, log, spawn(self._step(group, "host", rundir), log), nodes=group.nodes))
         return members
+
+    def all_see(self, rundir: RunDir) -> bool:
+        return True
 
     def again(self, root: Path) -> str:
         return f"hpcrl resume {root}"

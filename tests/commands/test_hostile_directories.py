@@ -20,8 +20,8 @@ from hpcrl.doctor.all_nodes import REPORT, gather
 from hpcrl.doctor.node_records import ALL, NodeRecord, all_records
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch import probe
+from hpcrl.launch.attempts.headway import check_headway, position
 from hpcrl.launch.broken_hosts import broken_hosts
-from hpcrl.launch.restarts import check_headway, position
 from hpcrl.plain_text import strip_control
 from hpcrl.queue.auth import http_key
 from hpcrl.report.html_page import recipe_text

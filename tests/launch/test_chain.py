@@ -19,7 +19,6 @@ from hpcrl.errors import HpcrlError, PeerError, Stopped
 from hpcrl.launch import batch_run
 from hpcrl.launch.allocation_request import make_request
 from hpcrl.launch.broken_hosts import broken_hosts, find_broken_host, heading, note_kernel_words
-from hpcrl.launch.host import commands
 from hpcrl.launch.job import RunJob
 from hpcrl.launch.restarts import (
     hand_over,
@@ -27,6 +26,7 @@ from hpcrl.launch.restarts import (
     nothing_left_to_do,
     place_in_chain,
 )
+from hpcrl.launch.roles import commands
 from hpcrl.launch.scheduler import BatchScript
 from hpcrl.plan import Host, Location, Plan, make_plan
 from hpcrl.run import job_files

@@ -11,7 +11,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.launch.host import devices
+from hpcrl.launch.roles import devices
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.run import gpu_environment
 from hpcrl.run.gpu_environment import (

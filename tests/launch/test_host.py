@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
-from hpcrl.launch import host, probe
+from hpcrl.launch import host, probe, roles
 from hpcrl.launch.engines import restarter
 from hpcrl.launch.host import RunDirPoller
 from hpcrl.plan import Host, make_plan
@@ -110,16 +110,16 @@ def test_multi_node_engine_starts_on_all_hosts() -> None:
     plan = make_plan(options, [Host("t", 2), Host("a", 2), Host("b", 2)], "run")
 
     def on(name: str, slot: int | None = None) -> list[tuple[str, int]]:
-        return [(role, index) for role, index, _ in host.commands(options, plan, RunDir("/nowhere"), name, slot)]
+        return [(role, index) for role, index, _ in roles.commands(options, plan, RunDir("/nowhere"), name, slot)]
 
     assert on("a") == [("engine", 0), ("rollout", 0)]
     assert on("b") == on("b", 0) == [("engine-0-node", 1)] and on("b", 1) == []
-    [(role, index, command)] = host.commands(options, plan, RunDir("/nowhere"), "b")
+    [(role, index, command)] = roles.commands(options, plan, RunDir("/nowhere"), "b")
     assert command[2] == "hpcrl.engine.follower" and command[-4:] == ["--index", "0", "--node", "1"]
-    assert host.devices(plan, role, index, "b", None, "4,5") == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert roles.devices(plan, role, index, "b", None, "4,5") == {"CUDA_VISIBLE_DEVICES": "4,5"}
     later = make_plan(options, [Host("t", 4), Host("a", 2), Host("b", 2)], "run")
     assert later.engines[0].hosts == ("a", "b"), "whole hosts next to each other"
-    assert host.Role("engine-0-node", 1, None, Path()).serves and not host.Role("trainer", 1, None, Path()).serves  # type: ignore[arg-type]
+    assert roles.Role("engine-0-node", 1, None, Path()).serves and not roles.Role("trainer", 1, None, Path()).serves  # type: ignore[arg-type]
 
 
 def test_summary_is_read_once_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,5 +160,5 @@ def test_error_that_a_role_could_not_record(tmp_path: Path, status: int, lines: 
     """On a full disk, which may have room again when its host records that it ended."""
     log = tmp_path / "rollout-0.log"
     log.write_text("".join(f"{line}\n" for line in lines))
-    role = host.Role("rollout", 0, SimpleNamespace(returncode=status), log)  # type: ignore[arg-type]
+    role = roles.Role("rollout", 0, SimpleNamespace(returncode=status), log)  # type: ignore[arg-type]
     assert said in role.exit_report() and ("it says" in role.exit_report()) == ("it says" in said or "full" in said)

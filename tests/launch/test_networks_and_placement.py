@@ -13,11 +13,12 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
-from hpcrl.launch.batch_run import TimeLimitWatcher
-from hpcrl.launch.host import commands
+from hpcrl.launch.attempts.headway import FRUITLESS, check_headway
 from hpcrl.launch.probe import HostReport, Network, choose, gather, host_report, write
-from hpcrl.launch.restarts import FRUITLESS, check_headway, margin
+from hpcrl.launch.restarts import margin
+from hpcrl.launch.roles import commands
 from hpcrl.launch.stop_signals import StopRequest
+from hpcrl.launch.time_limit import TimeLimitWatcher
 from hpcrl.mpi.file_sync import FileSync
 from hpcrl.mpi.mpirun import handed_on, mpi_command
 from hpcrl.mpi.placement import place_ranks

@@ -11,7 +11,7 @@ import pytest
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import PeerError
-from hpcrl.launch.attempt import _check
+from hpcrl.launch.attempts.attempt import _check
 from hpcrl.run.rundir import RunDir
 from hpcrl.slurm.srun import HetGroup, SrunHosts, Step
 

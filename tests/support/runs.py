@@ -57,7 +57,11 @@ COMMON = {
     "deterministic_mode": True,
     "use_dynamic_batch_size": True,
     "max_tokens_per_gpu": 128,
+    # a fault ends the run, so that a test can look at what it has left; KEPT is what a user has
+    "attempts": 1,
 }
+#: after a fault the next attempt begins in the same job
+KEPT = {"attempts": 4}
 
 
 async def odd_tokens(options: Any, sample: Any) -> float:

@@ -22,7 +22,7 @@ from hpcrl.report.timeline.reading import read_stage
 from hpcrl.report.timeline.spans import FOLDER, GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT, merged_of
 from hpcrl.run.engine_files import EngineView, end_of, read_views
 from hpcrl.run.rundir import RunDir
-from tests.support.runs import NO_AGENT, POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
+from tests.support.runs import KEPT, NO_AGENT, POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
 
@@ -226,6 +226,33 @@ def test_same_losses_despite_engine_faults(tmp_path: Path, task: Path, uncut: Pa
     assert (the_engine().state, the_engine().restarts) == ("serving", 2)
     reports = [end_of(RunDir(run.root), 0, incarnation).why for incarnation in (0, 1)]
     assert re.search("SIGKILL|died", reports[0]) and "core has not answered" in reports[1], reports
+
+
+def test_the_job_continues_after_faults(
+    tmp_path: Path, task: Path, uncut: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank, the rollout process and the host's own process are killed, one after another: the job continues each time,
+    with the same engine as long as its host's process lives."""
+    run = start(tmp_path, task, actor_num_gpus_per_node=2, **KEPT | KL | {"ref_load": str(task / "model")})
+    engines = []
+    for steps, victim in enumerate(("hpcrl.trainer", "hpcrl.rollout.main", "hpcrl.launch.host"), 1):
+        run.until(lambda least=steps: run.steps() >= least)
+        engines.append(role_pid(run.root, "hpcrl.engine.server"))
+        os.kill(role_pid(run.root, victim), signal.SIGKILL)
+        run.until(lambda next=steps: (run.root / f"attempts/{next}/peers/trainer-0.json").exists())
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    assert all_gone(run.root, [])
+    assert metrics(run.root) == metrics(uncut)
+    assert samples(run.root) == samples(uncut)
+    assert engines[0] == engines[1] == engines[2], "none had ended until then"
+    assert [RunDir(run.root, attempt).failure().role for attempt in range(3)] == ["trainer", "rollout", "launcher"]
+    assert out.count("begins on the same hosts; 1 engine continues") == 2 and out.count("begins on the same hosts") == 3
+    log = (run.root / "logs/attempt-2/engine-0.log").read_text()
+    assert log.count(" is up: ") == 1, "its log has followed the engine"
+    bill = bill_of(run.root, capsys)
+    assert len(bill["allocations"]) == 1 and sum(bill["node_hours"].values()) == pytest.approx(bill["total"])
+    assert bill["node_hours"]["lost"] > 0, bill
 
 
 def test_sharing_slots_changes_no_number(tmp_path: Path, task: Path, uncut: Path) -> None:

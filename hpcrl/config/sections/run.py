@@ -37,6 +37,12 @@ class RunOptions(Base):
         "Transformer Engine's own such modes hold",
         "megatron",
     )
+    attempts: int = opt(
+        4,
+        "how often a stage may begin on the hosts that its job holds: after a failure the next attempt begins there at "
+        "once, and engines that are well continue; 1: the first failure ends the job",
+        ge=1,
+    )
     engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
     engine_restarts: int = opt(
         2,

@@ -18,7 +18,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.allocation_request import CPUS_PER_SLOT
 from hpcrl.launch.container import mountable
-from hpcrl.launch.host import role_environment
+from hpcrl.launch.roles import role_environment
 from hpcrl.launch.scheduler import AllocationRequest, BatchScript, Component, can_submit, load_scheduler, task_python
 from hpcrl.launch.site import SiteProfile
 from hpcrl.launch.submission import refuse_unfit

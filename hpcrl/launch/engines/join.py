@@ -24,8 +24,9 @@ import psutil
 
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch.engines.restarter import EngineRestarter
-from hpcrl.launch.host import GRACE, Role, RunDirPoller, devices, start
+from hpcrl.launch.host import RunDirPoller
 from hpcrl.launch.probe import HostReport, choose, host_report
+from hpcrl.launch.roles import GRACE, Role, devices, start
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ENDS, JOINS, ROLES, role_timeline

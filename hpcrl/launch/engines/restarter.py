@@ -40,6 +40,7 @@ class EngineRestarter:
     Attributes:
         limit: --engine-restarts.
         commands: of each engine, by index.
+        incarnations: the newest of each engine.
     """
 
     def __init__(
@@ -49,13 +50,19 @@ class EngineRestarter:
         limit: int,
         commands: Mapping[int, list[str]],
         begin: Callable[[str, int, list[str]], R],
+        incarnations: Mapping[int, int] | None = None,
     ) -> None:
+        """Create one.
+
+        Args:
+            incarnations: of engines that an earlier attempt has started; 0 of all others.
+        """
         self.rundir = rundir
         self.host = host
         self._limit = limit
         self._commands = commands
         self._begin = begin
-        self._incarnations = dict.fromkeys(commands, 0)
+        self.incarnations = dict.fromkeys(commands, 0) | dict(incarnations or {})
         self._due: dict[int, float] = {}  # engines between two incarnations, and when the next begins
         self._next_look = 0.0
 
@@ -68,7 +75,7 @@ class EngineRestarter:
         """Take ended engines that may start again out of `roles`, and put started ones in."""
         now = time.monotonic()
         for role in [r for r in roles if r.name == "engine" and r.status is not None]:
-            incarnation = self._incarnations[role.index]
+            incarnation = self.incarnations[role.index]
             if not starts_again(self._limit, incarnation, was_up(self.rundir, role.index, incarnation)):
                 continue
             record_end(
@@ -79,9 +86,9 @@ class EngineRestarter:
             self._due[role.index] = now + PAUSE
         for index in [index for index, due in self._due.items() if due <= now]:
             del self._due[index]
-            self._incarnations[index] += 1
+            self.incarnations[index] += 1
             roles.append(
-                self._begin("engine", index, [*self._commands[index], "--incarnation", str(self._incarnations[index])])
+                self._begin("engine", index, [*self._commands[index], "--incarnation", str(self.incarnations[index])])
             )
         self._let_go(roles, now)
 

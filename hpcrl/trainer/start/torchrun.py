@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from hpcrl.config.options import Options
-from hpcrl.errors import PeerError
+from hpcrl.errors import EXITED, PeerError
 from hpcrl.processors import cores
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended, signal_name
 from hpcrl.run.gpu_environment import Where, compile_caches, missing, overruled, wanted
@@ -93,7 +93,7 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
         place = context.plan.trainers[rank].host
         message = f"rank {rank} on {place} {how_it_ended(failure.exitcode, memory)}"
         say(message)
-        context.rundir.fail("trainer", rank, message)
+        context.rundir.fail("trainer", rank, message, EXITED if failure.exitcode > 0 else "")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
 
 

@@ -10,7 +10,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import UsageError
 from hpcrl.launch.allocation_request import make_request
-from hpcrl.launch.host import commands, devices
+from hpcrl.launch.roles import commands, devices
 from hpcrl.launch.site import SiteProfile
 from hpcrl.plan import Host, local_hosts, make_plan
 from hpcrl.run.rundir import RunDir

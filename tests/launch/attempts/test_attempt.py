@@ -14,7 +14,9 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError
 from hpcrl.heartbeat import Silent
-from hpcrl.launch import attempt, batch_run
+from hpcrl.launch import batch_run
+from hpcrl.launch.attempts import attempt
+from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.job import RunJob, held
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.run.peers import TrainerPeer, publish
@@ -43,10 +45,10 @@ def test_stop_while_looking_for_hosts(tmp_path: Path) -> None:
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     with pytest.raises(Stopped, match="stopped while starting"):
-        attempt._run(Options(), Ended(), "id", rundir, StopRequest(requests=1), lambda: None)  # type: ignore[arg-type]
+        attempt._run(Options(), Ended(), "id", rundir, StopRequest(requests=1), lambda: None, HeldHosts())  # type: ignore[arg-type]
     assert rundir.failure() is None
     with pytest.raises(HpcrlError, match="none of 2 nodes"):
-        attempt._run(Options(), Ended(), "id", rundir, StopRequest(), lambda: None)  # type: ignore[arg-type]
+        attempt._run(Options(), Ended(), "id", rundir, StopRequest(), lambda: None, HeldHosts())  # type: ignore[arg-type]
     assert "none of 2 nodes" in str(rundir.failure())
 
 

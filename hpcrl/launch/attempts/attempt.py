@@ -1,37 +1,35 @@
-"""One attempt, seen from the launcher: start the hosts, watch them, end them.
+"""One attempt, seen from the launcher: start its processes on the hosts, watch them.
 
 Invariants: an attempt has succeeded only if the trainer says so in summary.json and every host ended well (an exit code
-of 0 alone proves nothing: srun, for one, returns it after a node failure); whatever happens, no process of it outlives
-the call.
+of 0 alone proves nothing: srun, for one, returns it after a node failure); what is left of one that has failed is in
+`HeldHosts`, for the next one, or to be ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
 import msgspec
-import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped
+from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, failure_kind
 from hpcrl.heartbeat import LEAST, HeartbeatMonitor
+from hpcrl.launch.attempts.held_hosts import HeldHosts, HostHandle
+from hpcrl.launch.attempts.old_attempts import begin_tidying
 from hpcrl.launch.engines.standalone import borrow
-from hpcrl.launch.host import CLOSING, GRACE, HOST_BEAT
+from hpcrl.launch.host import CLOSING, HOST_BEAT
 from hpcrl.launch.launcher_watchdog import watched
-from hpcrl.launch.old_attempts import begin_tidying
+from hpcrl.launch.roles import GRACE
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
-from hpcrl.queue.auth import forget_keys, make_keys
+from hpcrl.queue.auth import make_keys
 from hpcrl.report.file_tail import last_lines
-from hpcrl.run.exit_status import MemoryWatch, how_it_ended
+from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
-from hpcrl.run.process import end, end_descendants
 from hpcrl.run.role import LAST_WORDS, last_error
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
 from hpcrl.run.storage_errors import write_obstacle
@@ -41,50 +39,6 @@ from hpcrl.toolbox.signs import LastSign
 
 LOOK = 1.0  #: seconds between two looks of the launcher into the run directory
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
-PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
-
-
-@dataclass
-class HostProcess:
-    """A process of the launcher that stands for some hosts: a host's own, or a scheduler's step.
-
-    Attributes:
-        memory: what the kernel had killed before, where the process and what it stands for are on this host.
-    """
-
-    name: str
-    log: Path
-    process: subprocess.Popen[bytes]
-    memory: MemoryWatch | None = None
-
-    @property
-    def status(self) -> int | None:
-        """The exit status, negative for a signal; None while it lives."""
-        return self.process.poll()
-
-    def lost(self) -> str:
-        """How a host behind it is known to have died, whether it lives on itself or not; empty if none has."""
-        return ""
-
-    def end(self) -> None:
-        """End it, if it has not ended by itself."""
-        if self.status is None:
-            end([psutil.Process(self.process.pid)], GRACE)
-
-
-class HostHandle(Protocol):
-    """What an attempt asks of the processes that stand for its hosts, wherever they are."""
-
-    name: str
-    log: Path
-    memory: MemoryWatch | None
-
-    @property
-    def status(self) -> int | None: ...
-
-    def lost(self) -> str: ...
-
-    def end(self) -> None: ...
 
 
 class Backend(Protocol):
@@ -104,6 +58,9 @@ class Backend(Protocol):
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[HostHandle]:
         """Start every host's part of the plan, which is in the run directory."""
+
+    def all_see(self, rundir: RunDir) -> bool:
+        """Whether every host sees the run directory itself, and so what becomes of one attempt after another."""
 
     def again(self, root: Path) -> str:
         """The command that resumes a run."""
@@ -126,11 +83,20 @@ class BatchBackend(Backend, Protocol):
 
 
 def run_attempt(
-    options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: StopRequest, poll: Callable[[], None]
+    options: Options,
+    backend: Backend,
+    run_id: str,
+    rundir: RunDir,
+    stop: StopRequest,
+    poll: Callable[[], None],
+    held: HeldHosts,
 ) -> Summary:
     """Run one attempt to its end and return its summary.
 
     poll is called about five times a second.
+
+    Args:
+        held: the hosts of the attempt before, where they wait for this one; those of this one, once it has begun.
 
     Raises:
         PeerError: names the role that failed.
@@ -139,33 +105,42 @@ def run_attempt(
     rundir.begin()
     begin_tidying(rundir)
     with watched(rundir, max(options.hang_timeout, LEAST), backend.requeue_words):
-        return _run(options, backend, run_id, rundir, stop, poll)
+        return _run(options, backend, run_id, rundir, stop, poll, held)
 
 
 def _run(
-    options: Options, backend: Backend, run_id: str, rundir: RunDir, stop: StopRequest, poll: Callable[[], None]
+    options: Options,
+    backend: Backend,
+    run_id: str,
+    rundir: RunDir,
+    stop: StopRequest,
+    poll: Callable[[], None],
+    held: HeldHosts,
 ) -> Summary:
-    members: list[HostHandle] = []
     lent: IO[bytes] | None = None
+    continues = held.carried is not None
     try:
-        hosts = backend.hosts(options, rundir)
-        write_atomic(rundir.here / HOSTS, msgspec.json.encode(hosts))
-        plan = make_plan(options, hosts, run_id, rundir.attempt)
+        if not continues:
+            held.hosts = backend.hosts(options, rundir)
+        write_atomic(rundir.here / HOSTS, msgspec.json.encode(held.hosts))
+        plan = make_plan(options, held.hosts, run_id, rundir.attempt)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
-        make_keys(rundir, options.data_parallel_size)
+        if not held.engines:
+            make_keys(rundir, options.data_parallel_size)
         lent = borrow(rundir, plan, options)
-        members += backend.start(options, plan, rundir)
-        _watch(members, options, rundir, stop, poll)
+        if continues:
+            held.begin_again(rundir)
+        else:
+            held.members += backend.start(options, plan, rundir)
+        _watch(held.members, options, rundir, stop, poll)
     except Stopped:
         raise
     except HpcrlError as error:
-        if stop.requests and not members:
+        if stop.requests and not held.members:
             raise _stopped_early(stop) from error  # whom the scheduler ends with us has no other answer to give
-        rundir.fail("launcher", 0, str(error))  # unless a role has said more already
+        rundir.fail("launcher", 0, str(error), failure_kind(error))  # unless a role has said more already
         raise
     finally:
-        _part(members, rundir, poll)
-        forget_keys(rundir)
         if lent is not None:
             lent.close()
     summary = summary_of(rundir)
@@ -256,17 +231,3 @@ def _check(members: list[HostHandle], rundir: RunDir) -> None:
     message = f"{gone[0].name} {how} before the run was over; {why}"
     rundir.fail("launcher", 0, message)
     raise PeerError(message)
-
-
-def _part(members: list[HostHandle], rundir: RunDir, poll: Callable[[], None]) -> None:
-    """End the attempt everywhere: hosts are told through the run directory, what is left after that is ended here."""
-    if any(m.status is None for m in members):
-        with contextlib.suppress(OSError):  # a file system that takes nothing must not hide why the attempt has ended
-            rundir.request_end()
-    deadline = Deadline(PARTING)
-    while any(m.status is None for m in members) and not deadline.over:
-        poll()
-        time.sleep(0.05)
-    for member in members:
-        member.end()
-    end_descendants(0.5)

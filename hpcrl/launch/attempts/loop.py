@@ -1,0 +1,149 @@
+"""A stage's attempts in one job: after a failure the next begins at once, on the hosts that the job holds.
+
+Invariants: a stop that was asked for, a time limit that is near and a cause that another attempt does not remove are
+never followed by one (`retries.py`, `headway.py`, and what the job's scheduler knows); the error that a job ends with
+is that of its last attempt; no process outlives the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError, Stopped
+from hpcrl.launch.attempts.attempt import Backend, run_attempt
+from hpcrl.launch.attempts.headway import check_headway
+from hpcrl.launch.attempts.held_hosts import HeldHosts
+from hpcrl.launch.attempts.retries import FailedAttempt, reason_to_end
+from hpcrl.launch.stop_signals import StopRequest
+from hpcrl.report.metrics import last_records
+from hpcrl.report.progress import say
+from hpcrl.run.attempt_log import note_failed
+from hpcrl.run.peers import TrainerPeer, find
+from hpcrl.run.role import read_plan
+from hpcrl.run.rundir import AttemptFailure, RunDir
+from hpcrl.run.storage_errors import write_obstacle
+from hpcrl.run.summary import Summary
+from hpcrl.toolbox.deadline import Deadline
+
+DISK = 120.0  #: seconds that a file system which takes nothing has to get over it
+LOOK = 1.0  #: seconds between two looks meanwhile
+
+#: (the error, whether every host has said that it is well) -> why the run does not continue on the job's hosts, or ""
+Leave = Callable[[HpcrlError, bool], str]
+
+
+def stay(error: HpcrlError, well: bool) -> str:
+    """`Leave` of a launcher without a scheduler."""
+    return ""
+
+
+@dataclass
+class StageAttempts:
+    """The attempts of one stage in this job.
+
+    Attributes:
+        root: the run's directory, in which its headway is noted.
+        observe: a context for each attempt, which gives what is called about five times a second in it.
+        turn: what is called as often between two of them.
+    """
+
+    options: Options
+    backend: Backend
+    run_id: str
+    root: Path
+    stop: StopRequest
+    observe: Callable[[RunDir], AbstractContextManager[Callable[[], None]]]
+    turn: Callable[[RunDir], None]
+    leave: Leave = stay
+    held: HeldHosts = field(default_factory=HeldHosts)
+    failed: list[FailedAttempt] = field(default_factory=list)
+
+    def run(self, rundir: RunDir) -> Summary:
+        """Bring the stage to its end, beginning with this attempt.
+
+        Raises:
+            HpcrlError: of the last attempt, which no other follows.
+        """
+        try:
+            while True:
+                try:
+                    with self.observe(rundir) as poll:
+                        return run_attempt(self.options, self.backend, self.run_id, rundir, self.stop, poll, self.held)
+                except Stopped:
+                    raise
+                except HpcrlError as error:
+                    self._continue_after(error, rundir)
+                rundir = RunDir(rundir.root, rundir.attempt + 1)
+        finally:
+            self.held.end(rundir, lambda: self.turn(rundir))
+
+    def _continue_after(self, error: HpcrlError, rundir: RunDir) -> None:
+        """Return once another attempt may begin; raise the error where none does."""
+        begun = bool(self.held.members)
+        self.failed.append(self._look_at(rundir))
+        self._end(error, reason_to_end(self.failed, self.options.attempts) if begun else "its hosts could not be had")
+        self._end(error, self._full_disk(rundir))
+        turn = lambda: self.turn(rundir)  # noqa: E731
+        well = self.backend.all_see(rundir) and self.held.pause(rundir, turn)
+        self._end(error, self.leave(error, well))
+        check_headway(self.root, 1)
+        if not well:
+            self.held.end(rundir, turn)
+        self._end(error, "")
+        number = len(self.held.engines)
+        engines = f"; {number} engine{'s' * (number > 1)} continue{'s' * (number == 1)}" if number else ""
+        say(f"attempt {rundir.attempt} failed: {error.what}")
+        say(f"attempt {rundir.attempt + 1} begins on the same hosts{engines}")
+
+    def _end(self, error: HpcrlError, why: str) -> None:
+        """Raise the error if there is a reason why, Stopped if the run was asked to stop meanwhile."""
+        if self.stop.requests:
+            reason = f" ({self.stop.why})" if self.stop.why else ""
+            raise Stopped(f"stopped{reason} after a failure: {error.what}; the last checkpoint is good") from error
+        if why and self.options.attempts > 1:
+            say(f"no other attempt follows in this job: {why}")
+        if why:
+            raise error
+
+    def _look_at(self, rundir: RunDir) -> FailedAttempt:
+        """How the attempt has ended, as far as that can be read."""
+        failure = peer = None
+        with contextlib.suppress(HpcrlError):
+            failure = rundir.failure()
+        with contextlib.suppress(HpcrlError):
+            peer = find(rundir, TrainerPeer)
+        last = last_records(rundir.metrics_file, 1)
+        step = last[-1]["rollout_id"] + 1 if last else 0
+        found = FailedAttempt(failure, max(step, peer.start if peer else 0), peer is not None)
+        note_failed(rundir, found.step, failure, _host_of(rundir, failure))
+        return found
+
+    def _full_disk(self, rundir: RunDir) -> str:
+        """Why nothing can be written there, once that has not passed for DISK seconds; "" as soon as something can."""
+        deadline = Deadline(DISK)
+        told = False
+        while why := write_obstacle(rundir.root):
+            if deadline.over or self.stop.requests:
+                return why
+            if not told:
+                say(f"{why}; waiting for up to {DISK:.0f} s")
+            told = True
+            self.turn(rundir)
+            time.sleep(LOOK)
+        return ""
+
+
+def _host_of(rundir: RunDir, failure: AttemptFailure | None) -> str:
+    """The host of the process that failed; "" where that is not one, or not known."""
+    with contextlib.suppress(HpcrlError):
+        plan = read_plan(rundir)
+        places = {"trainer": plan.trainers, "engine": plan.engines, "rollout": (plan.rollout,)}
+        if failure and failure.index < len(found := places.get(failure.role, ())):
+            return found[failure.index].host
+    return ""

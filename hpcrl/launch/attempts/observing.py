@@ -1,0 +1,43 @@
+"""What is told of an attempt while it runs: on the screen, in state.json, in the launcher's timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+from hpcrl.config.recipe import Stage
+from hpcrl.errors import Stopped
+from hpcrl.report.progress import Progress
+from hpcrl.report.timeline.spans import ATTEMPT, BEGINS, Timeline
+from hpcrl.run.attempt_log import note_ready
+from hpcrl.run.job_files import JobStateFile
+from hpcrl.run.peers import TrainerPeer, find
+from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import read_summary
+
+
+@contextmanager
+def observe(
+    rundir: RunDir, stage: Stage, title: str, total: int | None, state: JobStateFile, timeline: Timeline
+) -> Iterator[Callable[[], None]]:
+    """Tell of an attempt, on the screen, in state.json and in the timeline; gives what is called again and again."""
+    state.set("starting", stage=stage.name, attempt=rundir.attempt)
+    about = {"stage": stage.name, "attempt": rundir.attempt}
+    timeline.mark(BEGINS, **about)
+    begun, status = timeline.now(), "failed"
+    try:
+        with closing(Progress(rundir, title, total)) as progress:
+
+            def look() -> None:
+                progress.poll()
+                if state.phase == "starting" and (peer := find(rundir, TrainerPeer)):
+                    state.set("running")
+                    note_ready(rundir, peer.start)
+
+            yield look
+        status = summary.status if (summary := read_summary(rundir.root)) else status
+    except Stopped:
+        status = "stopped"
+        raise
+    finally:
+        timeline.add(ATTEMPT, begun, timeline.now(), status=status, **about)

@@ -1,0 +1,68 @@
+"""Whether a stage that has failed is tried again on the hosts that its job holds.
+
+Pure: what is known of the failures of this job in, a reason to end out.  Invariants: what another attempt would not
+change ends the run with the first error that says so: a setting, a failure before anything was trained that no machine
+can be blamed for, the same error at the same step twice; `headway.py` ends a run that is tried again and again
+without a new checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpcrl.errors import EXITED, UNEXPECTED, DataError, HpcrlError, UsageError
+from hpcrl.run.rundir import AttemptFailure
+
+#: errors of what was given to the run
+SETTINGS = (UsageError.__name__, DataError.__name__)
+#: errors that a process has made itself, and would make again in the same place
+OWN = (HpcrlError.__name__, UNEXPECTED, EXITED)
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class FailedAttempt:
+    """How an attempt of this job has ended.
+
+    Attributes:
+        failure: its first error; None where none could be read.
+        step: the rollout that it was at.
+        trained: whether its ranks had begun to train.
+    """
+
+    failure: AttemptFailure | None
+    step: int
+    trained: bool
+
+    @property
+    def own(self) -> bool:
+        """Whether a process ended with an error of its own, and was not killed, silent or lost."""
+        return self.failure is not None and self.failure.kind in OWN
+
+    def same(self, other: FailedAttempt) -> bool:
+        """Whether both ended in the same way at the same step: their words but for numbers are the same."""
+        if self.failure is None or other.failure is None or self.step != other.step:
+            return False
+        ours, theirs = (_NUMBERS.sub("#", one.failure.message) for one in (self, other) if one.failure)
+        return self.failure.role == other.failure.role and ours == theirs
+
+
+def reason_to_end(failed: Sequence[FailedAttempt], limit: int) -> str:
+    """Why no other attempt follows; "" where one does.
+
+    Args:
+        failed: the attempts of this job, in order; not empty.
+        limit: --attempts.
+    """
+    last = failed[-1]
+    if last.failure is not None and last.failure.kind in SETTINGS:
+        return "another attempt would have the same settings and data"
+    if last.own and not any(one.trained for one in failed):
+        return "it had not begun to train"
+    if last.own and any(earlier.own and last.same(earlier) for earlier in failed[:-1]):
+        return f"it has failed so at step {last.step} before"
+    if len(failed) >= limit:
+        return f"it has failed {len(failed)} times in this job (--attempts {limit})" if limit > 1 else "--attempts 1"
+    return ""

@@ -1,0 +1,123 @@
+"""STAGE/attempts.jsonl: how the attempts of a stage have begun to train, and failed; from it what faults have cost.
+
+Invariants: the launcher alone appends to it, a line a fact; a reader takes every line that is whole; what cannot be
+written ends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.run.rundir import AttemptFailure, RunDir
+from hpcrl.untrusted_files import open_append, read_regular
+
+ATTEMPTS = "attempts.jsonl"  #: its name in a stage's directory
+MOST = 500  #: characters of an error that are kept
+
+
+class AttemptReady(msgspec.Struct, frozen=True, tag="ready"):
+    """An attempt is about to train.
+
+    Attributes:
+        time: unix time.
+        step: the first rollout that it trains on.
+    """
+
+    attempt: int
+    time: float
+    step: int
+
+
+class AttemptFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """An attempt has failed.
+
+    Attributes:
+        time: unix time.
+        step: the rollout that it was at.
+        who: role and index.
+        host: of that process, "" where that is not one host's.
+    """
+
+    attempt: int
+    time: float
+    step: int
+    who: str
+    host: str
+    why: str
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An attempt that has failed, and what that has cost.
+
+    Attributes:
+        time: unix time.
+        step: the rollout that it was at.
+        repeated: rollouts of this attempt that a later one made again, None before one trains.
+        seconds: until the next attempt began to train, or failed before that; None before it does.
+    """
+
+    attempt: int
+    time: float
+    step: int
+    who: str
+    host: str
+    why: str
+    repeated: int | None = None
+    seconds: float | None = None
+
+    @property
+    def place(self) -> str:
+        """Who failed, and where."""
+        return f"{self.who} on {self.host}" if self.host else self.who
+
+
+def note_ready(rundir: RunDir, step: int) -> None:
+    """Append that this attempt is about to train."""
+    _append(rundir, AttemptReady(rundir.attempt, time.time(), step))
+
+
+def note_failed(rundir: RunDir, step: int, failure: AttemptFailure | None, host: str) -> None:
+    """Append that this attempt has failed, at the rollout `step`."""
+    who = f"{failure.role}-{failure.index}" if failure and failure.role not in ("launcher", "host") else "launcher"
+    at = failure.time if failure else time.time()
+    _append(rundir, AttemptFailed(rundir.attempt, at, step, who, host, failure.message[:MOST] if failure else "?"))
+
+
+def _append(rundir: RunDir, record: AttemptReady | AttemptFailed) -> None:
+    with contextlib.suppress(OSError), open_append(rundir.root / ATTEMPTS) as file:
+        file.write(msgspec.json.encode(record) + b"\n")
+
+
+def read_attempts(stage: Path) -> list[AttemptReady | AttemptFailed]:
+    """What is in the file of a stage's directory; [] where there is none."""
+    try:
+        data = read_regular(stage / ATTEMPTS)
+    except OSError:
+        return []
+    return list(_parsed(data))
+
+
+def _parsed(data: bytes) -> Iterator[AttemptReady | AttemptFailed]:
+    for line in data.splitlines():
+        with contextlib.suppress(msgspec.DecodeError):
+            yield msgspec.json.decode(line, type=AttemptReady | AttemptFailed)
+
+
+def faults_of(events: Sequence[AttemptReady | AttemptFailed]) -> list[Fault]:
+    """The attempts that failed, in order, each with what it cost."""
+    trained = {event.attempt for event in events if isinstance(event, AttemptReady)}
+    found = []
+    for number, event in enumerate(events):
+        if isinstance(event, AttemptReady):
+            continue
+        later = [e for e in events[number + 1 :] if e.attempt > event.attempt]
+        ready = next((e for e in later if isinstance(e, AttemptReady)), None)
+        repeated = ready and max(0, event.step - ready.step) * (event.attempt in trained)
+        seconds = max(0.0, later[0].time - event.time) if later else None
+        found.append(Fault(*msgspec.structs.astuple(event), repeated, seconds))
+    return found

@@ -1,0 +1,170 @@
+"""One attempt after another in a job: which failures another follows, and what ends the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.errors import UNEXPECTED, HpcrlError, PeerError, Stopped
+from hpcrl.launch.attempts import loop
+from hpcrl.launch.attempts.headway import FRUITLESS
+from hpcrl.launch.attempts.held_hosts import HeldHosts
+from hpcrl.launch.attempts.loop import StageAttempts, stay
+from hpcrl.launch.stop_signals import StopRequest
+from hpcrl.run.attempt_log import AttemptFailed, read_attempts
+from hpcrl.run.pauses import CarriedOver
+from hpcrl.run.peers import TrainerPeer, publish
+from hpcrl.run.rundir import RunDir
+from hpcrl.run.summary import Summary
+
+Fails = Callable[[RunDir, StopRequest], str]
+
+
+class Job:
+    """A stage whose attempts fail as told, and then finish.
+
+    Attributes:
+        warm: whether the hosts wait for the next attempt.
+        ended: the attempts after which all processes were ended.
+    """
+
+    def __init__(self, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, fails: list[Fails], warm: bool = True) -> None:
+        self.rundir = rundir
+        self.fails = fails
+        self.stop = StopRequest()
+        self.ended: list[int] = []
+        self.begun: list[tuple[int, bool]] = []
+        job = self
+
+        class Hosts(HeldHosts):
+            def pause(self, rundir: RunDir, poll: Callable[[], None]) -> bool:
+                self.carried = CarriedOver(engines={0: 0}) if warm else None
+                return warm
+
+            def end(self, rundir: RunDir, poll: Callable[[], None]) -> None:
+                job.ended.append(rundir.attempt)
+                self.members, self.carried = [], None
+
+        self.held = Hosts()
+        monkeypatch.setattr(loop, "run_attempt", self._attempt)
+
+    def _attempt(self, options: Any, backend: Any, run_id: str, rundir: RunDir, *more: Any) -> Summary:
+        if rundir.attempt:
+            rundir.begin()
+        self.begun.append((rundir.attempt, self.held.carried is not None))
+        self.held.members, self.held.carried = [SimpleNamespace(status=None)], None  # type: ignore[list-item]
+        publish(rundir, TrainerPeer(start=rundir.attempt, total=9))
+        if rundir.attempt < len(self.fails):
+            rundir.fail("trainer", 1, "killed", self.fails[rundir.attempt](rundir, self.stop))
+            raise PeerError("trainer-1: killed")
+        return Summary("finished", rundir.attempt)
+
+    def run(self, leave: Any = stay, **options: Any) -> Summary:
+        @contextmanager
+        def observe(rundir: RunDir) -> Iterator[Callable[[], None]]:
+            yield lambda: None
+
+        backend: Any = SimpleNamespace(all_see=lambda rundir: True)
+        given = (Options(**options), backend, "id", self.rundir.root, self.stop, observe, lambda rundir: None, leave)
+        return StageAttempts(*given, held=self.held).run(self.rundir)
+
+
+def killed(*_: Any) -> str:
+    return ""
+
+
+def checkpoint(rundir: RunDir, _: Any) -> str:
+    """It has saved before it was killed."""
+    (rundir.root / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(rundir.attempt))
+    return ""
+
+
+def test_next_attempt_takes_the_hosts_over(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(rundir, monkeypatch, [killed, killed])
+    assert job.run().attempt == 2
+    assert job.begun == [(0, False), (1, True), (2, True)] and job.ended == [2], "once, at the end"
+    assert [e.why for e in read_attempts(rundir.root) if isinstance(e, AttemptFailed)] == ["killed"] * 2
+
+
+def test_all_begins_again_where_hosts_do_not_wait(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(rundir, monkeypatch, [killed], warm=False)
+    assert job.run().attempt == 1
+    assert job.begun == [(0, False), (1, False)] and job.ended == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fails", "options", "last"),
+    [
+        ([killed] * 9, {"attempts": 3}, 2),
+        ([killed], {"attempts": 1}, 0),
+        ([lambda *_: "UsageError"], {}, 0),
+        ([lambda *_: UNEXPECTED, killed], {}, None),
+    ],
+)
+def test_a_job_ends_with_its_last_failure(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, fails: list[Fails], options: dict[str, Any], last: int | None
+) -> None:
+    job = Job(rundir, monkeypatch, fails)
+    if last is None:
+        assert job.run(**options).finished
+        return
+    with pytest.raises(PeerError, match="killed"):
+        job.run(**options)
+    assert job.begun[-1][0] == last and job.ended == [last]
+
+
+def test_a_run_without_headway_ends(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five attempts in a row without a new checkpoint are enough; each that has one counts from there."""
+    job = Job(rundir, monkeypatch, [killed] * 99)
+    with pytest.raises(HpcrlError, match="without a new checkpoint"):
+        job.run(attempts=99)
+    assert len(job.begun) == FRUITLESS + 1
+    later = RunDir.create(rundir.root.parent / "saves")
+    later.begin()
+    job = Job(later, monkeypatch, [checkpoint] * 9)
+    assert job.run(attempts=99).attempt == 9
+
+
+def test_scheduler_may_want_the_hosts_back(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def leave(error: HpcrlError, well: bool) -> str:
+        asked.append((error.what, well))
+        return "preempted" if len(asked) == 2 else ""
+
+    job = Job(rundir, monkeypatch, [killed] * 3)
+    with pytest.raises(PeerError):
+        job.run(leave)
+    assert asked == [("trainer-1: killed", True)] * 2 and job.begun[-1][0] == 1
+
+
+def test_stop_between_two_attempts(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing begins after it, and it counts as a stop."""
+
+    def asked(_: RunDir, stop: StopRequest) -> str:
+        stop.ask("hpcrl stop")
+        return ""
+
+    job = Job(rundir, monkeypatch, [asked])
+    with pytest.raises(Stopped, match="hpcrl stop.*killed"):
+        job.run()
+    assert job.begun == [(0, False)] and job.ended == [0]
+
+
+def test_disk_that_is_full_for_a_moment(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for; one that stays full ends the job."""
+    obstacles = iter(["No space left", "No space left", ""])
+    monkeypatch.setattr(loop, "write_obstacle", lambda path: next(obstacles))
+    monkeypatch.setattr(loop, "LOOK", 0.0)
+    assert Job(rundir, monkeypatch, [killed]).run().attempt == 1
+    monkeypatch.setattr(loop, "write_obstacle", lambda path: "No space left")
+    monkeypatch.setattr(loop, "DISK", 0.0)
+    later = RunDir.create(rundir.root.parent / "full")
+    later.begin()
+    with pytest.raises(PeerError):
+        Job(later, monkeypatch, [killed]).run()

@@ -1,0 +1,127 @@
+"""When a stage that has failed is tried again on the hosts of its job, and what it takes over then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.errors import EXITED, UNEXPECTED
+from hpcrl.launch.attempts.held_hosts import HeldHosts
+from hpcrl.launch.attempts.retries import FailedAttempt, reason_to_end
+from hpcrl.plan import Host, make_plan
+from hpcrl.run.pauses import CarriedOver, PausedHost, carried_over, follow_log, hand_over, read_carried, tell_paused
+from hpcrl.run.peers import EnginePeer, find, publish
+from hpcrl.run.rundir import BEATS, AttemptFailure, RunDir, write_atomic
+
+
+def failed(
+    message: str = "killed", kind: str = "", step: int = 3, trained: bool = True, role: str = "trainer"
+) -> FailedAttempt:
+    return FailedAttempt(AttemptFailure(role, 0, message, 0.0, kind), step, trained)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "limit", "said"),
+    [
+        ([failed()], 4, ""),
+        ([failed(trained=False)], 4, ""),
+        ([FailedAttempt(None, 3, True)], 4, ""),
+        ([failed(kind="UsageError")], 4, "settings and data"),
+        ([failed(kind="DataError")], 4, "settings and data"),
+        ([failed(kind="PeerError", trained=False)], 4, ""),
+        ([failed(kind=EXITED, trained=False)], 4, "not begun to train"),
+        ([failed(kind=UNEXPECTED, trained=False)], 4, "not begun to train"),
+        ([failed(), failed(kind=EXITED, trained=False)], 4, ""),
+        ([failed("loss is nan", UNEXPECTED)], 4, ""),
+        ([failed("loss is nan", UNEXPECTED), failed("loss is nan", UNEXPECTED)], 4, "failed so at step 3"),
+        ([failed("at 0x7f of 12 MiB", UNEXPECTED), failed("at 0x80 of 13.5 MiB", UNEXPECTED)], 4, "at step 3"),
+        ([failed("loss is nan", UNEXPECTED), failed("loss is nan", UNEXPECTED, step=4)], 4, ""),
+        ([failed("loss is nan", UNEXPECTED), failed("out of memory", UNEXPECTED)], 4, ""),
+        ([failed("x", UNEXPECTED), failed("x", UNEXPECTED, role="rollout")], 4, ""),
+        ([failed("x", UNEXPECTED), failed(step=5), failed("x", UNEXPECTED)], 4, "at step 3"),
+        ([failed(), failed()], 4, ""),
+        ([failed()] * 4, 4, "--attempts 4"),
+        ([failed()], 1, "--attempts 1"),
+    ],
+)
+def test_what_another_attempt_cannot_get_over(attempts: list[FailedAttempt], limit: int, said: str) -> None:
+    """A setting, an error before the first step, the same error at the same step; the number is a limit."""
+    why = reason_to_end(attempts, limit)
+    assert said in why and bool(said) == bool(why)
+
+
+OPTIONS = Options(hf_checkpoint="m", actor_num_gpus_per_node=1, rollout_num_gpus=6, rollout_num_gpus_per_engine=2)
+#: engine 0 on host a, engine 1 on d, engine 2 over b and c
+PLAN = make_plan(OPTIONS, [Host("t", 1), Host("a", 2), Host("b", 1), Host("c", 1), Host("d", 2)], "run")
+
+
+def test_whole_engines_are_taken_over() -> None:
+    """One that has lost a part begins again, with a key that no process had; without any, all is new."""
+    assert [engine.hosts for engine in PLAN.engines] == [("a",), ("d",), ("b", "c")]
+    a = PausedHost(engines={0: 2}, last={0: 2})
+    b, c = PausedHost(engines={2: 0}, last={2: 0}), PausedHost(parts=[(2, 1)])
+    d = PausedHost(last={1: 1})
+    assert carried_over(PLAN, [a, b, c, d]) == CarriedOver(engines={0: 2, 2: 0}, begin={1: 2})
+    assert carried_over(PLAN, [a, b, PausedHost(), d]) == CarriedOver(engines={0: 2}, begin={1: 2, 2: 1})
+    assert carried_over(PLAN, [PausedHost(last={0: 2}), PausedHost(last={2: 0}), c, d]) == CarriedOver()
+    assert carried_over(PLAN, [PausedHost(engines={9: 0}, last={9: 0})]) == CarriedOver(), "of another job"
+
+
+def test_an_engine_is_found_where_it_was(rundir: RunDir) -> None:
+    """Address, process and incarnation are those of the attempt before."""
+    publish(rundir, EnginePeer(host="a", port=4711, incarnation=0), 0)
+    publish(rundir, EnginePeer(host="d", port=4712, incarnation=0), 2)
+    later = RunDir(rundir.root, rundir.attempt + 1)
+    later.begin()
+    hand_over(rundir, later, CarriedOver(engines={0: 0}, begin={2: 1}))
+    assert find(later, EnginePeer, 0) == find(rundir, EnginePeer, 0) and find(later, EnginePeer, 2) is None
+    assert read_carried(later) == CarriedOver(engines={0: 0}, begin={2: 1}) and read_carried(rundir) == CarriedOver()
+
+
+def member(status: int | None = None, lost: str = "") -> Any:
+    return SimpleNamespace(status=status, lost=lambda: lost)
+
+
+@pytest.mark.parametrize(
+    ("members", "hosts", "waits"),
+    [
+        ([member(), member()], ("a", "b"), True),
+        ([member(), member()], ("a",), False),
+        ([member(), member(1)], ("a", "b"), False),
+        ([member(), member(lost="host b: its process died")], ("a", "b"), False),
+        ([], ("a", "b"), False),
+    ],
+)
+def test_hosts_that_all_wait_are_held(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, members: list[Any], hosts: tuple[str, ...], waits: bool
+) -> None:
+    """Each that has given a sign of life has to say that it waits, and none may have ended."""
+    monkeypatch.setattr("hpcrl.launch.attempts.held_hosts.PARTING", 0.3)
+    write_atomic(rundir.plan_file, b"")
+    monkeypatch.setattr("hpcrl.launch.attempts.held_hosts.read_plan", lambda _: PLAN)
+    (rundir.here / BEATS).mkdir()
+    for name in ("a", "b"):
+        (rundir.here / BEATS / name).touch()
+    for name in hosts:
+        tell_paused(rundir, name, PausedHost(engines={0: 0} if name == "a" else {}, last={0: 0}))
+    held = HeldHosts(members=members)
+    assert held.pause(rundir, lambda: None) is waits
+    assert dict(held.engines) == ({0: 0} if waits else {})
+
+
+def test_a_log_follows_its_process(tmp_path: Path) -> None:
+    """What it writes next is in the new place, and what it wrote before."""
+    old, new = tmp_path / "attempt-0", tmp_path / "attempt-1"
+    old.mkdir()
+    new.mkdir()
+    with (old / "engine-0.log").open("w") as log:
+        log.write("up\n")
+        log.flush()
+        found = follow_log(old / "engine-0.log", new)
+        log.write("still up\n")
+    (old / "engine-0.log").unlink()
+    assert found.read_text() == "up\nstill up\n"

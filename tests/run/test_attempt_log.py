@@ -1,0 +1,60 @@
+"""How attempts have begun and failed, and what the faults between them have cost."""
+
+from __future__ import annotations
+
+from hpcrl.report.status_text import fault_rows
+from hpcrl.run.attempt_log import (
+    ATTEMPTS,
+    AttemptFailed,
+    AttemptReady,
+    faults_of,
+    note_failed,
+    note_ready,
+    read_attempts,
+)
+from hpcrl.run.rundir import AttemptFailure, RunDir
+
+
+def failed(attempt: int, time: float, step: int) -> AttemptFailed:
+    return AttemptFailed(attempt, time, step, "trainer-1", "node2", "killed")
+
+
+def test_what_a_fault_has_cost() -> None:
+    """Steps since the checkpoint that the next attempt to train began at, and the time until then."""
+    events = [
+        AttemptReady(0, 100.0, 0),
+        failed(0, 200.0, 7),
+        failed(1, 205.0, 7),  # while it started
+        AttemptReady(2, 215.0, 5),
+        failed(2, 300.0, 9),
+    ]
+    found = faults_of(events)
+    assert [(f.attempt, f.step, f.repeated, f.seconds) for f in found] == [
+        (0, 7, 2, 5.0),
+        (1, 7, 0, 10.0),
+        (2, 9, None, None),
+    ]
+    assert faults_of([]) == [] and faults_of(events[:1]) == []
+
+
+def test_lines_that_are_whole_count(rundir: RunDir) -> None:
+    note_ready(rundir, 3)
+    note_failed(rundir, 4, AttemptFailure("trainer", 1, "x" * 9000, 12.0), "node2")
+    note_failed(RunDir(rundir.root, rundir.attempt + 1), 4, None, "")
+    with (rundir.root / ATTEMPTS).open("ab") as file:
+        file.write(b'{"type":"failed","attempt":9,"ti')
+    ready, first, second = read_attempts(rundir.root)
+    assert isinstance(ready, AttemptReady) and ready.step == 3
+    assert (first.who, first.host, first.time, len(first.why)) == ("trainer-1", "node2", 12.0, 500)
+    assert (second.attempt, second.who, second.why) == (rundir.attempt + 1, "launcher", "?")
+    assert read_attempts(rundir.root / "none") == []
+
+
+def test_faults_in_the_status_of_a_run() -> None:
+    """Their number and cost, and the last of them by name and host."""
+    events = [AttemptReady(0, 90.0, 0), failed(0, 200.0, 7), AttemptReady(1, 215.0, 6), failed(1, 230.0, 8)]
+    (_, cost), (_, last) = fault_rows(faults_of(events))
+    assert cost.startswith("2: 1 step repeated, 15 s") and "attempt 1, at step 8: trainer-1 on node2" in last
+    (_, cost), _ = fault_rows(faults_of(events[:2]))
+    assert cost == "1: it has not trained again"
+    assert fault_rows([]) == []
