@@ -22,11 +22,13 @@ from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import Status
 from hpcrl.report.sample_records import Look, held_out_sets, read_looks, steps_of
 from hpcrl.report.sample_view import after_steps, as_text, choose, head_lines, visible
+from hpcrl.report.status_text import fault_rows
 from hpcrl.report.svg import FILL, Bar, chart, clock, timeline
 from hpcrl.report.timeline.accounting import Spent, rows
 from hpcrl.report.timeline.reading import Track
 from hpcrl.report.timeline.run_spending import Recorded, spending
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
+from hpcrl.run.attempt_log import Fault
 from hpcrl.untrusted_files import read_given, read_regular
 
 #: tracks in a picture; steps in the closer one; samples of each kind
@@ -45,7 +47,7 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(read_given(Path(__file__).with_name("page.html.j2")))
     spent = spending(run, recorded)
-    shown = views(recorded)
+    shown = views(recorded, [fault for stage in run.stages for fault in stage.faults])
     hidden = max(0, len({track.name for track in recorded.tracks}) - MOST_TRACKS)
     return template.render(
         title=visible(run.root.name),
@@ -71,6 +73,7 @@ def facts(run: Run, status: Status, spent: Sequence[Spent]) -> Iterator[tuple[st
     yield "directory", visible(status.run)
     if status.stage:
         yield "stage", visible(status.stage)
+    yield from ((name or "the last", visible(text)) for name, text in fault_rows(status.faults))
     if status.attempt is not None and status.total != 0:
         yield "steps", f"{status.step} of {'?' if status.total is None else status.total}, attempt {status.attempt}"
     for stage in run.stages:
@@ -136,18 +139,21 @@ def bill_note(spent: Sequence[Spent]) -> str:
 # ---- the timeline
 
 
-def views(recorded: Recorded) -> list[dict[str, Any]]:
-    """The whole run, and some of its last steps closer."""
+def views(recorded: Recorded, faults: Sequence[Fault] = ()) -> list[dict[str, Any]]:
+    """The whole run, with a row of its own for what faults have cost, and some of its last steps closer."""
     if not recorded.tracks:
         return []
     tracks = bars(recorded.tracks)
+    if faults:
+        marks = [Bar(at := int(1e6 * f.time), at + int(1e6 * (f.seconds or 0.0)) + 1, "lost") for f in faults]
+        tracks.insert(0, ("faults", marks))
     begin = min(track.begin for track in recorded.tracks)
     end = max(track.end for track in recorded.tracks)
     found = [{"title": f"The whole run: {clock((end - begin) / 1e6)}", "picture": timeline(tracks, begin, end)}]
     for tracks_of in reversed(list(recorded.stages.values())):
         last = max((track.attempt or 0 for track in tracks_of), default=0)
-        cranks = [track for track in tracks_of if track.name == "trainer-0" and track.attempt == last]
-        steps = [span for track in cranks for span in track.named(STEP)][-STEPS:]
+        drivers = [track for track in tracks_of if track.name == "trainer-0" and track.attempt == last]
+        steps = [span for track in drivers for span in track.named(STEP)][-STEPS:]
         if steps:
             first, to = steps[0].begin, steps[-1].end
             title = f"The last {len(steps)} steps: {clock((to - first) / 1e6)}" if len(steps) > 1 else "The last step"

@@ -206,3 +206,8 @@ def _bar(title: str, total: int | None, size: bool = False) -> ProgressBar | Non
 def _print_line(text: str, passed: float) -> None:
     minutes, seconds = divmod(int(passed), 60)
     print(f"{text}  [{minutes:02d}:{seconds:02d}]", file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """A line of the launcher, for its user."""
+    print(f"hpcrl: {text}", file=sys.stderr, flush=True)

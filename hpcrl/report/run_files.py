@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hpcrl.report.metrics import last_records, parse_record
+from hpcrl.run.attempt_log import Fault, faults_of, read_attempts
 from hpcrl.run.engine_files import VIEW, EngineViews
 from hpcrl.run.job_files import JOB, STATE, JobFile, JobState
 from hpcrl.run.passed_over import read_passed_over
@@ -70,6 +71,16 @@ class StageFiles:
     def failure(self) -> AttemptFailure | None:
         """The first error of the last attempt."""
         return load_json(self.here / ERROR, AttemptFailure, self.notes)
+
+    @cached_property
+    def faults(self) -> list[Fault]:
+        """The attempts that have failed."""
+        return faults_of(read_attempts(self.root))
+
+    @property
+    def causes(self) -> dict[int, str]:
+        """attempt -> the role that failed in it."""
+        return {fault.attempt: fault.who.partition("-")[0] for fault in self.faults}
 
     @cached_property
     def begun(self) -> TrainerPeer | None:

@@ -20,6 +20,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import WINDOW, evaluated, number, seconds_left, step_rows, step_time
 from hpcrl.report.run_files import Run, StageFiles
+from hpcrl.run.attempt_log import Fault
 from hpcrl.run.engine_files import EngineView
 from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, SUBMITTING, WORKING, JobState
 from hpcrl.run.peers import EnginePeer, StorePeer, TrainerPeer, peer_file
@@ -60,6 +61,7 @@ class Status(msgspec.Struct):
     accuracy_after: int | None = None  #: how many steps had been done at that evaluation
     awaits: str = ""  #: what a run that is starting waits for
     failed_gradings: list[str] = []  #: a line for rollouts and one for evaluations, of those that had any
+    faults: list[Fault] = []  #: attempts of this stage that have failed
     engines: list[EngineView] = []  #: as long as the run is at work
     step_time: float | None = None
     last_step: float | None = None  #: age of the last step
@@ -112,6 +114,7 @@ def judge_run(
         if stage:
             stage.note_gap()
             stage.note_passed_over()
+            status.faults = stage.faults
             status.failed_gradings = failed_gradings(stage.root, stage.rows(*LONG))
         status.stages = run.planned
         if phase == "starting" and stage and stage.attempt is not None:

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from hpcrl.plain_text import strip_control
 from hpcrl.report.run_status import Status, span
+from hpcrl.run.attempt_log import Fault
 from hpcrl.run.engine_files import EngineView, EngineViews
 from hpcrl.run.job_files import OVER, WORKING
 
@@ -102,6 +103,7 @@ def facts(s: Status) -> list[tuple[str, str]]:
         rows += _work(s)
     if s.engines:
         rows.append(("engines", engine_line(s.engines)))
+    rows += fault_rows(s.faults)
     if s.left is not None or s.needs is not None:
         rows.append(("time", _time(s)))
     if s.stop_asked:
@@ -147,6 +149,22 @@ def _work(s: Status) -> list[tuple[str, str]]:
         each = "" if s.step_time is None else f"; a step takes {span(s.step_time)}"
         rows.append(("last step", f"{span(s.last_step)} ago{each}"))
     return rows
+
+
+def fault_rows(faults: Sequence[Fault]) -> list[tuple[str, str]]:
+    """What faults have cost so far, and the last of them."""
+    if not faults:
+        return []
+    over = [fault for fault in faults if fault.seconds is not None]
+    steps = sum(fault.repeated or 0 for fault in over)
+    seconds = span(sum(fault.seconds or 0.0 for fault in over))
+    cost = f"{steps} step{'' if steps == 1 else 's'} repeated, {seconds} until it trained again"
+    cost = cost if over else "it has not trained again"
+    last = faults[-1]
+    return [
+        ("faults", f"{len(faults)}: {cost}"),
+        ("", f"attempt {last.attempt}, at step {last.step}: {last.place}: {last.why}"),
+    ]
 
 
 def _time(s: Status) -> str:

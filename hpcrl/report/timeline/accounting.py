@@ -13,7 +13,7 @@ divided as fractions.  The rows of a bill add up to the total, before they are r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -44,6 +44,8 @@ class AttemptSpent:
     Attributes:
         ready: when its trainer could work, None if it never could.
         lost: from when on its work came to nothing, None if all was kept.
+        steps: of its time, in which a step was under way that was kept.
+        cause: whose failure ended it, "" if it was none's.
     """
 
     begin: int
@@ -51,6 +53,8 @@ class AttemptSpent:
     ready: int | None = None
     lost: int | None = None
     owners: Sequence[Owner] = ()
+    steps: int = 0
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,25 @@ def costs(spent: Iterable[Spent]) -> dict[Cost, Fraction]:
         for node, slots in allocation.nodes.items():
             for cost, time in _node(allocation, node, slots).items():
                 found[cost] += Fraction(time) / HOUR
+    return found
+
+
+def goodput(spent: Iterable[Spent]) -> Fraction:
+    """Node-hours in steps that were kept."""
+    time = sum(attempt.steps * len(one.nodes) for one in spent for attempt in one.attempts)
+    return Fraction(time, HOUR)
+
+
+def lost_by_cause(spent: Iterable[Spent]) -> dict[str, Fraction]:
+    """Node-hours that came to nothing, by whose failure that was; they add up to the cost `lost`."""
+    found: dict[str, Fraction] = {}
+    for one in spent:
+        alone = [
+            replace(one, attempts=[a if a is b else replace(b, lost=None) for b in one.attempts]) for a in one.attempts
+        ]
+        for attempt, part in zip(one.attempts, alone, strict=True):
+            if hours := costs([part])["lost"]:
+                found[attempt.cause] = found.get(attempt.cause, Fraction(0)) + hours
     return found
 
 
@@ -161,6 +184,10 @@ MEANS: dict[Cost, str] = {
 }
 
 
+CAUSE = "of what was lost, by who failed"
+KEPT = "of the total, in steps that counted"
+
+
 class Row(NamedTuple):
     """One line of the bill.
 
@@ -182,9 +209,16 @@ def rows(spent: Sequence[Spent]) -> list[Row]:
     found = costs(spent)
     total = sum(found.values())
     lines = [Row(cost, _hours(found[cost]), _share(found[cost], total), MEANS[cost]) for cost in COSTS]
+    causes = sorted(lost_by_cause(spent).items(), key=lambda item: -item[1])
+    lines += [Row(f"  {name or 'killed'}", _hours(hours), _share(hours, total), CAUSE) for name, hours in causes]
     most = max(len(one.nodes) for one in spent)
     held = f"{len(spent)} allocation{'s' if len(spent) > 1 else ''} of {most} node{'s' if most > 1 else ''}"
-    return [*lines, Row("total", _hours(total), _share(total, total), held)]
+    kept = goodput(spent)
+    return [
+        *lines,
+        Row("total", _hours(total), _share(total, total), held),
+        Row("goodput", _hours(kept), _share(kept, total), KEPT),
+    ]
 
 
 def _hours(hours: Fraction | int) -> str:
@@ -197,13 +231,17 @@ def _share(part: Fraction | int, total: Fraction | int) -> str:
 
 
 def as_numbers(spent: Sequence[Spent]) -> dict[str, Any]:
-    """For programs: node-hours by cost, their total, and each allocation (unix times, nodes with their slots)."""
+    """For programs: node-hours by cost, their total, each allocation (unix times, nodes with their slots), those that
+    were lost by who failed, and the share of the total in steps that counted."""
     found = {cost: float(hours) for cost, hours in costs(spent).items()}
     held = [
         {"begin": one.begin / 1e6, "end": one.end / 1e6, "nodes": dict(one.nodes), "node_hours": float(one.total)}
         for one in spent
     ]
-    return {"node_hours": found, "total": float(sum(one.total for one in spent)), "allocations": held}
+    lost = {name or "killed": float(hours) for name, hours in lost_by_cause(spent).items()}
+    total = sum(one.total for one in spent)
+    more = {"lost": lost, "goodput": float(goodput(spent) / total) if total else 0.0}
+    return {"node_hours": found, "total": float(total), "allocations": held, **more}
 
 
 def text(lines: Sequence[Row]) -> str:

@@ -86,6 +86,7 @@ def spending(run: Run, recorded: Recorded) -> list[Spent]:
             )
             status = "running" if live else str(over.more.get("status", "")) if over else "killed"
             spent = spent_by(mark.begin, until, status, plan, own, _next_start(tracks, attempt))
+            spent = replace(spent, cause=stage.causes.get(attempt, ""))
             here, elsewhere = joined(own, spent, set(nodes))
             attempts.append(replace(spent, owners=[*spent.owners, *here]))
             more += elsewhere
@@ -142,31 +143,34 @@ def spent_by(
     Args:
         next_start: the rollout from which a later attempt resumed; None if none did.
     """
-    crank = next((track for track in tracks if track.role == "trainer" and track.header.index == 0), None)
-    ready = crank.named(READY)[:1] if crank else []
+    driver = next((track for track in tracks if track.role == "trainer" and track.header.index == 0), None)
+    ready = driver.named(READY)[:1] if driver else []
     lost = None
     if status not in ("finished", "stopped", "running"):
-        lost = lost_from(crank, next_start)
+        lost = lost_from(driver, next_start)
         lost = begin if lost is None else lost
-    owners = list(_owners(plan, tracks, crank)) if plan else []
-    return AttemptSpent(begin, end, ready[0].begin if ready else None, lost, owners)
+    owners = list(_owners(plan, tracks, driver)) if plan else []
+    kept = (
+        sum(span.end - span.begin for span in driver.named(STEP) if lost is None or span.begin < lost) if driver else 0
+    )
+    return AttemptSpent(begin, end, ready[0].begin if ready else None, lost, owners, kept)
 
 
-def lost_from(crank: Track | None, next_start: int | None) -> int | None:
+def lost_from(driver: Track | None, next_start: int | None) -> int | None:
     """From when on the work of an attempt came to nothing; None if all of it did.
 
     Args:
-        crank: what trainer rank 0 did.
+        driver: what trainer rank 0 did.
     """
-    if crank is None or not (ready := crank.named(READY)):
+    if driver is None or not (ready := driver.named(READY)):
         return None
     own = int(ready[0].more.get("rollout_id", 0))
-    saved = [int(mark.more.get("rollout_id", own)) for mark in crank.named(SAVED)]
+    saved = [int(mark.more.get("rollout_id", own)) for mark in driver.named(SAVED)]
     kept = next_start if next_start is not None else max([own, *saved])
     if kept <= own:
         return None
-    again = [span.begin for span in crank.named(STEP) if int(span.more.get("rollout_id", -1)) >= kept]
-    done = [span.end for span in crank.named(STEP, SAVE, EVALUATE)]
+    again = [span.begin for span in driver.named(STEP) if int(span.more.get("rollout_id", -1)) >= kept]
+    done = [span.end for span in driver.named(STEP, SAVE, EVALUATE)]
     return min(again) if again else max(done, default=None)
 
 
@@ -183,7 +187,7 @@ def _next_start(tracks: Sequence[Track], attempt: int) -> int | None:
     return None
 
 
-def _owners(plan: Plan, tracks: Sequence[Track], crank: Track | None) -> Iterator[Owner]:
+def _owners(plan: Plan, tracks: Sequence[Track], driver: Track | None) -> Iterator[Owner]:
     """Who had which slots, and did what there."""
     trainers = {track.header.index: track for track in tracks if track.role == "trainer"}
     by_host = {plan.trainers[rank].host: rank for rank in sorted(trainers, reverse=True) if rank < len(plan.trainers)}

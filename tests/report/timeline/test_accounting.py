@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from hpcrl.plan import Host, Location, Plan
 from hpcrl.report.run_files import Run
-from hpcrl.report.timeline.accounting import HOUR, AttemptSpent, Owner, Spent, costs, divide
+from hpcrl.report.timeline.accounting import (
+    HOUR,
+    AttemptSpent,
+    Owner,
+    Spent,
+    costs,
+    divide,
+    goodput,
+    lost_by_cause,
+    rows,
+)
 from hpcrl.report.timeline.reading import Span, Track
 from hpcrl.report.timeline.run_spending import Recorded, lost_from, read_run, spending
 from hpcrl.report.timeline.spans import (
@@ -110,7 +120,7 @@ def test_what_a_later_attempt_repeats_is_lost() -> None:
 # ---- what was lost
 
 
-def crank(*spans: Span) -> Track:
+def driver(*spans: Span) -> Track:
     return Track(Header(role="trainer", index=0, host="n1", pid=1, opened=0), 0, list(spans))
 
 
@@ -134,12 +144,12 @@ STEPS = [span(STEP, number + 1, number + 2, rollout_id=number + 4) for number in
 def test_lost_is_what_comes_after_the_last_checkpoint(
     saved: list[int], next_start: int | None, expected: float | None
 ) -> None:
-    track = crank(span(READY, 1, rollout_id=4), *STEPS, *(span(SAVED, 4.5, rollout_id=number) for number in saved))
+    track = driver(span(READY, 1, rollout_id=4), *STEPS, *(span(SAVED, 4.5, rollout_id=number) for number in saved))
     assert lost_from(track, next_start) == (None if expected is None else expected * H)
 
 
 def test_an_attempt_that_never_trained_is_lost() -> None:
-    assert lost_from(None, 4) is None and lost_from(crank(span(TRAIN, 1, 2)), 4) is None
+    assert lost_from(None, 4) is None and lost_from(driver(span(TRAIN, 1, 2)), 4) is None
 
 
 # ---- from a run directory
@@ -253,3 +263,24 @@ def test_run_without_timelines(tmp_path: Path) -> None:
     (root / "timeline").mkdir()
     (root / "timeline" / "launcher-0.jsonl").write_text(json.dumps({"role": "launcher"}) + "\n")
     assert spending(Run(root), read_run(Run(root))) == []
+
+
+def test_lost_by_who_failed_and_goodput() -> None:
+    """What was lost adds up over its causes, attempts that overlap on the clock included; steps count once a node."""
+    nodes = {"a": 4, "b": 4}
+    attempts = [
+        AttemptSpent(0, 4 * H, ready=H, lost=3 * H, steps=H, cause="trainer"),
+        AttemptSpent(3 * H, 6 * H, ready=None, lost=4 * H, cause="rollout"),
+        AttemptSpent(6 * H, 7 * H, lost=6 * H, cause="trainer"),
+        AttemptSpent(7 * H, 9 * H, ready=7 * H, steps=2 * H),
+    ]
+    spent = [
+        Spent(0, 10 * H, nodes, attempts),
+        Spent(20 * H, 21 * H, {"a": 4}, [AttemptSpent(20 * H, 21 * H, lost=20 * H)]),
+    ]
+    lost = lost_by_cause(spent)
+    assert {name: float(value) for name, value in lost.items()} == {"trainer": 4.0, "rollout": 4.0, "": 1.0}
+    assert sum(lost.values()) == costs(spent)["lost"]
+    assert goodput(spent) == 2 * 3
+    table = {row.name.strip(): row.share for row in rows(spent)}
+    assert (table["trainer"], table["killed"], table["goodput"]) == ("19.0 %", "4.8 %", "28.6 %")
