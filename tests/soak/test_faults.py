@@ -69,7 +69,14 @@ def untouched(name: str, folder: Path, task: Path, shape: Mapping[str, Any]) -> 
 
 
 def strike(
-    name: str, seed: int, bed: Bed, kinds: Sequence[Kind], reference: Reference, folder: Path, share: float
+    name: str,
+    seed: int,
+    bed: Bed,
+    kinds: Sequence[Kind],
+    reference: Reference,
+    folder: Path,
+    share: float,
+    kept: bool = False,
 ) -> None:
     """A campaign of its share of the faults; everything of it must have been right."""
     seconds = 60 * float(os.environ.get("FAULTS_MINUTES") or 1e6)
@@ -77,7 +84,7 @@ def strike(
         pytest.skip(f"no fault of {name} is called {os.environ['KINDS']}")
     with open_log(folder) as log:
         count = max(1, round(COUNT * share))
-        records = Campaign(name, seed, bed, chosen, reference, folder / "runs", log, count, seconds).run()
+        records = Campaign(name, seed, bed, chosen, reference, folder / "runs", log, count, seconds, kept).run()
     print(table(records))
     assert not [record for record in records if record.wrong]
 

@@ -51,7 +51,8 @@ class Record:
 
 @dataclass
 class Campaign:
-    """N faults on one bed.  references: the untouched run of a shape; log: gets a line of JSON for each fault."""
+    """N faults on one bed.  references: the untouched run of a shape; log: gets a line of JSON for each fault; kept:
+    whether the launcher is to begin the next attempt itself after a fault that ends one."""
 
     name: str
     seed: int
@@ -62,6 +63,7 @@ class Campaign:
     log: TextIO
     count: int
     most: float = float("inf")  #: seconds after which no further fault is begun
+    kept: bool = False
     records: list[Record] = field(default_factory=list)
     began: float = 0.0
     start: float = 20.0  #: seconds that the last start took
@@ -183,7 +185,10 @@ class Campaign:
     def _outcome(self, kind: Kind, struck: Struck, record: Record) -> None:
         """See the run end, or go on; then look at everything.  AssertionError if it does neither."""
         root = self.bed.root
-        if kind.ends:
+        if kind.ends and self.kept:
+            struck.heal()
+            self._continues(kind, record)
+        elif kind.ends:
             try:
                 self.bed.until(
                     lambda: self._over(record.attempt), kind.seconds, f"{kind.name} ({struck.victim}): the end"
@@ -219,6 +224,21 @@ class Campaign:
         record.wrong += wrong_in(root, self.reference)
         if kind.orderly and not self.bed.at_work() and self.bed.attempt >= record.attempt:
             record.wrong += [f"{name} is left" for name in self.bed.left()]
+
+    def _continues(self, kind: Kind, record: Record) -> None:
+        """See another attempt train on, in the same job."""
+
+        def trains() -> bool:
+            later = self.bed.attempt > record.attempt and self.bed.training()
+            return later or not self.bed.at_work()
+
+        self.bed.until(trains, kind.seconds + START, f"{kind.name}: another attempt trains")
+        record.error = self.bed.error(record.attempt)
+        if not self.bed.at_work() and not self.bed.finished():
+            record.wrong.append(f"the job has ended: {self.bed.said()[-900:]}")
+        elif self.bed.at_work():
+            old = [line for line in self._stale(record.attempt) if ".trainer." in line or ".rollout." in line]
+            record.wrong += [f"{line} is left" for line in old]
 
     def _over(self, attempt: int) -> bool:
         """Whether nobody works on with what was struck: the run has ended, or a later attempt has begun."""
