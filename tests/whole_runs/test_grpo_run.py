@@ -3,12 +3,16 @@ engines."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from hpcrl.report.timeline.reading import read_stage
 from hpcrl.report.timeline.spans import FOLDER, GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT, merged_of
 from hpcrl.run.engine_files import EngineView, end_of, read_views
 from hpcrl.run.rundir import RunDir
-from tests.support.runs import KEPT, NO_AGENT, POLICY, Run, all_gone, metrics, recipe, role_pid, rows, samples
+from tests.support.runs import KEPT, NO_AGENT, POLICY, REPO, Run, all_gone, metrics, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
 
@@ -116,7 +120,7 @@ def test_the_trainer_says_what_it_runs_with(uncut: Path) -> None:
     ]
 
 
-def test_what_every_process_did_is_recorded(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_every_process_did_is_recorded(uncut: Path) -> None:
     tracks = read_stage(uncut)
     assert [track.name for track in tracks] == ["engine-0", "host of 127.0.0.1", "rollout-0", "trainer-0", "trainer-1"]
     for trainer in tracks[-2:]:
@@ -129,7 +133,7 @@ def test_what_every_process_did_is_recorded(uncut: Path, capsys: pytest.CaptureF
         assert waited.begin - 50_000 <= made.begin < made.end <= waited.end + 50_000
         assert 0 < busy["perf/train_wait_time"] < busy["perf/step_time"] and 0 < busy["perf/engine_idle_ratio"] < 1
     assert sum(span.end - span.begin for span in tracks[2].named(GENERATE)) > 0
-    bill = bill_of(uncut, capsys)
+    bill = bill_of(uncut)
     hours = bill["node_hours"]
     assert sum(hours.values()) == pytest.approx(bill["total"]) and hours["lost"] == 0
     assert all(hours[name] > 0 for name in ("training", "generating", "updating", "saving", "waiting", "starting")), (
@@ -150,26 +154,61 @@ def test_key_is_nowhere_visible(uncut: Path) -> None:
         assert key not in log.read_text()
 
 
-def test_ended_and_resumed_is_the_same_run(
-    tmp_path: Path, task: Path, uncut: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on."""
-    run = start(tmp_path, task, actor_num_gpus_per_node=2, **KL | {"ref_load": str(task / "model")})
+#: that of the uncut run, and what another module adds to it
+REWARD = """\
+from added import ADDED
+from tests.support.runs import odd_tokens
+
+
+async def reward(options, sample):
+    return await odd_tokens(options, sample) + ADDED
+"""
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> tuple[Path, dict[str, Any]]:
+    """A run that is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on; its bill after
+    the stop.  What its reward imports is edited after the stop."""
+    path = tmp_path_factory.mktemp("resumed")
+    (path / "mine.py").write_text(REWARD)
+    (path / "added.py").write_text("ADDED = 0.0\n")
+    more = KL | {"ref_load": str(task / "model"), "custom_rm_path": "mine.reward"}
+    run = start(path, task, actor_num_gpus_per_node=2, **more)
     run.end_early(1, signal.SIGTERM)
-    assert bill_of(run.root, capsys)["node_hours"]["lost"] == 0
+    bill = bill_of(run.root)
+    (path / "added.py").write_text("ADDED = 100.0\n")
     run = Run("--resume", run.root, root=run.root)
     run.end_early(3, signal.SIGKILL)
     run = Run("--resume", run.root, root=run.root)
     status, out = run.end()
     assert status == 0, out + run.logs()
-    assert metrics(run.root) == metrics(uncut)
-    assert samples(run.root) == samples(uncut)
-    assert (
-        archive_of(run.root / "logs" / "attempt-0").is_file() and merged_of(run.root / FOLDER / "attempt-0").is_file()
-    )
-    bill = bill_of(run.root, capsys)
+    return run.root, bill
+
+
+def test_ended_and_resumed_is_the_same_run(resumed: tuple[Path, dict[str, Any]], uncut: Path) -> None:
+    """Stopped and killed it is bit for bit the uncut run; it grades with the copy of an imported module that was edited
+    since."""
+    root, stopped = resumed
+    assert stopped["node_hours"]["lost"] == 0
+    assert metrics(root) == metrics(uncut)
+    assert samples(root) == samples(uncut)
+    assert archive_of(root / "logs" / "attempt-0").is_file() and merged_of(root / FOLDER / "attempt-0").is_file()
+    bill = bill_of(root)
     assert len(bill["allocations"]) == 3 and sum(bill["node_hours"].values()) == pytest.approx(bill["total"])
     assert bill["node_hours"]["lost"] > 0, bill
+
+
+def test_live_code_grades_with_the_edited_reward(resumed: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """With --live-code a run grades with the edited module from then on."""
+    shutil.copytree(resumed[0].parent, tmp_path, symlinks=True, dirs_exist_ok=True)
+    root = tmp_path / "run"
+    command = [sys.executable, "-m", "hpcrl", "resume", str(root), "--num-rollout", "6", "--live-code"]
+    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = [row["rollout/reward"] for row in metrics(root).values()]
+    assert len(rewards) == 6 and max(rewards[:5]) <= 1 and rewards[5] >= 100, rewards
+    assert all_gone(root, [])
 
 
 def test_a_stop_needs_no_rollout_process(tmp_path: Path, task: Path, uncut: Path) -> None:
@@ -195,10 +234,12 @@ def test_a_stop_needs_no_rollout_process(tmp_path: Path, task: Path, uncut: Path
     assert metrics(run.root) == metrics(uncut) and samples(run.root) == samples(uncut)
 
 
-def bill_of(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def bill_of(root: Path) -> dict[str, Any]:
     """What `hpcrl bill` says of a run."""
-    assert main(["bill", str(root), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["bill", str(root), "--json"]) == 0
+    return json.loads(said.getvalue())
 
 
 def test_same_losses_despite_engine_faults(tmp_path: Path, task: Path, uncut: Path) -> None:
