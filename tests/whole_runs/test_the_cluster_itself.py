@@ -123,19 +123,22 @@ def test_impossible_job_is_refused_or_pends(cluster: Cluster, tmp_path: Path) ->
         assert result.returncode != 0, (arguments, result.stdout)
 
 
-@pytest.mark.parametrize(
-    ("weak", "strong"), [(["-p", "low"], ["-p", "main"]), (["--qos=low"], ["--qos=high"])], ids=["partition", "qos"]
-)
-def test_the_stronger_job_pushes_out_the_weaker(
-    cluster: Cluster, tmp_path: Path, weak: list[str], strong: list[str]
-) -> None:
+def test_the_stronger_job_pushes_out_the_weaker(cluster: Cluster, tmp_path: Path) -> None:
+    """By its partition, and by its QOS: on two nodes each, at the same time."""
     script = '#!/bin/bash\n[ -n "$SLURM_RESTART_COUNT" ] || exec sleep 600\n'
-    pushed = cluster.sbatch("--requeue", "-N4", "--exclusive", "-o", tmp_path / "log", *weak, script=script)
-    cluster.wait_state(pushed, "RUNNING", 10)
-    job = cluster.sbatch("-N1", "--exclusive", "-o", tmp_path / "log2", *strong, "--wrap", "true")
-    cluster.wait_state(job, "COMPLETED", GRACE + 20)  # the weaker has its grace time, and takes no notice of it
-    cluster.wait_state(pushed, "COMPLETED", 40)
-    assert cluster.job(pushed)["Restarts"] == "1"
+    alone = ["--exclusive", "-o", tmp_path / "log-%j"]
+    kinds = [
+        ("node[1-2]", "node1", ["-p", "low"], ["-p", "main"]),
+        ("node[3-4]", "node3", ["--qos=low"], ["--qos=high"]),
+    ]
+    pushed = [cluster.sbatch("--requeue", "-w", nodes, *alone, *weak, script=script) for nodes, _, weak, _ in kinds]
+    for job in pushed:
+        cluster.wait_state(job, "RUNNING", 10)
+    for job in [cluster.sbatch("-w", node, *alone, *strong, "--wrap", "true") for _, node, _, strong in kinds]:
+        cluster.wait_state(job, "COMPLETED", GRACE + 20)  # the weaker has its grace time, and takes no notice of it
+    for job in pushed:
+        cluster.wait_state(job, "COMPLETED", 40)
+        assert cluster.job(job)["Restarts"] == "1"
 
 
 def test_after_a_power_cut_the_job_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
