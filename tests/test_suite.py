@@ -92,7 +92,7 @@ def cases(function: ast.AST, constants: dict[str, ast.expr]) -> Iterator[ast.exp
     for node in ast.walk(function):
         if isinstance(node, ast.Call):
             places = [word.value for word in node.keywords if word.arg == "match"]
-            if ast.unparse(node.func) == "pytest.mark.parametrize":
+            if getattr(node.func, "attr", "") == "parametrize" and ast.unparse(node.func) == "pytest.mark.parametrize":
                 tables.append((node.args[0], node.args[1]))
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
             places = [node.left]
@@ -105,6 +105,9 @@ def cases(function: ast.AST, constants: dict[str, ast.expr]) -> Iterator[ast.exp
         yield from (value for name, value in rows(names, table, constants) if name in sought)
 
 
+SEARCHES = ("re.search", "re.match", "re.fullmatch", "re.findall")
+
+
 def expected(tree: ast.Module) -> Iterator[ast.expr]:
     """The texts that tests look for: of `match=`, of `re.search` and its kin, left of `in`, and in tables of those."""
     constants = {
@@ -115,7 +118,7 @@ def expected(tree: ast.Module) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield from (word.value for word in node.keywords if word.arg == "match")
-            if ast.unparse(node.func) in ("re.search", "re.match", "re.fullmatch", "re.findall"):
+            if isinstance(getattr(node.func, "value", None), ast.Name) and ast.unparse(node.func) in SEARCHES:
                 yield node.args[0]
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
             yield node.left

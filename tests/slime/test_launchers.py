@@ -140,6 +140,7 @@ except OSError:
     assert any(note.startswith("touch") for note in found.notes)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -167,6 +168,7 @@ def test_what_only_a_package_knows_is_refused(
     assert told in said.err and not said.out and said.err.count("hpcrl: error") == 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -312,6 +314,7 @@ FLAG = PARSER + "p.add_argument('--a', {})\n"
 OPTION = HELPER + "import typer\ndef go(a{} = typer.Option({})):\n    assert a == {}, a\n    {}typer.run(go)\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("declared", "given", "value"),
     [
@@ -341,6 +344,7 @@ def test_words_without_a_flag(tmp_path: Path) -> None:
         launched(tmp_path, text + CALL, b="y")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -364,6 +368,7 @@ FIELD = f"{HELPER}import enum, tyro\nfrom dataclasses import dataclass, field\nf
 MODE = "class M(enum.Enum):\n    x = 'y'\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("declared", "given", "value"),
     [
