@@ -166,6 +166,7 @@ def test_silent_host_ends_the_run(cluster: Cluster, tmp_path: Path, task: Path) 
     finally:
         cluster.link("node2", "up")
         running.kill()
+        cluster.restart_slurmd("node2")  # Slurm itself would look for it a minute later
         cluster.wait_nodes("idle", 90)
 
 
