@@ -25,6 +25,7 @@ from hpcrl.engine.worker_groups import SPAWNED, prove_engine_groups
 from hpcrl.errors import HpcrlError, UsageError, failure_kind
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, open_role, say
+from hpcrl.toolbox.imports import without_collection
 
 if TYPE_CHECKING:
     from argparse import Action, ArgumentParser
@@ -141,8 +142,11 @@ def settings(context: RoleContext, port: int, found: Build) -> dict[str, Any]:
 
 def run(context: RoleContext) -> None:
     """Parse the arguments and serve, or be a part of an engine whose server is on another host."""
-    found = build()
-    prove_engine_groups()
+    with without_collection():
+        found = build()
+        prove_engine_groups()
+        if not node_of():
+            from vllm.entrypoints.launchers.api_server import entry  # noqa: F401  (most of what `serve` needs)
     if node_of():
         follow(parse(settings(context, 1, found)))
         return

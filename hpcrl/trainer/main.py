@@ -41,6 +41,7 @@ from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
+from hpcrl.toolbox.imports import without_collection
 
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy
@@ -374,9 +375,10 @@ def work(context: RoleContext, rank: int) -> int:
         return ECHO if may_be_echo(error) else 0.0
 
     def body() -> None:
-        from hpcrl.trainer.megatron import cpu_shim
+        with without_collection():
+            from hpcrl.trainer.megatron import cpu_shim
 
-        cpu_shim.install()
+            cpu_shim.install()
         timeline = trainer_timeline(context.rundir, context.plan, rank)
         Trainer(context, timeline).run()
         timeline.close()
