@@ -111,8 +111,8 @@ def test_script_given_to_sbatch(cluster: Cluster, het: Job, tmp_path: Path, task
 def test_same_losses_after_any_interruption(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """Out of time, requeued by an administrator, preempted, a node lost: one run, bit for bit that of an uncut one."""
     steps = {"num_rollout": 48, "save_interval": 2, "custom_rm_path": "tests.support.slurm.slow", "eval_interval": None}
-    steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False}
-    values = steps | NO_AGENT | {"custom_rm_path": "tests.support.runs.odd_tokens"}
+    steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False} | NO_AGENT
+    values = steps | {"custom_rm_path": "tests.support.runs.odd_tokens"}
     (tmp_path / "uncut").mkdir()
     uncut = Run(
         policy(tmp_path / "uncut", task, **values, run_dir=str(tmp_path / "uncut/run")), root=tmp_path / "uncut/run"
