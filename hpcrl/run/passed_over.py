@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.untrusted_files import Damaged, read_json
 
@@ -43,6 +42,8 @@ def tell_passed_over(rundir: RunDir, text: str) -> None:
     Raises:
         HpcrlError: if it cannot be written.
     """
+    from hpcrl.run.role import say  # it takes pydantic, which `hpcrl status` does without
+
     say(f"warning: {text}")
     entries = read_passed_over(rundir.root)
     if not entries or entries[-1].text != text:
