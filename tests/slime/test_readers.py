@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from hpcrl.slime import readers
 
 def reading(name: str, flag: str, **given: str) -> tuple[str, tuple[str, ...]]:
     words = {key.replace("_", "-"): tuple(value.split()) for key, value in given.items()}
-    found = getattr(readers, name)(flag, words)
+    found = readers.READERS[name](flag, words)
     return found.outcome, found.words
 
 
@@ -87,3 +88,126 @@ def test_drafts_of_the_models_own_layers(steps: str) -> None:
 def test_attention_of_the_engines(name: str, backend: str) -> None:
     found = reading("attention_backend", "sglang-attention-backend", sglang_attention_backend=name)
     assert found == (("translated", ("--vllm-attention-backend", backend)) if backend else ("refused", ()))
+
+
+DELTA = {"update_weight_mode": "delta"}
+TAUGHT = {"use_opd": "", "rm_type": "math"}
+SFT = {"rollout_function_path": "slime.rollout.sft_rollout.generate_rollout"}
+EAGLE = {"sglang_speculative_algorithm": "EAGLE"}
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "given", "outcome", "words"),
+    [
+        ("update_mode", "update-weight-mode", {"update_weight_mode": "full"}, "needless", ""),
+        ("update_mode", "update-weight-mode", DELTA, "translated", "--weight-update delta --weight-transfer gloo"),
+        ("update_mode", "update-weight-mode", {"update_weight_mode": "odd"}, "translated", "--weight-update odd"),
+        ("update_transport", "update-weight-transport", {"update_weight_transport": "nccl"}, "needless", ""),
+        ("update_transport", "update-weight-transport", {"update_weight_transport": "disk"}, "translated", "--weight-transfer disk"),
+        ("update_transport", "update-weight-transport", DELTA | {"update_weight_transport": "disk"}, "needless", ""),
+        ("update_transport", "update-weight-transport", DELTA | {"update_weight_transport": "odd"}, "translated", "--weight-transfer odd"),
+        ("update_directory", "update-weight-disk-dir", DELTA | {"update_weight_disk_dir": "/d"}, "needless", ""),
+        ("update_directory", "update-weight-disk-dir", {"update_weight_disk_dir": "/d"}, "kept", "--update-weight-disk-dir /d"),
+        ("data_parallel", "sglang-dp-size", {"sglang_dp_size": "1"}, "needless", ""),
+        ("data_parallel", "sglang-dp-size", {"sglang_dp_size": "4"}, "translated", "--vllm-data-parallel-size 4"),
+        ("all_to_all", "sglang-moe-a2a-backend", {"sglang_moe_a2a_backend": "none"}, "needless", ""),
+        ("all_to_all", "sglang-moe-a2a-backend", {"sglang_moe_a2a_backend": "mooncake"}, "refused", ""),
+        ("deepep_mode", "sglang-deepep-mode", {"sglang_moe_a2a_backend": "deepep"}, "needless", ""),
+        ("deepep_mode", "sglang-deepep-mode", {"sglang_moe_a2a_backend": "none"}, "refused", ""),
+        ("offload", "offload", {}, "translated", "--offload-train --offload-rollout"),
+        ("asynchronous", "train_async.py", {}, "translated", "--loop async"),
+        ("deterministic", "sglang-enable-deterministic-inference", {"deterministic_mode": ""}, "needless", ""),
+        ("deterministic", "sglang-enable-deterministic-inference", {}, "refused", ""),
+        ("train_only", "debug-train-only", {"loss_type": "sft_loss"}, "needless", ""),
+        ("train_only", "debug-train-only", {"debug_train_only": ""}, "kept", "--debug-train-only"),
+        ("teacher", "opd-type", {"opd_type": "sglang"}, "refused", ""),
+        ("teacher", "opd-type", {"opd_type": "megatron"}, "kept", "--opd-type megatron"),
+        ("spec", "spec", {"spec": "none qwen9-1B"}, "refused", ""),
+        ("spec", "spec", {"spec": "slime_plugins.models.glm4 get_glm_spec"}, "kept", "--spec slime_plugins.models.glm4 get_glm_spec"),
+        ("spec", "spec", {"spec": "vime_plugins.models.glm4 get_glm_spec"}, "kept", "--spec vime_plugins.models.glm4 get_glm_spec"),
+        ("spec", "spec", {"spec": "vime_plugins.models.glm4 other"}, "refused", ""),
+        ("spec", "spec", {"spec": "mine.spec build"}, "kept", "--spec mine.spec build"),
+        ("reward", "rm-type", TAUGHT, "needless", ""),
+        ("reward", "rm-type", TAUGHT | {"label_key": "a"}, "kept", "--rm-type math"),
+        ("reward", "rm-type", TAUGHT | {"eval_interval": "5"}, "kept", "--rm-type math"),
+        ("reward", "rm-type", TAUGHT | {"custom_rm_path": "x.y"}, "kept", "--rm-type math"),
+        ("reward", "rm-type", TAUGHT | {"advantage_estimator": "gspo"}, "kept", "--rm-type math"),
+        ("reward", "rm-type", TAUGHT | {"rm_type": "random"}, "kept", "--rm-type random"),
+        ("reward", "rm-type", TAUGHT | {"rm_type": "math f1"}, "kept", "--rm-type math f1"),
+        ("reward", "rm-type", TAUGHT | {"rm_type": "nowhere"}, "kept", "--rm-type nowhere"),
+        ("reward", "rm-type", {"rm_type": "math"}, "kept", "--rm-type math"),
+        ("estimator", "advantage-estimator", TAUGHT | {"advantage_estimator": "grpo"}, "translated", "--advantage-estimator none"),
+        ("estimator", "advantage-estimator", {"advantage_estimator": "grpo"}, "kept", "--advantage-estimator grpo"),
+        ("rollout_function", "rollout-function-path", SFT | {"loss_type": "sft_loss"}, "translated", "--apply-chat-template"),
+        ("rollout_function", "rollout-function-path", SFT | {"loss_type": "sft_loss", "label_key": "a"}, "needless", ""),
+        ("rollout_function", "rollout-function-path", SFT | {"label_key": "a"}, "refused", ""),
+        ("rollout_function", "rollout-function-path", {"rollout_function_path": "mine.sft_rollout.generate_rollout"}, "kept", "--rollout-function-path mine.sft_rollout.generate_rollout"),
+        ("rollout_function", "rollout-function-path", {"rollout_function_path": "fully_async_rollout.generate_rollout_fully_async"}, "translated", "--loop fully-async"),
+        ("speculation", "sglang-speculative-algorithm", EAGLE | {"sglang_speculative_num_steps": "x"}, "refused", ""),
+        ("speculation", "sglang-speculative-algorithm", {"sglang_speculative_algorithm": "EAGLE3", "sglang_speculative_num_steps": "2"}, "refused", ""),
+        ("speculation", "sglang-speculative-algorithm", EAGLE | {"sglang_speculative_num_steps": "2", "sglang_speculative_draft_model_path": "/d"}, "refused", ""),
+        ("part_of_speculation", "sglang-speculative-eagle-topk", EAGLE | {"sglang_speculative_eagle_topk": "1"}, "needless", ""),
+        ("part_of_speculation", "sglang-speculative-eagle-topk", EAGLE | {"sglang_speculative_eagle_topk": "2"}, "refused", ""),
+        ("part_of_speculation", "sglang-speculative-eagle-topk", {"sglang_speculative_eagle_topk": "2"}, "needless", ""),
+        ("part_of_speculation", "sglang-speculative-num-steps", EAGLE | {"sglang_speculative_num_steps": "2"}, "needless", ""),
+        ("part_of_speculation", "sglang-speculative-draft-attention-backend", EAGLE | {"sglang_speculative_draft_attention_backend": "fa3"}, "needless", ""),
+        ("part_of_speculation", "sglang-speculative-draft-attention-backend", EAGLE | {"sglang_speculative_draft_attention_backend": "odd"}, "refused", ""),
+        ("mismatch_metrics", "get-mismatch-metrics", {}, "needless", ""),
+        ("mismatch_metrics", "get-mismatch-metrics", {"custom_tis_function_path": "x.y"}, "translated", "--use-tis"),
+        ("mismatch_metrics", "get-mismatch-metrics", {"custom_tis_function_path": "x.y", "use_tis": ""}, "needless", ""),
+        ("mismatch_metrics", "get-mismatch-metrics", {"custom_tis_function_path": "mis", "custom_config_path": "c"}, "needless", ""),
+        ("mismatch_metrics", "get-mismatch-metrics", {"custom_tis_function_path": "mis"}, "translated", "--use-tis"),
+        ("mismatch_metrics", "get-mismatch-metrics", {"custom_tis_function_path": "x.y", "custom_config_path": "c"}, "translated", "--use-tis"),
+        ("agreement", "ci-max", {"ci_max": "0.1"}, "needless", ""),
+        ("agreement", "ci-max", {"ci_max": "0.1", "ci_test": ""}, "translated", "--max-logprob-diff 0.1"),
+        ("engine_tensor_parallel", "vllm-tensor-parallel-size", {"vllm_tensor_parallel_size": "4", "rollout_num_gpus_per_engine": "8", "vllm_data_parallel_size": "2"}, "needless", ""),
+        ("engine_tensor_parallel", "vllm-tensor-parallel-size", {"vllm_tensor_parallel_size": "2", "rollout_num_gpus_per_engine": "8", "vllm_data_parallel_size": "2", "vllm_pipeline_parallel_size": "2"}, "needless", ""),
+        ("engine_tensor_parallel", "vllm-tensor-parallel-size", {"vllm_tensor_parallel_size": "4", "rollout_num_gpus_per_engine": "8"}, "refused", ""),
+        ("engine_tensor_parallel", "vllm-tensor-parallel-size", {"vllm_tensor_parallel_size": "1"}, "needless", ""),
+    ],
+)  # fmt: skip
+def test_what_is_written_instead(name: str, flag: str, given: dict[str, str], outcome: str, words: str) -> None:
+    """Of every branch of a reader."""
+    assert reading(name, flag, **given) == (outcome, tuple(words.split()))
+
+
+@pytest.mark.parametrize("warm", ["lr-warmup-iters", "lr-warmup-fraction"])
+def test_a_decay_by_the_root_needs_a_warm_up(warm: str) -> None:
+    """Either kind will do, one of 0 is none, and other styles need none."""
+    flag = {"lr_decay_style": "inverse-square-root"}
+    assert reading("decay_style", "lr-decay-style", **flag)[0] == "refused"
+    assert reading("decay_style", "lr-decay-style", **flag | {warm.replace("-", "_"): "0"})[0] == "refused"
+    kept = ("kept", ("--lr-decay-style", "inverse-square-root"))
+    assert reading("decay_style", "lr-decay-style", **flag | {warm.replace("-", "_"): "0.1"}) == kept
+    assert reading("decay_style", "lr-decay-style", lr_decay_style="cosine") == ("kept", ("--lr-decay-style", "cosine"))
+
+
+ROLES = """megatron:
+  - {role: critic, overrides: {lr: 1.0e-5, lr_warmup_iters: 3, load: /c}}
+  - {role: actor, overrides: {lr: 1.0e-6, weight_decay: 0.1}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "outcome", "words"),
+    [
+        (ROLES, {"advantage_estimator": "ppo"}, "translated", "--critic-lr 1e-05 --critic-lr-warmup-iters 3 --critic-load /c --lr 1e-06 --weight-decay 0.1"),
+        (ROLES, {}, "translated", "--lr 1e-06 --weight-decay 0.1"),
+        ("megatron: []\n", {}, "needless", ""),
+        ("megatron: [{role: actor}]\n", {}, "needless", ""),
+        ("megatron: [{role: critic, overrides: {num_layers: 4}}]\n", {"num_layers": "4", "advantage_estimator": "ppo"}, "needless", ""),
+        ("megatron: [{role: critic, overrides: {num_layers: 4.0}}]\n", {"num_layers": "4", "advantage_estimator": "ppo"}, "needless", ""),
+        ("megatron: [{role: critic, overrides: {num_layers: 5}}]\n", {"num_layers": "4", "advantage_estimator": "ppo"}, "refused", ""),
+        ("megatron: [{role: critic, overrides: {num_layers: 5}}]\n", {}, "refused", ""),
+        ("megatron: [{role: actor, overrides: {lr: [1]}}]\n", {}, "refused", ""),
+        ("megatron: [{role: judge, overrides: {lr: 1}}]\n", {}, "refused", ""),
+        ("megatron: [{role: actor, overrides: [1]}]\n", {}, "refused", ""),
+        ("megatron: [1]\n", {}, "refused", ""),
+        ("megatron: {a: 1}\n", {}, "refused", ""),
+        ("- 1\n", {}, "refused", ""),
+    ],
+)  # fmt: skip
+def test_settings_of_roles(text: str, given: dict[str, str], outcome: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "roles.yaml").write_text(text)
+    found = reading("role_settings", "megatron-config-path", megatron_config_path=f"{tmp_path}/roles.yaml", **given)
+    assert found == (outcome, tuple(words.split()))

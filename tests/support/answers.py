@@ -754,6 +754,124 @@ ab-c  ==  -c+ba
 3 k  !=  3
 2ab  !=  2
 x - y  !=  y - x
+# what an edit of one line would get wrong
+x''  ==  x''
+x''  !=  x'
+x''  !=  x'''
+\sinh 0  ==  0
+\cosh 0  ==  1
+\tanh 0  ==  0
+\cot 45^\circ  ==  1
+\sec 60^\circ  ==  2
+\csc 30^\circ  ==  2
+\sec 60^\circ  !=  \csc 60^\circ
+\arcsin 1  ==  \frac{\pi}{2}
+\arccos 0  ==  \frac{\pi}{2}
+\arccos 1  !=  \frac{\pi}{2}
+\sin^{-1}(1)  ==  \frac{\pi}{2}
+\lg 1000  ==  3
+\log 1000  ==  3
+\log_3 81  ==  4
+\log_3 81  !=  3
+\exp(0)  ==  1
+\lfloor -2.5 \rfloor  ==  -3
+\lceil -2.5 \rceil  ==  -2
+\lfloor \pi \rfloor  ==  3
+\lceil \pi \rceil  ==  4
+\binom{6}{3}  ==  20
+0!  ==  1
+3!!  !=  6
+2^{-1}  ==  0.5
+2^-1  ==  0.5
+2^{+3}  ==  8
+--3  ==  3
+-(-3)  ==  3
+-2^2  ==  -4
+(-2)^2  ==  4
+2^{3^2}  ==  512
+8/4/2  ==  1
+8-4-2  ==  2
+2+3\cdot 4  ==  14
+12\div 4  ==  3
+3\%+1\%  !=  4
+|x-1|  ==  |1-x|
+|-2|+|3|  ==  5
+0.\overline{12}  ==  \frac{12}{99}
+1.2\overline{3}  ==  \frac{37}{30}
+0.\dot{6}  ==  2/3
+\sqrt[3]{27}  ==  3
+\sqrt[3]{2}  !=  \sqrt{2}
+(-8)^{2}  ==  64
+x \geq 3  ==  [3,\infty)
+x \ge 3  !=  (3,\infty)
+x < 3  ==  (-\infty,3)
+x \leq 3  ==  (-\infty,3]
+3 > x  ==  (-\infty,3)
+3 \geq x  !=  (-\infty,3)
+1 < x \leq 2  ==  (1,2]
+1 < x \leq 2  !=  [1,2)
+2 > x > 1  ==  (1,2)
+2 \geq x > 1  ==  (1,2]
+x \neq 3  !=  x = 3
+x \neq 3  ==  x \neq 3
+x \neq 3  !=  x \neq 4
+x > 3  !=  x < 3
+x > 3  !=  y < 3
+x \in (1,2)  ==  (1,2)
+1 \pm \sqrt{2}  ==  1+\sqrt2, 1-\sqrt2
+\pm 2  ==  -2, 2
+\pm 2  !=  2
+1 \pm \sqrt{2}  !=  1 \pm \sqrt{3}
+]1,2[  ==  (1,2)
+[1,2[  ==  [1,2)
+(1,2) \cup (3,4)  ==  (3,4) \cup (1,2)
+(1,2) \cup (3,4)  !=  (1,2) \cup (3,5)
+\begin{pmatrix}1&2\\3&4\end{pmatrix}  ==  \begin{bmatrix}1&2\\3&4\end{bmatrix}
+\begin{pmatrix}1\\2\end{pmatrix}  !=  \begin{pmatrix}1\\2\\3\end{pmatrix}
+\langle 1,2 \rangle  ==  (1,2)
+x=1, y=2  ==  y=2, x=1
+x=1, y=2  !=  x=2, y=1
+x=1, y=2  ==  (1,2)
+x=1, y=2  !=  (2,1)
+(x,y)=(1,2)  ==  x=1, y=2
+x=1 \text{ or } x=2  ==  1,2
+x+y=1  ==  2x+2y=2
+y=2x+1  ==  2x-y+1=0
+y=2x+1  !=  y=2x
+0.5  ==  50\%
+1  !=  100\%
+0  !=  50\%
+0.05  !=  50\%
+0.5\%  !=  0.5\text{ cm}
+C  ==  \text{(C)}
+(C)  ==  C
+C. 12  ==  C
+D  !=  C
+C or D  !=  C
+12_{10}  ==  12
+12_8  !=  12
+A1_{16}  ==  a1_{16}
+007_8  ==  7_8
+19_8  !=  19
+a = b  !=  a
+\text{the answer is } 5  ==  5
+\text{Answer: } 5  ==  5
+final answer: 6  !=  5
+12,5  !=  125
+1,2,3  ==  3,2,1
+1,2,2  !=  1,1,2
+\{1,2,2\}  ==  \{1,2\}
+\text{yes}  !=  no
+5\text{ st}  ==  5
+21\text{st}  ==  21
+22\text{nd}  ==  22
+23\text{rd}  ==  23
+\euro 5  !=  \$5
+5\text{ euros}  ==  €5
+5\text{ m}^2  !=  5\text{ m}
+5 \text{ m}^{2}  ==  5\text{ square meters}
+10\text{ m/s}  !=  10\text{ m}
+3\text{ of }4  !=  3
 """
 
 

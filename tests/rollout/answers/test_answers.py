@@ -369,3 +369,54 @@ def test_the_self_check_names_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calculus, "same", raises)
     with pytest.raises(UsageError, match="raise TypeError: verify.*math-verify .*latex2sympy2_extended"):
         labels.check()
+
+
+NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+)
+
+
+def test_words_that_are_numbers() -> None:
+    """Numbers up to twenty, bases and scales are worth what they say, and no more."""
+    for number, word in enumerate(NUMBERS.split()):
+        assert equivalent(rf"\text{{{word}}}", str(number)), word
+        assert not equivalent(rf"\text{{{word}}}", str(number + 1)), word
+        if number in (*range(2, 11), 12, 16):
+            assert equivalent(rf"11_{{\text{{{word}}}}}", f"11_{number}"), word
+            assert not equivalent(rf"11_{{\text{{{word}}}}}", f"11_{number + 1}"), word
+    scales = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+    for word, worth in scales.items():
+        assert equivalent(rf"3\text{{ {word}}}", str(3 * worth)), word
+        assert not equivalent(rf"3\text{{ {word}}}", str(30 * worth)), word
+    for sign, worth in zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", PARTS.split(), strict=True):
+        assert equivalent(sign, worth) and not equivalent(sign, "2/7"), sign
+
+
+PARTS = "1/2 1/3 2/3 1/4 3/4 1/5 2/5 3/5 4/5 1/6 5/6 1/8 3/8 5/8 7/8"
+UNITS = """1 m = 100 cm; 1 m = 1000 mm; 1 m = 10 dm; 1 km = 1000 m; 1 inch = 2.54 cm; 1 ft = 12 inches; 1 yd = 3 ft;
+1 mile = 1609.344 m; 1 kg = 1000 g; 1 g = 1000 mg; 1 tonne = 1000 kg; 1 lb = 453.59237 g; 16 oz = 1 lb;
+1 min = 60 seconds; 1 hour = 60 minutes; 1 day = 24 hours; 1 week = 7 days; 1 year = 12 months; 1 liter = 1000 ml;
+1 liter = 1000 cm^3; 1 dollar = 100 cents; 1 m^2 = 10000 cm^2; 1 m^3 = 1000 liters; 36 km/h = 10 m/s;
+60 mph = 1 mile per minute; 1 sq m = 10000 square cm; 1 cu m = 1000 liters"""
+
+
+def written(quantity: str, factor: float = 1.0) -> str:
+    number, unit = quantity.split(" ", 1)
+    name, _, power = unit.partition("^")
+    return f"{float(number) * factor:.10g}\\text{{ {name}}}" + (f"^{power}" if power else "")
+
+
+def test_units_are_worth_each_other() -> None:
+    for pair in UNITS.replace("\n", " ").split(";"):
+        left, right = pair.strip().split(" = ")
+        assert equivalent(written(left), written(right)), pair
+        assert not equivalent(written(left), written(right, 1.5)), pair
+
+
+def test_tuples_in_tuples_are_read_to_eight() -> None:
+    """What lies deeper is compared letter by letter."""
+    for depth in range(1, 12):
+        nested = "(1," * depth + "0.5" + ")" * depth
+        assert equivalent(nested, nested)
+        assert equivalent(nested.replace("0.5", "1/2"), nested) is (depth <= 8), depth

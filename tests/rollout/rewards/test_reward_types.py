@@ -236,6 +236,8 @@ def test_ifbench_asks_the_installed_checks(monkeypatch: pytest.MonkeyPatch) -> N
     assert worth("ifbench", "one two three", **rows) == 1
     assert worth("ifbench", "one two", **rows) == 0
     assert worth("ifbench", "", **(rows | {"kwargs": {}})) == 0
+    assert worth("ifbench", " \n", **(rows | {"kwargs": {"N": 0}})) == 0, "nothing follows no instruction"
+    assert worth("ifbench", "one", **(rows | {"kwargs": {"N": 0}})) == 1
     assert "knows the instruction other" in worth("ifbench", "a", instruction_id_list=["other"])
     assert "no instruction_id_list" in worth("ifbench", "a")
     assert "2 instructions, but kwargs for 1" in worth("ifbench", "a", **(rows | {"kwargs": [{}]}))
