@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.algorithms.advantages import compute_advantages
+from hpcrl.algorithms.corrections import mis
 from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.algorithms.loss import compute_loss, policy_token_weights, token_weights
 from hpcrl.config.options import Options
@@ -331,3 +332,17 @@ def test_a_distribution_of_a_teacher_is_no_advantage() -> None:
         found = compute_advantages(whole, options(use_opd=True, opd_kl_type=kind, opd_kl_coef=0.5)).advantages
         wanted = plain - 0.5 * (whole.old - whole.teacher) * whole.mask if kind == "sampled" else plain
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_mean_over_responses_of_one_token(level: str) -> None:
+    """Each counts once: weights divided by their mean have the mean 1."""
+    samples = [sample for sample in random_samples(5) if sample.length][:3]
+    for sample in samples:
+        for name in ("mask", "logprobs", "old", "trainer", "rollout", "reference", "entropy", "advantages"):
+            setattr(sample, name, getattr(sample, name)[:1])
+        sample.mask[:] = True
+    tokens = token_batch(samples)
+    o = Options(use_tis=True, tis_level=level, tis_clip=1e9, tis_batch_normalize=True)
+    ratio = (tokens.trainer - tokens.rollout).exp()
+    torch.testing.assert_close(mis.correct(tokens, o).weights, ratio / ratio.mean())

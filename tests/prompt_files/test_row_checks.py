@@ -157,3 +157,11 @@ def test_lines_that_are_no_rows(line: str, said: str, tmp_path: Path) -> None:
     assert len(list(first_rows(path, 1))) == 1, "what comes after the rows that are wanted is not read"
     with pytest.raises(DataError, match="cannot read"):
         next(first_rows(tmp_path / "absent.jsonl", 1))
+
+
+def test_a_mark_before_a_blank_line_is_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf\n{"n": 0}\n')
+    found = open_rows(read_word(str(path), "--x"))
+    assert (len(found), found[0], found.line(0)) == (1, {"n": 0}, 2)
+    assert [row for _, row in first_rows(path, 9)] == [{"n": 0}]

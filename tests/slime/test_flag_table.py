@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,3 +113,13 @@ def test_a_broken_table_is_noticed() -> None:
 def test_unknown_engine_flags_are_errors_with_a_name() -> None:
     with pytest.raises(UsageError, match="no-such-flag"):
         find_flag("no-such-flag")
+
+
+def test_a_flag_has_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sections may name it, if they say the same."""
+    table: dict[str, Any] = {"a": {"x": {"refused": "no"}}, "b": {"x": {"refused": "no"}}, "defaults": {"y": "1"}}
+    monkeypatch.setattr("hpcrl.slime.arguments._document", lambda: table)
+    assert verdicts.__wrapped__() == {"x": FlagVerdict("refused", "no")}
+    table["b"]["x"] = "option"
+    with pytest.raises(ValueError, match="x has two verdicts"):
+        verdicts.__wrapped__()

@@ -755,6 +755,11 @@ ab-c  ==  -c+ba
 2ab  !=  2
 x - y  !=  y - x
 # what an edit of one line would get wrong
+\sin 2x  ==  \sin(2x)
+\ln 2x  ==  \ln(2x)
+\sin x \cos x  ==  \frac{1}{2}\sin(2x)
+\sin x \cdot 2  ==  2\sin x
+\sin x \times x  ==  x\sin x
 x''  ==  x''
 x''  !=  x'
 x''  !=  x'''
