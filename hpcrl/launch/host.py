@@ -143,6 +143,9 @@ class HostRoles:
 
         Returns:
             Whether another attempt has begun, which is the present one then.
+
+        Raises:
+            PeerError: if something of the failed one cannot be killed.
         """
         self._end(lambda role: role.engine is None or role.status is not None or not self._well(role))
         self._end_orphans()
@@ -172,17 +175,29 @@ class HostRoles:
         return role.name != "engine" or was_up(self.rundir, role.index, self._restarter.incarnations[role.index])
 
     def _end_orphans(self) -> None:
-        """End what ended roles have left."""
-        ours = {role.process.pid for role in self.roles}
-        kept = ours | {child.pid for pid in ours for child in _below(pid)}
-        end([child for child in descendants() if child.pid not in kept], 0.5)
+        """End what ended roles have left.
+
+        Raises:
+            PeerError: if something cannot be killed, as while it waits for a disk that is gone: no other attempt begins
+                on top of it.
+        """
+        end(self._orphans(), 0.5)
+        if stubborn := self._orphans():
+            raise PeerError(f"on {self.host} process {stubborn[0].pid} of the failed attempt cannot be killed")
+
+    def _orphans(self) -> list[psutil.Process]:
+        """What lives below this process, but for the roles that are left and what they have started."""
+        kept: set[int] = set()
+        for role in self.roles:
+            with contextlib.suppress(psutil.Error):
+                kept |= {role.process.pid, *(c.pid for c in psutil.Process(role.process.pid).children(recursive=True))}
+        return [child for child in descendants() if child.pid not in kept and _runs(child)]
 
 
-def _below(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def run_host(

@@ -7,10 +7,11 @@
     RUN/keys/http.key                what the key of every engine is made from
     RUN/keys/engine-I.key            what the key of an engine is made from that this run has not started
 
-Invariants: keys are made for every attempt, end with it, and are in a directory of mode 0700, in files of mode 0600;
-each process reads one file; the server admits the clients of this attempt and no others (a ZAP allow-list, ZeroMQ
-RFC 27), a client speaks to the holder of the server's secret key and to no other (CurveZMQ, RFC 26); who is not
-refused has a rank, and that rank comes from the key it holds, never from what it says.
+Invariants: keys are made for every attempt, end with it (but what engines' keys are made from, where engines continue
+from one attempt to the next), and are in a directory of mode 0700, in files of mode 0600; each process reads one file;
+the server admits the clients of this attempt and no others (a ZAP allow-list, ZeroMQ RFC 27), a client speaks to the
+holder of the server's secret key and to no other (CurveZMQ, RFC 26); who is not refused has a rank, and that rank comes
+from the key it holds, never from what it says.
 """
 
 from __future__ import annotations
@@ -78,8 +79,12 @@ Keys = TypeVar("Keys", ServerKeys, ClientKeys)
 # ---- key files
 
 
-def make_keys(rundir: RunDir, dp_size: int) -> None:
-    """New keys for an attempt: of the queue's server and its `dp_size` clients, of the stores, and of the engines."""
+def make_keys(rundir: RunDir, dp_size: int, engines_continue: bool = False) -> None:
+    """New keys for an attempt: of the queue's server and its `dp_size` clients, of the stores, and of the engines.
+
+    Args:
+        engines_continue: the engines have theirs, from the attempt before.
+    """
     rundir.keys.mkdir(mode=0o700, exist_ok=True)
     rundir.keys.chmod(0o700)
     for old in (*rundir.keys.glob("*-*.json"), *rundir.keys.glob("engine-*.key")):
@@ -87,7 +92,8 @@ def make_keys(rundir: RunDir, dp_size: int) -> None:
     services: tuple[tuple[Service, int], ...] = (("queue", dp_size), ("ranks", 1), ("weights", 1))
     for service, count in services:
         _make(rundir.keys, service, count, write_unread)
-    write_atomic(rundir.keys / HTTP_KEY, secrets.token_hex(32).encode())
+    if not engines_continue:
+        write_atomic(rundir.keys / HTTP_KEY, secrets.token_hex(32).encode())
 
 
 def forget_keys(rundir: RunDir) -> None:

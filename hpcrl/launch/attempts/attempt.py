@@ -125,8 +125,7 @@ def _run(
         write_atomic(rundir.here / HOSTS, msgspec.json.encode(held.hosts))
         plan = make_plan(options, held.hosts, run_id, rundir.attempt)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
-        if not held.engines:
-            make_keys(rundir, options.data_parallel_size)
+        make_keys(rundir, options.data_parallel_size, engines_continue=bool(held.engines))
         lent = borrow(rundir, plan, options)
         if continues:
             held.begin_again(rundir)
