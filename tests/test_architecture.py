@@ -106,6 +106,7 @@ WRITERS = {
     "slime/launcher.py": "inside the sandbox, which ends with it",
     "slime/launcher_values.py": "inside the sandbox, which ends with it",
     "slime/script.py": "a scratch directory",
+    "trainer/checkpoint/copy_files.py": "parts of a copy in memory, and of a checkpoint; their index comes last",
     "trainer/checkpoint/save_load.py": "a probe",
     "untrusted_files.py": "open_append",
     "weights/disk.py": "safetensors files, as large as a model",

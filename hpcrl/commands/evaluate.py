@@ -62,6 +62,7 @@ _TRAINING = {
     ],
     "data_source_path",
     *["save", "save_interval", "async_save", "save_retain_interval", "save_keep_last", "ref_load"],
+    "non_persistent_save_interval",
 }
 _STEP = re.compile(r"iter_(\d+)")
 

@@ -33,6 +33,7 @@ from hpcrl.launch.roles import GRACE, Role, commands, devices, start
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ROLES, role_timeline
+from hpcrl.run.copies_directory import copies_directory
 from hpcrl.run.engine_files import restart_limit, was_up
 from hpcrl.run.pauses import AGAIN, CarriedOver, PausedHost, follow_log, read_carried, tell_paused
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants, set_limits
@@ -369,8 +370,9 @@ def main(argv: list[str] | None = None) -> int:
     set_limits()
     rundir = RunDir(args.run, args.attempt)
     try:
-        with SignalFlags() as told:
-            run_host(read_options(rundir), read_plan(rundir), rundir, args.host, args.slot, told)
+        options = read_options(rundir)
+        with SignalFlags() as told, copies_directory(bool(options.non_persistent_save_interval)):
+            run_host(options, read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
         _record(rundir, args.host, error)
         return error.exit_code

@@ -41,6 +41,7 @@ def host_bytes(options: Options, count: Count, layout: Layout, sizes: Sequence[i
         "reference and old actors": sets * sum(pinned(size * weight_bytes(options)) for size in sizes),
         "save or load": checkpoint_bytes(options, count, layout, max(sizes)),
         "async save": background_bytes(options, count, layout) if options.async_save else 0.0,
+        "copies in memory": copies_bytes(options, count, layout),
     }
 
 
@@ -75,6 +76,18 @@ def checkpoint_bytes(options: Options, count: Count, layout: Layout, largest: in
     mine = own(options, count, layout)
     made = STATES * mine if converted(options) else 0.0
     return AT_ONCE * FP32 * largest + made + RELOADED * mine * offloaded(options)
+
+
+def copies_bytes(options: Options, count: Count, layout: Layout) -> float:
+    """What copies between checkpoints take at most: of the last and of the next one files of this rank's part and of
+    its partner's, and what the process that writes keeps."""
+    if not options.non_persistent_save_interval:
+        return 0.0
+    models = 2 if needs(options).critic else 1
+    sets = bool(needs(options).reference and options.ref_update_interval) + 2 * options.keep_old_actor
+    part = models * background_bytes(options, count, layout) + sets * count.all * weight_bytes(options) / layout.copies
+    places = 2 if options.actor_num_nodes > 1 else 1
+    return (2 * places + 1) * part
 
 
 def background_bytes(options: Options, count: Count, layout: Layout) -> float:

@@ -63,6 +63,11 @@ def _at_once(options: Options) -> Iterator[Change]:
         yield "--no-async-save", options.model_copy(update={"async_save": False})
 
 
+def _no_copies(options: Options) -> Iterator[Change]:
+    if options.non_persistent_save_interval:
+        yield "--non-persistent-save-interval 0", options.model_copy(update={"non_persistent_save_interval": 0})
+
+
 def _drop(options: Options) -> Iterator[Change]:
     """An engine that wakes without weights, where the next update brings all of them."""
     changed = options.model_copy(update={"rollout_sleep_level": None})
@@ -79,4 +84,4 @@ def _less_offloaded(options: Options) -> Iterator[Change]:
             yield f"--optimizer-offload-fraction {share}", with_megatron(options, optimizer_offload_fraction=share)
 
 
-CHANGES: tuple[Callable[[Options], Iterator[Change]], ...] = (_drop, _at_once, _less_offloaded)
+CHANGES: tuple[Callable[[Options], Iterator[Change]], ...] = (_drop, _at_once, _no_copies, _less_offloaded)

@@ -77,9 +77,9 @@ def scratch(kind: str) -> Iterator[Path]:
 
 
 def sweep() -> list[Path]:
-    """Remove what killed processes of this user have left in the temporary directory and in SHORT; what went."""
+    """Remove what killed processes of this user have left in the temporary directory, SHORT and SHARED; what went."""
     gone = []
-    for place in {Path(tempfile.gettempdir()), SHORT}:
+    for place in {Path(tempfile.gettempdir()), SHORT, SHARED}:
         for path in _candidates(place):
             if _abandoned(path):
                 _remove(path)
@@ -100,13 +100,15 @@ def swept() -> Iterator[None]:
 def _candidates(place: Path) -> list[Path]:
     try:
         return [
-            Path(entry.path) for entry in os.scandir(place) if entry.name.startswith(PREFIX) and _mine(Path(entry.path))
+            Path(entry.path)
+            for entry in os.scandir(place)
+            if entry.name.startswith(PREFIX) and is_own_directory(Path(entry.path))
         ]
     except OSError:
         return []
 
 
-def _mine(path: Path) -> bool:
+def is_own_directory(path: Path) -> bool:
     """Whether it is a directory of this user, and no link."""
     with contextlib.suppress(OSError):
         found = path.lstat()

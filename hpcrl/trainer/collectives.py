@@ -20,6 +20,27 @@ from hpcrl import errors
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 
+ALONE = "raised by this rank alone"  #: a note of such an error
+
+
+def is_alone(error: HpcrlError) -> bool:
+    """Whether this rank alone has raised it: the others may wait for it in the middle of a collective function."""
+    return ALONE in getattr(error, "__notes__", ())
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The JSON values of all ranks, in their order, on every rank; collective."""
+    data = bytearray(msgspec.json.encode(value))
+    world = dist.get_world_size()
+    if world == 1:
+        return [msgspec.json.decode(data)]
+    sizes = torch.empty(world, dtype=torch.int64, device=device())
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device()))
+    piece = torch.frombuffer(data, dtype=torch.uint8).to(device())
+    lengths = sizes.tolist()
+    whole = gather_uneven(piece, None, lengths).cpu().split(lengths)
+    return [msgspec.json.decode(part.numpy().tobytes()) for part in whole]
+
 
 def device() -> torch.device:
     """Where tensors of a collective must be: CUDA with NCCL, else the CPU."""
@@ -132,7 +153,9 @@ def agree_in_step(action: Callable[[], Any]) -> Any:
     except Exception as error:
         if may_be_echo(error):
             raise
-        raise _as_ours(error) from error
+        ours = _as_ours(error)
+        ours.add_note(ALONE)
+        raise ours from error
 
     def outcome() -> Any:
         if told is not None:

@@ -3,6 +3,7 @@
     generate -> train -> publish weights -> save -> evaluate
 
 With --loop async and fully-async the next rollout is requested before this one is trained on (`loop_schedule.py`).
+With --non-persistent-save-interval copies of the state are kept in memory between checkpoints.
 With --colocate the checkpoint is saved before the weights are published: after that the engines have the GPUs.
 
 Invariants: all ranks take the same branch at every step, because the answers that rank 0 gets from the queue, and what
@@ -36,7 +37,6 @@ from hpcrl.report.timeline.spans import (
     Timeline,
     trainer_timeline,
 )
-from hpcrl.run.passed_over import tell_passed_over
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -62,7 +62,8 @@ class Trainer:
         from hpcrl.queue.client import QueueClient
         from hpcrl.report.metrics import MetricsLog
         from hpcrl.trainer.checkpoint import save_load
-        from hpcrl.trainer.checkpoint.resume import restore
+        from hpcrl.trainer.checkpoint.from_memory import restore_newest
+        from hpcrl.trainer.checkpoint.memory_copies import open_copies
         from hpcrl.trainer.checkpoint.saver import Saver
         from hpcrl.trainer.collectives import make_patient
         from hpcrl.trainer.custom_hooks import TrainerHooks
@@ -90,15 +91,13 @@ class Trainer:
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
         save_load.writable(self.checkpoints)
         with timeline.span("restore"):
-            where = (context.options, self.checkpoints, context.plan.run_id)
-            self.at, said = restore(self.policy, self.ranks, *where, partial(tell_passed_over, context.rundir))
+            self.at = restore_newest(context, self.policy, self.ranks, self.checkpoints)
         self.saved = self.saving = self.at.version  # of the newest checkpoint, and of the one that is being written
-        if self.driver:
-            say(said)
         resumed = save_load.step(self.checkpoints, self.at.rollout_id) if self.at.rollout_id else None
         self.others = ReferenceAndCritic(self.policy, self.ranks, context.options, resumed)
         also = lambda staging: self.others.save(self.at.rollout_id, self.at.version, staging)  # noqa: E731
         self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
+        self.copies = open_copies(context, self.policy, self.ranks, also)
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
         args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
         patience = self.options.stop_timeout * SILENCE
@@ -230,6 +229,7 @@ class Trainer:
         if self.gpu_sharing:
             self.gpu_sharing.take()
         share = self.shares.exchange(fetched)
+        self.copies.look()
         self.waited += time.monotonic() - begun
         self.timeline.add(WAIT, at, self.timeline.now(), rollout_id=rollout_id)
         if self.options.runs_ahead:
@@ -243,6 +243,7 @@ class Trainer:
         metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks, version)
         self.timeline.add(LOGPROBS, trains, trains + int(1e6 * metrics["perf/train_preparation_time"]))
         self.timeline.add(TRAIN, trains, self.timeline.now(), rollout_id=rollout_id)
+        self.copies.look()
         self.others.trained(rollout_id + 1)
         steps = train_batch.policy_steps(self.options, share)
         publishing = bool(steps) and publishes(self.options, rollout_id, self.evaluations.due(rollout_id))
@@ -266,8 +267,7 @@ class Trainer:
             self.timeline.mark(SAVED, rollout_id=int(path.name.removeprefix("iter_")))
             if self.driver:
                 say(f"saved {path}")
-        if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
-            self._save()
+        self._save_if_due()
         if self.gpu_sharing:
             self._give_back(rollout_id)
         self.evaluations.look()
@@ -327,6 +327,13 @@ class Trainer:
         self.published = self.at.version
         return metrics
 
+    def _save_if_due(self) -> None:
+        """Save on disk, or else in memory, what is due after this rollout."""
+        if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
+            self._save()
+        else:
+            self.copies.begin_if_due(self.at)
+
     def _save(self) -> None:
         """Save; the last time, and before an early end, wait until it is done."""
         if self.gpu_sharing:
@@ -344,6 +351,7 @@ class Trainer:
             say(f"{'saving' if self.saver.pending else 'saved'} {path}")
 
     def _finish(self, status: Literal["finished", "stopped"], started: float) -> None:
+        self.copies.finish()
         if self.updates:
             self.exporter.leave()
         if self.driver:

@@ -526,6 +526,10 @@ def test_what_differs_from_the_defaults() -> None:
             for way in ("gathered", "delta")
         ),
         ({"weight_update_check_interval": 5}, "--weight-update-check-interval has no effect here: --weight-update is"),
+        (
+            {"save_interval": 2, "non_persistent_save_interval": 4},
+            "--non-persistent-save-interval has no effect here: --save-interval 2",
+        ),
         ({"update_weight_disk_dir": "w"}, "--update-weight-disk-dir has no effect here: --weight-transfer is auto"),
     ],
 )

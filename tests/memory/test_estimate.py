@@ -440,6 +440,22 @@ def test_checkpoints_take_host_memory() -> None:
     assert taken(async_save=True) == 480 + 1800 * 2 / 4 + 12 * own
 
 
+def test_copies_in_memory_are_counted() -> None:
+    """Files of two copies, each in two places where there are several hosts, and what the writing process keeps."""
+    count = Count(1000, 800)
+    layout = Layout(1, 1, 1, 1, 1, 4, 2, False, 1)
+    part = 1800 * 2 / 4 + 12 * (1000 / 4 + 800 / 2)
+
+    def taken(**values: Any) -> float:
+        return host_bytes(Options(**values), count, layout, [10, 30])["copies in memory"]
+
+    assert taken() == taken(actor_num_nodes=2) == 0
+    assert taken(non_persistent_save_interval=1) == 3 * part
+    assert taken(non_persistent_save_interval=5, actor_num_nodes=2) == 5 * part
+    old = taken(non_persistent_save_interval=1, keep_old_actor=True)
+    assert old == 3 * (part + 2 * 1800 * 2 / 4)
+
+
 def test_hosts_that_are_too_small() -> None:
     """A warning where nothing is said of a host; else an error, with a change after which it fits."""
     family, config = model_of(name := "GLM-4.5-355B, BF16 rollouts")
@@ -461,6 +477,8 @@ def test_hosts_that_are_too_small() -> None:
     assert refusal(options.model_copy(update={"megatron": less}), needed - 1) == ""
     background = options.model_copy(update={"async_save": True})
     assert refusal(background, needed + 1).endswith("give --no-async-save")
+    copied = options.model_copy(update={"non_persistent_save_interval": 1})
+    assert refusal(copied, needed + 1).endswith("give --non-persistent-save-interval 0")
     assert refusal(options, 100).endswith("give the trainer more hosts")
     large = background.model_copy(update={"rollout_sleep_level": 1, "actor_num_gpus_per_node": 16})
     assert any(line.startswith("warn: 16 trainer ranks take") for line in memory_lines(large, family, config))

@@ -219,6 +219,10 @@ def inert_in_run(o: Options) -> Iterator[tuple[str, str]]:
         yield "save_token_data", "--debug-rollout-only trains nothing"
     if o.num_rollout is not None:
         yield "num_epoch", "--num-rollout is given"
+    if o.only_evaluates:
+        yield "non_persistent_save_interval", "nothing is trained"
+    elif o.save_interval and o.non_persistent_save_interval % o.save_interval == 0:
+        yield "non_persistent_save_interval", f"--save-interval {o.save_interval} saves each of these steps on disk"
     if o.save_interval is None:
         yield "async_save", "--save-interval is not given, and the last save is waited for"
 

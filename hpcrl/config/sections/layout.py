@@ -141,6 +141,12 @@ class ModelOptions(Base):
     save: str | None = opt(None, "checkpoint directory; default: checkpoints/ in the run directory", "slime")
     save_interval: int | None = opt(None, "save every N rollouts, and always after the last", "slime", ge=1)
     async_save: bool = opt(False, "write checkpoints in the background; the last one is waited for", "slime")
+    non_persistent_save_interval: int = opt(
+        0,
+        "every N rollouts copy each rank's state into the memory of its host and of another; 0: never",
+        "megatron",
+        ge=0,
+    )
     save_retain_interval: int | None = opt(
         None, "keep checkpoints of every N rollouts and the newest, remove the others", "megatron", ge=1
     )

@@ -144,6 +144,7 @@ class GeneratedAhead:
         """
         for path in self._folder.glob(f"*{SUFFIX}"):
             number = int(path.stem) if path.stem.isdecimal() else -1
-            checkpointed = self._options.save_interval is not None and self._consumed.get(number, saved) >= saved
+            checkpoints = self._options.save_interval or self._options.non_persistent_save_interval
+            checkpointed = bool(checkpoints) and self._consumed.get(number, saved) >= saved
             if number <= trained and not checkpointed:
                 path.unlink(missing_ok=True)

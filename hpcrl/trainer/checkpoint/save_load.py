@@ -162,8 +162,9 @@ def prepare(final: Path, ranks: Ranks) -> Path:
 
 
 def make_directory(directory: Path, ranks: Ranks) -> None:
-    """Make a directory of a checkpoint that is being written; collective."""
+    """Make a directory of a checkpoint that is being written, the same for all ranks or to each its own; collective."""
     agree(directory.mkdir, ranks.rank == 0)
+    agree(lambda: directory.mkdir(exist_ok=True), ranks.rank != 0)
 
 
 def write(state: dict[str, Any], staging: Path) -> None:

@@ -92,6 +92,8 @@ def test_files_that_no_restart_can_ask_for_are_gone(tmp_path: Path) -> None:
         "the checkpoint of version 4 goes on with rollout 4"
     )
     assert asyncio.run(files(save_interval=None)) == ["00000006"]
+    in_memory = asyncio.run(files(save_interval=None, non_persistent_save_interval=1))
+    assert "00000005" in in_memory, "a copy in memory goes on with a rollout that is trained by now"
 
 
 def test_foreign_or_damaged_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

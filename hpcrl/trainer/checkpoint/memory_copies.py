@@ -1,0 +1,268 @@
+"""Copies of the trainer's state in the memory of hosts, between checkpoints on disk (--non-persistent-save-interval).
+
+    copies = MemoryCopies(...)
+    copies.begin(position)      # after a step: the state as it is now; a forked process writes it
+    copies.look()               # now and then: what each rank has written goes to its partner's host
+
+A copy is a checkpoint as `save_load.py` writes it, whose files lie in /dev/shm: each rank's own on its host, and once
+more on the host of its partner, so that the death of all ranks, or of any one host, leaves every part.  A resumed run
+puts the newest complete copy on disk and resumes from there (`from_memory.py`): what is checked, what fits which
+layout, and what follows a checkpoint are the same.
+
+Weighed and not taken: nvidia-resiliency-ext's LocalCheckpointManager stores whole objects by torch.save and unpickles
+them, and loads into the same layout alone; a memory store for torch's distributed checkpoints lives in a trainer
+process and dies with it, while its file writer, which Megatron uses, writes to tmpfs as well as to a disk.
+
+Invariants: training waits for a copy only while it is taken, off the GPU into host memory, and never for its files; a
+copy that is not done when the next is due is let finish, and the next is left out; an older copy goes only once every
+rank has the newer one in both places; a copy that fails is said and costs the run nothing else.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from hpcrl.errors import HpcrlError
+from hpcrl.run.copies_directory import copies_here
+from hpcrl.run.role import RoleContext, say
+from hpcrl.run.rundir import write_unread
+from hpcrl.trainer.checkpoint import copy_files, save_load
+from hpcrl.trainer.checkpoint.copies_plan import Part, partners, senders
+from hpcrl.trainer.checkpoint.save_load import Position
+from hpcrl.trainer.checkpoint.saver import CheckpointWriter
+from hpcrl.trainer.collectives import agree, agree_in_step, device, gather_json, is_alone
+from hpcrl.trainer.megatron.model import Policy
+from hpcrl.trainer.parallel_state import Ranks
+
+POSITION = "position.json"  #: of rank 0's part: the record of the checkpoint
+ENDING = 30.0  #: seconds for which the end of a run waits for a copy that is on its way
+
+
+@dataclass(frozen=True)
+class CopyOrigin:
+    """What a copy says of where it comes from."""
+
+    run_id: str
+    attempt: int
+
+
+@dataclass
+class PendingCopy:
+    """A copy that is being written.
+
+    Attributes:
+        writer: this rank's process, None if it has nothing to write, or has handed over.
+        finalize: what all ranks do together once all have written.
+        threads: that send and receive, once `finalize` is done.
+        failed: what went wrong in them.
+    """
+
+    position: Position
+    directory: Path
+    writer: CheckpointWriter | None
+    finalize: list[Callable[[], None]]
+    threads: list[threading.Thread] = field(default_factory=list)
+    failed: list[Exception] = field(default_factory=list)
+
+    def busy(self) -> bool:
+        """Whether this rank is still at it."""
+        if self.threads:
+            return any(thread.is_alive() for thread in self.threads)
+        return self.writer is not None and not self.writer.done()
+
+
+class MemoryCopies:
+    """The copies of one attempt, on one rank; every method is collective.
+
+    Args:
+        copies: the directory of this host.
+        hosts: of each rank, in rank order.
+        interval: rollouts from one copy to the next; 0: none are taken.
+        also: writes more into a directory (`Saver`).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        copies: Path,
+        hosts: Sequence[str],
+        origin: CopyOrigin,
+        minutes: int,
+        interval: int,
+        also: Callable[[Path], None] = save_load.nothing,
+    ) -> None:
+        self._policy = policy
+        self._ranks = ranks
+        self._copies = copies
+        self._origin = origin
+        self._interval = interval
+        self._also = also
+        self._partner = partners(hosts)[ranks.rank]
+        self._senders = senders(hosts, ranks.rank)
+        several = interval > 0 and len(set(hosts)) > 1
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes)) if several else None
+        self._pending: PendingCopy | None = None
+        self.newest = 0  #: rollouts of the newest copy that all ranks have
+
+    def begin_if_due(self, position: Position) -> None:
+        """Take a copy, if one is due after so many rollouts."""
+        if self._interval and position.rollout_id % self._interval == 0:
+            self.begin(position)
+
+    def begin(self, position: Position) -> bool:
+        """Take a copy, unless one is on its way still; whether it was begun."""
+        self.look()
+        if self._pending is not None:
+            return False
+        directory = copy_files.part_directory(self._copies, position.rollout_id, self._ranks.rank)
+
+        def make() -> None:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True, mode=0o700)
+
+        def take() -> PendingCopy:
+            agree(make)
+            self._also(directory)
+            state = save_load.everything(self._policy, self._ranks, position)
+            request = save_load.plan(state, directory)
+            writer = agree(lambda: CheckpointWriter(request) if request.async_fn is not None else None)
+            return PendingCopy(position, directory, writer, request.finalize_fns)
+
+        self._pending = self._guarded(position.rollout_id, take)
+        if self._pending is None:
+            self._drop(position.rollout_id)
+        return self._pending is not None
+
+    def look(self) -> None:
+        """Do what is to be done next for the copy that is on its way, if all ranks are ready for it."""
+        if (pending := self._pending) is None:
+            return
+        busy = torch.tensor([pending.busy()], dtype=torch.int32, device=device())
+        dist.all_reduce(busy, op=dist.ReduceOp.MAX)
+        if busy.item():
+            return
+        done = pending.threads or None
+        following = self._guarded(
+            pending.position.rollout_id, lambda: self._end(pending) if done else self._hand(pending)
+        )
+        self._pending = None if done or following is None else pending
+        if following is None:
+            self._drop(pending.position.rollout_id)
+
+    def finish(self) -> None:
+        """Wait for the copy that is on its way, as long as it may take at the end of a run."""
+        while self._pending is not None:
+            for thread in self._pending.threads:
+                thread.join(ENDING)
+            if self._pending.writer is not None:
+                self._pending.writer.process.join(ENDING)
+            before = (self._pending, bool(self._pending.threads))
+            self.look()
+            if self._pending is not None and before == (self._pending, bool(self._pending.threads)):
+                return
+
+    def _drop(self, rollout_id: int) -> None:
+        """Remove what there is of a copy that failed."""
+        for rank in (self._ranks.rank, *self._senders):
+            copy_files.remove_part(self._copies, rollout_id, rank)
+
+    def _guarded(self, rollout_id: int, work: Callable[[], Any]) -> Any:
+        """The result of `work`; None if it failed, on all ranks alike."""
+        try:
+            return work()
+        except HpcrlError as error:
+            if is_alone(error):
+                raise
+            if self._ranks.rank == 0:
+                say(f"note: the state after {rollout_id} rollouts is not copied into memory: {error.what}")
+            return None
+
+    def _hand(self, pending: PendingCopy) -> PendingCopy:
+        """All ranks have written: complete the checkpoint, and send the parts."""
+        writer = pending.writer
+        pending.writer = None
+        agree(writer.hand_over if writer is not None else lambda: None)
+        for finalize in pending.finalize:
+            agree_in_step(finalize)
+        agree(lambda: self._write_position(pending), self._ranks.rank == 0)
+        jobs = [lambda: self._send(pending), *(self._receiver(source) for source in self._senders)]
+        for job in jobs:
+            pending.threads.append(threading.Thread(target=self._run, args=(pending, job), name="copies", daemon=True))
+            pending.threads[-1].start()
+        return pending
+
+    def _write_position(self, pending: PendingCopy) -> None:
+        at = pending.position
+        record = {"rollout_id": at.rollout_id, "version": at.version, "data": at.data}
+        write_unread(pending.directory / POSITION, msgspec.json.encode(record))
+
+    def _run(self, pending: PendingCopy, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001  (told to all ranks by the next look)
+            pending.failed.append(error)
+
+    def _send(self, pending: PendingCopy) -> None:
+        """Sum up this rank's part, and send it to its partner."""
+        at = pending.position
+        part = Part(
+            self._origin.run_id,
+            at.rollout_id,
+            at.version,
+            self._origin.attempt,
+            self._ranks.rank,
+            dist.get_world_size(),
+            copy_files.index_files(pending.directory),
+        )
+        copy_files.write_index(pending.directory, part)
+        if self._partner is not None and self._group is not None:
+            copy_files.send_part(pending.directory, part, self._partner, self._group)
+
+    def _receiver(self, source: int) -> Callable[[], None]:
+        group = self._group
+        assert group is not None  # there are no senders on one host
+        return lambda: copy_files.receive_part(self._copies, source, group)
+
+    def _end(self, pending: PendingCopy) -> PendingCopy:
+        """All ranks have it in both places, or one has failed; older copies go."""
+
+        def told() -> None:
+            if pending.failed:
+                raise pending.failed[0]
+
+        agree(told)
+        for rank in (self._ranks.rank, *self._senders):
+            copy_files.remove_other(self._copies, rank, pending.position.rollout_id)
+        self.newest = pending.position.rollout_id
+        return pending
+
+
+def open_copies(context: RoleContext, policy: Policy, ranks: Ranks, also: Callable[[Path], None]) -> MemoryCopies:
+    """The copies of this attempt: none, if they are not wanted, or a host has no directory for them; collective."""
+    interval = context.options.non_persistent_save_interval
+    copies = copies_here()
+    hosts = [place.host for place in context.plan.trainers]
+    if interval:
+        if (
+            copies is not None
+        ):  # the run stands at a checkpoint on disk now: all ranks are behind it, and before the next
+            copy_files.clear(copies)
+        there = gather_json(copies is not None)
+        without = [host for host, found in zip(hosts, there, strict=True) if not found]
+        if without and ranks.rank == 0:
+            say(f"note: no copies are kept in memory: {without[0]} has no directory for them")
+        interval = 0 if without else interval
+    origin = CopyOrigin(context.plan.run_id, context.plan.attempt)
+    minutes = context.options.distributed_timeout_minutes
+    return MemoryCopies(policy, ranks, copies or Path(), hosts, origin, minutes, interval, also)
