@@ -47,7 +47,7 @@ endef
 
 # The tests that start no processes: three workers in parallel, on two cores too, since some tests wait; each test file is whole
 # in one of them.
-FAST := -m "not process and not vllm and not cluster and not soak" -n 3 --dist loadfile
+FAST := -m "not process and not vllm and not cluster and not soak" -n 4 --dist loadfile
 
 # An environment keeps the interpreter that it was made with: installed over another one's, its modules would not load.
 INTERPRETER := -c 'import sys; print(sys.base_prefix, sys.version.split()[0])'

@@ -74,7 +74,8 @@ def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | 
     clock = TimeLimitWatcher(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")), allocation.preempted)
     explain_last_end(job, allocation)
     check_headway(job.root, allocation.restarts + place_in_chain(read_job(job.root), allocation.job_id))
-    leave = partial(_leave, job, allocation, clock)
+    gone: list[str] = []  # hosts that did not answer when it was asked whether the run stays on them
+    leave = partial(_leave, job, allocation, clock, gone)
     with _no_warning():
         try:
             run_job(
@@ -91,7 +92,7 @@ def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | 
             last: HpcrlError = error
             try:
                 with judging(job.root):
-                    return _judge(job, allocation, clock, error)
+                    return _judge(job, allocation, clock, error, "".join(gone))
             except HpcrlError as found:
                 last = found
                 raise
@@ -111,8 +112,13 @@ def _no_warning() -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def _judge(job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, error: HpcrlError) -> dict[str, Any]:
+def _judge(
+    job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, error: HpcrlError, gone: str = ""
+) -> dict[str, Any]:
     """Have a job that has ended early queued again where that leads on.
+
+    Args:
+        gone: which hosts were lost or silent; "" if that was not asked.
 
     Returns:
         The summary of a run that was stopped.
@@ -136,7 +142,7 @@ def _judge(job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, error: 
         _requeue(job, allocation, f"preempted ({error})", clock.ends)
     elif broken := _broken_host(job):
         _start_elsewhere(job, allocation, *broken, clock.ends)
-    elif lost := ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation):
+    elif lost := gone or ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation):
         why = f"{lost} (first seen as: {error.what})"
         correct_error(job, why)
         _requeue(job, allocation, why, clock.ends)
@@ -144,10 +150,13 @@ def _judge(job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, error: 
     raise error
 
 
-def _leave(job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, error: HpcrlError, well: bool) -> str:
+def _leave(
+    job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, gone: list[str], error: HpcrlError, well: bool
+) -> str:
     """Why the run does not continue on the hosts of this job, "" if it may.
 
     Args:
+        gone: gets which hosts were lost or silent, if any: by the time that `_judge` asked, they might answer again.
         well: whether every host has just said that it is there.
     """
     if clock.due:
@@ -156,7 +165,10 @@ def _leave(job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, error: 
         return "preempted"
     if found := _seen_broken(job):
         return f"host {found[0]} is broken ({found[1]})"
-    return "" if well else ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation)
+    if not well and (lost := ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation)):
+        gone.append(lost)
+        return lost
+    return ""
 
 
 def _silent(allocation: Allocation) -> str:

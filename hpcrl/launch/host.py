@@ -225,17 +225,17 @@ def run_host(
             with HeartbeatWriter(beats, roles.name, every=HOST_BEAT):
                 try:
                     return roles.attempt(told, turn)
-                except PeerError as error:
-                    if options.attempts == 1 or told.requests:
-                        raise
+                except HpcrlError as error:
                     _record(roles.rundir, host, error)
+                    if not isinstance(error, PeerError) or options.attempts == 1 or told.requests:
+                        raise
+                    say(f"error: on {host}: {error}")
                     if not roles.pause(told, turn):
                         raise
 
 
 def _record(rundir: RunDir, host: str, error: HpcrlError) -> None:
-    """Say why this host has ended the attempt, unless a role has said more already."""
-    say(f"error: on {host}: {error}")
+    """Record why this host has ended the attempt, unless a role has said more already."""
     rundir.fail("host", 0, f"on {host}: {error}", failure_kind(error))
 
 
@@ -374,6 +374,7 @@ def main(argv: list[str] | None = None) -> int:
         with SignalFlags() as told, copies_directory(bool(options.non_persistent_save_interval)):
             run_host(options, read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
+        say(f"error: on {args.host}: {error}")
         _record(rundir, args.host, error)
         return error.exit_code
     return 0

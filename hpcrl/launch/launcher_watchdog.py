@@ -76,6 +76,7 @@ def watch(rundir: RunDir, launcher: int, folder: Path, seconds: float, requeue: 
     pulse = HeartbeatMonitor(folder, look=min(5.0, seconds / 4))
     while True:
         for silent in pulse.silent(seconds):
+            rundir = RunDir.latest(rundir.root)
             what = f"the launcher on {socket.gethostname()} {silent}; it was ended, so that the run's hosts are free"
             say(what)
             with contextlib.suppress(OSError, HpcrlError):

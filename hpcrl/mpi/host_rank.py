@@ -118,6 +118,8 @@ class HostRank:
                 self.channel.send(0, PathFound(Path(message.path).exists()))
 
     def _begin(self, message: BeginAttempt) -> HostPart:
+        self._end_part()  # of an attempt before, which may have stood still
+        end_descendants(0.5)
         rundir = RunDir(message.root, message.attempt)
         if message.files:
             rundir.root.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -36,6 +36,7 @@ from hpcrl.mpi.file_sync import read_code, read_files
 from hpcrl.mpi.host_rank import HostPart, start_part
 from hpcrl.mpi.placement import Placement
 from hpcrl.plan import Host, Plan
+from hpcrl.run.pauses import follow_log
 from hpcrl.run.rundir import RunDir
 from hpcrl.toolbox.deadline import Deadline
 
@@ -64,6 +65,10 @@ class RemoteHost:
         if self.ended is None and self.rank in self.channel.silent():
             return 1
         return self.ended
+
+    def log_into(self, folder: Path) -> None:
+        """Its own rank writes it; here it is read as far as this host sees it."""
+        self.log = follow_log(self.log, folder)
 
     def lost(self) -> str:
         """It stands for one host alone, and ends with it."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from hpcrl.run.rundir import AttemptFailure, RunDir
 from hpcrl.untrusted_files import open_append, read_regular
@@ -26,11 +27,13 @@ class AttemptReady(msgspec.Struct, frozen=True, tag="ready"):
     Attributes:
         time: unix time.
         step: the first rollout that it trains on.
+        launcher: when that began, which tells one from another.
     """
 
     attempt: int
     time: float
     step: int
+    launcher: float = 0.0
 
 
 class AttemptFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -41,6 +44,7 @@ class AttemptFailed(msgspec.Struct, frozen=True, tag="failed"):
         step: the rollout that it was at.
         who: role and index.
         host: of that process, "" where that is not one host's.
+        launcher: as above.
     """
 
     attempt: int
@@ -49,6 +53,7 @@ class AttemptFailed(msgspec.Struct, frozen=True, tag="failed"):
     who: str
     host: str
     why: str
+    launcher: float = 0.0
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -58,7 +63,7 @@ class Fault(msgspec.Struct, frozen=True):
         time: unix time.
         step: the rollout that it was at.
         repeated: rollouts of this attempt that a later one made again, None before one trains.
-        seconds: until the next attempt began to train, or failed before that; None before it does.
+        seconds: until the next attempt in the same job began to train, or failed before that; None before it does.
     """
 
     attempt: int
@@ -78,14 +83,21 @@ class Fault(msgspec.Struct, frozen=True):
 
 def note_ready(rundir: RunDir, step: int) -> None:
     """Append that this attempt is about to train."""
-    _append(rundir, AttemptReady(rundir.attempt, time.time(), step))
+    _append(rundir, AttemptReady(rundir.attempt, time.time(), step, _launcher()))
 
 
 def note_failed(rundir: RunDir, step: int, failure: AttemptFailure | None, host: str) -> None:
     """Append that this attempt has failed, at the rollout `step`."""
     who = f"{failure.role}-{failure.index}" if failure and failure.role not in ("launcher", "host") else "launcher"
     at = failure.time if failure else time.time()
-    _append(rundir, AttemptFailed(rundir.attempt, at, step, who, host, failure.message[:MOST] if failure else "?"))
+    _append(
+        rundir,
+        AttemptFailed(rundir.attempt, at, step, who, host, failure.message[:MOST] if failure else "?", _launcher()),
+    )
+
+
+def _launcher() -> float:
+    return psutil.Process().create_time()
 
 
 def _append(rundir: RunDir, record: AttemptReady | AttemptFailed) -> None:
@@ -118,6 +130,7 @@ def faults_of(events: Sequence[AttemptReady | AttemptFailed]) -> list[Fault]:
         later = [e for e in events[number + 1 :] if e.attempt > event.attempt]
         ready = next((e for e in later if isinstance(e, AttemptReady)), None)
         repeated = ready and max(0, event.step - ready.step) * (event.attempt in trained)
-        seconds = max(0.0, later[0].time - event.time) if later else None
-        found.append(Fault(*msgspec.structs.astuple(event), repeated, seconds))
+        here = bool(later) and later[0].launcher == event.launcher
+        seconds = max(0.0, later[0].time - event.time) if here else None
+        found.append(Fault(*msgspec.structs.astuple(event)[:-1], repeated, seconds))
     return found

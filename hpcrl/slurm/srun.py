@@ -99,14 +99,20 @@ class Step(HostProcess):
 
     def __post_init__(self) -> None:
         self._tail = FileTail(self.log)
+        self._lost = ""
 
     def lost(self) -> str:
-        for line in self._tail.new():
+        for line in [] if self._lost else self._tail.new():
             found = KILLED.match(line)
             if found and (node := (found["node"] or found["failed"]).decode(errors="replace")) in self.nodes:
                 said = line.decode(errors="replace")
-                return f"host {node}: its process died before the run was over ({said}); see {self.log}"
-        return ""
+                self._lost = f"host {node}: its process died before the run was over ({said}); see {self.log}"
+                break
+        return self._lost
+
+    def log_into(self, folder: Path) -> None:
+        super().log_into(folder)
+        self._tail.path = self.log  # the same file, of which no line is read twice
 
 
 class SrunHosts:

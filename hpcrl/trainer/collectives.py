@@ -105,7 +105,7 @@ def may_be_echo(error: BaseException) -> bool:
     where torch's other errors mostly have their own classes.  torch.save's do not, but name the source file of its
     archives.
     """
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    alone = dist.is_initialized() and dist.get_world_size() == 1  # before that they meet, and one may be gone
     of_gloo = type(error) is RuntimeError and "inline_container.cc" not in str(error)
     return not alone and (isinstance(error, dist.DistError) or of_gloo)
 

@@ -34,6 +34,8 @@ def test_what_a_fault_has_cost() -> None:
         (1, 7, 0, 10.0),
         (2, 9, None, None),
     ]
+    resumed = [*events[:2], AttemptReady(1, 9e9, 5, launcher=7.0)]
+    assert [(f.repeated, f.seconds) for f in faults_of(resumed)] == [(2, None)], "the queue costs nothing"
     assert faults_of([]) == [] and faults_of(events[:1]) == []
 
 

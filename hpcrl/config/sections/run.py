@@ -39,8 +39,8 @@ class RunOptions(Base):
     )
     attempts: int = opt(
         4,
-        "how often a stage may begin on the hosts that its job holds: after a failure the next attempt begins there at "
-        "once, and engines that are well continue; 1: the first failure ends the job",
+        "how often in a row a stage may begin on the hosts of its job without a new checkpoint: after a failure the "
+        "next attempt begins there at once, and engines that are well continue; 1: the first failure ends the job",
         ge=1,
     )
     engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)

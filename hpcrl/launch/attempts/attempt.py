@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -22,7 +22,6 @@ from hpcrl.launch.attempts.held_hosts import HeldHosts, HostHandle
 from hpcrl.launch.attempts.old_attempts import begin_tidying
 from hpcrl.launch.engines.standalone import borrow
 from hpcrl.launch.host import CLOSING, HOST_BEAT
-from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.launch.roles import GRACE
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
@@ -32,7 +31,7 @@ from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.role import LAST_WORDS, last_error
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
-from hpcrl.run.storage_errors import write_obstacle
+from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.signs import LastSign
@@ -102,10 +101,13 @@ def run_attempt(
         PeerError: names the role that failed.
         DeadlineError: says that a stop was asked for and did not come in time.
     """
-    rundir.begin()
-    begin_tidying(rundir)
-    with watched(rundir, max(options.hang_timeout, LEAST), backend.requeue_words):
+    try:
+        rundir.begin()
+        begin_tidying(rundir)
         return _run(options, backend, run_id, rundir, stop, poll, held)
+    except OSError as error:  # of a file system that has just failed, most likely: it may be over
+        what = f"attempt {rundir.attempt} of {rundir.root}: {describe(error)}"
+        raise HpcrlError(what, remedy(error)) from error
 
 
 def _run(
@@ -117,7 +119,6 @@ def _run(
     poll: Callable[[], None],
     held: HeldHosts,
 ) -> Summary:
-    lent: IO[bytes] | None = None
     continues = held.carried is not None
     try:
         if not continues:
@@ -126,7 +127,9 @@ def _run(
         plan = make_plan(options, held.hosts, run_id, rundir.attempt)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
         make_keys(rundir, options.data_parallel_size, engines_continue=bool(held.engines))
-        lent = borrow(rundir, plan, options)
+        if held.lent is not None:
+            held.lent.close()
+        held.lent = borrow(rundir, plan, options)
         if continues:
             held.begin_again(rundir)
         else:
@@ -139,9 +142,6 @@ def _run(
             raise _stopped_early(stop) from error  # whom the scheduler ends with us has no other answer to give
         rundir.fail("launcher", 0, str(error), failure_kind(error))  # unless a role has said more already
         raise
-    finally:
-        if lent is not None:
-            lent.close()
     summary = summary_of(rundir)
     assert summary is not None  # _watch does not return without it
     return summary

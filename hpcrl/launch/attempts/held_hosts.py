@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import psutil
 
@@ -20,13 +20,14 @@ from hpcrl.launch.roles import GRACE
 from hpcrl.plan import Host
 from hpcrl.queue.auth import forget_keys
 from hpcrl.run.exit_status import MemoryWatch
-from hpcrl.run.pauses import CarriedOver, carried_over, hand_over, paused_hosts
+from hpcrl.run.pauses import CarriedOver, carried_over, follow_log, hand_over, paused_hosts
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import BEATS, RunDir, listed
 from hpcrl.toolbox.deadline import Deadline
 
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
+PAUSING = GRACE + 20.0  #: seconds until they have noticed that, looked into the kernel's log, and ended what is to end
 LOOK = 0.2  #: seconds between two looks for hosts that are paused
 
 
@@ -52,6 +53,10 @@ class HostProcess:
         """How a host behind it is known to have died, whether it lives on itself or not; empty if none has."""
         return ""
 
+    def log_into(self, folder: Path) -> None:
+        """Have its log in the directory of another attempt's, too."""
+        self.log = follow_log(self.log, folder)
+
     def end(self) -> None:
         """End it, if it has not ended by itself."""
         if self.status is None:
@@ -70,6 +75,8 @@ class HostHandle(Protocol):
 
     def lost(self) -> str: ...
 
+    def log_into(self, folder: Path) -> None: ...
+
     def end(self) -> None: ...
 
 
@@ -86,6 +93,7 @@ class HeldHosts:
     hosts: list[Host] = field(default_factory=list)
     members: list[HostHandle] = field(default_factory=list)
     carried: CarriedOver | None = None
+    lent: IO[bytes] | None = None  #: held open as long as the run has engines that it did not start
     _paused: RunDir | None = None
 
     @property
@@ -99,14 +107,16 @@ class HeldHosts:
         Returns:
             False where that does not come in time, or a host's own process has ended: then `end` is next.
         """
-        records, names = paused_hosts(rundir), listed(rundir.here / BEATS)
-        deadline = Deadline(PARTING)
-        while self.members and names and not records.damaged and not deadline.over:
+        records, plan = paused_hosts(rundir), read_plan(rundir)
+        deadline = Deadline(PAUSING)
+        while self.members and not records.damaged and not deadline.over:
             poll()
             if any(member.status is not None or member.lost() for member in self.members):
                 break
-            if names <= records.look().keys():
-                self.carried = carried_over(read_plan(rundir), records.found.values())
+            names = {name for name in listed(rundir.here / BEATS) if not name.startswith(".")}
+            records.look()
+            if names and names <= records.found.keys() and _all_of(plan.hosts, records.found):
+                self.carried = carried_over(plan, records.found.values())
                 self._paused = rundir
                 return True
             time.sleep(LOOK)
@@ -119,6 +129,8 @@ class HeldHosts:
             HpcrlError: if that cannot be written.
         """
         assert self._paused is not None and self.carried is not None, "pause() comes first"
+        for member in self.members:
+            member.log_into(rundir.logs)
         hand_over(self._paused, rundir, self.carried)
         self._paused = self.carried = None
 
@@ -136,4 +148,12 @@ class HeldHosts:
             member.end()
         end_descendants(0.5)
         forget_keys(rundir)
+        if self.lent is not None:
+            self.lent.close()
+            self.lent = None
         self.members, self.carried, self._paused = [], None, None
+
+
+def _all_of(hosts: Iterable[str], names: Collection[str]) -> bool:
+    """Whether each host is there, under its own name or those of its slots."""
+    return all(host in names or any(name.startswith(f"{host}-") for name in names) for host in hosts)

@@ -16,10 +16,12 @@ from pathlib import Path
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, Stopped
+from hpcrl.heartbeat import LEAST
 from hpcrl.launch.attempts.attempt import Backend, run_attempt
-from hpcrl.launch.attempts.headway import check_headway
+from hpcrl.launch.attempts.headway import check_headway, position
 from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.attempts.retries import FailedAttempt, reason_to_end
+from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.report.metrics import last_records
 from hpcrl.report.progress import say
@@ -63,6 +65,8 @@ class StageAttempts:
     leave: Leave = stay
     held: HeldHosts = field(default_factory=HeldHosts)
     failed: list[FailedAttempt] = field(default_factory=list)
+    _position: list[str] = field(default_factory=list)  #: what had been saved at the last failure
+    _fruitless: int = 0  #: failures since then
 
     def run(self, rundir: RunDir) -> Summary:
         """Bring the stage to its end, beginning with this attempt.
@@ -70,29 +74,45 @@ class StageAttempts:
         Raises:
             HpcrlError: of the last attempt, which no other follows.
         """
-        try:
-            while True:
-                try:
-                    with self.observe(rundir) as poll:
-                        return run_attempt(self.options, self.backend, self.run_id, rundir, self.stop, poll, self.held)
-                except Stopped:
-                    raise
-                except HpcrlError as error:
-                    self._continue_after(error, rundir)
-                rundir = RunDir(rundir.root, rundir.attempt + 1)
-        finally:
-            self.held.end(rundir, lambda: self.turn(rundir))
+        with watched(rundir, max(self.options.hang_timeout, LEAST), self.backend.requeue_words):
+            try:
+                while True:
+                    try:
+                        return self._attempt(rundir)
+                    except Stopped:
+                        raise
+                    except HpcrlError as error:
+                        self._continue_after(error, rundir)
+                    rundir = RunDir(rundir.root, rundir.attempt + 1)
+            finally:
+                self.held.end(rundir, lambda: self.turn(rundir))
+
+    def _attempt(self, rundir: RunDir) -> Summary:
+        with self.observe(rundir) as poll:
+            return run_attempt(self.options, self.backend, self.run_id, rundir, self.stop, poll, self.held)
 
     def _continue_after(self, error: HpcrlError, rundir: RunDir) -> None:
         """Return once another attempt may begin; raise the error where none does."""
+        if self.stop.requests:  # it was to save and end, and did not: the caller knows what that means
+            raise error
         begun = bool(self.held.members)
-        self.failed.append(self._look_at(rundir))
-        self._end(error, reason_to_end(self.failed, self.options.attempts) if begun else "its hosts could not be had")
-        self._end(error, self._full_disk(rundir))
         turn = lambda: self.turn(rundir)  # noqa: E731
+        self.failed.append(self._look_at(rundir))
+        turn()
+        if (here := position(self.root)) != self._position:
+            self._position, self._fruitless = here, 0
+        self._fruitless += 1
+        turn()
+        why = reason_to_end(self.failed, self.options.attempts, self._fruitless)
+        self._end(error, why if begun else "its hosts could not be had")
+        self._end(error, self._full_disk(rundir))
         well = self.backend.all_see(rundir) and self.held.pause(rundir, turn)
         self._end(error, self.leave(error, well))
-        check_headway(self.root, 1)
+        turn()
+        try:
+            check_headway(self.root, 1)
+        except HpcrlError as fruitless:
+            self._end(error, fruitless.what)
         if not well:
             self.held.end(rundir, turn)
         self._end(error, "")

@@ -24,15 +24,18 @@ def observe(
     state.set("starting", stage=stage.name, attempt=rundir.attempt)
     about = {"stage": stage.name, "attempt": rundir.attempt}
     timeline.mark(BEGINS, **about)
-    begun, status = timeline.now(), "failed"
+    begun, status, ready = timeline.now(), "failed", False
     try:
         with closing(Progress(rundir, title, total)) as progress:
 
             def look() -> None:
+                nonlocal ready
                 progress.poll()
-                if state.phase == "starting" and (peer := find(rundir, TrainerPeer)):
-                    state.set("running")
+                if not ready and (peer := find(rundir, TrainerPeer)):
+                    ready = True
                     note_ready(rundir, peer.start)
+                    if state.phase == "starting":
+                        state.set("running")
 
             yield look
         status = summary.status if (summary := read_summary(rundir.root)) else status

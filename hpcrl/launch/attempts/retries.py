@@ -19,6 +19,8 @@ from hpcrl.run.rundir import AttemptFailure
 SETTINGS = (UsageError.__name__, DataError.__name__)
 #: errors that a process has made itself, and would make again in the same place
 OWN = (HpcrlError.__name__, UNEXPECTED, EXITED)
+#: how often what others have seen of a process's end happens alike before it is taken for no chance
+OTHERS = 3
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?")
 
 
@@ -49,20 +51,22 @@ class FailedAttempt:
         return self.failure.role == other.failure.role and ours == theirs
 
 
-def reason_to_end(failed: Sequence[FailedAttempt], limit: int) -> str:
+def reason_to_end(failed: Sequence[FailedAttempt], limit: int, fruitless: int) -> str:
     """Why no other attempt follows; "" where one does.
 
     Args:
         failed: the attempts of this job, in order; not empty.
         limit: --attempts.
+        fruitless: how many of them, the last ones, have brought no new checkpoint.
     """
     last = failed[-1]
     if last.failure is not None and last.failure.kind in SETTINGS:
         return "another attempt would have the same settings and data"
     if last.own and not any(one.trained for one in failed):
         return "it had not begun to train"
-    if last.own and any(earlier.own and last.same(earlier) for earlier in failed[:-1]):
+    alike = sum(last.same(earlier) for earlier in failed[:-1] if earlier.own or not last.own)
+    if alike >= (1 if last.own else OTHERS - 1):
         return f"it has failed so at step {last.step} before"
-    if len(failed) >= limit:
-        return f"it has failed {len(failed)} times in this job (--attempts {limit})" if limit > 1 else "--attempts 1"
+    if fruitless >= limit:
+        return f"{fruitless} attempts without a new checkpoint (--attempts {limit})" if limit > 1 else "--attempts 1"
     return ""

@@ -113,7 +113,8 @@ def joined(tracks: Sequence[Track], spent: AttemptSpent, nodes: set[str]) -> tup
             if other.role == "engine" and other.header.index in engines
             for span in other.named(START)
         ]
-        attempt = AttemptSpent(track.begin, track.end, min(up, default=None), spent.lost, owners)
+        kept = min(spent.steps, track.end - track.begin)
+        attempt = AttemptSpent(track.begin, track.end, min(up, default=None), spent.lost, owners, kept, spent.cause)
         elsewhere.append(Spent(track.begin, track.end, {host: count}, [attempt]))
     return here, elsewhere
 

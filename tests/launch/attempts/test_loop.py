@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +52,7 @@ class Job:
 
         self.held = Hosts()
         monkeypatch.setattr(loop, "run_attempt", self._attempt)
+        monkeypatch.setattr(loop, "watched", lambda *_: nullcontext())
 
     def _attempt(self, options: Any, backend: Any, run_id: str, rundir: RunDir, *more: Any) -> Summary:
         if rundir.attempt:
@@ -60,7 +61,7 @@ class Job:
         self.held.members, self.held.carried = [SimpleNamespace(status=None)], None  # type: ignore[list-item]
         publish(rundir, TrainerPeer(start=rundir.attempt, total=9))
         if rundir.attempt < len(self.fails):
-            rundir.fail("trainer", 1, "killed", self.fails[rundir.attempt](rundir, self.stop))
+            rundir.fail("trainer", 1, f"killed {'x' * rundir.attempt}", self.fails[rundir.attempt](rundir, self.stop))
             raise PeerError("trainer-1: killed")
         return Summary("finished", rundir.attempt)
 
@@ -69,7 +70,7 @@ class Job:
         def observe(rundir: RunDir) -> Iterator[Callable[[], None]]:
             yield lambda: None
 
-        backend: Any = SimpleNamespace(all_see=lambda rundir: True)
+        backend: Any = SimpleNamespace(all_see=lambda rundir: True, requeue_words=())
         given = (Options(**options), backend, "id", self.rundir.root, self.stop, observe, lambda rundir: None, leave)
         return StageAttempts(*given, held=self.held).run(self.rundir)
 
@@ -88,7 +89,7 @@ def test_next_attempt_takes_the_hosts_over(rundir: RunDir, monkeypatch: pytest.M
     job = Job(rundir, monkeypatch, [killed, killed])
     assert job.run().attempt == 2
     assert job.begun == [(0, False), (1, True), (2, True)] and job.ended == [2], "once, at the end"
-    assert [e.why for e in read_attempts(rundir.root) if isinstance(e, AttemptFailed)] == ["killed"] * 2
+    assert [e.why for e in read_attempts(rundir.root) if isinstance(e, AttemptFailed)] == ["killed ", "killed x"]
 
 
 def test_all_begins_again_where_hosts_do_not_wait(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +122,7 @@ def test_a_job_ends_with_its_last_failure(
 def test_a_run_without_headway_ends(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five attempts in a row without a new checkpoint are enough; each that has one counts from there."""
     job = Job(rundir, monkeypatch, [killed] * 99)
-    with pytest.raises(HpcrlError, match="without a new checkpoint"):
+    with pytest.raises(PeerError, match="killed"):
         job.run(attempts=99)
     assert len(job.begun) == FRUITLESS + 1
     later = RunDir.create(rundir.root.parent / "saves")
@@ -144,16 +145,20 @@ def test_scheduler_may_want_the_hosts_back(rundir: RunDir, monkeypatch: pytest.M
 
 
 def test_stop_between_two_attempts(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing begins after it, and it counts as a stop."""
+    """Nothing begins after it, and it counts as a stop; a run that was to save, and failed, has failed."""
 
     def asked(_: RunDir, stop: StopRequest) -> str:
         stop.ask("hpcrl stop")
         return ""
 
-    job = Job(rundir, monkeypatch, [asked])
+    job = Job(rundir, monkeypatch, [killed])
     with pytest.raises(Stopped, match="hpcrl stop.*killed"):
-        job.run()
+        job.run(lambda *_: job.stop.ask("hpcrl stop") or "")
     assert job.begun == [(0, False)] and job.ended == [0]
+    later = RunDir.create(rundir.root.parent / "saves")
+    later.begin()
+    with pytest.raises(PeerError, match="killed"):
+        Job(later, monkeypatch, [asked]).run()
 
 
 def test_disk_that_is_full_for_a_moment(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,13 +44,16 @@ def failed(
         ([failed("x", UNEXPECTED), failed("x", UNEXPECTED, role="rollout")], 4, ""),
         ([failed("x", UNEXPECTED), failed(step=5), failed("x", UNEXPECTED)], 4, "at step 3"),
         ([failed(), failed()], 4, ""),
-        ([failed()] * 4, 4, "--attempts 4"),
+        ([failed("at 0x7f", "")] * 2, 4, ""),
+        ([failed("at 0x7f", "")] * 3, 9, "at step 3"),
+        ([failed(step=n) for n in range(4)], 4, "--attempts 4"),
+        ([failed(step=n) for n in range(9)], 10, ""),
         ([failed()], 1, "--attempts 1"),
     ],
 )
 def test_what_another_attempt_cannot_get_over(attempts: list[FailedAttempt], limit: int, said: str) -> None:
     """A setting, an error before the first step, the same error at the same step; the number is a limit."""
-    why = reason_to_end(attempts, limit)
+    why = reason_to_end(attempts, limit, len(attempts))
     assert said in why and bool(said) == bool(why)
 
 
@@ -82,6 +85,11 @@ def test_an_engine_is_found_where_it_was(rundir: RunDir) -> None:
     assert read_carried(later) == CarriedOver(engines={0: 0}, begin={2: 1}) and read_carried(rundir) == CarriedOver()
 
 
+def test_a_new_checkpoint_counts_anew() -> None:
+    """A fault a day ends no job of a week."""
+    assert reason_to_end([failed(step=n) for n in range(9)], 4, 1) == ""
+
+
 def member(status: int | None = None, lost: str = "") -> Any:
     return SimpleNamespace(status=status, lost=lambda: lost)
 
@@ -89,22 +97,22 @@ def member(status: int | None = None, lost: str = "") -> Any:
 @pytest.mark.parametrize(
     ("members", "hosts", "waits"),
     [
-        ([member(), member()], ("a", "b"), True),
-        ([member(), member()], ("a",), False),
-        ([member(), member(1)], ("a", "b"), False),
-        ([member(), member(lost="host b: its process died")], ("a", "b"), False),
-        ([], ("a", "b"), False),
+        ([member(), member()], "tabcd", True),
+        ([member(), member()], "tabc", False),
+        ([member(), member(1)], "tabcd", False),
+        ([member(), member(lost="host b: its process died")], "tabcd", False),
+        ([], "tabcd", False),
     ],
 )
 def test_hosts_that_all_wait_are_held(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, members: list[Any], hosts: tuple[str, ...], waits: bool
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, members: list[Any], hosts: str, waits: bool
 ) -> None:
-    """Each that has given a sign of life has to say that it waits, and none may have ended."""
-    monkeypatch.setattr("hpcrl.launch.attempts.held_hosts.PARTING", 0.3)
+    """Each of the plan, and each that has given a sign of life, has to say that it waits, and none may have ended."""
+    monkeypatch.setattr("hpcrl.launch.attempts.held_hosts.PAUSING", 0.3)
     write_atomic(rundir.plan_file, b"")
     monkeypatch.setattr("hpcrl.launch.attempts.held_hosts.read_plan", lambda _: PLAN)
     (rundir.here / BEATS).mkdir()
-    for name in ("a", "b"):
+    for name in ("a", "b", ".b"):
         (rundir.here / BEATS / name).touch()
     for name in hosts:
         tell_paused(rundir, name, PausedHost(engines={0: 0} if name == "a" else {}, last={0: 0}))
