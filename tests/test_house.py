@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools.house import cycles, read_module
 
 REPO = Path(__file__).parents[1]
@@ -31,6 +33,7 @@ def test_cycles_are_seen(tmp_path: Path) -> None:
     assert cycles(modules, room, types=True) == [["room.a", "room.b", "room.c"]]
 
 
+@pytest.mark.process
 def test_the_command_as_printed() -> None:
     assert "`python -m tools.house`" in (REPO / "CONTRIBUTING.md").read_text()
     done = subprocess.run(

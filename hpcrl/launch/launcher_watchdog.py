@@ -76,7 +76,8 @@ def watch(rundir: RunDir, launcher: int, folder: Path, seconds: float, requeue: 
     pulse = HeartbeatMonitor(folder, look=min(5.0, seconds / 4))
     while True:
         for silent in pulse.silent(seconds):
-            rundir = RunDir.latest(rundir.root)
+            with contextlib.suppress(HpcrlError):  # the attempt of now, which may be a later one
+                rundir = RunDir.latest(rundir.root)
             what = f"the launcher on {socket.gethostname()} {silent}; it was ended, so that the run's hosts are free"
             say(what)
             with contextlib.suppress(OSError, HpcrlError):

@@ -105,7 +105,9 @@ def may_be_echo(error: BaseException) -> bool:
     where torch's other errors mostly have their own classes.  torch.save's do not, but name the source file of its
     archives.
     """
-    alone = dist.is_initialized() and dist.get_world_size() == 1  # before that they meet, and one may be gone
+    # before there is a group the ranks meet, and one may be gone
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    alone = world == 1
     of_gloo = type(error) is RuntimeError and "inline_container.cc" not in str(error)
     return not alone and (isinstance(error, dist.DistError) or of_gloo)
 

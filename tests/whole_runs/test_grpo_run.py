@@ -269,9 +269,7 @@ def test_same_losses_despite_engine_faults(tmp_path: Path, task: Path, uncut: Pa
     assert re.search("SIGKILL|died", reports[0]) and "core has not answered" in reports[1], reports
 
 
-def test_the_job_continues_after_faults(
-    tmp_path: Path, task: Path, uncut: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_job_continues_after_faults(tmp_path: Path, task: Path, uncut: Path) -> None:
     """A rank, the rollout process and the host's own process are killed, one after another: the job continues each time,
     with the same engine as long as its host's process lives."""
     run = start(tmp_path, task, actor_num_gpus_per_node=2, **KEPT | KL | {"ref_load": str(task / "model")})
@@ -291,7 +289,7 @@ def test_the_job_continues_after_faults(
     assert out.count("begins on the same hosts; 1 engine continues") == 2 and out.count("begins on the same hosts") == 3
     log = (run.root / "logs/attempt-2/engine-0.log").read_text()
     assert log.count(" is up: ") == 1, "its log has followed the engine"
-    bill = bill_of(run.root, capsys)
+    bill = bill_of(run.root)
     assert len(bill["allocations"]) == 1 and sum(bill["node_hours"].values()) == pytest.approx(bill["total"])
     assert bill["node_hours"]["lost"] > 0, bill
 
