@@ -42,7 +42,7 @@ class Local:
         process = spawn([sys.executable, "-m", "hpcrl.launch.host", *words], log)
         return [HostProcess("the process of this host", log, process, memory)]
 
-    def all_see(self, rundir: RunDir) -> bool:
+    def all_see(self) -> bool:
         return True
 
     def again(self, root: Path) -> str:

@@ -135,7 +135,7 @@ class MpiHosts:
             *self.remote,
         ]
 
-    def all_see(self, rundir: RunDir) -> bool:
+    def all_see(self) -> bool:
         return not self.apart
 
     def again(self, root: Path) -> str:

@@ -21,39 +21,36 @@ ATTEMPTS = "attempts.jsonl"  #: its name in a stage's directory
 MOST = 500  #: characters of an error that are kept
 
 
-class AttemptReady(msgspec.Struct, frozen=True, tag="ready"):
-    """An attempt is about to train.
+class AttemptRecord(msgspec.Struct, frozen=True):
+    """A line of the file.
 
     Attributes:
         time: unix time.
-        step: the first rollout that it trains on.
+        step: the rollout that the attempt was at.
         launcher: when that began, which tells one from another.
     """
 
     attempt: int
     time: float
     step: int
-    launcher: float = 0.0
+    launcher: float
 
 
-class AttemptFailed(msgspec.Struct, frozen=True, tag="failed"):
+class ReadyRecord(AttemptRecord, frozen=True, tag="ready"):
+    """An attempt is about to train, `step` first."""
+
+
+class FailureRecord(AttemptRecord, frozen=True, tag="failed"):
     """An attempt has failed.
 
     Attributes:
-        time: unix time.
-        step: the rollout that it was at.
         who: role and index.
         host: of that process, "" where that is not one host's.
-        launcher: as above.
     """
 
-    attempt: int
-    time: float
-    step: int
     who: str
     host: str
     why: str
-    launcher: float = 0.0
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -83,29 +80,27 @@ class Fault(msgspec.Struct, frozen=True):
 
 def note_ready(rundir: RunDir, step: int) -> None:
     """Append that this attempt is about to train."""
-    _append(rundir, AttemptReady(rundir.attempt, time.time(), step, _launcher()))
+    _append(rundir, ReadyRecord(rundir.attempt, time.time(), step, _launcher()))
 
 
 def note_failed(rundir: RunDir, step: int, failure: AttemptFailure | None, host: str) -> None:
     """Append that this attempt has failed, at the rollout `step`."""
     who = f"{failure.role}-{failure.index}" if failure and failure.role not in ("launcher", "host") else "launcher"
     at = failure.time if failure else time.time()
-    _append(
-        rundir,
-        AttemptFailed(rundir.attempt, at, step, who, host, failure.message[:MOST] if failure else "?", _launcher()),
-    )
+    why = failure.message[:MOST] if failure else "?"
+    _append(rundir, FailureRecord(rundir.attempt, at, step, _launcher(), who, host, why))
 
 
 def _launcher() -> float:
     return psutil.Process().create_time()
 
 
-def _append(rundir: RunDir, record: AttemptReady | AttemptFailed) -> None:
+def _append(rundir: RunDir, record: ReadyRecord | FailureRecord) -> None:
     with contextlib.suppress(OSError), open_append(rundir.root / ATTEMPTS) as file:
         file.write(msgspec.json.encode(record) + b"\n")
 
 
-def read_attempts(stage: Path) -> list[AttemptReady | AttemptFailed]:
+def read_attempts(stage: Path) -> list[ReadyRecord | FailureRecord]:
     """What is in the file of a stage's directory; [] where there is none."""
     try:
         data = read_regular(stage / ATTEMPTS)
@@ -114,23 +109,25 @@ def read_attempts(stage: Path) -> list[AttemptReady | AttemptFailed]:
     return list(_parsed(data))
 
 
-def _parsed(data: bytes) -> Iterator[AttemptReady | AttemptFailed]:
+def _parsed(data: bytes) -> Iterator[ReadyRecord | FailureRecord]:
     for line in data.splitlines():
         with contextlib.suppress(msgspec.DecodeError):
-            yield msgspec.json.decode(line, type=AttemptReady | AttemptFailed)
+            yield msgspec.json.decode(line, type=ReadyRecord | FailureRecord)
 
 
-def faults_of(events: Sequence[AttemptReady | AttemptFailed]) -> list[Fault]:
+def faults_of(events: Sequence[ReadyRecord | FailureRecord]) -> list[Fault]:
     """The attempts that failed, in order, each with what it cost."""
-    trained = {event.attempt for event in events if isinstance(event, AttemptReady)}
+    trained = {event.attempt for event in events if isinstance(event, ReadyRecord)}
     found = []
     for number, event in enumerate(events):
-        if isinstance(event, AttemptReady):
+        if isinstance(event, ReadyRecord):
             continue
         later = [e for e in events[number + 1 :] if e.attempt > event.attempt]
-        ready = next((e for e in later if isinstance(e, AttemptReady)), None)
-        repeated = ready and max(0, event.step - ready.step) * (event.attempt in trained)
+        ready = next((e for e in later if isinstance(e, ReadyRecord)), None)
+        again = 0 if ready is None or event.attempt not in trained else max(0, event.step - ready.step)
+        repeated = None if ready is None else again
         here = bool(later) and later[0].launcher == event.launcher
         seconds = max(0.0, later[0].time - event.time) if here else None
-        found.append(Fault(*msgspec.structs.astuple(event)[:-1], repeated, seconds))
+        who = (event.who, event.host, event.why)
+        found.append(Fault(event.attempt, event.time, event.step, *who, repeated, seconds))
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hpcrl.report.status_text import fault_rows
 from hpcrl.run.attempt_log import (
     ATTEMPTS,
-    AttemptFailed,
-    AttemptReady,
+    FailureRecord,
+    ReadyRecord,
     faults_of,
     note_failed,
     note_ready,
@@ -15,17 +15,21 @@ from hpcrl.run.attempt_log import (
 from hpcrl.run.rundir import AttemptFailure, RunDir
 
 
-def failed(attempt: int, time: float, step: int) -> AttemptFailed:
-    return AttemptFailed(attempt, time, step, "trainer-1", "node2", "killed")
+def ready(attempt: int, time: float, step: int) -> ReadyRecord:
+    return ReadyRecord(attempt, time, step, 0.0)
+
+
+def failed(attempt: int, time: float, step: int) -> FailureRecord:
+    return FailureRecord(attempt, time, step, 0.0, "trainer-1", "node2", "killed")
 
 
 def test_what_a_fault_has_cost() -> None:
     """Steps since the checkpoint that the next attempt to train began at, and the time until then."""
     events = [
-        AttemptReady(0, 100.0, 0),
+        ready(0, 100.0, 0),
         failed(0, 200.0, 7),
         failed(1, 205.0, 7),  # while it started
-        AttemptReady(2, 215.0, 5),
+        ready(2, 215.0, 5),
         failed(2, 300.0, 9),
     ]
     found = faults_of(events)
@@ -34,7 +38,7 @@ def test_what_a_fault_has_cost() -> None:
         (1, 7, 0, 10.0),
         (2, 9, None, None),
     ]
-    resumed = [*events[:2], AttemptReady(1, 9e9, 5, launcher=7.0)]
+    resumed = [*events[:2], ReadyRecord(1, 9e9, 5, 7.0)]
     assert [(f.repeated, f.seconds) for f in faults_of(resumed)] == [(2, None)], "the queue costs nothing"
     assert faults_of([]) == [] and faults_of(events[:1]) == []
 
@@ -45,8 +49,8 @@ def test_lines_that_are_whole_count(rundir: RunDir) -> None:
     note_failed(RunDir(rundir.root, rundir.attempt + 1), 4, None, "")
     with (rundir.root / ATTEMPTS).open("ab") as file:
         file.write(b'{"type":"failed","attempt":9,"ti')
-    ready, first, second = read_attempts(rundir.root)
-    assert isinstance(ready, AttemptReady) and ready.step == 3
+    begun, first, second = read_attempts(rundir.root)
+    assert isinstance(begun, ReadyRecord) and begun.step == 3
     assert (first.who, first.host, first.time, len(first.why)) == ("trainer-1", "node2", 12.0, 500)
     assert (second.attempt, second.who, second.why) == (rundir.attempt + 1, "launcher", "?")
     assert read_attempts(rundir.root / "none") == []
@@ -54,7 +58,7 @@ def test_lines_that_are_whole_count(rundir: RunDir) -> None:
 
 def test_faults_in_the_status_of_a_run() -> None:
     """Their number and cost, and the last of them by name and host."""
-    events = [AttemptReady(0, 90.0, 0), failed(0, 200.0, 7), AttemptReady(1, 215.0, 6), failed(1, 230.0, 8)]
+    events = [ready(0, 90.0, 0), failed(0, 200.0, 7), ready(1, 215.0, 6), failed(1, 230.0, 8)]
     (_, cost), (_, last) = fault_rows(faults_of(events))
     assert cost.startswith("2: 1 step repeated, 15 s") and "attempt 1, at step 8: trainer-1 on node2" in last
     (_, cost), _ = fault_rows(faults_of(events[:2]))

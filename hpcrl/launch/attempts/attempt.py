@@ -58,7 +58,7 @@ class Backend(Protocol):
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[HostHandle]:
         """Start every host's part of the plan, which is in the run directory."""
 
-    def all_see(self, rundir: RunDir) -> bool:
+    def all_see(self) -> bool:
         """Whether every host sees the run directory itself, and so what becomes of one attempt after another."""
 
     def again(self, root: Path) -> str:
@@ -101,26 +101,10 @@ def run_attempt(
         PeerError: names the role that failed.
         DeadlineError: says that a stop was asked for and did not come in time.
     """
+    continues = held.carried is not None
     try:
         rundir.begin()
         begin_tidying(rundir)
-        return _run(options, backend, run_id, rundir, stop, poll, held)
-    except OSError as error:  # of a file system that has just failed, most likely: it may be over
-        what = f"attempt {rundir.attempt} of {rundir.root}: {describe(error)}"
-        raise HpcrlError(what, remedy(error)) from error
-
-
-def _run(
-    options: Options,
-    backend: Backend,
-    run_id: str,
-    rundir: RunDir,
-    stop: StopRequest,
-    poll: Callable[[], None],
-    held: HeldHosts,
-) -> Summary:
-    continues = held.carried is not None
-    try:
         if not continues:
             held.hosts = backend.hosts(options, rundir)
         write_atomic(rundir.here / HOSTS, msgspec.json.encode(held.hosts))
@@ -137,14 +121,21 @@ def _run(
         _watch(held.members, options, rundir, stop, poll)
     except Stopped:
         raise
-    except HpcrlError as error:
+    except (HpcrlError, OSError) as error:  # the latter of a file system that has just failed: it may be over
         if stop.requests and not held.members:
             raise _stopped_early(stop) from error  # whom the scheduler ends with us has no other answer to give
-        rundir.fail("launcher", 0, str(error), failure_kind(error))  # unless a role has said more already
-        raise
+        ours = error if isinstance(error, HpcrlError) else _of_file_system(error, rundir)
+        rundir.fail("launcher", 0, str(ours), failure_kind(error))  # unless a role has said more already
+        if ours is error:
+            raise
+        raise ours from error
     summary = summary_of(rundir)
     assert summary is not None  # _watch does not return without it
     return summary
+
+
+def _of_file_system(error: OSError, rundir: RunDir) -> HpcrlError:
+    return HpcrlError(f"attempt {rundir.attempt} of {rundir.root}: {describe(error)}", remedy(error))
 
 
 def _watch(

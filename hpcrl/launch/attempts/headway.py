@@ -47,7 +47,7 @@ def check_headway(root: Path, restarts: int) -> None:
         write_atomic(root / HEADWAY, msgspec.json.encode(seen))
     except HpcrlError as error:
         say(f"note: {error}; restarts without a new checkpoint are not counted from here")
-    if len(seen) > FRUITLESS and all(place_in_chain == here for place_in_chain in seen):
+    if len(seen) > FRUITLESS and all(place == here for place in seen):
         raise HpcrlError(
             f"{FRUITLESS} restarts without a new checkpoint: not started again by itself",
             f"see the logs of the last attempts; then continue with hpcrl resume {root}",

@@ -16,6 +16,7 @@ from typing import IO, Protocol
 
 import psutil
 
+from hpcrl.errors import HpcrlError
 from hpcrl.launch.roles import GRACE
 from hpcrl.plan import Host
 from hpcrl.queue.auth import forget_keys
@@ -107,7 +108,10 @@ class HeldHosts:
         Returns:
             False where that does not come in time, or a host's own process has ended: then `end` is next.
         """
-        records, plan = paused_hosts(rundir), read_plan(rundir)
+        try:
+            records, plan = paused_hosts(rundir), read_plan(rundir)
+        except HpcrlError:  # it failed before it had one
+            return False
         deadline = Deadline(PAUSING)
         while self.members and not records.damaged and not deadline.over:
             poll()

@@ -106,7 +106,7 @@ class StageAttempts:
         why = reason_to_end(self.failed, self.options.attempts, self._fruitless)
         self._end(error, why if begun else "its hosts could not be had")
         self._end(error, self._full_disk(rundir))
-        well = self.backend.all_see(rundir) and self.held.pause(rundir, turn)
+        well = self.backend.all_see() and self.held.pause(rundir, turn)
         self._end(error, self.leave(error, well))
         turn()
         try:

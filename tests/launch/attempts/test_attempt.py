@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,13 +44,26 @@ def test_stop_while_looking_for_hosts(tmp_path: Path) -> None:
             raise HpcrlError("none of 2 nodes reported", "see the step's log")
 
     rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
     with pytest.raises(Stopped, match="stopped while starting"):
-        attempt._run(Options(), Ended(), "id", rundir, StopRequest(requests=1), lambda: None, HeldHosts())  # type: ignore[arg-type]
+        attempt.run_attempt(Options(), Ended(), "id", rundir, StopRequest(requests=1), lambda: None, HeldHosts())  # type: ignore[arg-type]
     assert rundir.failure() is None
+    rundir = RunDir(rundir.root, 1)
     with pytest.raises(HpcrlError, match="none of 2 nodes"):
-        attempt._run(Options(), Ended(), "id", rundir, StopRequest(), lambda: None, HeldHosts())  # type: ignore[arg-type]
+        attempt.run_attempt(Options(), Ended(), "id", rundir, StopRequest(), lambda: None, HeldHosts())  # type: ignore[arg-type]
     assert "none of 2 nodes" in str(rundir.failure())
+
+
+def test_file_system_that_fails_as_an_attempt_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error as others are, after which another attempt may begin."""
+    rundir = RunDir.create(tmp_path / "run")
+
+    def stale(_: RunDir) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(RunDir, "begin", stale)
+    with pytest.raises(HpcrlError, match="attempt 0 of.*Stale file handle"):
+        attempt.run_attempt(Options(), None, "id", rundir, StopRequest(), lambda: None, HeldHosts())  # type: ignore[arg-type]
+    assert not HeldHosts(members=[SimpleNamespace(status=None)]).pause(rundir, lambda: None)  # type: ignore[list-item]
 
 
 def test_error_that_a_host_could_not_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hpcrl.launch.attempts.headway import FRUITLESS
 from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.attempts.loop import StageAttempts, stay
 from hpcrl.launch.stop_signals import StopRequest
-from hpcrl.run.attempt_log import AttemptFailed, read_attempts
+from hpcrl.run.attempt_log import FailureRecord, read_attempts
 from hpcrl.run.pauses import CarriedOver
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
@@ -70,7 +70,7 @@ class Job:
         def observe(rundir: RunDir) -> Iterator[Callable[[], None]]:
             yield lambda: None
 
-        backend: Any = SimpleNamespace(all_see=lambda rundir: True, requeue_words=())
+        backend: Any = SimpleNamespace(all_see=lambda: True, requeue_words=())
         given = (Options(**options), backend, "id", self.rundir.root, self.stop, observe, lambda rundir: None, leave)
         return StageAttempts(*given, held=self.held).run(self.rundir)
 
@@ -89,7 +89,7 @@ def test_next_attempt_takes_the_hosts_over(rundir: RunDir, monkeypatch: pytest.M
     job = Job(rundir, monkeypatch, [killed, killed])
     assert job.run().attempt == 2
     assert job.begun == [(0, False), (1, True), (2, True)] and job.ended == [2], "once, at the end"
-    assert [e.why for e in read_attempts(rundir.root) if isinstance(e, AttemptFailed)] == ["killed ", "killed x"]
+    assert [e.why for e in read_attempts(rundir.root) if isinstance(e, FailureRecord)] == ["killed ", "killed x"]
 
 
 def test_all_begins_again_where_hosts_do_not_wait(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
