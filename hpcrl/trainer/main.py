@@ -257,11 +257,12 @@ class Trainer:
         if self.options.runs_ahead:
             with contextlib.suppress(StopAsked):  # the next fetch ends the run, once this step is logged
                 self._waiting(self._generate, rollout_id + 2)
+        self.copies.settle(self.at.rollout_id)
         metrics["perf/step_time"] = took = time.monotonic() - begun
         metrics |= {"perf/train_wait_time": self.waited, "perf/wait_time_ratio": self.waited / took}
         self.timeline.add(STEP, at, self.timeline.now(), rollout_id=rollout_id)
         if self.log:
-            self.log.append(rollout_id, metrics | {"policy_version": self.at.version})
+            self.log.append(rollout_id, metrics | {"policy_version": self.at.version} | self.copies.spent())
         if path := self.saver.poll():
             self.saved = self.saving
             self.timeline.mark(SAVED, rollout_id=int(path.name.removeprefix("iter_")))
@@ -328,10 +329,11 @@ class Trainer:
         return metrics
 
     def _save_if_due(self) -> None:
-        """Save on disk, or else in memory, what is due after this rollout."""
-        if self._due(self.options.save_interval) or self.at.rollout_id == self.total:
+        """Save on disk, or else in memory, what is due after this rollout; in both where the disk comes later."""
+        saves = self._due(self.options.save_interval) or self.at.rollout_id == self.total
+        if saves:
             self._save()
-        else:
+        if not saves or self.saver.pending:
             self.copies.begin_if_due(self.at)
 
     def _save(self) -> None:

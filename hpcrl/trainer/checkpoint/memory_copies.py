@@ -3,6 +3,7 @@
     copies = MemoryCopies(...)
     copies.begin(position)      # after a step: the state as it is now; a forked process writes it
     copies.look()               # now and then: what each rank has written goes to its partner's host
+    copies.settle(rollouts)     # before a step is recorded after which the next copy is due: the last one is done
 
 A copy is a checkpoint as `save_load.py` writes it, whose files lie in /dev/shm: each rank's own on its host, and once
 more on the host of its partner, so that the death of all ranks, or of any one host, leaves every part.  A resumed run
@@ -13,16 +14,19 @@ Weighed and not taken: nvidia-resiliency-ext's LocalCheckpointManager stores who
 them, and loads into the same layout alone; a memory store for torch's distributed checkpoints lives in a trainer
 process and dies with it, while its file writer, which Megatron uses, writes to tmpfs as well as to a disk.
 
-Invariants: training waits for a copy only while it is taken, off the GPU into host memory, and never for its files; a
-copy that is not done when the next is due is let finish, and the next is left out; an older copy goes only once every
-rank has the newer one in both places; a copy that fails is said and costs the run nothing else.
+Invariants: no step is recorded before the copy from --non-persistent-save-interval steps earlier is in both places, so
+that no fault costs more of them; training waits for its files only there, and beyond half of the group's timeout not at
+all; an older copy goes only once every rank has the newer one in both places; a copy that fails is said and costs the
+run nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +40,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.copies_directory import copies_here
 from hpcrl.run.role import RoleContext, say
 from hpcrl.run.rundir import write_unread
+from hpcrl.toolbox.deadline import Deadline
 from hpcrl.trainer.checkpoint import copy_files, save_load
 from hpcrl.trainer.checkpoint.copies_plan import Part, partners, senders
 from hpcrl.trainer.checkpoint.save_load import Position
@@ -65,6 +70,7 @@ class PendingCopy:
         finalize: what all ranks do together once all have written.
         threads: that send and receive, once `finalize` is done.
         failed: what went wrong in them.
+        late: whether it was waited for in vain.
     """
 
     position: Position
@@ -73,12 +79,20 @@ class PendingCopy:
     finalize: list[Callable[[], None]]
     threads: list[threading.Thread] = field(default_factory=list)
     failed: list[Exception] = field(default_factory=list)
+    late: bool = False
 
     def busy(self) -> bool:
         """Whether this rank is still at it."""
         if self.threads:
             return any(thread.is_alive() for thread in self.threads)
         return self.writer is not None and not self.writer.done()
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until this rank is not, but no longer than that."""
+        for thread in self.threads:
+            thread.join(deadline.left)
+        if self.writer is not None:
+            self.writer.wait(deadline.left)
 
 
 class MemoryCopies:
@@ -112,17 +126,20 @@ class MemoryCopies:
         self._senders = senders(hosts, ranks.rank)
         several = interval > 0 and len(set(hosts)) > 1
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes)) if several else None
+        self._patience = 30.0 * minutes
         self._pending: PendingCopy | None = None
+        self._spent = 0.0
         self.newest = 0  #: rollouts of the newest copy that all ranks have
 
     def begin_if_due(self, position: Position) -> None:
         """Take a copy, if one is due after so many rollouts."""
         if self._interval and position.rollout_id % self._interval == 0:
-            self.begin(position)
+            with self._timed():
+                self.begin(position)
 
     def begin(self, position: Position) -> bool:
         """Take a copy, unless one is on its way still; whether it was begun."""
-        self.look()
+        self._look()
         if self._pending is not None:
             return False
         directory = copy_files.part_directory(self._copies, position.rollout_id, self._ranks.rank)
@@ -146,6 +163,47 @@ class MemoryCopies:
 
     def look(self) -> None:
         """Do what is to be done next for the copy that is on its way, if all ranks are ready for it."""
+        with self._timed():
+            self._look()
+
+    def settle(self, rollouts: int) -> None:
+        """Wait for the copy that is on its way, if the next one is due after so many rollouts."""
+        if self._pending is None or self._pending.late or rollouts % self._interval:
+            return
+        with self._timed():
+            self._complete(self._patience)
+        if self._pending is not None:
+            self._pending.late = True
+            if self._ranks.rank == 0:
+                what = f"the copy of the state after {self._pending.position.rollout_id} rollouts"
+                say(f"note: {what} was not in memory within {self._patience:.0f} s: training continues without it")
+
+    def finish(self) -> None:
+        """Wait for the copy that is on its way, as long as it may take at the end of a run."""
+        self._complete(ENDING)
+
+    def spent(self) -> dict[str, float]:
+        """The metric of the seconds that training has waited for copies, since it was last asked for."""
+        seconds, self._spent = self._spent, 0.0
+        return {"perf/memory_copy_time": seconds} if self._interval else {}
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        self._spent += time.monotonic() - begun
+
+    def _complete(self, seconds: float) -> None:
+        """Bring the copy that is on its way to its end, if that comes within `seconds`."""
+        deadline = Deadline(seconds)
+        while (pending := self._pending) is not None:
+            sending = bool(pending.threads)
+            pending.wait(deadline)
+            self._look()
+            if self._pending is pending and sending == bool(pending.threads):  # a rank has not done its part
+                return
+
+    def _look(self) -> None:
         if (pending := self._pending) is None:
             return
         busy = torch.tensor([pending.busy()], dtype=torch.int32, device=device())
@@ -159,18 +217,6 @@ class MemoryCopies:
         self._pending = None if done or following is None else pending
         if following is None:
             self._drop(pending.position.rollout_id)
-
-    def finish(self) -> None:
-        """Wait for the copy that is on its way, as long as it may take at the end of a run."""
-        while self._pending is not None:
-            for thread in self._pending.threads:
-                thread.join(ENDING)
-            if self._pending.writer is not None:
-                self._pending.writer.process.join(ENDING)
-            before = (self._pending, bool(self._pending.threads))
-            self.look()
-            if self._pending is not None and before == (self._pending, bool(self._pending.threads)):
-                return
 
     def _drop(self, rollout_id: int) -> None:
         """Remove what there is of a copy that failed."""

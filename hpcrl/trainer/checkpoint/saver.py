@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,11 @@ class CheckpointWriter:
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
         return self._heard() or not self.process.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended, or said what it wrote, but no longer than that."""
+        if not self.done():
+            wait([self.mine, self.process.sentinel], seconds)
 
     def _heard(self) -> bool:
         """Whether it has said what it wrote."""

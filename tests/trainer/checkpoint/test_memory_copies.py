@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,16 @@ def train(opts: Options, root: Path) -> list[float]:
     copies = MemoryCopies(policy, ranks, root / HOSTS[ranks.rank], HOSTS, CopyOrigin("run", 0), 1, 1)
     assert copies.begin(Position(MEMORY, MEMORY, {"prompt": MEMORY}))
     assert not copies.begin(Position(END, END, {})), "one is on its way"
+    if ranks.rank == 1:
+        copies._send = partial(sent_late, copies._send)
     after += losses(policy, opts, END - MEMORY)  # changes the weights while they are written
-    until = time.monotonic() + 60
-    while copies.newest < MEMORY and time.monotonic() < until:
-        copies.look()
-        time.sleep(0.01)
-    assert copies.newest == MEMORY
+    copies._patience = 0.0 if ranks.rank else 0.5
+    copies.settle(END)
+    assert copies.newest == 0 and not copies.begin(Position(END, END, {})), "it is waited for no longer than may be"
+    copies._pending.late, copies._patience = False, 60.0
+    copies.settle(END)
+    assert copies.newest == MEMORY, "what a later step would make the newest but one is waited for"
+    assert copies.spent()["perf/memory_copy_time"] > 0 == copies.spent()["perf/memory_copy_time"]
     if ranks.rank == 0:
         copies._write_position = full
     assert copies.begin(Position(END, END, {}))
@@ -55,6 +60,11 @@ def train(opts: Options, root: Path) -> list[float]:
     here = root / HOSTS[ranks.rank]
     assert copies.newest == MEMORY and not (here / f"{END}").exists(), "what fails is left out, and not left there"
     return after
+
+
+def sent_late(send: Callable[[Any], None], pending: object) -> None:
+    time.sleep(2)
+    send(pending)
 
 
 def full(_: object) -> None:

@@ -46,12 +46,13 @@ def test_a_killed_rank_costs_no_steps(tmp_path: Path, task: Path) -> None:
     run.until(lambda: newest(copies) >= 3)
     stale = copies / "39" / "rank-00007"  # of an attempt of more ranks: never complete
     stale.mkdir(parents=True)
-    os.kill(role_pid(run.root, "hpcrl.trainer.start.single_rank"), signal.SIGKILL)
+    steps, rank = run.steps(), role_pid(run.root, "hpcrl.trainer.start.single_rank")
+    os.kill(rank, signal.SIGKILL)
     kept = newest(copies)
     peer = run.root / "attempts" / "1" / "peers" / "trainer-0.json"
     run.until(peer.exists)
     began = json.loads(peer.read_text())["start"]
-    assert 3 <= kept <= began, (kept, began)
+    assert 3 <= kept <= began and began >= steps - 1, (kept, began, steps)
     assert not stale.exists(), "what is newer than where an attempt begins is of no use"
     status, out = run.end()
     assert status == 0, out + run.logs()
