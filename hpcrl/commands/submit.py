@@ -105,6 +105,7 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
         )
     if runs:
         return _submit_sweep(recipe, overrides, site, runs, own)
+    given = overrides
     overrides = site.options(recipe, overrides)
     chain = own.get("chain", 1)
     if chain > 1 and own.get("print"):
@@ -121,7 +122,10 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
         return 0
     if can_submit(scheduler):
         _note_place(shown)
-    say_submitted(*submit_new(recipe, overrides, site, chain))
+    submission, jobs = submit_new(recipe, overrides, site, chain)
+    for line in recipe.reach(given):
+        say(f"note: {line}")
+    say_submitted(submission, jobs)
     return 0
 
 

@@ -271,26 +271,24 @@ SNAPSHOT = "HPCRL_CODE"
 SHOWN = 10  #: names that a hint lists at most
 
 
-def missing(path: str) -> tuple[str, str]:
+def missing(path: str, first: Sequence[str] = ()) -> tuple[str, str]:
     """Why there can be nothing at the dotted path `module.name`, and what to do; two empty texts where files do not
-    tell."""
-    if "/" in path or path.endswith(".py"):
-        module = Path(path).stem
-        return (
-            "it is a file; write module.function",
-            f"write {module}.FUNCTION, and start in the directory of {module}.py",
-        )
+    tell.
+
+    Args:
+        first: the directories of --code-path.
+    """
     module, _, name = path.rpartition(".")
     if not module or module.partition(".")[0] in sys.stdlib_module_names:
         return "", ""
     parts = module.split(".")
-    where = search_path()
+    where = search_path(first)
     spec = None
     for depth in range(1, len(parts) + 1):
         full = ".".join(parts[:depth])
         spec = find_module(full, where, top=depth == 1)
         if spec is None:
-            return f"there is no module {full}", _shadowed(parts[0]) if depth > 1 else searched()
+            return f"there is no module {full}", _shadowed(parts[0], first) if depth > 1 else searched(first)
         if spec.submodule_search_locations is None and depth < len(parts):
             return f"{full} is not a package", f"its file is {spec.origin}"
         where = list(spec.submodule_search_locations or ())
@@ -302,20 +300,21 @@ def missing(path: str) -> tuple[str, str]:
     return f"{module} has no {name}", f"{spec.origin} defines {_listed(Path(str(spec.origin)))}"
 
 
-def searched() -> str:
+def searched(first: Sequence[str] = ()) -> str:
     """Where modules are looked for, as a hint."""
-    copies = f"{os.environ[SNAPSHOT]}, " if SNAPSHOT in os.environ else ""
-    return f"modules are looked for in {copies}{os.getcwd()}, where the run is started, and in PYTHONPATH"
+    before = [*([os.environ[SNAPSHOT]] if SNAPSHOT in os.environ else []), *first]
+    places = "".join(f"{folder}, " for folder in before)
+    return f"modules are looked for in {places}{os.getcwd()}, where the run is started, and in PYTHONPATH"
 
 
-def _shadowed(top: str) -> str:
+def _shadowed(top: str, first: Sequence[str]) -> str:
     """The hint for a module that is missing in the package `top`: another package of that name may hide the user's
     directory."""
-    spec = find_module(top, search_path(), top=True)
+    spec = find_module(top, search_path(first), top=True)
     own = Path.cwd() / top
     if spec is not None and spec.origin and own.is_dir() and Path(spec.origin).parent != own:
         return f"{top} is the package in {Path(spec.origin).parent}, which hides {own}: put an __init__.py there"
-    return searched()
+    return searched(first)
 
 
 def names_in(file: Path) -> set[str]:

@@ -1,4 +1,9 @@
-"""Where modules of the user's are: found by their names, without importing anything above them.
+"""Where modules of the user's are: found by their names, without importing anything above them, or named by their
+files.
+
+    --custom-rm-path ./my_rewards.py:brief              my_rewards.brief, with the file's directory in code_path
+    custom_rm_path = "{recipe}/my_rewards.py:brief"     next to the recipe
+    --rm-type math:1 ./my_rewards.py:brief:0.5
 
 Invariant: the same directories, in the same order, as when a role imports them.
 """
@@ -8,15 +13,26 @@ from __future__ import annotations
 import contextlib
 import os
 import pkgutil
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.passthrough import flag
+from hpcrl.errors import UsageError
+from hpcrl.untrusted_files import as_given
 
 
-def search_path() -> list[str]:
-    """The directories in which a role looks for a top-level module, in order."""
+def search_path(first: Sequence[str] = ()) -> list[str]:
+    """The directories in which a role looks for a top-level module, in order.
+
+    Args:
+        first: those of --code-path.
+    """
     here = [] if os.environ.get("PYTHONSAFEPATH") else [os.getcwd()]
-    return list(dict.fromkeys([*here, *(entry or os.getcwd() for entry in sys.path)]))
+    return list(dict.fromkeys([*first, *here, *(entry or os.getcwd() for entry in sys.path)]))
 
 
 def find_module(name: str, entries: Sequence[str], top: bool) -> ModuleSpec | None:
@@ -46,3 +62,64 @@ def _asked_elsewhere(name: str) -> ModuleSpec | None:
             if finder is not PathFinder and (spec := finder.find_spec(name, None)) is not None:
                 return spec
     return None
+
+
+# ---- named by files
+
+_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)(?P<weight>:[^:]*)?")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def with_function_files(values: Mapping[str, Any], points: Collection[str]) -> dict[str, Any]:
+    """`values` of options, each FILE.py:FUNCTION as the dotted path that it is, its directory first in `code_path`.
+
+    A file in a package (its directory has an __init__.py) is that package's module. Nothing is imported, and whether
+    the file is there is asked where all functions are looked for: the machine that resolves a recipe need not have it.
+
+    Args:
+        points: the options that take dotted paths.
+
+    Raises:
+        UsageError: for a file that cannot be a module, or two of one name.
+    """
+    found: dict[str, Path] = {}
+    named = {
+        name: [_dotted(item, name, found) for item in value] if isinstance(value, list) else _dotted(value, name, found)
+        for name, value in values.items()
+        if name in points
+    }
+    given = values.get("code_path", [])
+    if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
+        return {**values, **named}  # its own error says so
+    folders = dict.fromkeys([*map(str, found.values()), *(str(as_given(folder)) for folder in given)])
+    return {**values, **named, **({"code_path": list(folders)} if folders else {})}
+
+
+def _dotted(value: Any, name: str, found: dict[str, Path]) -> Any:
+    """A value as a dotted path, if it is a file's.
+
+    Args:
+        found: the first part of a module's name -> the directory that it is in.
+    """
+    if not isinstance(value, str) or not re.search(r"\.py(:|$)", value):
+        return value
+    shown = f"{flag(name)} {value}"
+    match = _FILE.fullmatch(value)
+    if match is None:
+        stem = value.partition(".py")[0]
+        raise UsageError(f"{shown} names a file and no function of it", f"write {stem}.py:FUNCTION")
+    file = as_given(match["file"])
+    parts, folder = [file.stem], file.parent
+    while (folder / "__init__.py").is_file():
+        parts, folder = [folder.name, *parts], folder.parent
+    if not all(map(_NAME.fullmatch, parts)):
+        raise UsageError(f"{shown}: {file.name} cannot be imported under its name", "rename it: letters, digits and _")
+    if parts[0] in sys.stdlib_module_names or parts[0] == "hpcrl":
+        raise UsageError(f"{shown}: {parts[0]} is a module of {_whose(parts[0])}", "rename the file")
+    if found.setdefault(parts[0], folder) != folder:
+        raise UsageError(f"{shown}: another {parts[0]} is in {found[parts[0]]}", "rename one of them")
+    return ".".join([*parts, match["name"]]) + (match["weight"] or "")
+
+
+def _whose(name: str) -> str:
+    return "hpcrl's own" if name == "hpcrl" else "Python's own"

@@ -19,14 +19,14 @@ _INTRO = """\
 Made by `hpcrl options --write docs/options.md` from the declarations in `hpcrl/config/sections/`; do not
 edit it directly.
 
-Each option is a flag (`--num-rollout 20`) and a key of a recipe (`num_rollout = 20`): the same name with underscores.
-A switch is turned on by `--x` and off by `--no-x`; a list takes its words after the flag (`--rollout-stop a b`) and is
-a list in TOML; an object is JSON on the command line and a table in TOML. A flag goes before a stage's table, which
-goes before the top of the recipe. In a recipe with stages `--STAGE.option`, such as `--grpo.lr 2e-5`, counts in that
-stage; a plain flag counts in the stages whose own tables set the option, or in all if none does; where several set it
-to different values, the plain flag is refused. An unknown name is an error that says what it is called here, or which
-known one it is a slip of; so is an option that would have no effect. All unknown names are told at once. The source
-says whose name and meaning it is.
+Each option is a flag (`--num-rollout 20`) and a key of a recipe (`num_rollout = 20`): the same name with underscores. A
+switch is turned on by `--x` and off by `--no-x`; a list takes its words after the flag (`--rollout-stop a b`) and is a
+list in TOML; an object is JSON on the command line and a table in TOML. A flag goes before a stage's table, which goes
+before the top of the recipe. In a recipe with stages `--STAGE.option`, such as `--grpo.lr 2e-5`, counts in that stage;
+a plain flag counts in the stages whose own tables set the option, or in all if none does; where several set it to
+different values, the plain flag is refused, and one that counts in several is named in a note. An unknown name is an
+error that says what it is called here, or which known one it is a slip of; so is an option that would have no effect.
+All unknown names are told at once. The source says whose name and meaning it is.
 """
 
 _FOREIGN = """\

@@ -107,14 +107,14 @@ def missing_functions(options: Options) -> list[UsageError]:
     """An error for each custom function that is not in the files of its module, which is not run for it."""
     if "PYTHONPATH" in options.train_env_vars:  # the roles look elsewhere
         return []
-    found = [(flag, path, *missing(path)) for flag, path in _given(options)]
+    found = [(flag, path, *missing(path, options.code_path)) for flag, path in _given(options)]
     return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
 
 
 def foreign_functions(options: Options) -> list[UsageError]:
     """An error for each custom function that is here and wants of slime or vime what there is not; none is run."""
     elsewhere = options.train_env_vars.get("PYTHONPATH", "")
-    more = [entry for entry in elsewhere.split(":") if entry]
+    more = [*options.code_path, *(entry for entry in elsewhere.split(":") if entry)]
     found = [(flag, path, *foreign_misses(path, more, flag in WHOLE)) for flag, path in _given(options)]
     return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
 

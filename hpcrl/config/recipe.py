@@ -27,12 +27,14 @@ from pydantic import ValidationError
 
 from hpcrl.config.custom_functions import ours
 from hpcrl.config.custom_settings import with_own_settings
+from hpcrl.config.module_search import with_function_files
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import flag
+from hpcrl.config.plugin_points import POINTS
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.config.rules.run import check_run_dir
 from hpcrl.config.setting_names import gather, kind_of_field, own, spell
-from hpcrl.config.stage_flags import flags_of, place_flags, split_name, spread_flags, stage_flag
+from hpcrl.config.stage_flags import flags_of, place_flags, reach, split_name, spread_flags, stage_flag
 from hpcrl.errors import UsageError, parts_of, raise_together
 from hpcrl.shipped_files import copy_hint
 from hpcrl.untrusted_files import as_given, parse_toml, read_given
@@ -96,6 +98,10 @@ class Recipe:
             UsageError: for those that no stage, or more than one, can be meant by.
         """
         return place_flags(flags, self._tables(), self.path.name)
+
+    def reach(self, flags: Mapping[str, Any]) -> list[str]:
+        """What is worth a word of where plain flags count: see `stage_flags.reach`."""
+        return reach(flags, self._tables())
 
     def spread(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """The flags that a run directory holds, as `placed` would have them: its plain ones count in all stages."""
@@ -235,7 +241,7 @@ def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapp
     merged = {name: _own_path(name, value) for name, value in merged.items()}
     if isinstance(merged.get("run_dir"), str):
         check_run_dir(merged["run_dir"])
-    merged = with_own_settings(_expand(merged, places), Options.model_fields)
+    merged = with_function_files(with_own_settings(_expand(merged, places), Options.model_fields), POINTS)
     return build_options(merged, lambda name: f"{_origin(recipe, stage, placed, name)} {spell(merged[name])}")
 
 

@@ -19,6 +19,7 @@ from hpcrl.config.passthrough import dashed
 from hpcrl.errors import UsageError, raise_together
 
 TABLES = ("megatron", "vllm")
+OF_THE_RUN = ("run_dir", "name")  #: which no stage has of its own
 Values = Mapping[str, Any]
 
 
@@ -56,6 +57,24 @@ def place_flags(flags: Values, stages: Mapping[str, Values], recipe: str) -> dic
     for path, value in leaves(staged):
         _put(found, "", path, value)
     return found
+
+
+def reach(flags: Values, stages: Mapping[str, Values]) -> list[str]:
+    """A line for each plain flag that counts in several stages, with what sets the option in one of them."""
+    if len(stages) < 2:
+        return []
+    lines = []
+    for path, _ in leaves({name: value for name, value in flags.items() if not split_name(name)[0]}):
+        if path[0] in OF_THE_RUN:
+            continue
+        naming = [stage for stage, values in stages.items() if path in dict(leaves(values))]
+        shown = f"vllm_{path[-1]}" if path[0] == "vllm" and len(path) > 1 else path[-1]
+        if len(naming) != 1:
+            counts = " and ".join(naming) if naming else f"all stages, {', '.join(stages)}"
+            lines.append(
+                f"{stage_flag('', shown)} counts in {counts}; {stage_flag(list(naming or stages)[-1], shown)} in one"
+            )
+    return lines
 
 
 def spread_flags(flags: Values, stages: Mapping[str, Values]) -> dict[str, Any]:
@@ -109,7 +128,7 @@ def _misplaced(name: str, stages: list[str], recipe: str) -> UsageError | None:
         near = difflib.get_close_matches(stage, stages, n=1)
         hint = f"did you mean {stage_flag(near[0], option)}?" if near else f"its stages are {', '.join(stages)}"
         return UsageError(f"{shown}: {recipe} has no stage {stage}", hint)
-    if option in ("run_dir", "name"):
+    if option in OF_THE_RUN:
         return UsageError(
             f"{shown} has no effect: a stage's directory is in the run's, under its own name", "leave it out"
         )

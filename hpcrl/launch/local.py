@@ -20,6 +20,7 @@ from hpcrl.launch.code.snapshot import resume_code
 from hpcrl.launch.job import begin_job, reopen_job, run_job
 from hpcrl.launch.roles import role_environment
 from hpcrl.plan import Host, Plan, local_hosts
+from hpcrl.report.progress import say
 from hpcrl.run.exit_status import MemoryWatch
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.run.rundir import RunDir
@@ -78,4 +79,7 @@ def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | 
         job = reopen_job(resume)
         return run_job(job, Local(), begin=partial(resume_code, job.root, overrides.get("live_code")))
     assert recipe is not None
-    return run_job(begin_job(recipe, for_this_machine(recipe, overrides), runs_here=True), Local())
+    job = begin_job(recipe, for_this_machine(recipe, overrides), runs_here=True)
+    for line in recipe.reach(overrides):
+        say(f"note: {line}")
+    return run_job(job, Local())

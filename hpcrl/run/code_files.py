@@ -4,14 +4,16 @@
     RUN/code.json   which files these are, and where they were copied from
     RUN/live-code   exists while the run imports the modules from where they were written instead (--live-code)
 
-Invariants: RUN/code is the first entry of `sys.path` before a role, or a process that it starts, imports anything of
-the user's; to find it takes a role three calls to the file system, however large it is.
+Invariants: RUN/code is the first entry of `sys.path`, the directories of --code-path the next, before a role, or a
+process that it starts, imports anything of the user's; to find it takes a role three calls to the file system, however
+large it is.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,6 +26,8 @@ from hpcrl.untrusted_files import Damaged, read_json
 #: their names in a run directory
 CODE = "code"
 RECORD = "code.json"
+#: an environment variable: the directories of --code-path, for the processes that a role starts
+FIRST = "HPCRL_CODE_PATH"
 
 
 class CodeFile(msgspec.Struct, frozen=True):
@@ -73,18 +77,23 @@ def code_folder(root: Path) -> Path | None:
     return None if place is None or (place / LIVE).exists() else place / CODE
 
 
-def use_code(root: Path) -> None:
+def use_code(root: Path, code_path: Sequence[str] = ()) -> None:
     """Import the user's modules from the snapshot of the run in `root` from now on, in this process and in those that
-    it starts."""
+    it starts.
+
+    Args:
+        code_path: the directories of --code-path, which come next.
+    """
     folder = code_folder(root)
-    if folder is None:
-        os.environ.pop(SNAPSHOT, None)
-        return
-    os.environ[SNAPSHOT] = str(folder)
+    for name, value in ((SNAPSHOT, str(folder or "")), (FIRST, os.pathsep.join(code_path))):
+        if value:
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
     use_inherited_code()
 
 
 def use_inherited_code() -> None:
     """The same as the process that has started this one."""
-    if folder := os.environ.get(SNAPSHOT):
-        sys.path.insert(0, folder)
+    given = [os.environ.get(SNAPSHOT, ""), *os.environ.get(FIRST, "").split(os.pathsep)]
+    sys.path[:0] = [folder for folder in given if folder]

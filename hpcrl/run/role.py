@@ -91,11 +91,12 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
     rundir = RunDir(args.run, args.attempt)
     try:
         refuse_foreign(rundir.root)
-        use_code(rundir.root)
+        options = read_options(rundir)
+        use_code(rundir.root, options.code_path)
         plan = read_plan(rundir)
         if is_added(rundir, args.index):
             plan = with_added(rundir, plan)
-        return RoleContext(rundir, read_options(rundir), plan, args.index, args.incarnation)
+        return RoleContext(rundir, options, plan, args.index, args.incarnation)
     except HpcrlError as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -17,7 +17,7 @@ from hpcrl.commands.submit import _flags
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
-from hpcrl.config.stage_flags import flags_of, place_flags, spread_flags
+from hpcrl.config.stage_flags import flags_of, place_flags, reach, spread_flags
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import begin_job, reopen_job
 from hpcrl.run.started_runs import RECIPE, RecipeFile
@@ -59,6 +59,20 @@ def test_what_several_stages_set_alike_counts_in_those() -> None:
         "a.vllm": {"max_num_seqs": 2},
         "vllm": {"seed": 3},
     }
+
+
+def test_a_flag_says_which_stages_it_reaches() -> None:
+    """Of several stages, by a note; not where one stage alone is meant, nor of what the run alone has."""
+    recipe = load_recipe(QUICK)
+    told = recipe.reach(parse_flags("--seed 7 --eval-interval 6 --vllm-max-num-seqs 2 --run-dir x --grpo.lr 1".split())[0])
+    assert [line.partition(";")[0] for line in told] == [
+        "--seed counts in all stages, sft, grpo",
+        "--vllm-max-num-seqs counts in all stages, sft, grpo",
+    ]
+    assert all(line.endswith(" in one") and "--grpo." in line for line in told)
+    alike = {"a": {"lr": 1.0}, "b": {}, "c": {"lr": 1.0}}
+    assert reach({"lr": 2.0}, alike) == ["--lr counts in a and c; --c.lr in one"]
+    assert reach({"lr": 2.0}, {"": {}}) == []
 
 
 @pytest.mark.parametrize(

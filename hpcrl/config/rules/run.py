@@ -214,7 +214,7 @@ def inert_in_run(o: Options) -> Iterator[tuple[str, str]]:
     yield from _inert_in_loop(o)
     yield from _inert_in_weights(o)
     if not o.eval_config and not any(paths_of(o, name) for name in POINTS):
-        yield "live_code", "no function of your own is given"
+        yield "live_code code_path", "no function of your own is given"
     if o.debug_rollout_only:
         yield "save_token_data", "--debug-rollout-only trains nothing"
     if o.num_rollout is not None:

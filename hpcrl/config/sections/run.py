@@ -25,6 +25,11 @@ class RunOptions(Base):
         "import custom functions from where they are in every attempt, and not from the copy in RUN/code that is made "
         "when the run is begun",
     )
+    code_path: list[str] = opt(
+        [],
+        "directories in which modules of custom functions are looked for before the others; FILE.py:FUNCTION where a "
+        "dotted path is taken adds that of the file",
+    )
     loop: Literal["sync", "async", "fully-async"] = opt(
         "sync",
         "sync: sample, train, sample; async: the next rollout is sampled while one is trained on; fully-async: the "

@@ -1,9 +1,9 @@
 """Which files of the user's a run imports: the modules of its custom functions, and what these import of the same
 directories.
 
-Own are the directory where the run is started and those of PYTHONPATH, unless packages are installed there, and what a
-module in them adds to `sys.path` of them; not site-packages, and not what an editable install adds.  A module in no
-package is copied alone, a package with its whole directory (`package_files.py`).
+Own are the directories of --code-path, that where the run is started, and those of PYTHONPATH, unless packages are
+installed there, and what a module in them adds to `sys.path` of them; not site-packages, and not what an editable
+install adds.  A module in no package is copied alone, a package with its whole directory (`package_files.py`).
 
 Invariant: nothing of the user's is run: imports are read from the source, as are the files and directories that a
 module names (`Path(__file__).parent / "words.txt"`).  What cannot be told so is in `OwnModules.doubts`.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,17 +27,18 @@ _FINDS = (b"__file__", b"sys.path", b"addsitedir")  #: in the source of a module
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def python_path(given: str | None, extra: str = "") -> list[str]:
+def python_path(given: str | None, extra: str = "", first: Sequence[str] = ()) -> list[str]:
     """The directories in which a role looks before those of its interpreter.
 
     Args:
         given: PYTHONPATH of the run's machines; None: as it is here.
         extra: PYTHONPATH of the trainer ranks alone.
+        first: those of --code-path.
     """
     here = [] if os.environ.get("PYTHONSAFEPATH") else [os.getcwd()]
     named = os.environ.get("PYTHONPATH", "") if given is None else given
     entries = [*named.split(os.pathsep), *extra.split(os.pathsep)]
-    return list(dict.fromkeys([*here, *(os.path.abspath(entry) for entry in entries if entry)]))
+    return list(dict.fromkeys([*first, *here, *(os.path.abspath(entry) for entry in entries if entry)]))
 
 
 def _own_root(folder: Path) -> bool:

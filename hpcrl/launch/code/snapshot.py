@@ -63,7 +63,8 @@ def begin_code(
         touch(root / LIVE)
         return
     extra = next((found for options in stages if (found := options.train_env_vars.get("PYTHONPATH"))), "")
-    path = python_path(pythonpath, extra)
+    first = [folder for options in stages for folder in options.code_path]
+    path = python_path(pythonpath, extra, first)
     functions = list(dict.fromkeys(path for options in stages for path in function_paths(options)))
     own = OwnModules(list(path))
     own.add(dict.fromkeys(function.rpartition(".")[0] for function in functions))
