@@ -2,7 +2,8 @@
 numbers; no group is lost or trained twice, and nothing is left behind.
 
 SEED, N, KINDS and FAULTS_LOG as in test_faults.py: N faults a seed on this machine, as many under Slurm, a third with
-an engine, a third under each mpirun.
+an engine, with one that shares its trainers' slots, under each mpirun and in a homogeneous job, a sixth with an engine
+over two hosts.
 
     make soak SOAK=kept N=60 SEED=1
 """
@@ -10,6 +11,7 @@ an engine, a third under each mpirun.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +19,48 @@ import pytest
 
 from tests.soak.test_faults import ENGINES, SEEDS, SHAPES, SPREAD, strike, untouched
 from tests.support.cluster import Cluster
-from tests.support.faults.host_kinds import mpirun_kinds, slurm_kinds
+from tests.support.faults.checks import Reference
+from tests.support.faults.host_kinds import mpirun_kinds, part_kinds, slurm_kinds
 from tests.support.faults.hosts import MpirunBed, SlurmBed
-from tests.support.faults.kinds import Kind, engine_kinds, local_kinds
+from tests.support.faults.kinds import Kind, engine_kinds, local_kinds, of_engines
 from tests.support.faults.local import LocalBed
+from tests.support.runs import recipe
+from tests.support.slurm import submit
 
 pytestmark = pytest.mark.soak
 #: more attempts than faults; a checkpoint after every step, so that each brings the run on
 MANY: dict[str, Any] = {"attempts": 1000}
 #: whose end is the job's: the launcher, and who was asked to end it; a host that is gone
 JOBS = ("launcher", "hpcrl stop", "hpcrl launch", "SIGTERM", "SIGINT", "SIGUSR1", "disk", "power", "for ever", "srun")
-MORE = ("SIGSTOP of a trainer rank for ever", "SIGSTOP of the rollout process for ever")
+MORE = (
+    "SIGSTOP of a trainer rank for ever",
+    "SIGSTOP of the rollout process for ever",
+    "SIGSTOP for ever of the engine's server",
+    "SIGSTOP for ever of the engine's core",
+    "full disk for a minute",
+    "link cut for 3 s",
+)
+#: the engine on the slots of the trainers, whose end is the attempt's
+COLOCATED = {name: value for name, value in ENGINES.items() if name != "engine_restarts"} | {
+    "colocate": True,
+    "actor_num_gpus_per_node": 2,
+}
+#: one over two hosts, of which each part is lost with the other
+PARTS = COLOCATED | {
+    "colocate": False,
+    "actor_num_gpus_per_node": 1,
+    "rollout_num_gpus": 2,
+    "rollout_num_gpus_per_engine": 2,
+    "allow_shared_nodes": True,
+    "engine_start_timeout": 600,
+}
+OVER_HOSTS = ("engine.gpus_per_node=1",)
 
 
 def inside(kinds: Sequence[Kind]) -> list[Kind]:
     """Those that a job is to get over on its own hosts."""
-    found = [k for k in kinds if k.name in MORE or not any(word in k.name for word in JOBS)]
-    return [k for k in found if not k.name.startswith(("scontrol", "scancel", "link", "slurmd"))]
+    found = [k for k in kinds if not any(word in k.name for word in (*JOBS, "scontrol", "scancel", "link", "slurmd"))]
+    return found + [k for k in kinds if k.name in MORE]
 
 
 @pytest.mark.process
@@ -53,12 +80,33 @@ def test_job_is_kept_with_engines(tmp_path: Path, task: Path, seed: int) -> None
     strike("kept engines", seed, bed, inside(engine_kinds()), reference, tmp_path, 0.33, kept=True)
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("seed", SEEDS)
+def test_job_is_kept_with_colocated_engines(tmp_path: Path, task: Path, seed: int) -> None:
+    reference = untouched("colocated", tmp_path, task, COLOCATED)
+    bed = LocalBed(task, {**COLOCATED, **MANY})
+    kinds = of_engines(ends=True) + [replace(kind, engines_live=False) for kind in inside(local_kinds())]
+    strike("kept colocated", seed, bed, kinds, reference, tmp_path, 0.33, kept=True)
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("seed", SEEDS)
-def test_job_is_kept_under_slurm(cluster: Cluster, tmp_path: Path, task: Path, seed: int) -> None:
+@pytest.mark.parametrize("layout", ["heterogeneous", "homogeneous"])
+def test_job_is_kept_under_slurm(cluster: Cluster, tmp_path: Path, task: Path, layout: str, seed: int) -> None:
     reference = untouched("two", tmp_path, task, SHAPES["two"])
-    bed = SlurmBed(cluster, task, {**SPREAD, **MANY})
-    strike("kept slurm", seed, bed, inside(slurm_kinds()), reference, tmp_path, 1, kept=True)
+    bed = SlurmBed(cluster, task, {**SPREAD, **MANY}, "--layout", layout)
+    share = 1 if layout == "heterogeneous" else 0.33
+    strike(f"kept {layout}", seed, bed, inside(slurm_kinds()), reference, tmp_path, share, kept=True)
+
+
+@pytest.mark.vllm
+@pytest.mark.cluster
+@pytest.mark.parametrize("seed", SEEDS)
+def test_job_is_kept_with_an_engine_over_hosts(cluster: Cluster, tmp_path: Path, task: Path, seed: int) -> None:
+    job = submit(cluster, recipe(tmp_path, task, **PARTS), tmp_path / "untouched", settings=OVER_HOSTS)
+    job.ends(seconds=1200)
+    bed = SlurmBed(cluster, task, {**PARTS, **MANY}, settings=OVER_HOSTS)
+    strike("kept parts", seed, bed, part_kinds(), Reference.of(job.root), tmp_path, 0.16, kept=True)
 
 
 @pytest.mark.cluster

@@ -107,11 +107,20 @@ class Campaign:
             record.early = self._moment(chance, kind)
             record.attempt = max(self.bed.attempt, self.before + 1)
             record.step = self.bed.steps()
+            engines = self._engines()
             at = time.monotonic()
             struck = kind.strike(self.bed, chance)
             record.victim = struck.victim
             self._outcome(kind, struck, record)
             record.seconds = round(time.monotonic() - at, 1)
+            if (
+                self.kept
+                and kind.engines_live
+                and not record.early
+                and self.bed.at_work()
+                and self._engines() != engines
+            ):
+                record.wrong.append(f"an engine has not lived through it: {engines}, then {self._engines()}")
         except Missed:
             return
         except AssertionError as error:
@@ -121,6 +130,10 @@ class Campaign:
         if record.wrong:
             self._keep()
             self._fresh()
+
+    def _engines(self) -> list[int]:
+        """The processes of engines' servers."""
+        return sorted(process.pid for process in self.bed.find("hpcrl.engine.server"))
 
     def _keep(self) -> None:
         """What tells of a run in which something was wrong, but for its checkpoints."""
@@ -272,7 +285,7 @@ class Campaign:
                 if not self.bed.at_work():
                     self.bed.go_on()
                 record.attempt = self.bed.attempt + 1
-                self.bed.until(lambda: not self.bed.at_work(), GOES_ON, "the end of the run")
+            self.bed.until(lambda: not self.bed.at_work(), GOES_ON, "the end of the run")
             assert self.bed.finished(), f"it did not finish: {self.bed.said()[-2000:]}\n{self.bed.logs()}"
             self._see_them_gone(record.attempt, 15, "the end")
             record.step = self.bed.steps()

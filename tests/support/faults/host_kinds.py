@@ -12,7 +12,20 @@ from collections.abc import Callable
 
 from tests.support.faults.beds import Bed, Missed
 from tests.support.faults.hosts import HostsBed, MpirunBed, SlurmBed
-from tests.support.faults.kinds import LONG, WHO, Kind, Struck, kill, kill_two, send, sleep, stop_command
+from tests.support.faults.kinds import (
+    LONG,
+    ROLES,
+    WHO,
+    Kind,
+    Struck,
+    kill,
+    kill_two,
+    name_of,
+    send,
+    sleep,
+    stop_command,
+    victim,
+)
 
 BATCH = "submitit.core._submit"  #: the launcher in a job
 
@@ -90,7 +103,13 @@ def told(*words: str) -> Callable[[Bed, random.Random], Struck]:
 
 def common() -> list[Kind]:
     kinds = [
-        Kind(f"SIGKILL of {who}", kill(word), says=says, weight=2 if who == "a trainer rank" else 1)
+        Kind(
+            f"SIGKILL of {who}",
+            kill(word),
+            says=says,
+            weight=2 if who == "a trainer rank" else 1,
+            engines_live=who in ROLES,
+        )
         for who, (word, says) in WHO.items()
     ]
     kinds += [
@@ -112,6 +131,26 @@ def common() -> list[Kind]:
         Kind("SIGKILL of two", kill_two),
         Kind("link cut for 3 s", link_cut(3.0), ends=False, weight=1.5),
         Kind("hpcrl stop", stop_command, says="stopped", weight=0.5, orderly=True),
+    ]
+
+
+def strike_part(number: signal.Signals) -> Callable[[Bed, random.Random], Struck]:
+    """A signal to the vLLM server of one part of an engine over several hosts."""
+
+    def strike(bed: Bed, chance: random.Random) -> Struck:
+        process = victim(bed, chance, "hpcrl.engine.server")
+        send(number, process)
+        return Struck(name_of(process))
+
+    return strike
+
+
+def part_kinds() -> list[Kind]:
+    """Faults of an engine over several hosts, which ends with any part of it, and the attempt with it."""
+    return [
+        Kind("SIGKILL of a part of an engine", strike_part(signal.SIGKILL), says="engine", weight=2, early=False),
+        Kind("SIGSTOP of a part of an engine", strike_part(signal.SIGSTOP), says="engine", seconds=LONG, early=False),
+        *(kind for kind in common() if kind.engines_live and "torchrun" not in kind.name),
     ]
 
 

@@ -81,13 +81,21 @@ class HostsBed(Bed):
 
 
 class SlurmBed(HostsBed):
-    """`hpcrl submit` and `hpcrl resume`."""
+    """`hpcrl submit` and `hpcrl resume`.  words, settings: further ones of the former."""
 
     job = 0
 
+    def __init__(
+        self, cluster: Cluster, task: Path, shape: Mapping[str, Any], *words: str, settings: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(cluster, task, shape)
+        self.words = words
+        self.settings = settings
+
     def _begin(self, file: Path) -> None:
         self.heard = 0
-        self.job = slurm.submit(self.cluster, file, self.root, "--time", "60").number
+        words = ("--time", "60", *self.words)
+        self.job = slurm.submit(self.cluster, file, self.root, *words, settings=self.settings).number
 
     def go_on(self) -> None:
         self.heard = len(self._output())

@@ -23,6 +23,7 @@ from tests.support.faults.local import LocalBed
 from tests.support.runs import REPO
 
 HANG = 15.0  #: --hang-timeout of the runs
+MINUTE = 60.0  #: seconds that a disk is full which somebody then makes room on
 ENDS, LONG = (
     60.0,
     100.0,
@@ -35,6 +36,8 @@ WHO: dict[str, tuple[str, str]] = {
     "the rollout process": ("hpcrl.rollout.main", r"rollout-0"),
     "the host's process": ("hpcrl.launch.host", r"process of this host|host node\d|srun on|host \S+ \(MPI"),
 }
+#: of these, whose end no engine notices
+ROLES = ("a trainer rank", "torchrun", "the rollout process")
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Kind:
 
     says: what the words of the end must match.  seconds: until the end.  early: whether it may come while the run
     starts.  orderly: whether nobody has to be killed, so that nothing may be left on disks, where else it goes at the
-    next start.
+    next start.  engines_live: whether engines must live through it, where the job continues.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Kind:
     seconds: float = ENDS
     early: bool = True
     orderly: bool = False
+    engines_live: bool = False
 
 
 def victim(bed: Bed, chance: random.Random, word: str, forked: bool = False) -> Process:
@@ -178,6 +182,16 @@ def full_disk(bed: Bed, chance: random.Random) -> Struck:
     return Struck(str(filler), heal=filler.unlink)
 
 
+def full_for_a_minute(bed: Bed, chance: random.Random) -> Struck:
+    """The disk is full, and somebody makes room."""
+    struck = full_disk(bed, chance)
+    try:
+        time.sleep(MINUTE)
+    finally:
+        struck.heal()
+    return Struck(struck.victim)
+
+
 def read_only_disk(bed: Bed, chance: random.Random) -> Struck:
     assert isinstance(bed, LocalBed)
     if not bed.disk.breaks:
@@ -206,7 +220,13 @@ def state_removed(bed: Bed, chance: random.Random) -> Struck:
 def local_kinds() -> list[Kind]:
     """Faults of runs on this machine."""
     kinds = [
-        Kind(f"SIGKILL of {who}", kill(word), says=says, weight=2 if who == "a trainer rank" else 1)
+        Kind(
+            f"SIGKILL of {who}",
+            kill(word),
+            says=says,
+            weight=2 if who == "a trainer rank" else 1,
+            engines_live=who in ROLES,
+        )
         for who, (word, says) in WHO.items()
     ]
     kinds += [Kind(f"SIGSTOP of {who} for 3 s", sleep(word, 3.0), ends=False) for who, (word, _) in WHO.items()]
@@ -228,6 +248,7 @@ def local_kinds() -> list[Kind]:
         Kind("hpcrl stop", stop_command, says="stopped", weight=0.5, orderly=True),
         Kind("SIGUSR1", told(signal.SIGUSR1), says="stopped", weight=0.5),
         Kind("full disk", full_disk, says=r"no space left|full", weight=1.5),
+        Kind("full disk for a minute", full_for_a_minute, says=r"no space left|full", weight=0.5, early=False),
         Kind("read-only disk", read_only_disk, says="read-only", weight=1.5),
     ]
 
@@ -258,17 +279,24 @@ def strike_engine(number: signal.Signals, core: bool) -> Callable[[Bed, random.R
     return strike
 
 
-def engine_kinds() -> list[Kind]:
-    """Faults of a run with an engine, which is started again whatever becomes of it."""
-    kinds = [
+def of_engines(ends: bool) -> list[Kind]:
+    """Faults of a vLLM server and of its engine core.  ends: whether the attempt ends of it."""
+    return [
         Kind(
             f"{name} of the engine's {'core' if core else 'server'}",
             strike_engine(number, core),
-            ends=False,
+            ends=ends,
+            says="engine",
+            seconds=LONG,
             early=False,
         )
         for name, number in (("SIGKILL", signal.SIGKILL), ("SIGSTOP for ever", signal.SIGSTOP))
         for core in (False, True)
     ]
+
+
+def engine_kinds() -> list[Kind]:
+    """Faults of a run with an engine, which is started again whatever becomes of it."""
+    kinds = of_engines(ends=False)
     kinds.append(Kind("SIGKILL of the engine's supervisor", kill("hpcrl.engine.main"), ends=False, early=False))
     return [*kinds, *(kind for kind in local_kinds() if "torchrun" not in kind.name and "ever" not in kind.name)]
