@@ -33,7 +33,7 @@ from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
 from hpcrl.queue.auth import HTTP_KEY
 from hpcrl.report.timeline.spans import Timeline, role_timeline
-from hpcrl.run.engine_files import record_end, restart_limit, was_up
+from hpcrl.run.engine_files import first_incarnation, record_end, restart_limit, was_up
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 from hpcrl.run.gpu_environment import compile_caches, overruled
 from hpcrl.run.peers import EnginePeer, publish
@@ -298,7 +298,8 @@ def record(context: RoleContext, why: str) -> None:
     incarnation = context.incarnation
     limit = restart_limit(context.options, context.plan)
     host = context.plan.engines[index].host if index < len(context.plan.engines) else "?"
-    record_end(rundir, index, host, incarnation, limit, was_up(rundir, index, incarnation), why)
+    first = first_incarnation(rundir, context.options, index)
+    record_end(rundir, index, host, incarnation, limit, was_up(rundir, index, incarnation), why, first)
 
 
 def main() -> int:

@@ -35,7 +35,8 @@ class Engine:
     """One engine, as the registry keeps it, and as the sender of weights sees it.
 
     Attributes:
-        incarnation: how often it was started before (`run/engine_files.py`).
+        incarnation: of its process, each greater than the one before (`run/engine_files.py`).
+        first: the one with which it began in this attempt, None before it has been heard of.
         address: where it answers in this incarnation, None before it has come up.
         model_len: tokens of prompt and response together that it can hold, None if it did not say.
         lean: whether it has the route of `hpcrl.token_frames`.
@@ -55,11 +56,17 @@ class Engine:
     why: str = ""
     failed_updates: int = 0
     planned: bool = True
+    first: int | None = None
 
     @classmethod
     def at(cls, address: Address, index: int, incarnation: int = 0) -> Engine:
         """One that answers there, of which no more is known."""
         return cls(index, address.host, incarnation=incarnation, address=address)
+
+    @property
+    def restarts(self) -> int:
+        """How often it was started again in this attempt."""
+        return 0 if self.first is None else self.incarnation - self.first
 
     @property
     def answers(self) -> bool:
@@ -107,7 +114,7 @@ class Registry:
         member = self._of(index, incarnation)
         if member is None or (incarnation == member.incarnation and member.state != "starting"):
             return
-        member.incarnation = incarnation
+        self._begin(member, incarnation)
         member.address = address
         member.model_len = model_len
         member.lean = lean
@@ -123,7 +130,7 @@ class Registry:
             again: another follows.
         """
         if (member := self._of(index, incarnation)) is not None:
-            member.incarnation = incarnation
+            self._begin(member, incarnation)
             member.version = None
             member.why = why
             member.state = "ended" if again and member.state != "draining" else "gone"
@@ -211,6 +218,11 @@ class Registry:
     def _of(self, index: int, incarnation: int) -> Engine | None:
         member = self.members.get(index)
         return None if member is None or member.state == "gone" or incarnation < member.incarnation else member
+
+    @staticmethod
+    def _begin(member: Engine, incarnation: int) -> None:
+        member.incarnation = incarnation
+        member.first = incarnation if member.first is None else member.first
 
     def _current(self, member: Engine) -> bool:
         return self.trusting or (member.version is not None and member.version >= (self.published or 0))

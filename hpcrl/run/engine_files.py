@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from hpcrl.errors import EXITED, HpcrlError
+from hpcrl.run.pauses import read_carried
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
 from hpcrl.run.rundir import RunDir, listed, write_atomic, write_first
 from hpcrl.untrusted_files import Damaged, read_json, touch
@@ -119,15 +120,27 @@ def restart_limit(options: Options, plan: Plan) -> int:
     return 0 if options.takes_turns or any(engine.also for engine in plan.engines) else options.engine_restarts
 
 
-def starts_again(limit: int, incarnation: int, was_up: bool) -> bool:
+def first_incarnation(rundir: RunDir, options: Options, index: int) -> int:
+    """The incarnation with which an engine that is started begins in this attempt: its key was no earlier one's.
+
+    Engines that were added end with their attempt, and their numbers are given again; where engines of the plan
+    continue, the key from which all of theirs are made stays.
+    """
+    if is_added(rundir, index):
+        return rundir.attempt * (options.engine_restarts + 1)
+    return read_carried(rundir).begin.get(index, 0)
+
+
+def starts_again(limit: int, incarnation: int, was_up: bool, first: int = 0) -> bool:
     """Whether incarnation `incarnation` of an engine is followed by another.
 
     Args:
-        limit: of `restart_limit`.
+        limit: of `restart_limit`, which counts from 0 in every attempt.
+        first: the one with which the engine has begun, or continued, in this attempt.
         was_up: whether it answered once in this incarnation. What fails before it ever came up is most likely wrong
             with its settings, and would be so again.
     """
-    return incarnation < limit and (was_up or incarnation > 0)
+    return incarnation - first < limit and (was_up or incarnation > first)
 
 
 def tell_end(rundir: RunDir, index: int, end: EngineEnd) -> None:
@@ -146,21 +159,23 @@ def end_of(rundir: RunDir, index: int, incarnation: int) -> EngineEnd | None:
     return found if isinstance(found, EngineEnd) else None
 
 
-def record_end(rundir: RunDir, index: int, host: str, incarnation: int, limit: int, was_up: bool, why: str) -> bool:
+def record_end(
+    rundir: RunDir, index: int, host: str, incarnation: int, limit: int, was_up: bool, why: str, first: int = 0
+) -> bool:
     """Say that an incarnation is over: to the run, which continues, or, where none follows, as the attempt's error,
     which the first incarnation's leads, unless the engine was added to the run, which then continues without it.
 
     Returns:
         Whether another incarnation follows.
     """
-    again = starts_again(limit, incarnation, was_up)
+    again = starts_again(limit, incarnation, was_up, first)
     if again or is_added(rundir, index):
         tell_end(rundir, index, EngineEnd(host=host, incarnation=incarnation, why=why, again=again, time=time.time()))
     else:
         rundir.fail(
             "engine",
             index,
-            final_error([end.why for n in range(incarnation) if (end := end_of(rundir, index, n))], why),
+            final_error([end.why for n in range(first, incarnation) if (end := end_of(rundir, index, n))], why),
             "" if was_up else EXITED,
         )
     return again
@@ -244,7 +259,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         state: as in `engines/registry.py`.
         version: of its weights.
         requests: in flight.
-        restarts: of its process.
+        restarts: of its process, in this attempt.
         why: what is wrong with it, or was last.
     """
 

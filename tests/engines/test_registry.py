@@ -140,12 +140,18 @@ def test_a_restarted_engine_waits_for_its_weights() -> None:
     registry.updated([(0, 0), (1, 0)], 3)
     registry.ended(0, 0, "killed", True)
     assert [m.index for m in registry.serving()] == [1] and registry.members[0].why == "killed"
+    assert registry.members[0].restarts == 0
     registry.up(0, 1)
     assert [m.index for m in registry.serving()] == [1] and [m.index for m in registry.waiting()] == [0]
+    assert registry.members[0].restarts == 1
     registry.joined([(0, 1)], 3)
     assert len(registry.serving()) == 2
     registry.ended(0, 0, "an old word", True)
     assert len(registry.serving()) == 2
+    registry.up(1, 7)
+    registry.expect(2, "c")
+    registry.up(2, 9)
+    assert [m.restarts for m in registry.members.values()] == [1, 7, 0], "counted from the first of this attempt"
 
 
 def test_missed_update_stops_serving() -> None:

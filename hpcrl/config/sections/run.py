@@ -51,7 +51,8 @@ class RunOptions(Base):
     engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
     engine_restarts: int = opt(
         2,
-        "how often an engine that has died or hangs is started again before the run ends with its error; 0: never",
+        "how often in an attempt an engine that has died or hangs is started again before that ends with its error; "
+        "0: never",
         ge=0,
     )
     engine_hang_timeout: float = opt(

@@ -30,7 +30,15 @@ from hpcrl.launch.roles import GRACE, Role, devices, start
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ENDS, JOINS, ROLES, role_timeline
-from hpcrl.run.engine_files import EngineAdded, claim, read_views, request_hand_back, request_removal, with_added
+from hpcrl.run.engine_files import (
+    EngineAdded,
+    claim,
+    first_incarnation,
+    read_views,
+    request_hand_back,
+    request_removal,
+    with_added,
+)
 from hpcrl.run.process import adopt_orphans, end, end_descendants
 from hpcrl.run.role import read_options, read_plan, say
 from hpcrl.run.rundir import RunDir
@@ -107,10 +115,12 @@ def run(rundir: RunDir, host: str, slots: list[list[int]], told: SignalFlags) ->
         restarter.restart_ended(roles)
         timeline.alive()
 
-    restarter = EngineRestarter(rundir, host, options.engine_restarts, commands, begin)
+    first = {index: first_incarnation(rundir, options, index) for index in indexes}
+    restarter = EngineRestarter(rundir, host, options.engine_restarts, commands, begin, first)
     try:
         with timeline.span(ROLES):
-            roles += [begin("engine", index, command) for index, command in commands.items()]
+            for index, command in commands.items():
+                roles.append(begin("engine", index, [*command, "--incarnation", str(first[index])]))
             # a response that continues elsewhere continues with other noise, so a run that repeats bit for bit begins
             # it again
             _keep(roles, restarter, turn, looks, rundir, told, finish=options.deterministic_mode)

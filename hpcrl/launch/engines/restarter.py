@@ -1,4 +1,4 @@
-"""The engines of one host: what has ended is started again, as often as it may be.
+"""The engines of one host: what has ended is started again, as often as it may be in an attempt.
 
 Invariants: an engine has one process at a time, and its own incarnation for each; what is not started again stays
 among the host's roles, where it is taken for the failure that it is, unless the run has let it go.
@@ -63,6 +63,7 @@ class EngineRestarter:
         self._commands = commands
         self._begin = begin
         self.incarnations = dict.fromkeys(commands, 0) | dict(incarnations or {})
+        self._first = dict(self.incarnations)  # of this attempt
         self._due: dict[int, float] = {}  # engines between two incarnations, and when the next begins
         self._next_look = 0.0
 
@@ -75,13 +76,14 @@ class EngineRestarter:
         """Take ended engines that may start again out of `roles`, and put started ones in."""
         now = time.monotonic()
         for role in [r for r in roles if r.name == "engine" and r.status is not None]:
-            incarnation = self.incarnations[role.index]
-            if not starts_again(self._limit, incarnation, was_up(self.rundir, role.index, incarnation)):
+            index, incarnation, first = role.index, self.incarnations[role.index], self._first[role.index]
+            if not starts_again(self._limit, incarnation, was_up(self.rundir, index, incarnation), first):
                 continue
-            record_end(
-                self.rundir, role.index, self.host, incarnation, self._limit, True, role.exit_report()
-            )  # unless it has done so itself
-            say(f"{role.exit_report()}; it is started again ({incarnation + 1} of {self._limit})")
+            why = role.exit_report()
+            record_end(  # unless it has done so itself
+                self.rundir, index, self.host, incarnation, self._limit, True, why, first
+            )
+            say(f"{why}; it is started again ({incarnation - first + 1} of {self._limit})")
             roles.remove(role)
             self._due[role.index] = now + PAUSE
         for index in [index for index, due in self._due.items() if due <= now]:

@@ -157,7 +157,7 @@ class EngineMembership:
             state=m.state,
             version=m.version,
             requests=requests,
-            restarts=m.incarnation,
+            restarts=m.restarts,
             why=m.why,
         )
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.launch.engines import restarter as engine_restarter
 from hpcrl.launch.engines.restarter import EngineRestarter
-from hpcrl.run.engine_files import end_of, let_leave
+from hpcrl.run.engine_files import end_of, let_leave, record_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from tests.launch.test_host import TimeLimitWatcher
@@ -52,6 +52,24 @@ def test_an_engine_is_started_again_up_to_the_limit(rundir: RunDir, clock: TimeL
             assert end_of(rundir, 1, incarnation).why == "engine-1 ended with -9"
             clock.sleep(engine_restarter.PAUSE)
     assert roles[-1].status == -9, "now it counts"
+
+
+def test_restarts_count_in_each_attempt(rundir: RunDir, clock: TimeLimitWatcher) -> None:
+    """An engine that an earlier attempt has started twice may be started as often again in this one; its error names
+    this attempt's ends alone."""
+    restarter = EngineRestarter(rundir, "a", 1, {1: ["run"]}, Fake, {1: 2})
+    roles = [Fake("engine", 1, ["run"], status=-9)]
+    publish(rundir, EnginePeer(host="a", port=1, incarnation=2), 1)
+    restarter.restart_ended(roles)
+    assert not roles and end_of(rundir, 1, 2).again
+    clock.sleep(engine_restarter.PAUSE)
+    restarter.restart_ended(roles)
+    assert roles[0].command == ["run", "--incarnation", "3"]
+    roles[0].status = -9
+    restarter.restart_ended(roles)
+    assert roles[0].status == -9, "now it counts"
+    assert not record_end(rundir, 1, "a", 3, 1, True, "hangs", 2)
+    assert "again 1 time (" in rundir.failure().message and rundir.failure().message.startswith("engine-1 ended")
 
 
 def test_never_up_is_a_failure(rundir: RunDir, clock: TimeLimitWatcher) -> None:
