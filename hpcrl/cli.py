@@ -42,7 +42,8 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl report RUN [-o FILE]                   one HTML file: curves, timeline, what it cost, samples
   hpcrl trace RUN; hpcrl bill RUN              what every process did when, for Perfetto; what node-hours went into
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
-  hpcrl options                                every option as a Markdown table; --megatron, --vllm: what passes through
+  hpcrl options [--json|--schema]              every option: a table, JSON, a schema for editors; --megatron, --vllm
+  hpcrl completion bash|zsh|fish               the script by which a shell completes all this
   hpcrl --version
 
 examples
@@ -90,7 +91,8 @@ def command(argv: list[str]) -> int:
         hint = f"did you mean hpcrl {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UsageError(f"{argv[0]} is not a command", f"{hint}; see hpcrl --help" if not near else hint)
     module, _, name = COMMANDS[argv[0]].partition(":")
-    return getattr(importlib.import_module(module), name)(argv[1:])
+    function = getattr(importlib.import_module(module), name)
+    return function(argv[1:], list(COMMANDS), HELP) if argv[0] == "completion" else function(argv[1:])
 
 
 #: command -> module:function that does it
@@ -115,7 +117,8 @@ COMMANDS = {
     "cancel": "hpcrl.commands.stop:cancel",
     "convert": "hpcrl.commands.convert:convert",
     "hostfile": "hpcrl.commands.hostfile:hostfile",
-    "options": "hpcrl.commands.run:options",
+    "options": "hpcrl.commands.first_steps.options:options",
+    "completion": "hpcrl.commands.first_steps.completion:completion",
     "doctor": "hpcrl.commands.doctor:main",
     "selftest": "hpcrl.commands.selftest:selftest",
 }

@@ -83,7 +83,7 @@ READERS = {
 #: modules that write files past `write_atomic`, `write_first`, `open_append` and `touch`, and what they write
 WRITERS = {
     "cli.py": "/dev/null",
-    "commands/run.py": "what --write names",
+    "commands/first_steps/options.py": "what --write names",
     "commands/selftest.py": "what --report names",
     "convert/to_fp8.py": "a model's directory, which is put into its place as a whole",
     "doctor/directories.py": "a probe",

@@ -1,5 +1,4 @@
-"""`hpcrl run`: start a recipe on this machine, resume a run, or show what would be started; `hpcrl options`: every
-option.
+"""`hpcrl run`: start a recipe on this machine, resume a run, or show what would be started.
 
 Invariant: a resumed run has the options that it began with, so nothing else may be given with --resume.
 """
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import UsageError
-from hpcrl.toolbox.arguments import Parser
 
 RUN_HELP = """\
 usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]
@@ -76,28 +74,3 @@ def _resume(directory: Path, overrides: dict[str, Any], words: list[str], own: d
     from hpcrl.launch.local import run_recipe
 
     return run_recipe(None, {}, directory)
-
-
-# ---- hpcrl options
-
-
-def options(argv: list[str]) -> int:
-    """`hpcrl options`: print or write docs/options.md, or list what passes through."""
-    parser = Parser("options", "Every option as a Markdown table.")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--write", metavar="FILE", type=Path, help="write the table to FILE (docs/options.md)")
-    which.add_argument("--megatron", action="store_true", help="list the settings of the installed Megatron-core")
-    which.add_argument("--vllm", action="store_true", help="list the settings of the installed vLLM")
-    args = parser.parse_args(argv)
-    from hpcrl.config.options_doc import foreign_help, markdown
-
-    if args.megatron or args.vllm:
-        print(foreign_help("megatron" if args.megatron else "vllm"))
-    elif args.write:
-        try:
-            args.write.write_text(markdown(), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {args.write}: {error.strerror}") from error
-    else:
-        print(markdown(), end="")
-    return 0
