@@ -19,6 +19,7 @@ from hpcrl.plain_text import strip_control
 HELP = """\
 hpcrl: reinforcement-learning post-training of language models as a plain batch job
 
+  hpcrl init NAME [--task T] [--model DIR]     a folder of your own: recipe, data, a reward with a test; hpcrl run there
   hpcrl run RECIPE.toml [--option value ...]   run a recipe on this machine
   hpcrl run RECIPE.toml --dry-run              show who would run where, and with which options; start nothing
   hpcrl run --help                             the options of a first run; --help-all: every one
@@ -97,6 +98,7 @@ def command(argv: list[str]) -> int:
 
 #: command -> module:function that does it
 COMMANDS = {
+    "init": "hpcrl.commands.first_steps.init:init",
     "run": "hpcrl.commands.run:run",
     "submit": "hpcrl.commands.submit:submit",
     "plan": "hpcrl.commands.plan:plan",

@@ -11,8 +11,10 @@ from typing import Any
 
 from hpcrl.errors import UsageError
 
+RECIPE_HERE = "recipe.toml"
+
 RUN_HELP = """\
-usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]
+usage: hpcrl run [RECIPE.toml] [--option value ...] [--dry-run]
        hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them
        hpcrl run --resume RUN_DIR
 
@@ -21,11 +23,12 @@ usage: hpcrl run RECIPE.toml [--option value ...] [--dry-run]
   --help                          this text, with the options that a first run needs
   --help-all                      this text, with every option
 
-The recipe comes first. Switches: --x turns on, --no-x off. Lists: words after the flag. In a recipe with stages
---STAGE.option, such as --grpo.lr 2e-5, counts in that stage; a plain flag in the stages whose own tables set it, or in
-all if none does; where several set it to different values, it is refused. A flag of Megatron-core goes by
-Megatron's name, one of vLLM as --vllm-NAME (list them with hpcrl options --megatron or --vllm). Each option below is
-also a key of the recipe, spelled with underscores."""
+The recipe comes first; without one it is recipe.toml of this directory (hpcrl init makes one). Switches: --x turns
+on, --no-x off. Lists: words after the flag. In a recipe with stages --STAGE.option, such as --grpo.lr 2e-5, counts
+in that stage; a plain flag in the stages whose own tables set it, or in all if none does; where several set it to
+different values, it is refused. A flag of Megatron-core goes by Megatron's name, one of vLLM as --vllm-NAME (list
+them with hpcrl options --megatron or --vllm). Each option below is also a key of the recipe, spelled with
+underscores."""
 
 
 def run(argv: list[str]) -> int:
@@ -46,7 +49,7 @@ def run(argv: list[str]) -> int:
     if "resume" in own:
         return _resume(Path(own["resume"]), overrides, [*words, *(arguments or [])], own)
     if not words and arguments is None:
-        raise UsageError("no recipe given", "name it first: hpcrl run RECIPE.toml [--option value ...]")
+        words = [_recipe_of_here()]
     if len(words) + (arguments is not None) > 1:
         raise UsageError(
             f"more than one recipe: {' '.join([*words, *(['--'] if arguments is not None else [])])}",
@@ -62,6 +65,18 @@ def run(argv: list[str]) -> int:
     from hpcrl.launch.local import run_recipe
 
     return run_recipe(recipe, overrides, None)
+
+
+def _recipe_of_here() -> str:
+    """recipe.toml of the current directory, unless that is a run's own copy."""
+    from hpcrl.run.started_runs import is_run
+
+    if not Path(RECIPE_HERE).is_file() or is_run(Path.cwd()):
+        raise UsageError(
+            "no recipe given, and there is no recipe.toml here",
+            "name it first: hpcrl run RECIPE.toml [--option value ...]; hpcrl init NAME writes one to start from",
+        )
+    return RECIPE_HERE
 
 
 def _resume(directory: Path, overrides: dict[str, Any], words: list[str], own: dict[str, Any]) -> int:

@@ -64,7 +64,9 @@ def test_what_several_stages_set_alike_counts_in_those() -> None:
 def test_a_flag_says_which_stages_it_reaches() -> None:
     """Of several stages, by a note; not where one stage alone is meant, nor of what the run alone has."""
     recipe = load_recipe(QUICK)
-    told = recipe.reach(parse_flags("--seed 7 --eval-interval 6 --vllm-max-num-seqs 2 --run-dir x --grpo.lr 1".split())[0])
+    told = recipe.reach(
+        parse_flags("--seed 7 --eval-interval 6 --vllm-max-num-seqs 2 --run-dir x --grpo.lr 1".split())[0]
+    )
     assert [line.partition(";")[0] for line in told] == [
         "--seed counts in all stages, sft, grpo",
         "--vllm-max-num-seqs counts in all stages, sft, grpo",

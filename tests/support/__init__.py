@@ -8,7 +8,7 @@ Real parts, started once and forked or shared
     quick_start        the README's quick start, run once for all tests that look at a finished run
 
 Whole runs
-    runs               `hpcrl run` of a tiny model, and what it left behind
+    runs, first_steps  `hpcrl run` of a tiny model, and what it left behind; a folder of `hpcrl init`, used as its README says
     slurm, batch       runs submitted to Slurm; to any scheduler (`local_queue` is a small second one)
     must_not_learn, learning_picture    rewards that teach nothing; table and picture of what was learned
     ledger_account     from what a run wrote of its groups, what became of each

@@ -1,0 +1,104 @@
+"""`hpcrl init`: what it writes, that it resolves as it is, and what it refuses; tests/whole_runs/test_first_steps.py
+trains in such folders."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.commands.first_steps import init as module
+from hpcrl.commands.first_steps.init import TASKS, not_installed, write_folder
+from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import missing_functions
+from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.errors import UsageError
+from hpcrl.run.started_runs import RECIPE
+
+
+def options_of(folder: Path) -> Options:
+    return resolve_stages(load_recipe(folder / "recipe.toml"), {}, {"run": "r", "prepared": "r/prepared"})[0]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_folder_is_whole(task: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe that resolves and finds its functions and data, twenty rows, a README of ten lines, tests that pass."""
+    assert main(["init", "mine", "--task", task]) == 0
+    said = capsys.readouterr()
+    assert "cd mine" in said.out and said.out.rstrip().endswith("hpcrl run")
+    folder = home / "mine"
+    options = options_of(folder)
+    assert options.name == "mine" and options.prompt_data == str(folder / "train.jsonl")
+    assert missing_functions(options) == []
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == 20 and all(options.input_key in row and options.label_key in row for row in rows)
+    assert len((folder / "README.md").read_text().splitlines()) <= 10
+    (test,) = folder.glob("test_*.py")
+    assert f"python {test.name}" in said.out and f"python {test.name}" in (folder / "README.md").read_text()
+    done = subprocess.run([sys.executable, test.name], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count(": good") == len(
+        re.findall(r"^def test_", test.read_text(), re.M)
+    )
+    assert "examples/" not in (folder / "recipe.toml").read_text()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_model_of_ones_own(task: str, home: Path) -> None:
+    """--model takes the place of the tiny model and its settings; nothing is prepared, and no line is left open."""
+    (home / "qwen").mkdir()
+    (home / "qwen" / "config.json").write_text("{}")
+    folder = write_folder(Path("mine"), task, "qwen")
+    recipe, options = load_recipe(folder / "recipe.toml"), options_of(folder)
+    assert recipe.prepare == () and options.hf_checkpoint == str(home / "qwen") and options.lr == 1e-6
+    assert (
+        "tiny" not in (folder / "recipe.toml").read_text() and "of your own" not in (folder / "recipe.toml").read_text()
+    )
+    if task == "dpo":
+        assert options.ref_load == options.hf_checkpoint
+    if options.needs_engines:
+        assert options.rollout_max_response_len == 1024
+
+
+def test_nothing_is_overwritten(home: Path) -> None:
+    (home / "there").mkdir()
+    with pytest.raises(UsageError, match="there is.*overwritten"):
+        write_folder(Path("there"), "math", None)
+    with pytest.raises(UsageError, match="--model nowhere: .*config.json"):
+        write_folder(Path("new"), "math", "nowhere")
+    (home / "file").touch()
+    with pytest.raises(UsageError, match="cannot make file/new"):
+        write_folder(Path("file/new"), "math", None)
+    assert {path.name for path in home.iterdir()} == {"there", "file"}
+    assert main(["init", "new", "--task", "maths"]) == 2
+
+
+def test_what_is_not_installed_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line that says how to get it; fine-tuning needs no vLLM."""
+    monkeypatch.setattr(module, "_NEEDED", ("json", "vllm_is_not_here", "vllm"))
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None if "vllm" in name else name)
+    assert not_installed("math") == ["vllm_is_not_here", "vllm"] and not_installed("sft") == ["vllm_is_not_here"]
+    assert main(["init", "mine"]) == 0
+    [line] = capsys.readouterr().err.splitlines()
+    assert "vllm" in line and "hpcrl[gpu]" in line and "make env" in line
+
+
+def test_run_takes_the_recipe_that_is_here(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """recipe.toml of the current directory, but not the copy in a run directory."""
+    assert main(["run"]) == 2 and "hpcrl init NAME" in capsys.readouterr().err
+    (home / "recipe.toml").write_text("lr = 1\nnot_an_option = 2\n")
+    assert main(["run", "--dry-run"]) == 2 and "recipe.toml: not_an_option" in capsys.readouterr().err
+    (home / RECIPE).write_text("{}")
+    assert main(["run", "--dry-run"]) == 2 and "no recipe given" in capsys.readouterr().err
