@@ -371,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
     rundir = RunDir(args.run, args.attempt)
     try:
         options = read_options(rundir)
-        with SignalFlags() as told, copies_directory(bool(options.non_persistent_save_interval)):
+        with SignalFlags() as told, copies_directory(bool(options.non_persistent_save_interval), rundir):
             run_host(options, read_plan(rundir), rundir, args.host, args.slot, told)
     except HpcrlError as error:
         say(f"error: on {args.host}: {error}")

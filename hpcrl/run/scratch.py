@@ -5,8 +5,9 @@
     sweep()                                 # removes those whose makers are gone
 
 Each holds a file that its maker has locked: the kernel lets go when the maker ends, however, and whatever namespaces
-hide its number from us.  Invariants: only directories of this user are removed, and never one whose maker lives; of
-files elsewhere only those that the directory names, in /dev/shm, and this user's.
+hide its number from us.  One of the kind STAYING is left for a while after that, for another process to take over.
+Invariants: only directories of this user are removed, and never one whose maker lives; of files elsewhere only those
+that the directory names, in /dev/shm, and this user's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ LOCK = ".lives"
 ELSEWHERE = ".elsewhere"
 #: the lock until it is held: so a file named LOCK that is not held says at once that its maker is gone
 NEW = ".lives.new"
+STAYING = "copies"  #: a kind of directory that another process may take over once its maker is gone,
+STAYS = 600.0  #: within so many seconds since something was last made or removed in it
 HELD_AFTER = 1.0  #: seconds from the making of NEW to its being held, at most
 SHARED, SHORT = (
     Path("/dev/shm"),
@@ -58,6 +61,31 @@ class Scratch:
         """Have these files in /dev/shm removed as well, should this process be killed."""
         with contextlib.suppress(OSError):
             (self.path / ELSEWHERE).write_bytes(msgspec.json.encode(sorted(map(str, files))))
+
+    @classmethod
+    def taken_over(cls, path: Path) -> Scratch | None:
+        """A directory whose maker is gone, for this process to hold; None if it is held, or no such directory."""
+        if not is_own_directory(path):
+            return None
+        try:
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return None
+        found = cls.__new__(cls)
+        found.path, found._lock = path, lock
+        return found
+
+    def leave(self) -> None:
+        """Leave it for another process to take over."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
 
     def remove(self) -> None:
         """Remove it; what cannot be removed stays."""
@@ -117,7 +145,11 @@ def is_own_directory(path: Path) -> bool:
 
 
 def _abandoned(path: Path) -> bool:
-    """Whether the maker of a directory with a lock is gone."""
+    """Whether the maker of a directory with a lock is gone, and no other process is to take it over."""
+    if path.name.startswith(f"{PREFIX}{STAYING}-"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < STAYS:
+                return False
     return _unheld(path / LOCK, 0.0) or _unheld(path / NEW, HELD_AFTER)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,69 +17,102 @@ from tests.support.cluster import Cluster
 from tests.support.runs import KEPT, SubmittedRun, metrics, policy, samples, sft
 from tests.support.slurm import hpcrl, submit
 from tests.whole_runs.test_under_mpirun import MPIRUN, environment
+from tools.cluster import control
 
 pytestmark = pytest.mark.cluster
+LONGER = {"num_rollout": 10}  #: steps enough for three faults, each after one of its own
 
 
 def find(cluster: Cluster, module: str, node: str | None = None) -> list[int]:
-    """The processes with this module in their command line, on a node or on all."""
+    """The processes with this module in their command line, on a node or on all; what one has forked has a greater
+    number."""
     found = {node: cluster.processes(node)} if node else cluster.all_processes()
     return [pid for processes in found.values() for pid, argv in processes if module in argv]
 
 
-def begins(root: Path, attempt: int) -> Callable[[], bool]:
-    """Whether the ranks of an attempt are about to train."""
-    return (root / f"attempts/{attempt}/peers/trainer-0.json").exists
+def copies(cluster: Cluster, node: str) -> list[Path]:
+    """The parts of the newest step that a node has in its memory."""
+    memory = Path(f"/proc/{control.leader(cluster.layout, node)}/root/dev/shm")
+    return [path.parent for path in memory.glob("hpcrl-copies-*/[0-9]*/rank-*/index.json")]
+
+
+def resumes_in(run: SubmittedRun, attempt: int, steps: int) -> None:
+    """Wait for an attempt; it must begin at most one step before so many, which memory alone has: nothing was saved."""
+    peer = run.root / f"attempts/{attempt}/peers/trainer-0.json"
+    run.until(peer.exists, 120)
+    assert json.loads(peer.read_text())["start"] >= steps - 1
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
-    job = submit(cluster, policy(path := tmp_path_factory.mktemp("undisturbed"), task), path / "run")
+    job = submit(cluster, policy(path := tmp_path_factory.mktemp("undisturbed"), task, **LONGER), path / "run")
     job.ends()
     return job.root
 
 
 def test_slurm_job_is_kept(cluster: Cluster, tmp_path: Path, task: Path, undisturbed: Path) -> None:
     """A rank, the rollout process and the process of a trainer host are killed in a heterogeneous job: it was never
-    queued again, the engine lives through the first two, and no number differs."""
-    job = submit(cluster, policy(tmp_path, task, **KEPT), tmp_path / "run")
+    queued again, the engine lives through the first two, and no number differs.  With a copy of every step in the memory
+    of two hosts, and none on disk, one step at most is made again, also where one host's memory is lost."""
+    recipe = policy(tmp_path, task, save_interval=None, non_persistent_save_interval=1, **KEPT, **LONGER)
+    job = submit(cluster, recipe, tmp_path / "run")
     engines = []
     for attempt, module in enumerate(("hpcrl.trainer.main", "hpcrl.rollout.main", "hpcrl.launch.host")):
-        job.until(lambda least=attempt: job.steps() > least)
+        job.until(lambda attempt=attempt: job.training(attempt))
         engines.append(find(cluster, "hpcrl.engine.server"))
-        node = json.loads((job.root / f"attempts/{attempt}/plan.json").read_text())["trainers"][0]["host"]
-        os.kill(find(cluster, module, None if "rollout" in module else node)[-1], signal.SIGKILL)
-        job.until(begins(job.root, attempt + 1))
+        node, other = (
+            p["host"] for p in json.loads((job.root / f"attempts/{attempt}/plan.json").read_text())["trainers"]
+        )
+        steps = job.steps()
+        os.kill(min(find(cluster, module, None if "rollout" in module else node)), signal.SIGKILL)
+        if "rollout" in module:
+            assert {path.name for path in copies(cluster, other)} == {"rank-00000", "rank-00001"}
+            for part in copies(cluster, node):
+                shutil.rmtree(part)
+        resumes_in(job, attempt + 1, steps)
     job.ends()
     assert metrics(job.root) == metrics(undisturbed) and samples(job.root) == samples(undisturbed)
     assert cluster.job(job.number)["Restarts"] == "0"
     assert engines[0] == engines[1] == engines[2] != []
     told = faults_of(read_attempts(job.root))
     assert [fault.who.partition("-")[0] for fault in told][:2] == ["trainer", "rollout"] and len(told) == 3
-    assert all(fault.repeated is not None and fault.repeated <= 4 and fault.seconds > 0 for fault in told), told
+    assert all(fault.repeated is not None and fault.repeated <= 1 and fault.seconds > 0 for fault in told), told
     said = hpcrl(cluster, "status", job.root).stdout
     assert "faults" in said and "until it trained again" in said, said
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_mpirun_is_kept(cluster: Cluster, tmp_path: Path, task: Path, kind: str) -> None:
-    """A rank is killed, then the process of a host: both times the same mpirun continues, bit for bit."""
+    """A rank is killed, then the process of a host: both times the same mpirun continues, bit for bit, from the copies in
+    the memory of its hosts, of which one was lost the first time."""
     hosts = cluster.hostfile(kind, ["node1", "node2"], path=tmp_path / "hosts")
     found = {}
+    memory = {"save_interval": None, "non_persistent_save_interval": 1, "num_rollout": 12}
     for name, faults in (("whole", ()), ("cut", ("hpcrl.trainer.main", "hpcrl.launch.host"))):
         run = SubmittedRun(tmp_path / name / "run")
-        command = [sys.executable, "-m", "hpcrl", "launch", sft(tmp_path / name, task, **KEPT), "--hostfile", hosts]
+        command = [
+            sys.executable,
+            "-m",
+            "hpcrl",
+            "launch",
+            sft(tmp_path / name, task, **KEPT, **memory),
+            "--hostfile",
+            hosts,
+        ]
         launched = cluster.popen(
             [*command, "--mpirun", MPIRUN[kind], "--run-dir", run.root], env=environment(cluster, kind)
         )
         try:
             for attempt, module in enumerate(faults):
-                run.until(lambda least=attempt, run=run: run.steps() > least, 120)
-                os.kill(find(cluster, module, "node2")[-1], signal.SIGKILL)
-                run.until(begins(run.root, attempt + 1), 120)
+                run.until(lambda attempt=attempt, run=run: run.training(attempt) and run.steps() > 1, 120)
+                steps = run.steps()
+                os.kill(min(find(cluster, module, "node2")), signal.SIGKILL)
+                for part in () if attempt else copies(cluster, "node1"):
+                    shutil.rmtree(part)
+                resumes_in(run, attempt + 1, steps)
             said, _ = launched.communicate(timeout=120)
         finally:
             launched.kill()
         assert launched.returncode == 0, said
         found[name] = metrics(run.root)
-    assert found["cut"] == found["whole"] and len(found["cut"]) == 6
+    assert found["cut"] == found["whole"] and len(found["cut"]) == 12

@@ -27,6 +27,7 @@ from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.report.file_tail import last_lines
+from hpcrl.run.copies_directory import tell_first
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.role import LAST_WORDS, last_error
@@ -89,6 +90,7 @@ def run_attempt(
     stop: StopRequest,
     poll: Callable[[], None],
     held: HeldHosts,
+    first: int,
 ) -> Summary:
     """Run one attempt to its end and return its summary.
 
@@ -96,6 +98,7 @@ def run_attempt(
 
     Args:
         held: the hosts of the attempt before, where they wait for this one; those of this one, once it has begun.
+        first: the attempt with which this launcher began.
 
     Raises:
         PeerError: names the role that failed.
@@ -104,6 +107,7 @@ def run_attempt(
     continues = held.carried is not None
     try:
         rundir.begin()
+        tell_first(rundir, first)
         begin_tidying(rundir)
         if not continues:
             held.hosts = backend.hosts(options, rundir)

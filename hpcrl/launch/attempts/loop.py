@@ -26,6 +26,7 @@ from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.report.metrics import last_records
 from hpcrl.report.progress import say
 from hpcrl.run.attempt_log import note_failed
+from hpcrl.run.copies_directory import tell_followed
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import AttemptFailure, RunDir
@@ -89,7 +90,8 @@ class StageAttempts:
 
     def _attempt(self, rundir: RunDir) -> Summary:
         with self.observe(rundir) as poll:
-            return run_attempt(self.options, self.backend, self.run_id, rundir, self.stop, poll, self.held)
+            first = rundir.attempt - len(self.failed)
+            return run_attempt(self.options, self.backend, self.run_id, rundir, self.stop, poll, self.held, first)
 
     def _continue_after(self, error: HpcrlError, rundir: RunDir) -> None:
         """Return once another attempt may begin; raise the error where none does."""
@@ -114,6 +116,7 @@ class StageAttempts:
         except HpcrlError as fruitless:
             self._end(error, fruitless.what)
         if not well:
+            tell_followed(rundir)
             self.held.end(rundir, turn)
         self._end(error, "")
         number = len(self.held.engines)

@@ -45,11 +45,11 @@ def test_stop_while_looking_for_hosts(tmp_path: Path) -> None:
 
     rundir = RunDir.create(tmp_path / "run")
     with pytest.raises(Stopped, match="stopped while starting"):
-        attempt.run_attempt(Options(), Ended(), "id", rundir, StopRequest(requests=1), lambda: None, HeldHosts())  # type: ignore[arg-type]
+        attempt.run_attempt(Options(), Ended(), "id", rundir, StopRequest(requests=1), lambda: None, HeldHosts(), 0)  # type: ignore[arg-type]
     assert rundir.failure() is None
     rundir = RunDir(rundir.root, 1)
     with pytest.raises(HpcrlError, match="none of 2 nodes"):
-        attempt.run_attempt(Options(), Ended(), "id", rundir, StopRequest(), lambda: None, HeldHosts())  # type: ignore[arg-type]
+        attempt.run_attempt(Options(), Ended(), "id", rundir, StopRequest(), lambda: None, HeldHosts(), 0)  # type: ignore[arg-type]
     assert "none of 2 nodes" in str(rundir.failure())
 
 
@@ -62,7 +62,7 @@ def test_file_system_that_fails_as_an_attempt_begins(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(RunDir, "begin", stale)
     with pytest.raises(HpcrlError, match="attempt 0 of.*Stale file handle"):
-        attempt.run_attempt(Options(), None, "id", rundir, StopRequest(), lambda: None, HeldHosts())  # type: ignore[arg-type]
+        attempt.run_attempt(Options(), None, "id", rundir, StopRequest(), lambda: None, HeldHosts(), 0)  # type: ignore[arg-type]
     assert not HeldHosts(members=[SimpleNamespace(status=None)]).pause(rundir, lambda: None)  # type: ignore[list-item]
 
 

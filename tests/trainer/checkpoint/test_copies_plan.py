@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.run.copies_directory import COPIES, copies_directory, copies_here
-from hpcrl.run.scratch import LOCK, sweep
+from hpcrl.run.copies_directory import COPIES, OWNER, copies_directory, copies_here, tell_first, tell_followed
+from hpcrl.run.rundir import RunDir
+from hpcrl.run.scratch import sweep
 
 
 @pytest.mark.parametrize(
@@ -119,23 +120,68 @@ def test_older_copies_go(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".lives"]
 
 
-def test_directory_lives_as_long_as_its_maker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In /dev/shm, for this user alone; one made above is used and left; one whose maker was killed is swept."""
+def killed_in(rundir: RunDir) -> None:
+    """A process of a host that was killed while it had a directory of copies."""
+    pid = os.fork()
+    if pid == 0:
+        with copies_directory(True, rundir):
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def left_by(rundir: RunDir) -> list[Path]:
+    owners = Path("/dev/shm").glob(f"hpcrl-copies-*/{OWNER}")
+    return [path.parent for path in owners if str(rundir.root) in path.read_text()]
+
+
+def test_directory_lives_as_long_as_its_maker(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /dev/shm, for this user alone; one made above is used and left; one whose maker was killed is swept, once
+    nobody takes it over any more."""
     monkeypatch.delenv(COPIES, raising=False)
-    with copies_directory(False):
+    with copies_directory(False, rundir):
         assert copies_here() is None
-    with copies_directory(True):
+    with copies_directory(True, rundir):
         here = copies_here()
         assert here is not None and here.parent == Path("/dev/shm") and here.stat().st_mode & 0o777 == 0o700
         (here / "7").mkdir()
-        with copies_directory(True):
+        with copies_directory(True, rundir):
             assert copies_here() == here
         assert here.is_dir() and here not in sweep()
     assert not here.exists() and copies_here() is None
-    pid = os.fork()
-    if pid == 0:
-        with copies_directory(True):
-            os._exit(0)  # as one that was killed
-    os.waitpid(pid, 0)
-    left = [path for path in Path("/dev/shm").glob("hpcrl-copies-*") if (path / LOCK).is_file()]
-    assert left and set(left) & set(sweep()), "what it left goes with the next sweep"
+    killed_in(rundir)
+    (left,) = left_by(rundir)
+    assert left not in sweep(), "the next process of its host may be about to come"
+    os.utime(left, (0, 0))
+    assert left in sweep() and not left.exists()
+
+
+def test_next_host_process_has_the_copies(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the launcher begins another attempt, or where one was killed, the next process of the same launcher takes
+    the directory over; one that lives is left alone, and one of an earlier launcher of the run goes."""
+    monkeypatch.delenv(COPIES, raising=False)
+    (rundir.root / "options.json").touch()
+    tell_first(rundir, 0)
+    with copies_directory(True, rundir):
+        here = copies_here()
+        (here / "7").mkdir()
+        tell_followed(rundir)
+    assert (here / "7").is_dir() and here not in sweep()
+    later = RunDir(rundir.root, 1)
+    later.begin()
+    tell_first(later, 0)
+    killed_in(later)
+    assert left_by(rundir) == [here]
+    with copies_directory(True, later):
+        assert copies_here() == here and (here / "7").is_dir()
+        monkeypatch.delenv(COPIES)
+        with copies_directory(True, later):
+            assert copies_here() != here, "another process of this host has it"
+        monkeypatch.setenv(COPIES, str(here))
+    assert not here.exists()
+    killed_in(later)
+    another = RunDir(rundir.root, 2)
+    another.begin()
+    tell_first(another, 2)
+    with copies_directory(True, another):
+        assert left_by(rundir) == [copies_here()] and not list(copies_here().glob("[0-9]*"))
+    assert left_by(rundir) == []

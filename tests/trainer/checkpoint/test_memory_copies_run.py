@@ -33,9 +33,10 @@ def newest(copies: Path) -> int:
     return max((number for number in found if len(list((copies / f"{number}").glob("*/index.json"))) == 2), default=0)
 
 
-def test_a_killed_rank_costs_no_steps(tmp_path: Path, task: Path) -> None:
-    """SIGKILL of a rank after steps that the disk does not have: the next attempt takes them from memory, and losses and
-    samples are those of a run without copies that nothing happened to; a run that ends well leaves nothing there."""
+def test_a_fault_costs_one_step_at_most(tmp_path: Path, task: Path) -> None:
+    """SIGKILL of a rank, then of the host's process, after steps that the disk does not have: the next attempt takes
+    them from memory, all but the last at most; losses and samples are those of a run without copies that nothing
+    happened to; a run that ends well leaves nothing there."""
     untouched = start(tmp_path / "untouched", task)
     status, out = untouched.end()
     assert status == 0, out + untouched.logs()
@@ -46,16 +47,18 @@ def test_a_killed_rank_costs_no_steps(tmp_path: Path, task: Path) -> None:
     run.until(lambda: newest(copies) >= 3)
     stale = copies / "39" / "rank-00007"  # of an attempt of more ranks: never complete
     stale.mkdir(parents=True)
-    steps, rank = run.steps(), role_pid(run.root, "hpcrl.trainer.start.single_rank")
-    os.kill(rank, signal.SIGKILL)
-    kept = newest(copies)
-    peer = run.root / "attempts" / "1" / "peers" / "trainer-0.json"
-    run.until(peer.exists)
-    began = json.loads(peer.read_text())["start"]
-    assert 3 <= kept <= began and began >= steps - 1, (kept, began, steps)
-    assert not stale.exists(), "what is newer than where an attempt begins is of no use"
+    for attempt, module in enumerate(("hpcrl.trainer.start.single_rank", "hpcrl.launch.host"), 1):
+        steps, struck = run.steps(), role_pid(run.root, module)
+        os.kill(struck, signal.SIGKILL)
+        kept = newest(copies)
+        peer = run.root / "attempts" / str(attempt) / "peers" / "trainer-0.json"
+        run.until(peer.exists)
+        began = json.loads(peer.read_text())["start"]
+        assert 3 <= kept <= began and began >= steps - 1, (module, kept, began, steps)
+        assert not stale.exists(), "what is newer than where an attempt begins is of no use"
+        assert "memory of the hosts" in (run.root / f"logs/attempt-{attempt}/trainer-0.log").read_text()
+        run.until(lambda: newest(copies) > began)  # noqa: B023
     status, out = run.end()
     assert status == 0, out + run.logs()
-    assert "memory of the hosts" in (run.root / "logs" / "latest" / "trainer-0.log").read_text()
     assert metrics(run.root) == metrics(untouched.root) and samples(run.root) == samples(untouched.root)
     assert directories() <= before
