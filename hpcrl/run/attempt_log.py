@@ -1,7 +1,7 @@
 """STAGE/attempts.jsonl: how the attempts of a stage have begun to train, and failed; from it what faults have cost.
 
-Invariants: the launcher alone appends to it, a line a fact; a reader takes every line that is whole; what cannot be
-written ends nothing.
+Invariants: the launcher alone appends to it, a line a fact, and of one that was killed the next launcher; a reader
+takes every line that is whole; what cannot be written ends nothing.
 """
 
 from __future__ import annotations
@@ -83,12 +83,26 @@ def note_ready(rundir: RunDir, step: int) -> None:
     _append(rundir, ReadyRecord(rundir.attempt, time.time(), step, _launcher()))
 
 
-def note_failed(rundir: RunDir, step: int, failure: AttemptFailure | None, host: str) -> None:
-    """Append that this attempt has failed, at the rollout `step`."""
+def note_failed(
+    rundir: RunDir, step: int, failure: AttemptFailure | None, host: str, launcher: float | None = None
+) -> None:
+    """Append that this attempt has failed, at the rollout `step`.
+
+    Args:
+        launcher: of the attempt, where that is not this process.
+    """
     who = f"{failure.role}-{failure.index}" if failure and failure.role not in ("launcher", "host") else "launcher"
     at = failure.time if failure else time.time()
     why = failure.message[:MOST] if failure else "?"
-    _append(rundir, FailureRecord(rundir.attempt, at, step, _launcher(), who, host, why))
+    began = _launcher() if launcher is None else launcher
+    _append(rundir, FailureRecord(rundir.attempt, at, step, began, who, host, why))
+
+
+def unended(rundir: RunDir) -> ReadyRecord | None:
+    """The record of an attempt that was about to train, and of whose failure there is none."""
+    mine = [event for event in read_attempts(rundir.root) if event.attempt == rundir.attempt]
+    ended = any(isinstance(event, FailureRecord) for event in mine)
+    return next((event for event in mine if isinstance(event, ReadyRecord) and not ended), None)
 
 
 def _launcher() -> float:

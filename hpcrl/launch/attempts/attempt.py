@@ -36,6 +36,7 @@ from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.signs import LastSign
+from hpcrl.toolbox.turning import work_in_turns
 
 LOOK = 1.0  #: seconds between two looks of the launcher into the run directory
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
@@ -106,7 +107,7 @@ def run_attempt(
     """
     continues = held.carried is not None
     try:
-        rundir.begin()
+        work_in_turns(rundir.begin, poll)
         tell_first(rundir, first)
         begin_tidying(rundir)
         if not continues:

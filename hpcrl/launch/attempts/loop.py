@@ -25,14 +25,15 @@ from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.report.metrics import last_records
 from hpcrl.report.progress import say
-from hpcrl.run.attempt_log import note_failed
+from hpcrl.run.attempt_log import note_failed, unended
 from hpcrl.run.copies_directory import tell_followed
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import AttemptFailure, RunDir
 from hpcrl.run.storage_errors import write_obstacle
-from hpcrl.run.summary import Summary
+from hpcrl.run.summary import Summary, read_summary
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.turning import work_in_turns
 
 DISK = 120.0  #: seconds that a file system which takes nothing has to get over it
 LOOK = 1.0  #: seconds between two looks meanwhile
@@ -75,6 +76,7 @@ class StageAttempts:
         Raises:
             HpcrlError: of the last attempt, which no other follows.
         """
+        _note_unrecorded(rundir)
         with watched(rundir, max(self.options.hang_timeout, LEAST), self.backend.requeue_words):
             try:
                 while True:
@@ -101,7 +103,7 @@ class StageAttempts:
         turn = lambda: self.turn(rundir)  # noqa: E731
         self.failed.append(self._look_at(rundir))
         turn()
-        if (here := position(self.root)) != self._position:
+        if (here := work_in_turns(lambda: position(self.root), turn)) != self._position:
             self._position, self._fruitless = here, 0
         self._fruitless += 1
         turn()
@@ -112,7 +114,7 @@ class StageAttempts:
         self._end(error, self.leave(error, well))
         turn()
         try:
-            check_headway(self.root, 1)
+            work_in_turns(lambda: check_headway(self.root, 1), turn)
         except HpcrlError as fruitless:
             self._end(error, fruitless.what)
         if not well:
@@ -160,6 +162,20 @@ class StageAttempts:
             self.turn(rundir)
             time.sleep(LOOK)
         return ""
+
+
+def _note_unrecorded(rundir: RunDir) -> None:
+    """Note that the attempt before a job's first one has failed, where its launcher was killed and could not."""
+    before = RunDir(rundir.root, rundir.attempt - 1)
+    with contextlib.suppress(HpcrlError, OSError):
+        ready = unended(before)
+        if ready is None or ((summary := read_summary(before.root)) and summary.attempt >= before.attempt):
+            return
+        last = last_records(before.metrics_file, 1)
+        time = before.metrics_file.stat().st_mtime if last else ready.time
+        failure = before.failure() or AttemptFailure("launcher", 0, "the launcher was killed", time)
+        step = max(ready.step, last[-1]["rollout_id"] + 1 if last else 0)
+        note_failed(before, step, failure, _host_of(before, failure), ready.launcher)
 
 
 def _host_of(rundir: RunDir, failure: AttemptFailure | None) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcrl.config.options import Options
@@ -16,11 +17,11 @@ from hpcrl.launch.attempts.headway import FRUITLESS
 from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.attempts.loop import StageAttempts, stay
 from hpcrl.launch.stop_signals import StopRequest
-from hpcrl.run.attempt_log import FailureRecord, read_attempts
+from hpcrl.run.attempt_log import ATTEMPTS, FailureRecord, ReadyRecord, read_attempts
 from hpcrl.run.pauses import CarriedOver
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
-from hpcrl.run.summary import Summary
+from hpcrl.run.summary import Summary, write_summary
 
 Fails = Callable[[RunDir, StopRequest], str]
 
@@ -90,6 +91,23 @@ def test_next_attempt_takes_the_hosts_over(rundir: RunDir, monkeypatch: pytest.M
     assert job.run().attempt == 2
     assert job.begun == [(0, False), (1, True), (2, True)] and job.ended == [2], "once, at the end"
     assert [e.why for e in read_attempts(rundir.root) if isinstance(e, FailureRecord)] == ["killed ", "killed x"]
+
+
+def test_killed_launcher_is_a_fault_too(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was written of its end: the next one does, once, at the step that it had come to; not of a run that was
+    stopped, and has saved."""
+    earlier = ReadyRecord(0, 100.0, 2, 1.0)
+    (rundir.root / ATTEMPTS).write_bytes(msgspec.json.encode(earlier) + b"\n")
+    rundir.metrics_file.write_text('{"rollout_id": 6, "train/loss": 1.0}\n')
+    later = RunDir(rundir.root, 1)
+    for _ in range(2):
+        loop._note_unrecorded(later)
+    [found] = [e for e in read_attempts(rundir.root) if isinstance(e, FailureRecord)]
+    assert (found.attempt, found.step, found.who, found.launcher) == (0, 7, "launcher", 1.0)
+    (rundir.root / ATTEMPTS).write_bytes(msgspec.json.encode(earlier) + b"\n")
+    write_summary(rundir.root, Summary("stopped", 0))
+    Job(later, monkeypatch, []).run()
+    assert not [e for e in read_attempts(rundir.root) if isinstance(e, FailureRecord)]
 
 
 def test_all_begins_again_where_hosts_do_not_wait(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
