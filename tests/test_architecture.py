@@ -31,6 +31,7 @@ FLOORS = (
     {"convert", "doctor"},
     {"slurm", "mpi", "selftest"},
     {"commands"},
+    {"api"},
     {"cli"},
     {"__main__"},
 )

@@ -12,11 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from hpcrl.config.flags import parse_flags
+from hpcrl.config.flags import flag_words, parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
-from hpcrl.config.stage_flags import split_name, stage_flag
 from hpcrl.config.sweep import GridRun, grid, read_axis, seed_axis
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.directories import file_system
@@ -114,7 +111,7 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     by_hand = bool(own.get("print"))  # a script for another place, perhaps
     shown = preview(recipe, overrides, site, packages=can_submit(scheduler) and not by_hand)
     if by_hand:
-        print(scheduler.script_by_hand(shown, [word, *_flags(overrides)]), end="")
+        print(scheduler.script_by_hand(shown, [word, *flag_words(overrides)]), end="")
         return 0
     if own.get("dry-run"):
         _show(scheduler, shown)
@@ -190,23 +187,6 @@ def say_submitted(submission: Submission, jobs: Sequence[SubmittedJob]) -> None:
     chain = f", then {', '.join(rest)}" if rest else ""
     print(f"job {first}{chain}\nrun directory: {root}\n\n{submission.table()}")
     print(f"\nhpcrl status {root}\nhpcrl watch {root}")
-
-
-def _flags(overrides: dict[str, Any]) -> list[str]:
-    """The options that were given, as words of a command line; the run directory is the script's own matter."""
-    return [word for name, value in overrides.items() if name != "run_dir" for word in _words(*split_name(name), value)]
-
-
-def _words(stage: str, option: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [stage_flag(stage, option if value else f"no_{option}")]
-    if isinstance(value, list):
-        return [stage_flag(stage, option), *map(_word, value)]
-    return [f"{stage_flag(stage, option)}={_word(value)}"]
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _show(scheduler: Scheduler, shown: Submission, script: str = "", folder: Path | None = None) -> None:

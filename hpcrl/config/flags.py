@@ -1,4 +1,4 @@
-"""A command line -> options by name, as a recipe has them.
+"""A command line -> options by name, as a recipe has them; and back.
 
 Invariant: every word has been understood: what is unknown, refused or mistyped is told at once, all of it in one error.
 """
@@ -9,8 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from hpcrl.config.setting_names import find_flag, find_in, put
-from hpcrl.config.stage_flags import TABLES, split_name
+from hpcrl.config.stage_flags import TABLES, split_name, stage_flag
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
 
@@ -107,3 +109,24 @@ def _store(overrides: dict[str, Any], table: str, field: str, value: Any) -> Non
             put(overrides, find_in(field, key, f"--{field}"), item, f"--{field}: {key}")
     else:
         overrides[field] = value
+
+
+# ---- and back
+
+
+def flag_words(overrides: Mapping[str, Any]) -> list[str]:
+    """Options by name as words of a command line, from which `parse_flags` reads the same; not the run directory, which
+    is the caller's own matter."""
+    return [word for name, value in overrides.items() if name != "run_dir" for word in _words(*split_name(name), value)]
+
+
+def _words(stage: str, option: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [stage_flag(stage, option if value else f"no_{option}")]
+    if isinstance(value, list):
+        return [stage_flag(stage, option), *map(_word, value)]
+    return [f"{stage_flag(stage, option)}={_word(value)}"]
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -14,15 +14,12 @@ import io
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from hpcrl.config.options import Options
-from hpcrl.config.recipe import load_recipe
-from hpcrl.config.setting_names import nearest
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.job import run_dir_of
 from hpcrl.launch.scheduler import (
@@ -34,8 +31,6 @@ from hpcrl.launch.scheduler import (
     Submission,
     batch_python,
 )
-from hpcrl.launch.site import load_site
-from hpcrl.launch.submission import submit_new
 from hpcrl.launch.sweep import array_script
 from hpcrl.plain_text import CONTROL, strip_control
 from hpcrl.run.process import run_command
@@ -213,41 +208,6 @@ HINTS = {
     "qos": "see sacctmgr show qos",
     "array specification": "sweep fewer values: scontrol show config has the site's MaxArraySize",
 }
-
-
-def submit_recipe(
-    recipe: str | Path,
-    site: str | None = None,
-    *,
-    time: str | None = None,
-    layout: str | None = None,
-    set: Mapping[str, Any] | None = None,
-    chain: int = 1,
-    **options: Any,
-) -> Any:
-    """Submit a recipe from Python; returns submitit's job: job_id, state, stdout(), result() (the run's summary),
-    cancel().
-
-    Args:
-        site, time, layout, chain: as the flags of `hpcrl submit`.
-        set: keys of the profile, such as {"trainer.partition": "gpu"}.
-        options: those of the run by name, such as run_dir="runs/one", num_rollout=10. Errors as those of `hpcrl
-            submit`.
-    """
-    changes = dict(set or {}) | {
-        key: value for key, value in {"time": time, "layout": layout}.items() if value is not None
-    }
-    profile = load_site(site, changes)
-    if profile.scheduler != "slurm":
-        raise UsageError(f"site {profile.name}: its scheduler is {profile.scheduler}", "name a site of Slurm's")
-    loaded = load_recipe(recipe)
-    wrong = [name for name in options if name not in Options.model_fields]
-    if wrong:
-        near = nearest(wrong[0], [name.replace("_", "-") for name in Options.model_fields])
-        raise UsageError(
-            f"{wrong[0]} is not an option", f"did you mean {near.replace('-', '_')}?" if near else "see docs/options.md"
-        )
-    return submit_new(loaded, profile.options(loaded, options), profile, chain)[1][0]
 
 
 # ---- texts

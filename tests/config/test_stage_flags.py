@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from hpcrl.cli import HELP
 from hpcrl.commands.evaluate import recipe_for
-from hpcrl.commands.submit import _flags
-from hpcrl.config.flags import parse_flags
+from hpcrl.config.flags import flag_words, parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.stage_flags import flags_of, place_flags, reach, spread_flags
@@ -138,7 +137,7 @@ def test_what_is_kept_resumes_as_it_began(flags: dict[str, Any], stages: dict[st
 def test_the_script_of_a_job_gives_the_same_flags() -> None:
     words = "--grpo.lr 2e-5 --grpo.vllm-max-num-seqs 64 --seed 7 --no-bf16 --grpo.colocate --rollout-stop a b"
     flags, _, _ = parse_flags(words.split())
-    assert parse_flags(_flags(flags))[0] == flags
+    assert parse_flags(flag_words(flags))[0] == flags
 
 
 def test_run_keeps_flag_scope(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hpcrl
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import UsageError
@@ -384,7 +385,7 @@ def test_a_wrong_time_limit_is_the_flags_fault() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"num_rolout": 3}, "did you mean num_rollout?"),
+        ({"num_rolout": 3}, "did you mean --num-rollout?"),
         ({"set": {"trainer.partitoin": "x"}}, "did you mean partition?"),
         ({"time": "1h"}, "time"),
         ({"layout": "cubic"}, "layout"),
@@ -393,10 +394,8 @@ def test_a_wrong_time_limit_is_the_flags_fault() -> None:
 def test_from_python_too_what_is_wrong_is_one_line(
     words: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hpcrl.slurm.submit import submit_recipe
-
     with pytest.raises(UsageError) as caught:
-        submit_recipe(SITES.parent / "examples" / "quickstart.toml", **words)
+        hpcrl.submit(SITES.parent / "examples" / "quickstart.toml", **words)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -36,3 +37,9 @@ def begun(place: Path, task: str, more: str = "") -> Path:
     said = typed_in(folder, f"{run} {more}")
     (root,) = re.findall(r"^hpcrl: run directory: (\S+)$", said, re.M)
     return Path(root)
+
+
+def code_of(notebook: Path) -> str:
+    """The code of a notebook's cells, as one script."""
+    cells = json.loads(notebook.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")

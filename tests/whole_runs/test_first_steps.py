@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.first_steps import begun, typed_in
-from tests.support.runs import all_gone, rows
+from tests.support.first_steps import begun, code_of, typed_in
+from tests.support.runs import REPO, all_gone, rows
 
 pytestmark = pytest.mark.process
 
@@ -23,3 +23,11 @@ def test_a_folder_trains_at_once(tmp_path: Path) -> None:
     assert all_gone(root, [])
     status = typed_in(tmp_path / "sft", f"hpcrl status runs/{root.name}")
     assert "finished" in status
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """examples/first_run.ipynb, cell by cell: a folder, a run, its status, losses and checkpoints from Python."""
+    (tmp_path / "cells.py").write_text(code_of(REPO / "examples" / "first_run.ipynb"))
+    said = typed_in(tmp_path, "python cells.py")
+    (root,) = (tmp_path / "runs").glob("mine-*")
+    assert f"hpcrl: run directory: {root}" in said and all_gone(root, [])
