@@ -42,6 +42,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl engines RUN                            its engines; engines add, remove, serve: more, one less, one of no run
   hpcrl report RUN [-o FILE]                   one HTML file: curves, timeline, what it cost, samples
   hpcrl trace RUN; hpcrl bill RUN              what every process did when, for Perfetto; what node-hours went into
+  hpcrl sync RUN --to wandb|trackio|mlflow     send its curves, options and samples there, from where there is a network
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
   hpcrl options [--json|--schema]              every option: a table, JSON, a schema for editors; --megatron, --vllm
   hpcrl completion bash|zsh|fish               the script by which a shell completes all this
@@ -115,6 +116,7 @@ COMMANDS = {
     "report": "hpcrl.commands.report:report",
     "trace": "hpcrl.commands.report:trace",
     "bill": "hpcrl.commands.report:bill",
+    "sync": "hpcrl.commands.report:sync",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",
     "convert": "hpcrl.commands.convert:convert",

@@ -25,7 +25,7 @@ FLOORS = (
     {"model_files", "models", "prompt_files", "queue", "report"},
     {"engines", "redistribution", "rendezvous"},
     {"weights"},
-    {"memory"},
+    {"memory", "trackers"},
     {"speed"},
     {"rollout", "engine", "trainer", "launch"},
     {"convert", "doctor"},

@@ -1,6 +1,8 @@
-"""`hpcrl report`, `hpcrl trace`, `hpcrl bill`: a run as a page, as a timeline for Perfetto, as what it cost.
+"""`hpcrl report`, `hpcrl trace`, `hpcrl bill`, `hpcrl sync`: a run as a page, as a timeline for Perfetto, as what it
+cost, and as curves of a tracker.
 
-Invariant: they only read the run; what they write is one file that was asked for, whole or not at all.
+Invariant: they only read the run; what they write is one file that was asked for, whole or not at all, and of `sync`
+what was sent.
 """
 
 from __future__ import annotations
@@ -58,6 +60,30 @@ def bill(argv: list[str]) -> int:
     run = find_run(args.run)
     spent = spending(run, _recorded(run))
     print(json.dumps(as_numbers(spent)) if args.json else text(rows(spent)))
+    _notes(run)
+    return 0
+
+
+def sync(argv: list[str]) -> int:
+    """`hpcrl sync`: send what is new of a run to a tracker."""
+    from hpcrl.trackers.record import TRACKERS, sync
+
+    parser = Parser(
+        "sync",
+        "Send metrics, options, samples and the report of a run to a tracker, from a machine with a network; what was "
+        "sent before is not sent again, so it may be called while the run trains.",
+    )
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_argument("--to", metavar="TRACKER", required=True, help=", ".join(TRACKERS.names()))
+    args = parser.parse_args(argv)
+    run = find_run(args.run)
+    page = run.root / "report.html"
+    count = 0
+    for name, records, place in sync(run, args.to, page if page.is_file() else None):
+        count += records
+        print(f"{name}: {records} records, {place}")
+    if not count:
+        print(f"nothing is new in {run.root}")
     _notes(run)
     return 0
 

@@ -1,0 +1,114 @@
+"""What a tracker is sent of a stage of a run: options, the metrics since the last time, samples, the report.
+
+    RUN/sync.json     tracker -> stage -> time of the last record that was sent
+
+Invariants: a record is counted as sent after the tracker has taken it, so that one that fails is sent again; the run is
+only read, and sync.json is the only file that is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.report.metrics import number, read_metrics
+from hpcrl.report.run_files import Run, StageFiles, load_json
+from hpcrl.report.sample_records import read_looks, steps_of
+from hpcrl.run.rundir import write_atomic
+from hpcrl.toolbox.plugins import PluginFolder
+
+TRACKERS = PluginFolder(Path(__file__).parent, "send")
+SENT = "sync.json"
+SAMPLES = 32  #: of the last step, in the table of samples
+COLUMNS = ("step", "prompt", "response", "label", "reward")
+
+
+@dataclass(frozen=True)
+class TrackedStage:
+    """What is sent of one stage.
+
+    Attributes:
+        project: what the tracker groups runs by: the recipe's name.
+        name: the run's, with its stage.
+        identity: the same for the same stage each time it is sent.
+        options: the resolved options, values of JSON.
+        rows: (steps done, metric -> value), ascending.
+        samples: rows of COLUMNS.
+        report: a page about the run; None if there is none.
+    """
+
+    root: Path
+    project: str
+    name: str
+    identity: str
+    options: Mapping[str, Any]
+    rows: list[tuple[int, dict[str, float]]]
+    samples: list[list[Any]]
+    report: Path | None
+
+
+def sync(run: Run, tracker: str, report: Path | None) -> Iterator[tuple[str, int, str]]:
+    """Send what is new of every stage; yields (name, records, where it can be looked at) of each.
+
+    Raises:
+        UsageError: for a tracker that there is not, or that is not installed.
+        HpcrlError: if it refuses what it is sent.
+    """
+    if tracker not in TRACKERS:
+        raise UsageError(f"--to {tracker} is not a tracker", TRACKERS.hint(tracker))
+    needed = TRACKERS.literals(tracker, {"NEEDS": (tracker,)})["NEEDS"]
+    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"{', '.join(lacking)} is not installed here", f"pip install 'hpcrl[{tracker}]'")
+    send = importlib.import_module(f"hpcrl.trackers.{tracker}").send
+    sent = load_json(run.root / SENT, dict[str, dict[str, float]], run.notes) or {}
+    for stage in run.stages:
+        before = sent.get(tracker, {}).get(stage.name, 0.0)
+        rows = [row for row in read_metrics(stage.root / "metrics.jsonl") if _time(row) > before]
+        if not rows:
+            continue
+        found = _tracked(run, stage, rows, report)
+        try:
+            place = send(found)
+        except Exception as error:
+            raise HpcrlError(f"{tracker} has not taken {found.name}: {type(error).__name__}: {error}") from error
+        sent.setdefault(tracker, {})[stage.name] = max(map(_time, rows))
+        write_atomic(run.root / SENT, msgspec.json.encode(sent))
+        yield found.name, len(rows), place
+
+
+def _time(row: Mapping[str, Any]) -> float:
+    return row["time"] if number(row.get("time")) else 0.0
+
+
+def _tracked(run: Run, stage: StageFiles, rows: list[dict[str, Any]], report: Path | None) -> TrackedStage:
+    options = load_json(stage.root / "options.json", dict[str, Any], run.notes) or {}
+    name = f"{run.root.name}/{stage.name}" if stage.name else run.root.name
+    values = [(row["rollout_id"] + 1, _numbers(row)) for row in rows]
+    identity = hashlib.sha256(f"{run.root}/{stage.name}".encode()).hexdigest()[:16]
+    project = str(options.get("name") or "hpcrl")
+    return TrackedStage(stage.root, project, name, identity, options, sorted(values, key=lambda pair: pair[0]),
+                        _samples(stage), report)  # fmt: skip
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if name not in ("rollout_id", "time") and number(value)}
+
+
+def _samples(stage: StageFiles) -> list[list[Any]]:
+    """The first samples of the last step."""
+    found: list[list[Any]] = []
+    for step in steps_of(stage.root)[-1:]:
+        for look in read_looks(stage.root, step):
+            record = look.record
+            found.append([step, str(record.prompt), record.response, str(record.label), record.reward])
+            if len(found) == SAMPLES:
+                break
+    return found

@@ -1,0 +1,1 @@
+"""What trackers are sent."""

@@ -1,0 +1,110 @@
+"""`hpcrl sync`: what each tracker is sent, once, by stand-ins that record the calls of the package."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.trackers import record
+from hpcrl.trackers.record import TRACKERS
+from tests.support.rundirs import begin, log, make, put, steps
+
+
+class Recorder(ModuleType):
+    """A package of which anything can be called; the calls are recorded."""
+
+    def __init__(self, name: str, calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+        super().__init__(name)
+        self.calls = calls
+        self.url = self.dir = self.run_id = self.experiment_id = "there"
+        self.info = self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            self.calls.append((name, given, more))
+            return [] if name == "search_runs" else self
+
+        return call
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    root = make(tmp_path / "run")
+    begin(root)
+    log(root, *steps(2))
+    put(root / "samples" / "00000001.jsonl", {"prompt": "1+1=", "response": "2", "label": "2", "reward": 1.0})
+    (root / "report.html").write_text("<html>")
+    return root
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    found: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    for name in (*TRACKERS.names(), "pandas"):
+        monkeypatch.setitem(sys.modules, name, Recorder(name, found))
+    monkeypatch.setattr(record.importlib.util, "find_spec", lambda name: name)
+    return found
+
+
+def test_the_trackers() -> None:
+    assert TRACKERS.names() == ("mlflow", "trackio", "wandb")
+
+
+@pytest.mark.parametrize("tracker", TRACKERS.names())
+def test_what_is_sent(
+    tracker: str,
+    run: Path,
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Options, metrics of every step, samples, the report; of a run that has continued what is new alone."""
+    assert main(["sync", str(run), "--to", tracker]) == 0
+    assert "2 records" in capsys.readouterr().out
+    text = repr(calls)
+    assert "'train/loss'" in text and "1+1=" in text and "num_rollout" in text
+    assert tracker == "trackio" or "report.html" in text
+    logged = [name for name, *_ in calls if name in ("log", "log_metrics")]
+    calls.clear()
+    assert main(["sync", str(run), "--to", tracker]) == 0
+    assert "nothing is new" in capsys.readouterr().out and not calls
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"rollout_id": 2, "time": 1e10, "train/loss": 1.0, "bad": None}) + "\n")
+    assert main(["sync", str(run), "--to", tracker]) == 0
+    assert "1 records" in capsys.readouterr().out and "'bad'" not in repr(calls)
+    assert len([name for name, *_ in calls if name in ("log", "log_metrics")]) == len(logged) - 1
+
+
+def test_what_fails_is_sent_again(
+    run: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(stage: object) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(importlib.import_module("hpcrl.trackers.wandb"), "send", refuses)
+    assert main(["sync", str(run), "--to", "wandb"]) == 1
+    assert "ConnectionError: no network" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert not (run / record.SENT).exists()
+
+
+def test_a_tracker_that_there_is_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sync", str(run), "--to", "wandbb"]) == 2 and "did you mean wandb?" in capsys.readouterr().err
+    for name in TRACKERS.names():
+        if importlib.util.find_spec(name) is None:
+            assert main(["sync", str(run), "--to", name]) == 2 and f"hpcrl[{name}]" in capsys.readouterr().err
