@@ -27,12 +27,14 @@ class Host(msgspec.Struct, frozen=True):
     Attributes:
         address: where its processes listen, on the network that the run uses; empty: what the name resolves to.
         interface: the network interface that has this address; empty: not known, and left to gloo and NCCL.
+        spare: whether it only waits until another host is lost (launch/attempts/spare_hosts.py).
     """
 
     name: str
     slots: int
     address: str = ""
     interface: str = ""
+    spare: bool = False
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -202,12 +204,13 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     Trainers take --actor-num-gpus-per-node slots on each of the first --actor-num-nodes hosts that have them (one host
     may stand for several nodes if it is the only one). An engine is inside one host, or on whole hosts next to each
     other. With --colocate, engines take the same slots as trainers. With --debug-rollout-only there is no trainer but a
-    process without slots that drives the rollouts, on the rollout process's host.
+    process without slots that drives the rollouts, on the rollout process's host.  Spare hosts are left out.
 
     Raises:
         UsageError: names the host and the number that do not fit.
     """
     names = [host.name for host in hosts]
+    hosts = [host for host in hosts if not host.spare]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"host {twice} is listed twice", "give each host once, with all its slots")
     free = {host.name: list(range(host.slots)) for host in hosts}
@@ -267,8 +270,9 @@ def _engine(size: int, hosts: dict[str, Host], free: dict[str, list[int]], optio
 def _misfit(options: Options, hosts: dict[str, Host], what: str) -> UsageError:
     wanted = local_hosts(options)[0].slots
     have = ", ".join(f"{host.name} {host.slots}" for host in hosts.values())
+    spare = f"; --spares {options.spares} are not counted" if options.spares else ""
     total = sum(host.slots for host in hosts.values())
     return UsageError(
-        f"{what}: the run needs {wanted} slots, the hosts have {total} ({have})",
+        f"{what}: the run needs {wanted} slots, the hosts have {total} ({have}{spare})",
         "list more hosts or slots, or change --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus",
     )

@@ -29,7 +29,7 @@ STARTUP = 120  #: seconds that a run needs before its first step, at the very le
 
 def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | None = None) -> AllocationRequest:
     """The smallest allocation of the site's layout in which every stage has its plan; no node in it is idle in all of
-    them.
+    them, but for --spares.
 
     Args:
         margin: measured in an earlier attempt; None: the site's, or else a floor.
@@ -41,7 +41,10 @@ def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | Non
     if len(components) == 1 and components[0].name == "trainer" and any(o.num_engines for o in stages):
         layout = "homogeneous"
     margin = site.signal_margin or max(margin or 0, FLOOR, *(int(o.stop_timeout) for o in stages))
-    request = AllocationRequest(layout, tuple(components), margin)
+    spares = max(o.spares for o in stages)
+    components[0] = msgspec.structs.replace(components[0], nodes=components[0].nodes + spares)
+    outlives = spares > 0 or any(o.elastic for o in stages)
+    request = AllocationRequest(layout, tuple(components), margin, spares, outlives)
     for options in stages:
         make_plan(options, request.hosts(), "request")
         _check_transfer(options, site)

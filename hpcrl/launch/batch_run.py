@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from hpcrl.config.recipe import load_recipe
 from hpcrl.config.stage_flags import split_name, stage_flag
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
 from hpcrl.launch.attempts.headway import check_headway
-from hpcrl.launch.broken_hosts import BROKEN, broken_hosts, find_broken_host, note_broken_host
+from hpcrl.launch.attempts.retries import HostFault
+from hpcrl.launch.broken_hosts import BROKEN, broken_hosts, note_broken_host
 from hpcrl.launch.code.snapshot import resume_code
 from hpcrl.launch.job import RunJob, begin_job, discard_unbegun, reopen_job, run_job
 from hpcrl.launch.restarts import (
@@ -36,13 +37,13 @@ from hpcrl.launch.restarts import (
     lost_hosts,
     nothing_left_to_do,
     place_in_chain,
+    seen_broken,
 )
 from hpcrl.launch.scheduler import Allocation, AlreadyRequeued, SchedulerSilent
 from hpcrl.launch.submission import submit_elsewhere
 from hpcrl.launch.time_limit import LOOK, TimeLimitWatcher
 from hpcrl.report.progress import say
 from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, judging, read_job, settle, write_job
-from hpcrl.run.role import read_plan
 from hpcrl.run.started_runs import LIVE, is_run, read_recipe_file
 from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import read_summary
@@ -74,7 +75,7 @@ def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | 
     clock = TimeLimitWatcher(allocation.ends, float(os.environ.get("HPCRL_SIGNAL_MARGIN", "180")), allocation.preempted)
     explain_last_end(job, allocation)
     check_headway(job.root, allocation.restarts + place_in_chain(read_job(job.root), allocation.job_id))
-    gone: list[str] = []  # hosts that did not answer when it was asked whether the run stays on them
+    gone: dict[int, str] = {}  # attempt -> hosts that did not answer when it was asked whether the run stays on them
     leave = partial(_leave, job, allocation, clock, gone)
     with _no_warning():
         try:
@@ -92,7 +93,7 @@ def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | 
             last: HpcrlError = error
             try:
                 with judging(job.root):
-                    return _judge(job, allocation, clock, error, "".join(gone))
+                    return _judge(job, allocation, clock, error, gone.get(_number(job), ""))
             except HpcrlError as found:
                 last = found
                 raise
@@ -142,7 +143,7 @@ def _judge(
         _requeue(job, allocation, f"preempted ({error})", clock.ends)
     elif broken := _broken_host(job):
         _start_elsewhere(job, allocation, *broken, clock.ends)
-    elif lost := gone or ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation):
+    elif lost := gone or _lost(job, allocation).why:
         why = f"{lost} (first seen as: {error.what})"
         correct_error(job, why)
         _requeue(job, allocation, why, clock.ends)
@@ -151,31 +152,52 @@ def _judge(
 
 
 def _leave(
-    job: RunJob, allocation: Allocation, clock: TimeLimitWatcher, gone: list[str], error: HpcrlError, well: bool
-) -> str:
-    """Why the run does not continue on the hosts of this job, "" if it may.
+    job: RunJob,
+    allocation: Allocation,
+    clock: TimeLimitWatcher,
+    gone: dict[int, str],
+    error: HpcrlError,
+    well: bool,
+    stuck: Mapping[str, str],
+) -> HostFault:
+    """Why the run does not continue on the hosts of this job, and without which of them it may.
 
     Args:
-        gone: gets which hosts were lost or silent, if any: by the time that `_judge` asked, they might answer again.
+        gone: gets which hosts the attempt has lost, if any: by the time that `_judge` asked, they might answer again.
         well: whether every host has just said that it is there.
+        stuck: host -> what cannot be killed there.
     """
     if clock.due:
-        return "the time limit is near"
+        return HostFault("the time limit is near")
     if _preempted(job, allocation):
-        return "preempted"
-    if found := _seen_broken(job):
-        return f"host {found[0]} is broken ({found[1]})"
-    if not well and (lost := ", ".join(lost_hosts(last_attempt(job), allocation).values()) or _silent(allocation)):
-        gone.append(lost)
-        return lost
-    return ""
+        return HostFault("preempted")
+    if broken := seen_broken(job):
+        note_broken_host(job.root, *broken)
+        return HostFault(f"host {broken[0]} is broken ({broken[1]})", (broken[0],))
+    if stuck:
+        found = HostFault(", ".join(stuck.values()), tuple(stuck))
+    else:
+        found = HostFault() if well else _lost(job, allocation)
+    if found.why:
+        gone[_number(job)] = found.why
+    return found
 
 
-def _silent(allocation: Allocation) -> str:
-    """Hosts of the job that do not answer, in words; "" where none or all do not: then it is not the hosts' fault."""
+def _number(job: RunJob) -> int:
+    """The last attempt's."""
+    rundir = last_attempt(job)
+    return -1 if rundir is None else rundir.attempt
+
+
+def _lost(job: RunJob, allocation: Allocation) -> HostFault:
+    """The hosts of the job that the scheduler has lost, or else that do not answer: none where none or all do not, then
+    it is not the hosts' fault."""
+    if lost := lost_hosts(last_attempt(job), allocation):
+        return HostFault(", ".join(lost.values()), tuple(lost))
     found = allocation.backend.silent(SILENT)
-    few = 0 < len(found) < allocation.backend.count
-    return f"no answer from {', '.join(found)}: is it up, and its network?" if few else ""
+    if not 0 < len(found) < allocation.backend.count:
+        return HostFault()
+    return HostFault(f"no answer from {', '.join(found)}: is it up, and its network?", tuple(found))
 
 
 def _tell(job: RunJob, allocation: Allocation, error: HpcrlError) -> None:
@@ -188,23 +210,12 @@ def _tell(job: RunJob, allocation: Allocation, error: HpcrlError) -> None:
 
 def _broken_host(job: RunJob) -> tuple[str, str] | None:
     """(host, what was seen) if the last attempt failed on hardware; noted for later starts."""
-    if found := _seen_broken(job):
+    if found := seen_broken(job):
         note_broken_host(job.root, *found)
         say(
             f"host {found[0]} is broken and is left out at this run's next starts (see {job.root / BROKEN}): {found[1]}"
         )
     return found
-
-
-def _seen_broken(job: RunJob) -> tuple[str, str] | None:
-    """(host, what was seen) if the last attempt failed on hardware."""
-    rundir = last_attempt(job)
-    if rundir is None or not rundir.plan_file.is_file():
-        return None
-    try:
-        return find_broken_host(rundir, read_plan(rundir))
-    except HpcrlError:  # no plan to read: the failure's own words stand
-        return None
 
 
 def _start_elsewhere(job: RunJob, allocation: Allocation, host: str, said: str, ends: float | None = None) -> None:

@@ -144,16 +144,13 @@ class HostRoles:
 
         Returns:
             Whether another attempt has begun, which is the present one then.
-
-        Raises:
-            PeerError: if something of the failed one cannot be killed.
         """
         self._end(lambda role: role.engine is None or role.status is not None or not self._well(role))
-        self._end_orphans()
+        stuck = self._end_orphans()
         last = dict(self._restarter.incarnations)
         engines = {role.index: last[role.index] for role in self.roles if role.name == "engine"}
         parts = [(role.engine, role.index) for role in self.roles if role.name != "engine" and role.engine is not None]
-        tell_paused(self.rundir, self.name, PausedHost(engines=engines, parts=parts, last=last))
+        tell_paused(self.rundir, self.name, PausedHost(engines=engines, parts=parts, last=last, stuck=stuck))
 
         def word() -> str:
             turn()
@@ -164,7 +161,7 @@ class HostRoles:
             return False
         self._timeline.close()
         self.rundir = RunDir(self.rundir.root, self.rundir.attempt + 1)
-        self.plan = read_plan(self.rundir)
+        self.plan, self.options = read_plan(self.rundir), read_options(self.rundir)
         self._timeline = role_timeline(self.rundir, "host", self.slot or 0, self.host)
         return True
 
@@ -175,16 +172,12 @@ class HostRoles:
             return False
         return role.name != "engine" or was_up(self.rundir, role.index, self._restarter.incarnations[role.index])
 
-    def _end_orphans(self) -> None:
-        """End what ended roles have left.
-
-        Raises:
-            PeerError: if something cannot be killed, as while it waits for a disk that is gone: no other attempt begins
-                on top of it.
-        """
+    def _end_orphans(self) -> str:
+        """End what ended roles have left; what cannot be killed, as while it waits for a disk that is gone: no other
+        attempt begins on top of it."""
         end(self._orphans(), 0.5)
-        if stubborn := self._orphans():
-            raise PeerError(f"on {self.host} process {stubborn[0].pid} of the failed attempt cannot be killed")
+        found = self._orphans()
+        return f"on {self.host} process {found[0].pid} of the failed attempt cannot be killed" if found else ""
 
     def _orphans(self) -> list[psutil.Process]:
         """What lives below this process, but for the roles that are left and what they have started."""

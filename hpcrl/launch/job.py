@@ -372,7 +372,8 @@ def open_stage(job: RunJob, stage: Stage, directory: Path) -> tuple[RunDir, Opti
     """The stage's next attempt, and its options: those it began with, if it has begun."""
     if (directory / "options.json").is_file():
         last = RunDir.latest(directory)
-        return RunDir(directory, last.attempt + last.here.exists()), read_options(last)
+        following = RunDir(directory, last.attempt + last.here.exists())
+        return following, read_options(following)
     options = job.stages[job.recipe.stages.index(stage)]
     check_routing(options)  # the model is prepared by now
     refuse_wrong_settings([options], same_packages=False)

@@ -83,24 +83,31 @@ def watch(rundir: RunDir, launcher: int, folder: Path, seconds: float, requeue: 
             with contextlib.suppress(OSError, HpcrlError):
                 rundir.fail("launcher", 0, what)
             with contextlib.suppress(OSError, HpcrlError):
-                _queue_again(rundir, what, requeue)
+                queue_again(rundir, what, requeue)
             os.kill(launcher, signal.SIGKILL)  # our parent: its number cannot be another's while we live
             return
         time.sleep(pulse.look)
 
 
-def _queue_again(rundir: RunDir, what: str, words: Sequence[str]) -> None:
-    """Queue the job again if there is a command for it and the user has not ended the run; record what became of it."""
+def queue_again(rundir: RunDir, what: str, words: Sequence[str]) -> bool:
+    """Queue the job again if there is a command for it and the user has not ended the run; record what became of it.
+
+    Returns:
+        Whether it is queued again.
+    """
     root = next((root for root in (rundir.root, rundir.root.parent) if (root / STATE).is_file()), None)
     if root is None:
-        return
+        return False
     asked = rundir.stop_requested() or any((root / name).exists() for name in (STOP, CANCEL))
     phase: Phase = "requeued" if words and not asked else "failed"
     _last_word(rundir, root, phase, what)  # before, since the scheduler may end us at once
-    if phase == "requeued":
-        answer = run_command(list(words), ANSWER)
-        if answer.code not in (0, -signal.SIGTERM):
-            _last_word(rundir, root, "failed", f"{what}; {shlex.join(words)}: {answer.said}")
+    if phase != "requeued":
+        return False
+    answer = run_command(list(words), ANSWER)
+    if answer.code in (0, -signal.SIGTERM):
+        return True
+    _last_word(rundir, root, "failed", f"{what}; {shlex.join(words)}: {answer.said}")
+    return False
 
 
 def _last_word(rundir: RunDir, root: Path, phase: Phase, what: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
+from hpcrl.errors import UsageError
 from hpcrl.launch.attempts.held_hosts import HostProcess
 from hpcrl.launch.code.snapshot import resume_code
 from hpcrl.launch.job import begin_job, reopen_job, run_job
@@ -34,7 +35,7 @@ class Local:
     python = sys.executable
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
-        return local_hosts(options)
+        return one_host(options)
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostProcess]:
         log, memory = rundir.logs / "host.log", MemoryWatch()
@@ -46,11 +47,27 @@ class Local:
     def all_see(self) -> bool:
         return True
 
+    def leave_out(self, hosts: Sequence[str]) -> None:
+        """There is no other host: a plan without this one is refused."""
+
     def again(self, root: Path) -> str:
         return f"hpcrl resume {root}"
 
     def prepare(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         return spawn([sys.executable, "-m", "hpcrl.run.process", *command], log)
+
+
+def one_host(options: Options) -> list[Host]:
+    """This machine.
+
+    Raises:
+        UsageError: for a run that is to have others to spare.
+    """
+    if options.spares:
+        raise UsageError(f"--spares {options.spares}: hpcrl run has one host", "give --spares 0 here")
+    if options.elastic:
+        raise UsageError("--elastic: hpcrl run has one host", "give --no-elastic here")
+    return local_hosts(options)
 
 
 def spawn(command: list[str], log: Path | None) -> subprocess.Popen[bytes]:
@@ -79,7 +96,7 @@ def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | 
         job = reopen_job(resume)
         return run_job(job, Local(), begin=partial(resume_code, job.root, overrides.get("live_code")))
     assert recipe is not None
-    job = begin_job(recipe, for_this_machine(recipe, overrides), runs_here=True)
+    job = begin_job(recipe, for_this_machine(recipe, overrides), one_host, runs_here=True)
     for line in recipe.reach(overrides):
         say(f"note: {line}")
     return run_job(job, Local())

@@ -15,12 +15,14 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.errors import HpcrlError
+from hpcrl.launch.broken_hosts import find_broken_host
 from hpcrl.launch.job import RunJob, finished
 from hpcrl.launch.scheduler import Allocation
 from hpcrl.plan import Host
 from hpcrl.report.metrics import last_records
 from hpcrl.report.progress import say
 from hpcrl.run.job_files import CANCEL, STATE, STOP, JobFile, JobState, read_job, replace_job
+from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import HOSTS, AttemptFailure, RunDir
 from hpcrl.untrusted_files import Damaged, read_json
 
@@ -48,6 +50,17 @@ def last_attempt(job: RunJob) -> RunDir | None:
     stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
     begun = stage is not None and (job.directory(stage) / "options.json").is_file()
     return RunDir.latest(job.directory(stage)) if stage is not None and begun else None
+
+
+def seen_broken(job: RunJob) -> tuple[str, str] | None:
+    """(host, what was seen) if the last attempt failed on hardware."""
+    rundir = last_attempt(job)
+    if rundir is None or not rundir.plan_file.is_file():
+        return None
+    try:
+        return find_broken_host(rundir, read_plan(rundir))
+    except HpcrlError:  # no plan to read: the failure's own words stand
+        return None
 
 
 def correct_error(job: RunJob, why: str) -> None:

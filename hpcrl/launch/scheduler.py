@@ -56,17 +56,23 @@ class AllocationRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         margin: seconds before the time limit at which the batch process is to be signalled.
+        spares: how many of the first component's nodes, the last of them, only wait until another is lost.
+        outlives_nodes: whether the job is to continue without a node that is lost.
     """
 
     layout: str
     components: tuple[Component, ...]
     margin: int
+    spares: int = 0
+    outlives_nodes: bool = False
 
     def hosts(self) -> list[Host]:
         """Stand-ins for the nodes that the job will get, in order."""
         from hpcrl.plan import Host
 
-        return [Host(f"{c.name}-{i}", c.slots) for c in self.components for i in range(c.nodes)]
+        hosts = [Host(f"{c.name}-{i}", c.slots) for c in self.components for i in range(c.nodes)]
+        spare = range(self.components[0].nodes - self.spares, self.components[0].nodes)
+        return [msgspec.structs.replace(host, spare=number in spare) for number, host in enumerate(hosts)]
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,9 @@ class Submission:
         from hpcrl.plan import make_plan
 
         largest = max(self.stages, key=lambda o: o.world_size + o.engine_gpus)
-        return make_plan(largest, self.request.hosts(), "plan").table()
+        hosts = self.request.hosts()
+        spare = "".join(f"\nspare    {host.name}" for host in hosts if host.spare)
+        return make_plan(largest, hosts, "plan").table() + spare
 
     def tasks(self) -> str:
         """What a job step starts on each node: one task for each of its "slots", or one for "hosts"."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch import probe
 from hpcrl.launch.attempts.held_hosts import HostHandle, HostProcess
+from hpcrl.launch.attempts.spare_hosts import mark_spares, without
 from hpcrl.launch.engines.standalone import elsewhere
 from hpcrl.launch.local import Local
 from hpcrl.launch.stop_signals import StopRequest
@@ -66,13 +69,16 @@ class RemoteHost:
             return 1
         return self.ended
 
-    def log_into(self, folder: Path) -> None:
-        """Its own rank writes it; here it is read as far as this host sees it."""
+    def continues(self, folder: Path, hosts: Collection[str]) -> None:
+        """Its own rank writes its log; here it is read as far as this host sees it."""
         self.log = follow_log(self.log, folder)
 
     def lost(self) -> str:
         """It stands for one host alone, and ends with it."""
         return ""
+
+    def lives_without(self) -> frozenset[str]:
+        return frozenset()
 
     def end(self) -> None:
         """Its own rank ends it: it was told so, or is gone."""
@@ -87,6 +93,7 @@ class MpiHosts:
         apart: ranks that do not see the run directory.
         remote: members of the running attempt on other ranks.
         part: that on this one.
+        left_out: hosts that are used no more, in the order in which that was found.
     """
 
     channel: Channel[FromHost]
@@ -96,6 +103,7 @@ class MpiHosts:
     apart: set[int] = field(default_factory=set)
     remote: list[RemoteHost] = field(default_factory=list)
     part: HostPart | None = None
+    left_out: list[str] = field(default_factory=list)
     requeue_words: Sequence[str] = ()
     python: str = sys.executable
 
@@ -113,7 +121,14 @@ class MpiHosts:
                 "give --rank-launcher ranks, or start one rank a host (--map-by ppr:1:node, -ppn 1)",
             )
         network = probe.choose(self.reports, options.interface, apart=elsewhere(options) is not None)
-        return [Host(h.name, h.slots, network[h.name].address, network[h.name].interface) for h in self.placement.hosts]
+        hosts = without(mark_spares(self.placement.hosts, options.spares), self.left_out)
+        return [
+            msgspec.structs.replace(host, address=network[host.name].address, interface=network[host.name].interface)
+            for host in hosts
+        ]
+
+    def leave_out(self, hosts: Sequence[str]) -> None:
+        self.left_out += hosts
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostHandle]:
         self._ask_who_sees(rundir, options.launch_timeout)

@@ -29,6 +29,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import describe
+from hpcrl.launch.attempts.spare_hosts import mark_spares
 from hpcrl.launch.job import RunJob, reopen_job
 from hpcrl.launch.preflight import note_absent, refuse_settings
 from hpcrl.launch.restarts import last_attempt, names_host
@@ -63,11 +64,11 @@ def call_mpirun(
     for note in found.notes:
         print(f"hpcrl: note: {note}", file=sys.stderr)
     stages = _stages(recipe, overrides, resume)
-    refuse_settings(stages, lambda _: list(found.hosts), packages=resume is None)
+    refuse_settings(stages, lambda options: mark_spares(found.hosts, options.spares), packages=resume is None)
     if recipe is not None:
         look_at(stages)
         note_absent(recipe, stages)
-    plans = [make_plan(options, list(found.hosts), "launch") for options in stages]
+    plans = [make_plan(options, mark_spares(found.hosts, options.spares), "launch") for options in stages]
     mpirun = shlex.split(own.get("mpirun", "mpirun"))
     agent = own.get("agent", "ssh")
     kind = flavour(mpirun)

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,8 +21,13 @@ from typing import Any, NoReturn
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch import probe
+from hpcrl.launch.attempts.loop import stay
+from hpcrl.launch.attempts.retries import HostFault
+from hpcrl.launch.attempts.spare_hosts import mark_spares
+from hpcrl.launch.broken_hosts import note_broken_host
 from hpcrl.launch.code.snapshot import resume_code
 from hpcrl.launch.job import RunJob, begin_job, reopen_job, run_job
+from hpcrl.launch.restarts import seen_broken
 from hpcrl.mpi import exit_status_relay
 from hpcrl.mpi.channel import Channel, RankJoined
 from hpcrl.mpi.host_rank import HostRank
@@ -72,13 +78,24 @@ def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any],
         begin = partial(resume_code, job.root, overrides.get("live_code"))
     else:
         assert recipe is not None
-        job = begin_job(recipe, overrides, lambda _: list(hosts))
+        job = begin_job(recipe, overrides, lambda options: mark_spares(hosts, options.spares))
     backend.job_root = job.root
     exit_status_relay.tell_where(job.root, job.identity)
     components = [{"name": h.name, "nodes": 1, "slots": h.slots} for h in hosts]
     write_job(job.root, job.identity, "mpirun", None, components=components)
     say(f"{len(hosts)} hosts: {', '.join(f'{h.name} ({h.slots} slots)' for h in hosts)}")
-    return run_job(job, backend, watch=backend.carry, age=exit_status_relay.age(), begin=begin)
+    leave = partial(_leave, job)
+    return run_job(job, backend, watch=backend.carry, age=exit_status_relay.age(), begin=begin, leave=leave)
+
+
+def _leave(job: RunJob, error: HpcrlError, well: bool, stuck: Mapping[str, str]) -> HostFault:
+    """Without which hosts the run continues: one that is lost ends the MPI world with it, but one whose hardware broke
+    is still there, and a spare one takes its place."""
+    broken = seen_broken(job) if any(options.spares or options.elastic for options in job.stages) else None
+    if broken is None:
+        return stay(error, well, stuck)
+    note_broken_host(job.root, *broken)
+    return HostFault(f"host {broken[0]} is broken ({broken[1]})", (broken[0],))
 
 
 # ---- the MPI world

@@ -164,6 +164,7 @@ def fault_rows(faults: Sequence[Fault]) -> list[tuple[str, str]]:
     return [
         ("faults", f"{len(faults)}: {cost}"),
         ("", f"attempt {last.attempt}, at step {last.step}: {last.place}: {last.why}"),
+        *[("left out", f.left_out) for f in faults if f.left_out],
     ]
 
 

@@ -53,6 +53,21 @@ class FailureRecord(AttemptRecord, frozen=True, tag="failed"):
     why: str
 
 
+class LeftOutRecord(AttemptRecord, frozen=True, tag="left out"):
+    """No later attempt of the job uses this host.
+
+    Attributes:
+        spare: the host that has taken its place, "" if none has.
+    """
+
+    host: str
+    spare: str
+    why: str
+
+
+Fact = ReadyRecord | FailureRecord | LeftOutRecord
+
+
 class Fault(msgspec.Struct, frozen=True):
     """An attempt that has failed, and what that has cost.
 
@@ -61,6 +76,7 @@ class Fault(msgspec.Struct, frozen=True):
         step: the rollout that it was at.
         repeated: rollouts of this attempt that a later one made again, None before one trains.
         seconds: until the next attempt in the same job began to train, or failed before that; None before it does.
+        left_out: the hosts that no later attempt of the job uses, and which took their places, in words.
     """
 
     attempt: int
@@ -71,6 +87,7 @@ class Fault(msgspec.Struct, frozen=True):
     why: str
     repeated: int | None = None
     seconds: float | None = None
+    left_out: str = ""
 
     @property
     def place(self) -> str:
@@ -105,16 +122,21 @@ def unended(rundir: RunDir) -> ReadyRecord | None:
     return next((event for event in mine if isinstance(event, ReadyRecord) and not ended), None)
 
 
+def note_left_out(rundir: RunDir, host: str, spare: str, why: str) -> None:
+    """Append that no attempt after this one uses the host."""
+    _append(rundir, LeftOutRecord(rundir.attempt, time.time(), 0, _launcher(), host, spare, why[:MOST]))
+
+
 def _launcher() -> float:
     return psutil.Process().create_time()
 
 
-def _append(rundir: RunDir, record: ReadyRecord | FailureRecord) -> None:
+def _append(rundir: RunDir, record: Fact) -> None:
     with contextlib.suppress(OSError), open_append(rundir.root / ATTEMPTS) as file:
         file.write(msgspec.json.encode(record) + b"\n")
 
 
-def read_attempts(stage: Path) -> list[ReadyRecord | FailureRecord]:
+def read_attempts(stage: Path) -> list[Fact]:
     """What is in the file of a stage's directory; [] where there is none."""
     try:
         data = read_regular(stage / ATTEMPTS)
@@ -123,25 +145,30 @@ def read_attempts(stage: Path) -> list[ReadyRecord | FailureRecord]:
     return list(_parsed(data))
 
 
-def _parsed(data: bytes) -> Iterator[ReadyRecord | FailureRecord]:
+def _parsed(data: bytes) -> Iterator[Fact]:
     for line in data.splitlines():
         with contextlib.suppress(msgspec.DecodeError):
-            yield msgspec.json.decode(line, type=ReadyRecord | FailureRecord)
+            yield msgspec.json.decode(line, type=Fact)
 
 
-def faults_of(events: Sequence[ReadyRecord | FailureRecord]) -> list[Fault]:
+def faults_of(events: Sequence[Fact]) -> list[Fault]:
     """The attempts that failed, in order, each with what it cost."""
     trained = {event.attempt for event in events if isinstance(event, ReadyRecord)}
     found = []
     for number, event in enumerate(events):
-        if isinstance(event, ReadyRecord):
+        if not isinstance(event, FailureRecord):
             continue
-        later = [e for e in events[number + 1 :] if e.attempt > event.attempt]
+        later = [e for e in events[number + 1 :] if e.attempt > event.attempt and not isinstance(e, LeftOutRecord)]
         ready = next((e for e in later if isinstance(e, ReadyRecord)), None)
         again = 0 if ready is None or event.attempt not in trained else max(0, event.step - ready.step)
         repeated = None if ready is None else again
         here = bool(later) and later[0].launcher == event.launcher
         seconds = max(0.0, later[0].time - event.time) if here else None
         who = (event.who, event.host, event.why)
-        found.append(Fault(event.attempt, event.time, event.step, *who, repeated, seconds))
+        found.append(Fault(event.attempt, event.time, event.step, *who, repeated, seconds, _left_out(events, event)))
     return found
+
+
+def _left_out(events: Sequence[Fact], failure: FailureRecord) -> str:
+    own = [e for e in events if isinstance(e, LeftOutRecord) and e.attempt == failure.attempt]
+    return ", ".join(f"{e.host} ({e.spare} in its place)" if e.spare else e.host for e in own)

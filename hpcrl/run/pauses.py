@@ -37,11 +37,13 @@ class PausedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         engines: the engines that are well, and their incarnations.
         parts: [engine, node] of parts of engines over several hosts that live.
         last: the newest incarnation of every engine that was started there.
+        stuck: what cannot be killed there, "" if all else has ended.
     """
 
     engines: dict[Count, Count] = {}
     parts: list[tuple[Count, Count]] = []
     last: dict[Count, Count] = {}
+    stuck: str = ""
 
 
 class CarriedOver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,8 +58,8 @@ class CarriedOver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     begin: dict[Count, Count] = {}
 
 
-def carried_over(plan: Plan, paused: Iterable[PausedHost]) -> CarriedOver:
-    """What the next attempt on the same hosts takes over.
+def carried_over(old: Plan, new: Plan, paused: Iterable[PausedHost]) -> CarriedOver:
+    """What the next attempt takes over of the one before: engines whose places are the same in both plans.
 
     An engine that is started again gets a new incarnation, and so a key that no earlier process had; where none
     continues, all keys are new, and incarnations are counted from 0.
@@ -69,10 +71,10 @@ def carried_over(plan: Plan, paused: Iterable[PausedHost]) -> CarriedOver:
     whole = {
         index: number
         for index, number in well.items()
-        if index < len(plan.engines)
-        and all((index, node) in parts for node in range(1, 1 + len(plan.engines[index].also)))
+        if old.engines[index : index + 1] == new.engines[index : index + 1] != ()
+        and all((index, node) in parts for node in range(1, 1 + len(new.engines[index].also)))
     }
-    others = [index for index in range(len(plan.engines)) if index not in whole]
+    others = [index for index in range(len(new.engines)) if index not in whole]
     return CarriedOver(engines=whole, begin={i: last[i] + 1 for i in others if i in last} if whole else {})
 
 

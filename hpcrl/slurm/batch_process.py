@@ -46,11 +46,12 @@ class SlurmAllocation:
         self.job_id = job_number(environment)
         self.restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
         again = self.restarts < int(environment.get("HPCRL_MAX_REQUEUES", "0"))
-        self.backend = SrunHosts(groups, (sys.executable, "-m", "hpcrl.slurm.requeue", self.job_id) if again else ())
+        words = (sys.executable, "-m", "hpcrl.slurm.requeue", self.job_id) if again else ()
+        self.backend = SrunHosts(groups, words, self.job_id)
         self.cluster = environment.get("SLURM_CLUSTER_NAME")
 
     def nodes(self) -> list[Host]:
-        return [Host(node, group.slots) for group in self.backend.groups for node in group.nodes]
+        return self.backend.nodes()
 
     def ends(self) -> float | None:
         answer = squeue.call(["squeue", "--noheader", "--job", self.job_id, "--format=%e"])

@@ -6,28 +6,36 @@ Invariant: hosts and their order come from Slurm's node lists; a host that does 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from hpcrl.config.options import Options
 from hpcrl.doctor.all_nodes import NodesJob as Look
 from hpcrl.doctor.all_nodes import NodeStep, examine
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
+from hpcrl.heartbeat import LEAST
 from hpcrl.launch import probe
 from hpcrl.launch.attempts.held_hosts import HostProcess
+from hpcrl.launch.attempts.spare_hosts import without
 from hpcrl.launch.batch_run import HostsSilent
 from hpcrl.launch.engines.standalone import elsewhere
 from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
 from hpcrl.report.file_tail import FileTail, last_lines
 from hpcrl.report.progress import say
+from hpcrl.run.job_files import BEAT, STATE
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.slurm.node_events import expand
 from hpcrl.slurm.node_sharing import refuse_shared_nodes
@@ -43,15 +51,31 @@ MORE = 5.0  #: seconds that each such set gets at least
 KILLED = re.compile(
     rb"srun: error: (?P<node>\S+): tasks? [\d,-]+: (?!Terminated|Exited)|srun: error: Node failure on (?P<failed>\S+)"
 )
+ENDED = re.compile(rb"srun: error: (?P<nodes>\S+): tasks? [\d,-]+: ")  #: of tasks that ended in whatever way, but well
 
 
 @dataclass(frozen=True)
 class HetGroup:
-    """One component of the job: its nodes, the slots of each, and the srun that starts a task on each of them."""
+    """One component of the job: its nodes, the slots of each, and the srun that starts a task on each of them.
+
+    Attributes:
+        spares: those of the nodes that wait until another is lost.
+    """
 
     nodes: tuple[str, ...]
     slots: int
     step: tuple[str, ...]
+    spares: tuple[str, ...] = ()
+
+    def without(self, names: Collection[str]) -> HetGroup:
+        """The component without these nodes."""
+        left = tuple(node for node in self.nodes if node not in names)
+        if left == self.nodes:
+            return self
+        tasks = [int(word.partition("=")[2]) for word in self.step if word.startswith("--ntasks-per-node=")]
+        count = len(left) * (tasks[-1] if tasks else 1)
+        more = [f"--nodelist={','.join(left)}", f"--nodes={len(left)}", f"--ntasks={count}"]
+        return HetGroup(left, self.slots, _with(self.step, more), self.spares)
 
 
 def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
@@ -76,7 +100,11 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
                 "start from a script of sbatch/ or of hpcrl submit --dry-run",
             ) from error
         found.append(_held(HetGroup(tuple(nodes), slots, tuple(shlex.split(step)))))
-    return found
+    spares = int(environment.get("HPCRL_SPARES", "0"))
+    first = found[0]
+    return (
+        [dataclasses.replace(first, spares=first.nodes[len(first.nodes) - spares :]), *found[1:]] if spares else found
+    )
 
 
 def _held(group: HetGroup) -> HetGroup:
@@ -93,26 +121,53 @@ def _held(group: HetGroup) -> HetGroup:
 @dataclass
 class Step(HostProcess):
     """An srun over the nodes of a component, which outlives the first of its tasks that dies for up to Slurm's KillWait
-    (30 s)."""
+    (30 s), and with --no-kill the end of a node.
+
+    Attributes:
+        nodes: those that the attempt uses.
+        failed: those that Slurm has lost.
+    """
 
     nodes: tuple[str, ...] = ()
+    all: tuple[str, ...] = ()
+    failed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self._tail = FileTail(self.log)
         self._lost = ""
+        self._badly: set[str] = set()  #: nodes on which a task has not ended well
+
+    @property
+    def status(self) -> int | None:
+        """That of its tasks on the nodes that are left, once it has lost one."""
+        code = self.process.poll()
+        if code and self.failed:
+            self.lost()
+            return code if self._lost or self._badly - self.failed else 0
+        return code
 
     def lost(self) -> str:
-        for line in [] if self._lost else self._tail.new():
+        for line in self._tail.new():
+            if ended := ENDED.match(line):
+                with contextlib.suppress(UsageError):
+                    self._badly.update(expand(ended["nodes"].decode(errors="replace")))
             found = KILLED.match(line)
-            if found and (node := (found["node"] or found["failed"]).decode(errors="replace")) in self.nodes:
+            node = (found["node"] or found["failed"]).decode(errors="replace") if found else ""
+            if found and found["failed"]:
+                self.failed |= {node}
+            if node in self.nodes and not self._lost:
                 said = line.decode(errors="replace")
                 self._lost = f"host {node}: its process died before the run was over ({said}); see {self.log}"
-                break
         return self._lost
 
-    def log_into(self, folder: Path) -> None:
-        super().log_into(folder)
+    def lives_without(self) -> frozenset[str]:
+        """Slurm ends the rest of a step without --no-kill."""
+        return self.failed if "--no-kill" in self.process.args else frozenset()  # type: ignore[operator]
+
+    def continues(self, folder: Path, hosts: Collection[str]) -> None:
+        super().continues(folder, hosts)
         self._tail.path = self.log  # the same file, of which no line is read twice
+        self.nodes, self._lost = tuple(node for node in self.all if node in hosts), ""
 
 
 class SrunHosts:
@@ -120,20 +175,44 @@ class SrunHosts:
 
     Args:
         requeue_words: the command that queues the job again; () where it is not to be.
+        job_id: of the job, with which its loss of the launcher's node is noticed; "" for one that ends with that.
     """
 
-    def __init__(self, groups: list[HetGroup], requeue_words: Sequence[str] = ()) -> None:
+    def __init__(self, groups: list[HetGroup], requeue_words: Sequence[str] = (), job_id: str = "") -> None:
         self.groups = groups
         self.requeue_words = requeue_words
-        self.count = sum(len(group.nodes) for group in groups)
+        self._every = [Host(node, g.slots, spare=node in g.spares) for g in groups for node in g.nodes]
+        self._left_out: list[str] = []
+        self._job_id = job_id
+        self._guard: subprocess.Popen[bytes] | None = None
         # this process's interpreter is not in the site's container; task.sh goes by the same variable
         self.python = os.environ.get("HPCRL_PYTHON") or sys.executable
         self.examined = False
         self.answers: Path | None = None  #: a directory that all hosts see, once there is one
 
+    @property
+    def count(self) -> int:
+        """How many hosts there are."""
+        return sum(len(group.nodes) for group in self.groups)
+
+    @property
+    def names(self) -> list[str]:
+        """The hosts, in order."""
+        return [node for group in self.groups for node in group.nodes]
+
+    def nodes(self) -> list[Host]:
+        """The hosts with their slots, without addresses."""
+        return without(self._every, self._left_out)
+
+    def leave_out(self, hosts: Sequence[str]) -> None:
+        self._left_out += hosts
+        left = [group.without(hosts) for group in self.groups]
+        self.groups = [group for group in left if group.nodes]
+
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         """Every host's own report first; then the network that all of them share."""
-        names = [node for group in self.groups for node in group.nodes]
+        names = self.names
+        self._watch_launcher(options, rundir)
         self.answers = rundir.here
         log = rundir.logs / "probe.log"
         steps = [spawn(self._step(group, "probe", rundir), log) for group in self.groups]
@@ -146,8 +225,10 @@ class SrunHosts:
                 step.terminate()
         network = probe.choose(reports, options.interface, apart=elsewhere(options) is not None)
         self._examine(options, rundir)
-        slots = [(node, group.slots) for group in self.groups for node in group.nodes]
-        return [Host(node, count, network[node].address, network[node].interface) for node, count in slots]
+        return [
+            msgspec.structs.replace(host, address=network[host.name].address, interface=network[host.name].interface)
+            for host in self.nodes()
+        ]
 
     def _examine(self, options: Options, rundir: RunDir) -> None:
         """What `hpcrl doctor --nodes` looks at in passing, once: HpcrlError names the first thing that is wrong."""
@@ -179,13 +260,32 @@ class SrunHosts:
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostProcess]:
         refuse_shared_nodes(options, plan)
+        self._watch_launcher(options, rundir)
         members: list[HostProcess] = []
         for index, group in enumerate(self.groups):
             if set(group.nodes) & set(plan.hosts):
                 log = rundir.logs / f"step-{index}.log"
                 name = f"srun on {','.join(group.nodes)}"
-                members.append(Step(name, log, spawn(self._step(group, "host", rundir), log), nodes=group.nodes))
+                used = tuple(node for node in group.nodes if node in plan.hosts)
+                process = spawn(self._step(group, "host", rundir), log)
+                members.append(Step(name, log, process, nodes=used, all=group.nodes))
         return members
+
+    def _watch_launcher(self, options: Options, rundir: RunDir) -> None:
+        """Have another node notice if this one is lost, where that does not end the job (`orphaned_job`)."""
+        alive = self._guard is not None and self._guard.poll() is None
+        if alive or not self._job_id or "--no-kill" not in self.groups[0].step:
+            return
+        here = os.environ.get("SLURMD_NODENAME", self.names[0])
+        others = [(group, node) for group in self.groups for node in group.nodes if node != here]
+        if not others:
+            return
+        group, node = next(((g, n) for g, n in others if n in g.spares), others[0])
+        root = next((r for r in (rundir.root, rundir.root.parent) if (r / STATE).is_file()), rundir.root)
+        seconds = max(options.hang_timeout, LEAST) + 2 * BEAT
+        program = [sys.executable, "-m", "hpcrl.slurm.orphaned_job", self._job_id, str(root), "--seconds", str(seconds)]
+        words = [*_plain(_alone(group.step, node)), *program]
+        self._guard = spawn([sys.executable, "-m", "hpcrl.run.process", *words], rundir.logs / "launcher-watch.log")
 
     def all_see(self) -> bool:
         return True
@@ -201,8 +301,7 @@ class SrunHosts:
         no file are asked once more alone, ABREAST of them at a time, so that a busy controller loses no healthy
         host."""
         end = Deadline(seconds)
-        every = [node for group in self.groups for node in group.nodes]
-        missing = self._unheard(Deadline(seconds / 2)) if self.answers else every
+        missing = self._unheard(Deadline(seconds / 2)) if self.answers else self.names
         found: list[str] = []
         for first in range(0, len(missing), ABREAST):
             part = missing[first : first + ABREAST]
@@ -216,11 +315,10 @@ class SrunHosts:
         try:
             folder.mkdir()
         except OSError:
-            return [node for group in self.groups for node in group.nodes]
+            return self.names
         command = [sys.executable, "-m", "hpcrl.run.process"]
         asked = [spawn([*command, *group.step, "answer", str(folder)], None) for group in self.groups]
-        names = [node for group in self.groups for node in group.nodes]
-        while missing := [node for node in names if node not in listed(folder)]:
+        while missing := [node for node in self.names if node not in listed(folder)]:
             if deadline.over or all(process.poll() is not None for process in asked):
                 break
             time.sleep(0.5)
@@ -264,7 +362,13 @@ def _alone(step: tuple[str, ...], node: str) -> list[str]:
     return list(_with(step, [f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]))
 
 
-def _with(step: tuple[str, ...], options: list[str]) -> tuple[str, ...]:
+def _plain(step: Sequence[str]) -> list[str]:
+    """The srun alone, outside of the site's container, where Slurm's commands are."""
+    options = itertools.takewhile(lambda word: word.startswith("-"), step[1:])
+    return [step[0], *(word for word in options if not word.startswith("--container"))]
+
+
+def _with(step: tuple[str, ...], options: Sequence[str]) -> tuple[str, ...]:
     """The same srun with more options: of those given twice the later counts."""
     at = next((i for i, word in enumerate(step) if i and not word.startswith("-")), len(step))
     return (*step[:at], *options, *step[at:])

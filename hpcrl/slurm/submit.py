@@ -73,6 +73,7 @@ def render(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> 
         "margin": request.margin,
         "requeue": site.requeue,
         "max_requeues": site.max_requeues if site.requeue else 0,
+        "spares": request.spares,
         "command": script.command,
     }
     return template.render(names)
@@ -101,14 +102,16 @@ def _printable(text: str) -> str:
 
 def _component(script: BatchScript, request: AllocationRequest, site: SlurmSite, index: int) -> dict[str, Any]:
     component = request.components[index]
+    group = index if len(request.components) > 1 else None
     what = "trainer ranks and engines" if request.layout == "homogeneous" else WHAT[component.name]
     return {
         "what": f"{what}, {component.nodes} node{'s' if component.nodes > 1 else ''}",
         "options": [
             _directive(x) for x in (*(_job(script, request, site) if index == 0 else ()), *_options(component, site))
-        ],
+        ]
+        + ["no-kill"] * request.outlives_nodes,
         "slots": component.slots,
-        "step": shlex.join(step(component, index if len(request.components) > 1 else None, site, script)),
+        "step": shlex.join(step(component, group, site, script, request.outlives_nodes)),
     }
 
 
@@ -161,7 +164,9 @@ def _directive(option: str) -> str:
     return f"{name}{equals}{_one_word(value)}" if equals else name
 
 
-def step(component: Component, group: int | None, site: SlurmSite, script: BatchScript) -> list[str]:
+def step(
+    component: Component, group: int | None, site: SlurmSite, script: BatchScript, outlives: bool = False
+) -> list[str]:
     """The srun that starts a component's tasks, up to the program."""
     tasks = max(component.slots, 1) if script.tasks == "slots" else 1
     words = [
@@ -176,6 +181,8 @@ def step(component: Component, group: int | None, site: SlurmSite, script: Batch
     ]
     if script.tasks != "slots":  # a task is no rank: none of the plugins' servers is needed on the nodes
         words.append("--mpi=none")
+    if outlives:  # a node that is lost does not end the tasks on the others
+        words.append("--no-kill")
     if group is not None:
         words.append(f"--het-group={group}")
     words += [f"--nodes={component.nodes}", f"--ntasks={component.nodes * tasks}", f"--ntasks-per-node={tasks}"]

@@ -6,6 +6,7 @@ from hpcrl.report.status_text import fault_rows
 from hpcrl.run.attempt_log import (
     ATTEMPTS,
     FailureRecord,
+    LeftOutRecord,
     ReadyRecord,
     faults_of,
     note_failed,
@@ -63,4 +64,7 @@ def test_faults_in_the_status_of_a_run() -> None:
     assert cost.startswith("2: 1 step repeated, 15 s") and "attempt 1, at step 8: trainer-1 on node2" in last
     (_, cost), _ = fault_rows(faults_of(events[:2]))
     assert cost == "1: it has not trained again"
+    out = [LeftOutRecord(1, 231.0, 0, 0.0, *pair, "lost") for pair in (("node2", "node4"), ("node3", ""))]
+    (_, _, told) = fault_rows(faults_of([*events, *out]))
+    assert told == ("left out", "node2 (node4 in its place), node3")
     assert fault_rows([]) == []

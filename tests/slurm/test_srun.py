@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import PeerError
 from hpcrl.launch.attempts.attempt import _check
 from hpcrl.run.rundir import RunDir
-from hpcrl.slurm.srun import HetGroup, SrunHosts, Step
+from hpcrl.slurm import srun
+from hpcrl.slurm.orphaned_job import lost_batch_node
+from hpcrl.slurm.srun import HetGroup, SrunHosts, Step, read_groups
 
 
 @pytest.fixture
@@ -84,6 +89,114 @@ def test_half_a_line_waits_for_the_rest(step: Step) -> None:
     assert step.lost() == ""
     add(step, "Killed\n")
     assert "node2" in step.lost()
+
+
+@pytest.fixture
+def unkillable(tmp_path: Path) -> Iterator[Step]:
+    """An srun with --no-kill over node1 to node3, the last of which waits as a spare."""
+    process = subprocess.Popen(["bash", "-c", "read -r code; exit $code", "--no-kill"], stdin=subprocess.PIPE)
+    log = tmp_path / "step-0.log"
+    log.touch()
+    yield Step("srun", log, process, nodes=("node1", "node2"), all=("node1", "node2", "node3"))
+    process.kill()
+    process.wait()
+
+
+def ends(step: Step, code: int) -> int | None:
+    step.process.communicate(b"%d\n" % code)
+    return step.status
+
+
+def test_a_step_lives_without_a_node(unkillable: Step, tmp_path: Path) -> None:
+    """Its loss ends the attempt, and the next one is judged by the nodes that it uses."""
+    add(unkillable, "srun: error: Node failure on node2\n")
+    assert "host node2" in unkillable.lost() and unkillable.lives_without() == {"node2"}
+    (tmp_path / "later").mkdir()
+    unkillable.continues(tmp_path / "later", ["node1", "node3", "other"])
+    assert unkillable.nodes == ("node1", "node3") and unkillable.lost() == ""
+    add(unkillable, "srun: error: node2: task 1: Killed\n")
+    assert unkillable.lost() == "" and ends(unkillable, 1) == 0, "of the lost one alone"
+
+
+@pytest.mark.parametrize("line", ["node3: task 2: Exited with exit code 7", "node[1,3]: tasks 0,2: Terminated"])
+def test_a_step_that_lost_a_node_may_fail(unkillable: Step, line: str) -> None:
+    add(unkillable, f"srun: error: Node failure on node2\nsrun: error: {line}\n")
+    assert ends(unkillable, 7) == 7
+
+
+def test_a_lost_spare_ends_nothing(unkillable: Step) -> None:
+    add(unkillable, "srun: error: Node failure on node3\n")
+    assert unkillable.lost() == "" and unkillable.lives_without() == {"node3"}
+    assert ends(unkillable, 1) == 0
+
+
+def test_all_goes_with_a_step_that_has_no_say(step: Step) -> None:
+    """Slurm ends it with its node."""
+    add(step, "srun: error: Node failure on node2\nsrun: error: [: task 1: Killed\n")
+    assert step.lost() and step.lives_without() == frozenset()
+
+
+def test_a_job_without_some_of_its_hosts() -> None:
+    """The steps ask for the nodes that are left; a spare one of the first component takes the place of any other."""
+    words = "srun --no-kill --nodes=3 --ntasks=6 --ntasks-per-node=2 bash task.sh"
+    environment = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "node[1-3]",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "node4",
+        "HPCRL_STEP_0": words,
+        "HPCRL_STEP_1": words.replace("=3", "=1").replace("=6", "=2"),
+        "HPCRL_SLOTS_0": "2",
+        "HPCRL_SLOTS_1": "2",
+        "HPCRL_SPARES": "1",
+    }
+    hosts = SrunHosts(read_groups(environment))
+    assert [(host.name, host.spare) for host in hosts.nodes()] == [
+        ("node1", False),
+        ("node2", False),
+        ("node3", True),
+        ("node4", False),
+    ]
+    hosts.leave_out(["node2"])
+    assert [(host.name, host.spare) for host in hosts.nodes()] == [("node1", False), ("node3", False), ("node4", False)]
+    (first, second) = hosts.groups
+    assert first.nodes == ("node1", "node3") and second.nodes == ("node4",)
+    assert shlex.join(first.step).startswith(words.removesuffix(" bash task.sh")), "the later of two counts"
+    assert first.step[-5:] == ("--nodelist=node1,node3", "--nodes=2", "--ntasks=4", "bash", "task.sh")
+    hosts.leave_out(["node4"])
+    assert [host.name for host in hosts.nodes()] == ["node1", "node3"] and hosts.count == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "lost"),
+    [
+        ("JobId=7 HetJobId=7 JobState=RUNNING NodeList=node[2-3] BatchHost=node1 NumNodes=2", "node1"),
+        ("JobId=7 JobState=RUNNING NodeList=node[1-3] BatchHost=node1", None),
+        ("JobId=7 JobState=COMPLETING NodeList=node2 BatchHost=node1", None),
+        ("JobId=7 JobState=PENDING NodeList= NumNodes=2", None),
+        ("JobId=7 JobState=RUNNING NodeList=node2 BatchHost=node1\nJobId=8 NodeList=node1 BatchHost=node1", "node1"),
+        ("", None),
+    ],
+)
+def test_a_job_that_has_lost_its_batch_process(record: str, lost: str | None) -> None:
+    assert lost_batch_node(record) == lost
+
+
+def test_a_job_is_watched_from_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of the container, where Slurm's commands are, and on a spare node where there is one."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(srun, "spawn", lambda words, log: asked.append(words) or SimpleNamespace(poll=lambda: None))
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    step = ("srun", "--no-kill", "--container-image=a.sqsh", "--nodes=3", "bash", "task.sh")
+    hosts = SrunHosts([HetGroup(("node1", "node2", "node3"), 1, step, spares=("node3",))], job_id="7")
+    rundir = RunDir.create(tmp_path / "run")
+    for _ in range(2):
+        hosts._watch_launcher(Options(), rundir)
+    (words,) = asked
+    assert "--nodelist=node3" in words and "task.sh" not in words and not any("container" in word for word in words)
+    assert words[words.index("hpcrl.slurm.orphaned_job") + 1 :][:2] == ["7", str(rundir.root)]
+    SrunHosts([HetGroup(("node1", "node2"), 1, ("srun", "bash"))], job_id="7")._watch_launcher(Options(), rundir)
+    assert len(asked) == 1, "it ends with its node"
 
 
 def test_prepare_runs_the_nodes_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,13 @@ import pytest
 from hpcrl.run.attempt_log import faults_of, read_attempts
 from tests.support.cluster import Cluster
 from tests.support.runs import KEPT, SubmittedRun, metrics, policy, samples, sft
-from tests.support.slurm import hpcrl, submit
+from tests.support.slurm import HURRY, hpcrl, submit
 from tests.whole_runs.test_under_mpirun import MPIRUN, environment
 from tools.cluster import control
 
 pytestmark = pytest.mark.cluster
 LONGER = {"num_rollout": 10}  #: steps enough for three faults, each after one of its own
+SLOW = "tests.support.slurm.slow"  #: the reward of `policy`, after a second
 
 
 def find(cluster: Cluster, module: str, node: str | None = None) -> list[int]:
@@ -79,6 +80,55 @@ def test_slurm_job_is_kept(cluster: Cluster, tmp_path: Path, task: Path, undistu
     assert all(fault.repeated is not None and fault.repeated <= 1 and fault.seconds > 0 for fault in told), told
     said = hpcrl(cluster, "status", job.root).stdout
     assert "faults" in said and "until it trained again" in said, said
+
+
+def test_spare_host_takes_a_place(cluster: Cluster, tmp_path: Path, task: Path, undisturbed: Path) -> None:
+    """The power of a trainer's host is cut: a spare host of the same job trains on, with the engine that lives, and no
+    number differs.  Then that of the launcher's: the job is queued again, and holds no node until its limit."""
+    job = submit(
+        cluster,
+        policy(tmp_path, task, **KEPT, **LONGER, spares=1, hang_timeout=15, custom_rm_path=SLOW),
+        tmp_path / "run",
+    )
+    job.until(lambda: job.steps() > 0)
+    first, last = (trainers := json.loads((job.root / "attempts/0/plan.json").read_text())["trainers"])[0], trainers[-1]
+    engines = find(cluster, "hpcrl.engine.server")
+    cluster.kill_node(last["host"])
+    job.until((job.root / "attempts/1/peers/trainer-0.json").exists, 120)
+    assert find(cluster, "hpcrl.engine.server") == engines != []
+    cluster.boot_node(last["host"])
+    job.until(lambda: job.steps() > 2)
+    assert (
+        cluster.job(job.number)["Restarts"] == "0"
+        and last["host"] not in (job.root / "attempts/1/plan.json").read_text()
+    )
+    cluster.kill_node(first["host"])
+    job.until(lambda: cluster.job(job.number)["Restarts"] == "1", 200)
+    cluster.boot_node(first["host"])
+    (job.root / HURRY).touch()
+    job.ends()
+    assert metrics(job.root) == metrics(undisturbed) and samples(job.root) == samples(undisturbed)
+
+
+def test_elastic_job_trains_on_fewer_hosts(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """A job without a spare host loses one of two: it continues on the other, and its losses are those of two to what
+    rounding makes of them."""
+    whole = submit(cluster, sft(tmp_path / "whole", task), tmp_path / "whole/run")
+    whole.ends()
+    job = submit(cluster, sft(tmp_path / "cut", task, **KEPT, elastic=True, num_rollout=40), tmp_path / "cut/run")
+    job.until(lambda: job.steps() > 2)
+    hosts = [place["host"] for place in json.loads((job.root / "attempts/0/plan.json").read_text())["trainers"]]
+    cluster.kill_node(hosts[1])
+    job.until((job.root / "attempts/1/peers/trainer-0.json").exists, 120)
+    cluster.boot_node(hosts[1])
+    job.ends()
+    assert cluster.job(job.number)["Restarts"] == "0"
+    (left,) = json.loads((job.root / "attempts/1/plan.json").read_text())["trainers"]
+    assert left["host"] == hosts[0] and "size.json" in os.listdir(job.root / "attempts/1")
+    ours, others = metrics(job.root), metrics(whole.root)
+    assert len(ours) >= 3 and all(
+        ours[step]["train/loss"] == pytest.approx(others[step]["train/loss"], rel=1e-3) for step in ours.keys() & others
+    )
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])

@@ -18,6 +18,7 @@ from hpcrl.errors import UsageError, failures, raise_together
 _RULES = (
     run.check_needed,
     run.check_saving,
+    run.check_attempts,
     data.check_prompts,
     sampling.check_sampling,
     sampling.check_filling,

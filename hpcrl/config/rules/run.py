@@ -42,6 +42,15 @@ def check_saving(o: Options) -> None:
         )
 
 
+def check_attempts(o: Options) -> None:
+    """Raise UsageError for other hosts on which no attempt could begin."""
+    given = [f"--spares {o.spares}"] * bool(o.spares) + ["--elastic"] * o.elastic
+    if given and o.attempts == 1:
+        raise UsageError(
+            f"{' and '.join(given)} with --attempts 1: no second attempt ever begins", "leave out one of them"
+        )
+
+
 def check_run_dir(template: str, name: str = "") -> None:
     """Raise UsageError unless `template` has no other placeholders than {name} and {time}, and the path can be written
     into scripts and onto terminals."""

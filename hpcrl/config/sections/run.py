@@ -48,6 +48,17 @@ class RunOptions(Base):
         "next attempt begins there at once, and engines that are well continue; 1: the first failure ends the job",
         ge=1,
     )
+    spares: int = opt(
+        0,
+        "hosts that the job has beyond those that the run needs: they wait, and each takes the place of one that is "
+        "lost, or whose hardware breaks, within the job",
+        ge=0,
+    )
+    elastic: bool = opt(
+        False,
+        "continue within the job on fewer hosts where one is lost and no spare one is left: with fewer data-parallel "
+        "replicas and the global batch as it was, or with fewer engines",
+    )
     engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
     engine_restarts: int = opt(
         2,

@@ -18,7 +18,7 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, failure_kind
 from hpcrl.heartbeat import LEAST, HeartbeatMonitor
-from hpcrl.launch.attempts.held_hosts import HeldHosts, HostHandle
+from hpcrl.launch.attempts.held_hosts import HeldHosts, HostHandle, is_of
 from hpcrl.launch.attempts.old_attempts import begin_tidying
 from hpcrl.launch.engines.standalone import borrow
 from hpcrl.launch.host import CLOSING, HOST_BEAT
@@ -30,7 +30,7 @@ from hpcrl.report.file_tail import last_lines
 from hpcrl.run.copies_directory import tell_first
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
-from hpcrl.run.role import LAST_WORDS, last_error
+from hpcrl.run.role import LAST_WORDS, last_error, write_size
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
@@ -54,14 +54,17 @@ class Backend(Protocol):
     python: str
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
-        """The hosts of the run, in order, each with address and interface.  Errors name the host that does not
-        answer."""
+        """The hosts of the run, in order, spare ones among them, each with address and interface.  Errors name the
+        host that does not answer."""
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[HostHandle]:
         """Start every host's part of the plan, which is in the run directory."""
 
     def all_see(self) -> bool:
         """Whether every host sees the run directory itself, and so what becomes of one attempt after another."""
+
+    def leave_out(self, hosts: Sequence[str]) -> None:
+        """Use these hosts no more."""
 
     def again(self, root: Path) -> str:
         """The command that resumes a run."""
@@ -92,6 +95,7 @@ def run_attempt(
     poll: Callable[[], None],
     held: HeldHosts,
     first: int,
+    smaller: bool = False,
 ) -> Summary:
     """Run one attempt to its end and return its summary.
 
@@ -100,6 +104,7 @@ def run_attempt(
     Args:
         held: the hosts of the attempt before, where they wait for this one; those of this one, once it has begun.
         first: the attempt with which this launcher began.
+        smaller: whether the options are those of a smaller run than the one that the user asked for.
 
     Raises:
         PeerError: names the role that failed.
@@ -109,6 +114,8 @@ def run_attempt(
     try:
         work_in_turns(rundir.begin, poll)
         tell_first(rundir, first)
+        if smaller:
+            write_size(rundir, options)
         begin_tidying(rundir)
         if not continues:
             held.hosts = backend.hosts(options, rundir)
@@ -120,10 +127,10 @@ def run_attempt(
             held.lent.close()
         held.lent = borrow(rundir, plan, options)
         if continues:
-            held.begin_again(rundir)
+            held.begin_again(rundir, plan)
         else:
             held.members += backend.start(options, plan, rundir)
-        _watch(held.members, options, rundir, stop, poll)
+        _watch(held.members, plan.hosts, options, rundir, stop, poll)
     except Stopped:
         raise
     except (HpcrlError, OSError) as error:  # the latter of a file system that has just failed: it may be over
@@ -144,7 +151,12 @@ def _of_file_system(error: OSError, rundir: RunDir) -> HpcrlError:
 
 
 def _watch(
-    members: list[HostHandle], options: Options, rundir: RunDir, stop: StopRequest, poll: Callable[[], None]
+    members: list[HostHandle],
+    hosts: Sequence[str],
+    options: Options,
+    rundir: RunDir,
+    stop: StopRequest,
+    poll: Callable[[], None],
 ) -> None:
     """Return when all members have ended well and the trainer has summed up; raise as soon as anything has gone
     wrong."""
@@ -159,7 +171,7 @@ def _watch(
         if stop.requests or looked.due(LOOK) or any(m.status is not None for m in members):
             _check(members, rundir)
             over = summary_of(rundir) is not None
-        _check_hosts(pulse, options.hang_timeout, rundir)
+        _check_hosts(pulse, hosts, options.hang_timeout, rundir)
         now = time.monotonic()
         if over and close_by == float("inf"):
             close_by = now + ENDING
@@ -189,9 +201,12 @@ def _stopped_early(stop: StopRequest) -> Stopped:
     return Stopped(f"stopped while starting{reason}: nothing was trained since the last checkpoint")
 
 
-def _check_hosts(pulse: HeartbeatMonitor, seconds: float, rundir: RunDir) -> None:
-    """PeerError, recorded, if the process of a host hangs, which would notice nothing of what happens there."""
+def _check_hosts(pulse: HeartbeatMonitor, hosts: Sequence[str], seconds: float, rundir: RunDir) -> None:
+    """PeerError, recorded, if the process of a host of the plan hangs, which would notice nothing of what happens
+    there; a spare host is looked for when it is needed."""
     for silent in pulse.silent(max(seconds, LEAST) + HOST_BEAT):
+        if not any(is_of(silent.name, host) for host in hosts):
+            continue
         what = f"the process of host {silent.name} {silent}"
         if said := write_obstacle(rundir.here):  # where we cannot write, neither can it
             raise PeerError(f"{said}; no host can give a sign of life there", "the last checkpoint is good")

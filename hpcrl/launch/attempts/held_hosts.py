@@ -1,7 +1,8 @@
 """The processes by which the launcher holds the hosts of a run, through one attempt after another.
 
-Invariants: an attempt takes over the hosts of the one before it only when each of them has said that nothing is left
-there but engines that are well; whatever happens, no process of an attempt outlives `end`.
+Invariants: an attempt takes over the hosts of the one before it only when each of them, but for those that it leaves
+out, has said that nothing is left there but engines that are well; whatever happens, no process of an attempt outlives
+`end`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, NamedTuple, Protocol
 
 import psutil
 
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.roles import GRACE
-from hpcrl.plan import Host
+from hpcrl.plan import Host, Plan
 from hpcrl.queue.auth import forget_keys
 from hpcrl.run.exit_status import MemoryWatch
-from hpcrl.run.pauses import CarriedOver, carried_over, follow_log, hand_over, paused_hosts
+from hpcrl.run.pauses import CarriedOver, PausedHost, carried_over, follow_log, hand_over, paused_hosts
 from hpcrl.run.process import end, end_descendants
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import BEATS, RunDir, listed
@@ -54,8 +55,12 @@ class HostProcess:
         """How a host behind it is known to have died, whether it lives on itself or not; empty if none has."""
         return ""
 
-    def log_into(self, folder: Path) -> None:
-        """Have its log in the directory of another attempt's, too."""
+    def lives_without(self) -> frozenset[str]:
+        """The hosts that it has lost and stands for the others all the same."""
+        return frozenset()
+
+    def continues(self, folder: Path, hosts: Collection[str]) -> None:
+        """Stand for what another attempt uses of its hosts, with its log in the directory of that attempt's, too."""
         self.log = follow_log(self.log, folder)
 
     def end(self) -> None:
@@ -76,9 +81,19 @@ class HostHandle(Protocol):
 
     def lost(self) -> str: ...
 
-    def log_into(self, folder: Path) -> None: ...
+    def lives_without(self) -> frozenset[str]: ...
+
+    def continues(self, folder: Path, hosts: Collection[str]) -> None: ...
 
     def end(self) -> None: ...
+
+
+class FailedHosts(NamedTuple):
+    """An attempt that has failed, and what its hosts have said since."""
+
+    rundir: RunDir
+    plan: Plan
+    records: Mapping[str, PausedHost]
 
 
 @dataclass
@@ -86,16 +101,21 @@ class HeldHosts:
     """The hosts that a stage has now.
 
     Attributes:
-        hosts: in the order of the plan.
+        hosts: in the order of the plan, spare ones among them.
         members: what stands for them; none before an attempt has begun, or once all have ended.
         carried: what the next attempt takes over; None where it starts every process.
+        absent: after `pause`, the hosts that have not said that the failed attempt has ended there.
+        stuck: host -> what of it cannot be killed there.
     """
 
     hosts: list[Host] = field(default_factory=list)
     members: list[HostHandle] = field(default_factory=list)
     carried: CarriedOver | None = None
     lent: IO[bytes] | None = None  #: held open as long as the run has engines that it did not start
+    absent: set[str] = field(default_factory=set)
+    stuck: dict[str, str] = field(default_factory=dict)
     _paused: RunDir | None = None
+    _failed: FailedHosts | None = None
 
     @property
     def engines(self) -> Mapping[int, int]:
@@ -103,11 +123,13 @@ class HeldHosts:
         return self.carried.engines if self.carried else {}
 
     def pause(self, rundir: RunDir, poll: Callable[[], None]) -> bool:
-        """Wait until the failed attempt has ended on every host but for its engines.
+        """Wait until the failed attempt has ended on every host but for its engines: until none is `absent` but those
+        that are known to be lost, or for PAUSING seconds, or until a host's own process has ended.
 
         Returns:
-            False where that does not come in time, or a host's own process has ended: then `end` is next.
+            Whether none is absent; else they are left out, or `end` is next.
         """
+        self.absent, self.stuck, self._failed = {host.name for host in self.hosts}, {}, None
         try:
             records, plan = paused_hosts(rundir), read_plan(rundir)
         except HpcrlError:  # it failed before it had one
@@ -115,18 +137,37 @@ class HeldHosts:
         deadline = Deadline(PAUSING)
         while self.members and not records.damaged and not deadline.over:
             poll()
-            if any(member.status is not None or member.lost() for member in self.members):
-                break
-            names = {name for name in listed(rundir.here / BEATS) if not name.startswith(".")}
+            if any(m.status is not None or (m.lost() and not m.lives_without()) for m in self.members):
+                self.absent = {host.name for host in self.hosts}
+                return False
+            names = [name for name in listed(rundir.here / BEATS) if not name.startswith(".")]
             records.look()
-            if names and names <= records.found.keys() and _all_of(plan.hosts, records.found):
-                self.carried = carried_over(plan, records.found.values())
-                self._paused = rundir
-                return True
+            self.absent = {host.name for host in self.hosts if not _all_of(host.name, names, records.found)}
+            if all(any(host in m.lives_without() for m in self.members) for host in self.absent):
+                break
             time.sleep(LOOK)
-        return False
+        self._failed = FailedHosts(rundir, plan, records.found)
+        self.stuck = {
+            host.name: record.stuck
+            for host in self.hosts
+            for name, record in records.found.items()
+            if record.stuck and is_of(name, host.name)
+        }
+        return not self.absent
 
-    def begin_again(self, rundir: RunDir) -> None:
+    def carry(self, plan: Plan) -> None:
+        """Take over what the hosts of the next attempt have, all of which are paused.
+
+        Args:
+            plan: the next attempt's.
+        """
+        assert self._failed is not None, "pause() comes first"
+        used = [host.name for host in self.hosts]
+        records = [record for name, record in self._failed.records.items() if any(is_of(name, host) for host in used)]
+        self.carried = carried_over(self._failed.plan, plan, records)
+        self._paused = self._failed.rundir
+
+    def begin_again(self, rundir: RunDir, plan: Plan) -> None:
         """Have the paused hosts begin this attempt, whose plan and keys are there.
 
         Raises:
@@ -134,7 +175,7 @@ class HeldHosts:
         """
         assert self._paused is not None and self.carried is not None, "pause() comes first"
         for member in self.members:
-            member.log_into(rundir.logs)
+            member.continues(rundir.logs, plan.hosts)
         hand_over(self._paused, rundir, self.carried)
         self._paused = self.carried = None
 
@@ -158,6 +199,16 @@ class HeldHosts:
         self.members, self.carried, self._paused = [], None, None
 
 
-def _all_of(hosts: Iterable[str], names: Collection[str]) -> bool:
-    """Whether each host is there, under its own name or those of its slots."""
-    return all(host in names or any(name.startswith(f"{host}-") for name in names) for host in hosts)
+def is_of(name: str, host: str) -> bool:
+    """Whether this is the name of a host's process, or of the process of one of its slots."""
+    return name == host or (name.startswith(f"{host}-") and name[len(host) + 1 :].isdigit())
+
+
+def _all_of(host: str, alive: Iterable[str], told: Collection[str]) -> bool:
+    """Whether each process of a host has told that it is paused: there is one at least.
+
+    Args:
+        alive: the names under which processes of hosts give signs of life.
+    """
+    ours = {name for name in (*alive, *told) if is_of(name, host)}
+    return bool(ours) and ours <= set(told)

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.config.options import Options
-from hpcrl.errors import HpcrlError, Stopped
+from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.heartbeat import LEAST
 from hpcrl.launch.attempts.attempt import Backend, run_attempt
+from hpcrl.launch.attempts.fewer_hosts import on_fewer, what_changed
 from hpcrl.launch.attempts.headway import check_headway, position
 from hpcrl.launch.attempts.held_hosts import HeldHosts
-from hpcrl.launch.attempts.retries import FailedAttempt, reason_to_end
+from hpcrl.launch.attempts.retries import FailedAttempt, HostFault, reason_to_end
+from hpcrl.launch.attempts.spare_hosts import in_order, replacement, without
 from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.launch.stop_signals import StopRequest
+from hpcrl.plan import Plan, make_plan
 from hpcrl.report.metrics import last_records
 from hpcrl.report.progress import say
-from hpcrl.run.attempt_log import note_failed, unended
+from hpcrl.run.attempt_log import note_failed, note_left_out, unended
 from hpcrl.run.copies_directory import tell_followed
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.role import read_plan
@@ -38,13 +41,14 @@ from hpcrl.toolbox.turning import work_in_turns
 DISK = 120.0  #: seconds that a file system which takes nothing has to get over it
 LOOK = 1.0  #: seconds between two looks meanwhile
 
-#: (the error, whether every host has said that it is well) -> why the run does not continue on the job's hosts, or ""
-Leave = Callable[[HpcrlError, bool], str]
+#: (the error, whether every host has said that it is well, host -> what cannot be killed there) -> why the run does not
+#: continue on the job's hosts
+Leave = Callable[[HpcrlError, bool, Mapping[str, str]], HostFault]
 
 
-def stay(error: HpcrlError, well: bool) -> str:
+def stay(error: HpcrlError, well: bool, stuck: Mapping[str, str]) -> HostFault:
     """`Leave` of a launcher without a scheduler."""
-    return ""
+    return HostFault(", ".join(stuck.values()), tuple(stuck))
 
 
 @dataclass
@@ -70,6 +74,9 @@ class StageAttempts:
     _position: list[str] = field(default_factory=list)  #: what had been saved at the last failure
     _fruitless: int = 0  #: failures since then
 
+    def __post_init__(self) -> None:
+        self._whole = self.options  #: those of the run as it was asked for
+
     def run(self, rundir: RunDir) -> Summary:
         """Bring the stage to its end, beginning with this attempt.
 
@@ -92,8 +99,9 @@ class StageAttempts:
 
     def _attempt(self, rundir: RunDir) -> Summary:
         with self.observe(rundir) as poll:
-            first = rundir.attempt - len(self.failed)
-            return run_attempt(self.options, self.backend, self.run_id, rundir, self.stop, poll, self.held, first)
+            first, smaller = rundir.attempt - len(self.failed), self._whole is not self.options
+            more = self.stop, poll, self.held, first, smaller
+            return run_attempt(self.options, self.backend, self.run_id, rundir, *more)
 
     def _continue_after(self, error: HpcrlError, rundir: RunDir) -> None:
         """Return once another attempt may begin; raise the error where none does."""
@@ -110,21 +118,62 @@ class StageAttempts:
         why = reason_to_end(self.failed, self.options.attempts, self._fruitless)
         self._end(error, why if begun else "its hosts could not be had")
         self._end(error, self._full_disk(rundir))
-        well = self.backend.all_see() and self.held.pause(rundir, turn)
-        self._end(error, self.leave(error, well))
+        if self.backend.all_see():
+            self.held.pause(rundir, turn)
+        paused = self.backend.all_see() and bool(self.held.members)
+        fault = self.leave(error, paused and not self.held.absent, self.held.stuck)
+        way = self._without(fault, rundir)
+        self._end(error, fault.why if way is None else "")
         turn()
         try:
             work_in_turns(lambda: check_headway(self.root, 1), turn)
         except HpcrlError as fruitless:
             self._end(error, fruitless.what)
-        if not well:
+        say(f"attempt {rundir.attempt} failed: {error.what}")
+        if fault.hosts:
+            self._leave_out(fault, rundir)
+        options, plan = way or (self.options, None)
+        if plan is not None and paused and options is self.options and self.held.absent <= set(fault.hosts):
+            self.held.carry(plan)
+        else:
             tell_followed(rundir)
             self.held.end(rundir, turn)
         self._end(error, "")
+        if options is not self.options:
+            say(f"--elastic: {what_changed(self.options, options)}")
+        self.options = options
         number = len(self.held.engines)
         engines = f"; {number} engine{'s' * (number > 1)} continue{'s' * (number == 1)}" if number else ""
-        say(f"attempt {rundir.attempt} failed: {error.what}")
-        say(f"attempt {rundir.attempt + 1} begins on the same hosts{engines}")
+        where = f"without {', '.join(fault.hosts)}" if fault.hosts else "on the same hosts"
+        say(f"attempt {rundir.attempt + 1} begins {where}{engines}")
+
+    def _without(self, fault: HostFault, rundir: RunDir) -> tuple[Options, Plan] | None:
+        """Options and plan of the next attempt without the hosts at fault; None if there is none."""
+        if fault.why and not fault.hosts:
+            return None
+        hosts = without(self.held.hosts, fault.hosts)
+        options: Options | None = self.options
+        while options is not None:
+            try:
+                return options, make_plan(options, hosts, self.run_id, rundir.attempt + 1)
+            except UsageError:
+                if self.options.spares:
+                    say("no spare host is left that could take a place")
+                options = on_fewer(options, hosts) if self.options.elastic and options is self.options else None
+        return None
+
+    def _leave_out(self, fault: HostFault, rundir: RunDir) -> None:
+        """Have the job continue without these hosts, and say which take their places."""
+        names = in_order(self.held.hosts, fault.hosts)
+        for name in names:
+            taker = replacement(self.held.hosts, name)
+            self.held.hosts = without(self.held.hosts, [name])
+            if taker is not None:
+                say(f"{fault.why}: spare host {taker.name} takes the place of {name}")
+            else:
+                say(f"{fault.why}: the run continues without {name}")
+            note_left_out(rundir, name, taker.name if taker else "", fault.why)
+        self.backend.leave_out(names)
 
     def _end(self, error: HpcrlError, why: str) -> None:
         """Raise the error if there is a reason why, Stopped if the run was asked to stop meanwhile."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpcrl.errors import EXITED, UNEXPECTED, DataError, HpcrlError, UsageError
 from hpcrl.run.rundir import AttemptFailure
@@ -22,6 +23,17 @@ OWN = (HpcrlError.__name__, UNEXPECTED, EXITED)
 #: how often what others have seen of a process's end happens alike before it is taken for no chance
 OTHERS = 3
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?")
+
+
+class HostFault(NamedTuple):
+    """Why no attempt may follow on the hosts of the job as they are; empty where one may.
+
+    Attributes:
+        hosts: those without which one may follow.
+    """
+
+    why: str = ""
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

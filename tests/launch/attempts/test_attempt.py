@@ -32,7 +32,7 @@ def test_second_signal_interrupts(tmp_path: Path) -> None:
     rundir.begin()
     publish(rundir, TrainerPeer(start=0, total=5))
     with pytest.raises(Interrupted, match="ended at once") as caught:
-        attempt._watch([], Options(), rundir, StopRequest(requests=2), lambda: None)
+        attempt._watch([], [], Options(), rundir, StopRequest(requests=2), lambda: None)
     assert caught.value.exit_code == 130
 
 
@@ -224,7 +224,7 @@ def test_failed_heartbeat_write_is_not_a_hang(
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     with pytest.raises(PeerError, match=said):
-        attempt._check_hosts(Heard(), 20.0, rundir)  # type: ignore[arg-type]
+        attempt._check_hosts(Heard(), ["node1"], 20.0, rundir)  # type: ignore[arg-type]
 
 
 def test_unwritable_error_is_left_with_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

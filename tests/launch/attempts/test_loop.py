@@ -16,14 +16,19 @@ from hpcrl.launch.attempts import loop
 from hpcrl.launch.attempts.headway import FRUITLESS
 from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.attempts.loop import StageAttempts, stay
+from hpcrl.launch.attempts.retries import HostFault
 from hpcrl.launch.stop_signals import StopRequest
-from hpcrl.run.attempt_log import ATTEMPTS, FailureRecord, ReadyRecord, read_attempts
+from hpcrl.plan import Host, Plan
+from hpcrl.run.attempt_log import ATTEMPTS, FailureRecord, LeftOutRecord, ReadyRecord, read_attempts
 from hpcrl.run.pauses import CarriedOver
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import Summary, write_summary
 
 Fails = Callable[[RunDir, StopRequest], str]
+LOST = "node1"
+HOSTS = (Host("node0", 1), Host(LOST, 1), Host("node2", 1, spare=True))
+TWO = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 0, "loss_type": "sft_loss"}
 
 
 class Job:
@@ -44,14 +49,19 @@ class Job:
 
         class Hosts(HeldHosts):
             def pause(self, rundir: RunDir, poll: Callable[[], None]) -> bool:
-                self.carried = CarriedOver(engines={0: 0}) if warm else None
+                self.absent = set() if warm else {LOST}
                 return warm
+
+            def carry(self, plan: Plan) -> None:
+                self.carried = CarriedOver(engines={0: 0})
 
             def end(self, rundir: RunDir, poll: Callable[[], None]) -> None:
                 job.ended.append(rundir.attempt)
                 self.members, self.carried = [], None
 
-        self.held = Hosts()
+        self.held = Hosts(hosts=list(HOSTS))
+        self.left_out: list[str] = []
+        self.nodes: list[int] = []
         monkeypatch.setattr(loop, "run_attempt", self._attempt)
         monkeypatch.setattr(loop, "watched", lambda *_: nullcontext())
 
@@ -59,6 +69,8 @@ class Job:
         if rundir.attempt:
             rundir.begin()
         self.begun.append((rundir.attempt, self.held.carried is not None))
+        self.nodes.append(options.actor_num_nodes)
+        assert more[-1] is (options.actor_num_nodes < 2), "the attempt is told that it is smaller"
         self.held.members, self.held.carried = [SimpleNamespace(status=None)], None  # type: ignore[list-item]
         publish(rundir, TrainerPeer(start=rundir.attempt, total=9))
         if rundir.attempt < len(self.fails):
@@ -71,8 +83,17 @@ class Job:
         def observe(rundir: RunDir) -> Iterator[Callable[[], None]]:
             yield lambda: None
 
-        backend: Any = SimpleNamespace(all_see=lambda: True, requeue_words=())
-        given = (Options(**options), backend, "id", self.rundir.root, self.stop, observe, lambda rundir: None, leave)
+        backend: Any = SimpleNamespace(all_see=lambda: True, requeue_words=(), leave_out=self.left_out.extend)
+        given = (
+            Options(**(TWO | options)),
+            backend,
+            "id",
+            self.rundir.root,
+            self.stop,
+            observe,
+            lambda rundir: None,
+            leave,
+        )
         return StageAttempts(*given, held=self.held).run(self.rundir)
 
 
@@ -152,14 +173,68 @@ def test_a_run_without_headway_ends(rundir: RunDir, monkeypatch: pytest.MonkeyPa
 def test_scheduler_may_want_the_hosts_back(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def leave(error: HpcrlError, well: bool) -> str:
+    def leave(error: HpcrlError, well: bool, stuck: dict[str, str]) -> HostFault:
         asked.append((error.what, well))
-        return "preempted" if len(asked) == 2 else ""
+        return HostFault("preempted" if len(asked) == 2 else "")
 
     job = Job(rundir, monkeypatch, [killed] * 3)
     with pytest.raises(PeerError):
         job.run(leave)
     assert asked == [("trainer-1: killed", True)] * 2 and job.begun[-1][0] == 1
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_spare_host_takes_the_place_of_a_lost_one(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    """Once: for the second host that is lost there is none, and the job ends.  What waits on the others is taken over
+    where the lost one alone is absent."""
+    faults = iter([HostFault("node1 was lost", ("node1",)), HostFault("node0 was lost", ("node0",))])
+    job = Job(rundir, monkeypatch, [killed, killed])
+    monkeypatch.setattr(job.held, "pause", lambda *_: setattr(job.held, "absent", {LOST} if warm else {LOST, "node0"}))
+    with pytest.raises(PeerError):
+        job.run(lambda *_: next(faults), spares=1)
+    assert job.begun == [(0, False), (1, warm)] and job.left_out == [LOST]
+    assert [host.name for host in job.held.hosts] == ["node0", "node2"]
+    (told,) = [e for e in read_attempts(rundir.root) if isinstance(e, LeftOutRecord)]
+    assert (told.host, told.spare, told.why) == (LOST, "node2", "node1 was lost")
+
+
+@pytest.mark.parametrize(("elastic", "ends"), [(True, 1), (False, 0)])
+def test_a_run_may_become_smaller(rundir: RunDir, monkeypatch: pytest.MonkeyPatch, elastic: bool, ends: int) -> None:
+    """Without a spare host, if its user allows it: all of its processes begin again."""
+    job = Job(rundir, monkeypatch, [killed])
+    job.held.hosts = list(HOSTS[:2])
+    more = {
+        "attempts": 3,
+        "elastic": elastic,
+        "hf_checkpoint": "m",
+        "prompt_data": "p",
+        "num_rollout": 9,
+        "label_key": "l",
+    }
+    if not elastic:
+        with pytest.raises(PeerError):
+            job.run(lambda *_: HostFault("node1 was lost", (LOST,)), **more)
+    else:
+        assert job.run(lambda *_: HostFault("node1 was lost", (LOST,)), **more).attempt == 1
+    assert job.nodes == [2, 1][: 1 + ends] and job.begun[-1] == (ends, False)
+
+
+def test_what_cannot_be_killed_costs_its_host(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another takes its place; else no attempt begins on top of it."""
+    for spares in (1, 0):
+        rundir = RunDir.create(rundir.root.parent / f"spares-{spares}")
+        rundir.begin()
+        job = Job(rundir, monkeypatch, [killed])
+        job.held.hosts = list(HOSTS[: 2 + spares])
+        job.held.stuck = {"node0": "on node0 process 7 cannot be killed"}
+        if spares:
+            assert job.run(spares=1).attempt == 1 and job.left_out == ["node0"]
+        else:
+            with pytest.raises(PeerError):
+                job.run()
+            assert job.begun == [(0, False)]
 
 
 def test_stop_between_two_attempts(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +246,7 @@ def test_stop_between_two_attempts(rundir: RunDir, monkeypatch: pytest.MonkeyPat
 
     job = Job(rundir, monkeypatch, [killed])
     with pytest.raises(Stopped, match="hpcrl stop.*killed"):
-        job.run(lambda *_: job.stop.ask("hpcrl stop") or "")
+        job.run(lambda *_: job.stop.ask("hpcrl stop") or HostFault())
     assert job.begun == [(0, False)] and job.ended == [0]
     later = RunDir.create(rundir.root.parent / "saves")
     later.begin()

@@ -6,12 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.errors import EXITED, UNEXPECTED
 from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.attempts.retries import FailedAttempt, reason_to_end
+from hpcrl.launch.attempts.spare_hosts import mark_spares, replacement, without
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.pauses import CarriedOver, PausedHost, carried_over, follow_log, hand_over, read_carried, tell_paused
 from hpcrl.run.peers import EnginePeer, find, publish
@@ -68,10 +70,10 @@ def test_whole_engines_are_taken_over() -> None:
     a = PausedHost(engines={0: 2}, last={0: 2})
     b, c = PausedHost(engines={2: 0}, last={2: 0}), PausedHost(parts=[(2, 1)])
     d = PausedHost(last={1: 1})
-    assert carried_over(PLAN, [a, b, c, d]) == CarriedOver(engines={0: 2, 2: 0}, begin={1: 2})
-    assert carried_over(PLAN, [a, b, PausedHost(), d]) == CarriedOver(engines={0: 2}, begin={1: 2, 2: 1})
-    assert carried_over(PLAN, [PausedHost(last={0: 2}), PausedHost(last={2: 0}), c, d]) == CarriedOver()
-    assert carried_over(PLAN, [PausedHost(engines={9: 0}, last={9: 0})]) == CarriedOver(), "of another job"
+    assert carried_over(PLAN, PLAN, [a, b, c, d]) == CarriedOver(engines={0: 2, 2: 0}, begin={1: 2})
+    assert carried_over(PLAN, PLAN, [a, b, PausedHost(), d]) == CarriedOver(engines={0: 2}, begin={1: 2, 2: 1})
+    assert carried_over(PLAN, PLAN, [PausedHost(last={0: 2}), PausedHost(last={2: 0}), c, d]) == CarriedOver()
+    assert carried_over(PLAN, PLAN, [PausedHost(engines={9: 0}, last={9: 0})]) == CarriedOver(), "of another job"
 
 
 def test_an_engine_is_found_where_it_was(rundir: RunDir) -> None:
@@ -90,8 +92,8 @@ def test_a_new_checkpoint_counts_anew() -> None:
     assert reason_to_end([failed(step=n) for n in range(9)], 4, 1) == ""
 
 
-def member(status: int | None = None, lost: str = "") -> Any:
-    return SimpleNamespace(status=status, lost=lambda: lost)
+def member(status: int | None = None, lost: str = "", without: str = "") -> Any:
+    return SimpleNamespace(status=status, lost=lambda: lost, lives_without=lambda: frozenset(without))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,7 @@ def member(status: int | None = None, lost: str = "") -> Any:
         ([member(), member()], "tabc", False),
         ([member(), member(1)], "tabcd", False),
         ([member(), member(lost="host b: its process died")], "tabcd", False),
+        ([member(), member(lost="Node failure on d", without="d")], "tabc", False),
         ([], "tabcd", False),
     ],
 )
@@ -116,9 +119,44 @@ def test_hosts_that_all_wait_are_held(
         (rundir.here / BEATS / name).touch()
     for name in hosts:
         tell_paused(rundir, name, PausedHost(engines={0: 0} if name == "a" else {}, last={0: 0}))
-    held = HeldHosts(members=members)
+    held = HeldHosts(hosts=[Host(name, 1) for name in "tabcd"], members=members)
     assert held.pause(rundir, lambda: None) is waits
+    assert (held.absent == set()) is waits
+    if waits:
+        held.carry(PLAN)
     assert dict(held.engines) == ({0: 0} if waits else {})
+
+
+def test_engines_stay_where_a_spare_host_takes_a_place(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the lost host is absent, for which nobody waits; the engine that was there begins again on the other one."""
+    write_atomic(rundir.plan_file, msgspec.json.encode(PLAN))
+    (rundir.here / BEATS).mkdir()
+    for name in "tabcde":
+        (rundir.here / BEATS / name).touch()
+        if name != "d":
+            engines = {"a": {0: 0}, "b": {2: 0}}.get(name, {})
+            parts = [(2, 1)] if name == "c" else []
+            tell_paused(rundir, name, PausedHost(engines=engines, parts=parts, last=engines))
+    hosts = [Host("t", 1), Host("a", 2), Host("b", 1), Host("c", 1), Host("d", 2), Host("e", 2, spare=True)]
+    held = HeldHosts(hosts=hosts, members=[member(lost="Node failure on d", without="d")])
+    monkeypatch.setattr("hpcrl.launch.attempts.held_hosts.PAUSING", 30.0)
+    assert not held.pause(rundir, lambda: None) and held.absent == {"d"}
+    held.hosts = without(hosts, ["d"])
+    held.carry(make_plan(OPTIONS, held.hosts, "run", 1))
+    assert held.carried == CarriedOver(engines={0: 0, 2: 0}, begin={})
+
+
+def test_hosts_that_take_places() -> None:
+    """In order, the same size before a larger one, with as many slots; a spare that is lost takes none."""
+    a, b, small, large = Host("a", 2), Host("b", 4), Host("s", 2, "10.0.0.3", spare=True), Host("l", 4, spare=True)
+    hosts = [a, b, large, small]
+    assert without(hosts, ["a"]) == [Host("s", 2, "10.0.0.3"), b, large]
+    assert without(hosts, ["a", "s"]) == [Host("l", 2), b]
+    assert without(hosts, ["s", "a"]) == [Host("l", 2), b], "a lost one takes no place"
+    assert without(hosts, ["b", "a"]) == [Host("s", 2, "10.0.0.3"), Host("l", 4)]
+    assert without([a, b, small], ["b"]) == [a, small], "it is too small"
+    assert without(hosts, []) == hosts and replacement(hosts, "l") is None and replacement(hosts, "x") is None
+    assert [h.spare for h in mark_spares([a, b, Host("r", 0)], 1)] == [False, True, False]
 
 
 def test_a_log_follows_its_process(tmp_path: Path) -> None:
