@@ -54,7 +54,8 @@ from hpcrl.rendezvous.table import StoreRequest, to_bytes  # noqa: E402
 from hpcrl.report.timeline.spans import FOLDER, role_timeline  # noqa: E402
 from hpcrl.run.process import raise_file_limit  # noqa: E402
 from hpcrl.run.rundir import RunDir, write_atomic, write_unread  # noqa: E402
-from hpcrl.slurm.srun import HetGroup, SrunHosts  # noqa: E402
+from hpcrl.slurm.srun import SrunHosts  # noqa: E402
+from hpcrl.slurm.steps import HetGroup  # noqa: E402
 
 MEET = """
 import sys, time

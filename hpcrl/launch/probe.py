@@ -171,23 +171,27 @@ def write(rundir: RunDir, host: str) -> None:
 
 
 def gather(
-    rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None
+    rundir: RunDir, hosts: list[str], seconds: float, check: Callable[[], None] = lambda: None, lacks: int = 0
 ) -> dict[str, HostReport]:
     """Every host's report.
 
+    Args:
+        lacks: how many hosts may give none.
+
     Raises:
-        DeadlineError: names the hosts that did not answer; `check` may give up before.
+        DeadlineError: names the hosts that did not answer, if they are more; `check` may give up before.
     """
     reports = PublishedRecords(rundir.here / "hosts", HostReport)
     reports.wait(hosts, Deadline(seconds), 0.1, check)
     for host, error in reports.damaged.items():
         raise damaged_record(rundir.here / "hosts" / f"{host}.json", error) from error
-    if silent := [host for host in hosts if host not in reports.found]:
+    silent = [host for host in hosts if host not in reports.found]
+    if len(silent) > lacks:
         raise DeadlineError(
             f"no answer from {', '.join(silent)} within --launch-timeout {seconds:.0f} s",
             f"is the host up, and does it see {rundir.root} (a file system that all hosts share)?",
         )
-    return {host: reports.found[host] for host in hosts}
+    return {host: reports.found[host] for host in hosts if host in reports.found}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,7 +25,8 @@ from hpcrl.launch.scheduler import AlreadyRequeued, SchedulerSilent
 from hpcrl.plan import Host
 from hpcrl.run.process import LATE, CommandResult, run_command
 from hpcrl.slurm import node_events, squeue
-from hpcrl.slurm.srun import SrunHosts, read_groups
+from hpcrl.slurm.srun import SrunHosts
+from hpcrl.slurm.steps import read_groups
 
 CALL = 30.0  #: seconds that scontrol may take
 #: what Slurm says (slurm_errno.c) of a job that it is queueing again, or ending, already

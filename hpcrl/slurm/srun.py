@@ -6,17 +6,11 @@ Invariant: hosts and their order come from Slurm's node lists; a host that does 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import itertools
 import os
-import re
-import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,7 +18,7 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.doctor.all_nodes import NodesJob as Look
 from hpcrl.doctor.all_nodes import NodeStep, examine
-from hpcrl.errors import DeadlineError, HpcrlError, UsageError
+from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.heartbeat import LEAST
 from hpcrl.launch import probe
 from hpcrl.launch.attempts.held_hosts import HostProcess
@@ -33,141 +27,18 @@ from hpcrl.launch.batch_run import HostsSilent
 from hpcrl.launch.engines.standalone import elsewhere
 from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
-from hpcrl.report.file_tail import FileTail, last_lines
+from hpcrl.report.file_tail import last_lines
 from hpcrl.report.progress import say
+from hpcrl.run.attempt_log import note_left_out
 from hpcrl.run.job_files import BEAT, STATE
 from hpcrl.run.rundir import RunDir, listed
-from hpcrl.slurm.node_events import expand
 from hpcrl.slurm.node_sharing import refuse_shared_nodes
 from hpcrl.slurm.squeue import ECHOES
+from hpcrl.slurm.steps import HetGroup, Step, step_on, without_container
 from hpcrl.toolbox.deadline import Deadline
 
 ABREAST = 16  #: hosts that are asked alone at once
 MORE = 5.0  #: seconds that each such set gets at least
-
-
-#: "srun: error: node2: task 1: Killed": a task that could say nothing itself; one that was ended with it is
-#: "Terminated"
-KILLED = re.compile(
-    rb"srun: error: (?P<node>\S+): tasks? [\d,-]+: (?!Terminated|Exited)|srun: error: Node failure on (?P<failed>\S+)"
-)
-ENDED = re.compile(rb"srun: error: (?P<nodes>\S+): tasks? [\d,-]+: ")  #: of tasks that ended in whatever way, but well
-
-
-@dataclass(frozen=True)
-class HetGroup:
-    """One component of the job: its nodes, the slots of each, and the srun that starts a task on each of them.
-
-    Attributes:
-        spares: those of the nodes that wait until another is lost.
-    """
-
-    nodes: tuple[str, ...]
-    slots: int
-    step: tuple[str, ...]
-    spares: tuple[str, ...] = ()
-
-    def without(self, names: Collection[str]) -> HetGroup:
-        """The component without these nodes."""
-        left = tuple(node for node in self.nodes if node not in names)
-        if left == self.nodes:
-            return self
-        tasks = [int(word.partition("=")[2]) for word in self.step if word.startswith("--ntasks-per-node=")]
-        count = len(left) * (tasks[-1] if tasks else 1)
-        more = [f"--nodelist={','.join(left)}", f"--nodes={len(left)}", f"--ntasks={count}"]
-        return HetGroup(left, self.slots, _with(self.step, more), self.spares)
-
-
-def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
-    """The components, from what Slurm and the batch script put into the environment.
-
-    Raises:
-        UsageError: if this is not a job, or the script lacks a HPCRL_STEP_k or HPCRL_SLOTS_k.
-    """
-    if "SLURM_JOB_ID" not in environment:
-        raise UsageError("this is not inside a Slurm job", "submit it with hpcrl submit, or give the script to sbatch")
-    count = int(environment.get("SLURM_HET_SIZE", "1"))
-    found = []
-    for index in range(count):
-        suffix = f"_HET_GROUP_{index}" if "SLURM_HET_SIZE" in environment else ""
-        try:
-            nodes = expand(environment[f"SLURM_JOB_NODELIST{suffix}"])
-            step = environment[f"HPCRL_STEP_{index}"]
-            slots = int(environment[f"HPCRL_SLOTS_{index}"])
-        except (KeyError, ValueError) as error:
-            raise UsageError(
-                f"the job's environment has no valid {error}",
-                "start from a script of sbatch/ or of hpcrl submit --dry-run",
-            ) from error
-        found.append(_held(HetGroup(tuple(nodes), slots, tuple(shlex.split(step)))))
-    spares = int(environment.get("HPCRL_SPARES", "0"))
-    first = found[0]
-    return (
-        [dataclasses.replace(first, spares=first.nodes[len(first.nodes) - spares :]), *found[1:]] if spares else found
-    )
-
-
-def _held(group: HetGroup) -> HetGroup:
-    """The component on as many nodes as its srun asks for: an allocation may have more, which its user has for other
-    things."""
-    counts = [int(found[1]) for word in group.step if (found := re.fullmatch(r"--nodes=(\d+)", word))]
-    if not counts or counts[-1] >= len(group.nodes):
-        return group
-    nodes, spare = group.nodes[: counts[-1]], group.nodes[counts[-1] :]
-    say(f"note: the run takes {counts[-1]} of the job's {len(group.nodes)} nodes, and not {', '.join(spare)}")
-    return HetGroup(nodes, group.slots, _with(group.step, [f"--nodelist={','.join(nodes)}"]))
-
-
-@dataclass
-class Step(HostProcess):
-    """An srun over the nodes of a component, which outlives the first of its tasks that dies for up to Slurm's KillWait
-    (30 s), and with --no-kill the end of a node.
-
-    Attributes:
-        nodes: those that the attempt uses.
-        failed: those that Slurm has lost.
-    """
-
-    nodes: tuple[str, ...] = ()
-    all: tuple[str, ...] = ()
-    failed: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        self._tail = FileTail(self.log)
-        self._lost = ""
-        self._badly: set[str] = set()  #: nodes on which a task has not ended well
-
-    @property
-    def status(self) -> int | None:
-        """That of its tasks on the nodes that are left, once it has lost one."""
-        code = self.process.poll()
-        if code and self.failed:
-            self.lost()
-            return code if self._lost or self._badly - self.failed else 0
-        return code
-
-    def lost(self) -> str:
-        for line in self._tail.new():
-            if ended := ENDED.match(line):
-                with contextlib.suppress(UsageError):
-                    self._badly.update(expand(ended["nodes"].decode(errors="replace")))
-            found = KILLED.match(line)
-            node = (found["node"] or found["failed"]).decode(errors="replace") if found else ""
-            if found and found["failed"]:
-                self.failed |= {node}
-            if node in self.nodes and not self._lost:
-                said = line.decode(errors="replace")
-                self._lost = f"host {node}: its process died before the run was over ({said}); see {self.log}"
-        return self._lost
-
-    def lives_without(self) -> frozenset[str]:
-        """Slurm ends the rest of a step without --no-kill."""
-        return self.failed if "--no-kill" in self.process.args else frozenset()  # type: ignore[operator]
-
-    def continues(self, folder: Path, hosts: Collection[str]) -> None:
-        super().continues(folder, hosts)
-        self._tail.path = self.log  # the same file, of which no line is read twice
-        self.nodes, self._lost = tuple(node for node in self.all if node in hosts), ""
 
 
 class SrunHosts:
@@ -216,8 +87,10 @@ class SrunHosts:
         self.answers = rundir.here
         log = rundir.logs / "probe.log"
         steps = [spawn(self._step(group, "probe", rundir), log) for group in self.groups]
+        lacks = sum(host.spare for host in self.nodes())
         try:
-            reports = probe.gather(rundir, names, options.launch_timeout, lambda: _check_started(steps, log))
+            reports = probe.gather(rundir, names, options.launch_timeout, lambda: _check_started(steps, log), lacks)
+            self._replace_silent([name for name in names if name not in reports], options, rundir)
         except DeadlineError as error:
             raise HostsSilent(error.what, f"{error.hint} See {log}") from None
         finally:
@@ -271,6 +144,23 @@ class SrunHosts:
                 members.append(Step(name, log, process, nodes=used, all=group.nodes))
         return members
 
+    def _replace_silent(self, silent: list[str], options: Options, rundir: RunDir) -> None:
+        """Continue without the hosts that have not answered, which spare ones replace.
+
+        Raises:
+            DeadlineError: if these do not hold the run.
+        """
+        if not silent:
+            return
+        why = f"no answer from {', '.join(silent)} within --launch-timeout {options.launch_timeout:.0f} s"
+        before, after = self.nodes(), without(self.nodes(), silent)
+        if [host.slots for host in after if not host.spare] != [host.slots for host in before if not host.spare]:
+            raise DeadlineError(why, "no spare host has as many slots")
+        say(f"{why}: the run begins without")
+        for name in silent:
+            note_left_out(rundir, name, "", why)
+        self.leave_out(silent)
+
     def _watch_launcher(self, options: Options, rundir: RunDir) -> None:
         """Have another node notice if this one is lost, where that does not end the job (`orphaned_job`)."""
         alive = self._guard is not None and self._guard.poll() is None
@@ -284,7 +174,7 @@ class SrunHosts:
         root = next((r for r in (rundir.root, rundir.root.parent) if (r / STATE).is_file()), rundir.root)
         seconds = max(options.hang_timeout, LEAST) + 2 * BEAT
         program = [sys.executable, "-m", "hpcrl.slurm.orphaned_job", self._job_id, str(root), "--seconds", str(seconds)]
-        words = [*_plain(_alone(group.step, node)), *program]
+        words = [*without_container(step_on(group.step, node)), *program]
         self._guard = spawn([sys.executable, "-m", "hpcrl.run.process", *words], rundir.logs / "launcher-watch.log")
 
     def all_see(self) -> bool:
@@ -329,7 +219,7 @@ class SrunHosts:
         """Those of `nodes` that do not start their own task within `seconds`."""
         steps = {node: group.step for group in self.groups for node in group.nodes}
         command = [sys.executable, "-m", "hpcrl.run.process"]
-        waiting = {node: spawn([*command, *_alone(steps[node], node), "once", "true"], None) for node in nodes}
+        waiting = {node: spawn([*command, *step_on(steps[node], node), "once", "true"], None) for node in nodes}
         deadline = Deadline(seconds)
         while any(p.poll() is None for p in waiting.values()) and not deadline.over:
             time.sleep(0.1)
@@ -355,20 +245,3 @@ def _check_started(steps: list[subprocess.Popen[bytes]], log: Path) -> None:
         ours = [line.partition("hpcrl: error: ")[2] for line in said if "hpcrl: error: " in line]
         why = (ours or said or ["srun gave no reason"])[0]
         raise HpcrlError(f"the first tasks did not start: {why}", f"see {log}")
-
-
-def _alone(step: tuple[str, ...], node: str) -> list[str]:
-    """The same srun, for one task on one node."""
-    return list(_with(step, [f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]))
-
-
-def _plain(step: Sequence[str]) -> list[str]:
-    """The srun alone, outside of the site's container, where Slurm's commands are."""
-    options = itertools.takewhile(lambda word: word.startswith("-"), step[1:])
-    return [step[0], *(word for word in options if not word.startswith("--container"))]
-
-
-def _with(step: tuple[str, ...], options: Sequence[str]) -> tuple[str, ...]:
-    """The same srun with more options: of those given twice the later counts."""
-    at = next((i for i, word in enumerate(step) if i and not word.startswith("-")), len(step))
-    return (*step[:at], *options, *step[at:])

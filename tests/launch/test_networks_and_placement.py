@@ -27,7 +27,8 @@ from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, find, publish
 from hpcrl.run.rundir import OVER, RunDir
 from hpcrl.run.summary import Summary, summary_of, write_summary
-from hpcrl.slurm.srun import HetGroup, SrunHosts, _alone, read_groups
+from hpcrl.slurm.srun import SrunHosts
+from hpcrl.slurm.steps import HetGroup, read_groups, step_on
 
 
 def machine(name: str, **networks: str) -> HostReport:
@@ -84,6 +85,7 @@ def test_hosts_that_do_not_answer_are_named(tmp_path: Path) -> None:
     rundir.begin()
     write(rundir, "a")
     assert list(gather(rundir, ["a"], 1)) == ["a"]
+    assert list(gather(rundir, ["a", "b"], 0, lacks=1)) == ["a"]
     with pytest.raises(DeadlineError, match="from b, c within --launch-timeout 0 s"):
         gather(rundir, ["a", "b", "c"], 0)
 
@@ -262,7 +264,7 @@ def test_groups_come_from_slurms_node_lists() -> None:
 
 def test_one_node_can_be_asked_alone() -> None:
     step = ("srun", "--nodes=3", "bash", "task.sh")
-    assert _alone(step, "n2") == [
+    assert step_on(step, "n2") == [
         "srun",
         "--nodes=3",
         "--nodelist=n2",

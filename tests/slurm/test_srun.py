@@ -13,12 +13,14 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
-from hpcrl.errors import PeerError
+from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.launch.attempts.attempt import _check
+from hpcrl.run.attempt_log import LeftOutRecord, read_attempts
 from hpcrl.run.rundir import RunDir
 from hpcrl.slurm import srun
 from hpcrl.slurm.orphaned_job import lost_batch_node
-from hpcrl.slurm.srun import HetGroup, SrunHosts, Step, read_groups
+from hpcrl.slurm.srun import SrunHosts
+from hpcrl.slurm.steps import HetGroup, Step, read_groups
 
 
 @pytest.fixture
@@ -165,6 +167,23 @@ def test_a_job_without_some_of_its_hosts() -> None:
     assert first.step[-5:] == ("--nodelist=node1,node3", "--nodes=2", "--ntasks=4", "bash", "task.sh")
     hosts.leave_out(["node4"])
     assert [host.name for host in hosts.nodes()] == ["node1", "node3"] and hosts.count == 2
+
+
+def test_a_node_that_is_silent_at_the_start(tmp_path: Path) -> None:
+    """A spare one with as many slots takes its place at once; where there is none, another allocation may do better."""
+    rundir, step = RunDir.create(tmp_path / "run"), ("srun", "--nodes=3", "bash")
+    hosts = SrunHosts(
+        [HetGroup(("node1", "node2", "node3"), 2, step, spares=("node3",)), HetGroup(("node4",), 4, step)]
+    )
+    with pytest.raises(DeadlineError, match="no answer from node4"):
+        hosts._replace_silent(["node4"], Options(), rundir)
+    hosts._replace_silent(["node1"], Options(), rundir)
+    assert [host.name for host in hosts.nodes()] == ["node3", "node2", "node4"] and "node1" not in hosts.names
+    (told,) = read_attempts(rundir.root)
+    assert isinstance(told, LeftOutRecord) and told.host == "node1"
+    with pytest.raises(DeadlineError):
+        hosts._replace_silent(["node2"], Options(), rundir)
+    hosts._replace_silent([], Options(), rundir)
 
 
 @pytest.mark.parametrize(
