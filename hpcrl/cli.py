@@ -28,6 +28,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl eval RECIPE|CHECKPOINT|HF-DIR          sample and grade held-out prompts, train nothing; --site S: as a job
   hpcrl resume RUN                             resume a run the way it was started
   hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
+  hpcrl rehearse RECIPE.toml                   its distinct ranks take a step on tensors without content
   hpcrl import SCRIPT.sh > RECIPE.toml         read a run script of slime's or vime's
   hpcrl submit [--site S] -- ARGUMENTS ...     the arguments of such a script, unchanged; also run, plan, launch
   hpcrl hostfile FILE [--to DIALECT]           say what a hostfile means, or write it for another launcher
@@ -103,6 +104,7 @@ COMMANDS = {
     "run": "hpcrl.commands.run:run",
     "submit": "hpcrl.commands.submit:submit",
     "plan": "hpcrl.commands.plan:plan",
+    "rehearse": "hpcrl.rehearsal.command:rehearse",
     "import": "hpcrl.commands.import_script:import_script",
     "launch": "hpcrl.commands.launch:launch",
     "eval": "hpcrl.commands.evaluate:evaluate",

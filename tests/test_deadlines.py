@@ -49,6 +49,7 @@ ENDED = {
     ("selftest/checks/logprob_memory.py", "torch.cuda.synchronize(device)"): WATCHED,
     ("selftest/here.py", "runs.result()"): WATCHED,
     ("selftest/whole_run.py", "process.wait()"): "the process was killed in the line before",
+    ("rehearsal/runner.py", "process.wait()"): "the process was killed in the line before",
     ("trainer/checkpoint/saver.py", "self.mine.recv()"): READY,
     ("trainer/checkpoint/writers.py", "torch.cuda.synchronize()"): GROUP,
     ("trainer/megatron/hf_weights.py", "work.wait()"): GROUP,

@@ -1,4 +1,4 @@
-"""The estimate against bytes counted on a device that knows shapes alone (tests/support/fake_device.py), phase by phase.
+"""The estimate against bytes counted on a device that knows shapes alone (hpcrl/rehearsal/device.py), phase by phase.
 
 Attention, rotary embedding and norms are stand-ins that keep what Transformer Engine's do (tests/support/fused_layers.py);
 all else is what a GPU runs.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -54,7 +52,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "precise bf16": ("glm4_moe", 1, 0, {"megatron": BF16}),
     "fused": ("qwen3", 1, 0, {}),
 }
-#: with Transformer Engine's Adam, held by tests/support/engine_stand_in.py -> phases that this is no measure of: it
+#: with Transformer Engine's Adam, held by hpcrl/rehearsal/stand_ins/transformer_engine.py -> phases that this is no measure of: it
 #: computes otherwise, and casts bf16 moments more often than once; Megatron takes a step to load half an optimizer
 FUSED: dict[str, tuple[str, ...]] = {
     "offload": (),
@@ -69,11 +67,12 @@ NEAR = 0.05  #: relative
 
 def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, int]:
     """On a rank: bytes that are there between steps, and the peaks of its phases."""
+    from hpcrl.rehearsal import device as fake_device
+    from hpcrl.rehearsal.files_and_weights import export, load_nothing
+    from hpcrl.rehearsal.live_bytes import DeviceBytes
     from hpcrl.trainer.checkpoint.save_load import Position, everything
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.step import packing, passes, train_batch
-    from tests.support import fake_device
-    from tests.support.device_bytes import DeviceBytes
     from tests.support.fused_layers import fused
     from tests.support.shares import plain_sample, share_of
 
@@ -84,7 +83,7 @@ def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, i
         with live.phase("start"):
             policy = model.build(opts, fake_device.join(opts, rank))
             if opts.megatron.get("use_distributed_optimizer", True):
-                resumed(policy)
+                load_nothing(policy)
         start = live.peaks["start"]
         batch = share_of([plain_sample(8, TOKENS - 8, group=i, index=0) for i in range(4)]).batch
         packed = [packing.pack(batch, [row], policy.ranks, opts.sequence_parallel) for row in range(4)]
@@ -105,60 +104,9 @@ def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, i
         with live.phase("save"):
             everything(policy, policy.ranks, Position(1, 1))
         with live.phase("weight update"):
-            sent_in_pieces(policy)
+            written = export(policy, BUFFER)
+        assert written * 1.01 >= sum(p.numel() for module in policy.modules for p in module.parameters()), "all weights"
     return found | live.peaks | {"start": start}
-
-
-def sent_in_pieces(policy: Any) -> None:
-    """Every tensor of a rank into memory that pieces are sent from, as an update has it for two rounds."""
-    import torch
-
-    from hpcrl.models.slicing import CUTS
-    from hpcrl.trainer.megatron import hf_weights
-    from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
-
-    memory = torch.empty(BUFFER // 2, dtype=torch.bfloat16, device=next(policy.modules[0].parameters()).device)
-    written = 0
-    for rule, parameter in hf_weights._own(policy).values():
-        part = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
-        places = CUTS[rule.kind].places(part, tuple(parameter.shape), hf_weights._shapes(policy, rule))
-        own = {name: OwnTensor(parameter, places, which, ()) for which, name in enumerate(rule.hf)}
-        values = PieceValues(own, dict.fromkeys(own, "BF16"), None, {})
-        for place in places:
-            columns = place.columns or (0, parameter.shape[1] if parameter.dim() > 1 else 1)
-            rows, width = place.rows[1] - place.rows[0], columns[1] - columns[0]
-            out = memory[: rows * width].view(rows, width)
-            values.write(rule.hf[place.tensor], (*place.rows, *columns), out)
-            written += rows * width
-    assert written * 1.01 >= sum(p.numel() for module in policy.modules for p in module.parameters()), "all weights"
-
-
-def resumed(policy: Any) -> None:
-    """Load a checkpoint of which nothing is read: every tensor is where it belongs, as the files' are at the end."""
-    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, extract_matching_values
-    from megatron.core.dist_checkpointing.mapping import (
-        LocalNonpersistentObject,
-        ShardedBase,
-        ShardedTensorFactory,
-        apply_factories,
-        apply_factory_merges,
-    )
-
-    from hpcrl.trainer.checkpoint import save_load
-
-    def read(request: Any, *_: Any) -> Any:
-        halved, _ = extract_matching_values(request, lambda v: isinstance(v, ShardedTensorFactory), True)
-        apply_factories(request)
-        return apply_factory_merges(dict_list_map_outplace(here, request), halved)
-
-    def here(value: Any) -> Any:
-        if isinstance(value, LocalNonpersistentObject):
-            return value.unwrap()
-        return value.data if isinstance(value, ShardedBase) else value
-
-    stored = SimpleNamespace(holds=lambda _: False)
-    with mock.patch.multiple(save_load, open_stored=lambda *_: stored, read=read):
-        save_load.load_state(policy, policy.ranks, Path("a checkpoint"))
 
 
 def options(path: str, n: int, fields: dict[str, Any]) -> Options:

@@ -28,11 +28,6 @@ Models and data
     fp8                what an engine multiplies with: the values of FP8 codes and scales
 
 Stand-ins where the real part cannot be had, or must misbehave
-    fake_device        an accelerator of shapes without numbers, on which one process is any rank of a layout;
-                       `fake_answers` is what Megatron reads from it
-    engine_stand_in, engine_stand_in_layers, engine_stand_in_kernels, fused_router    Transformer Engine as Megatron finds
-                       it: its modules, layers, their kernels, and the formula of its router
-    deepep_stand_in    DeepEP as Megatron finds it
     fused_layers       what Transformer Engine's layers keep for the backward pass, on that device
     fake_engine, http_server, queues    servers that answer what a test says
     own_generates, own_rewards, own_slimes    functions as users write them, good and bad, also for slime;
@@ -41,8 +36,7 @@ Stand-ins where the real part cannot be had, or must misbehave
 Looking
     prompt_walk        which files a process enters between two calls
     rundirs, screens, live_bytes        run directories as launchers leave them; what a terminal shows; bytes of tensors alive
-    trained_on_fake    one rollout trained on the fake device, and the waits that it took
+    trained_on_fake    one rollout trained on the device of hpcrl/rehearsal, and the waits that it took
     allowed_waits      where the host may wait for the device, how often, and why
     status_watch       what `hpcrl status` says through requeues and losses, held against Slurm's own word
-    device_bytes       bytes that are alive on the fake device, by phase
 """

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tests.support.engine_stand_in_kernels import Attention, Norm
+from hpcrl.rehearsal.stand_ins.te_kernels import Attention, Norm
 
 
 class _Rope(torch.autograd.Function):

@@ -9,7 +9,7 @@ that can be imported; arguments and results are pickled.
 How: importing torch and Megatron takes seconds, so one clean process per test session (the zygote) imports them and
 then forks ranks on demand.  A fork is only safe from a process that has never run a backward pass or opened gloo, so
 the zygote does neither, and the store where ranks meet lives in the test process.  A second zygote, started when it is
-first asked for, is for `on_fake_device`: what it has done to torch (tests/support/fake_device.py) no other rank may see.
+first asked for, is for `on_fake_device`: what it has done to torch (hpcrl/rehearsal/device.py) no other rank may see.
 A third is for `on_fake_gpu`, in which Megatron finds stand-ins for the packages that a GPU's machine has.
 """
 
@@ -65,7 +65,7 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float =
 
 
 def on_fake_device(function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
-    """function(*args) in a process of its own whose accelerator is that of tests/support/fake_device.py.
+    """function(*args) in a process of its own whose accelerator is that of hpcrl/rehearsal/device.py.
 
     Raises:
         RankError: with its traceback.
@@ -74,8 +74,8 @@ def on_fake_device(function: Callable[..., Any], *args: Any, timeout: float = 12
 
 
 def on_fake_gpu(function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
-    """The same where Megatron finds Transformer Engine and DeepEP, held by tests/support/engine_stand_in.py and
-    deepep_stand_in.py.
+    """The same where Megatron finds Transformer Engine and DeepEP, held by hpcrl/rehearsal/stand_ins/transformer_engine.py and
+    deep_ep.py.
 
     Raises:
         RankError: with its traceback.
@@ -133,12 +133,12 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what ranks print must not end among the answers
     if PACKAGES in sys.argv:
-        from tests.support import deepep_stand_in, engine_stand_in
+        from hpcrl.rehearsal.stand_ins import deep_ep, transformer_engine
 
-        engine_stand_in.install()
-        deepep_stand_in.install()
+        transformer_engine.install()
+        deep_ep.install()
     if FAKE in sys.argv:
-        from tests.support import fake_device
+        from hpcrl.rehearsal import device as fake_device
 
         fake_device.install()
     else:

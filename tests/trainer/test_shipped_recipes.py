@@ -1,5 +1,5 @@
 """Every shipped recipe for GPUs takes its steps with its own flags and layout, on a device that knows shapes alone, with
-stand-ins for Transformer Engine and DeepEP (tests/support/engine_stand_in.py, deepep_stand_in.py); and the host waits
+stand-ins for Transformer Engine and DeepEP (hpcrl/rehearsal/stand_ins/transformer_engine.py, deep_ep.py); and the host waits
 for the device only where it may.
 
 The model is smaller, all else is what a run would build: `model.build` from the recipe's options.

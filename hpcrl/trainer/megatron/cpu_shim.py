@@ -3,7 +3,7 @@
 Megatron-core (0.16 to 0.19) is written for CUDA: it asks torch.cuda for the current device, allocates with the literal
 "cuda", and names tensor types like 'torch.cuda.FloatTensor'.  `install` is the first thing a rank process calls.  Where
 there is no CUDA it puts the CPU in its place, or in tests a device that knows shapes alone
-(tests/support/fake_device.py).
+(hpcrl/rehearsal/device.py).
 
 Invariants: where CUDA is present nothing of torch is replaced, and of Megatron's computing alone what would wait for
 the device in every layer or with every message: the rotary embedding of packed sequences (packed_rope.py), the table of

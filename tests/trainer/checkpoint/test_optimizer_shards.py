@@ -179,8 +179,8 @@ def saved_and_loaded(opts: Options, directory: Path) -> dict[str, int]:
 
 def on_the_device(opts: Options, directory: Path, step: str) -> dict[str, int]:
     """On a rank of the fake device: what a save takes of the host, or building a model and loading it."""
+    from hpcrl.rehearsal import device as fake_device
     from hpcrl.trainer.checkpoint.save_load import Position, latest, load_checkpoint, save
-    from tests.support import fake_device
 
     with fake_device.FakeDevice():
         ranks = fake_device.join(opts)
@@ -224,9 +224,9 @@ def test_the_host_holds_what_is_estimated(tmp_path: Path, where: str) -> None:
 def named_before_a_step(path: str, fields: dict[str, Any]) -> tuple[set[str], str]:
     """On a rank whose policy has taken no step: states of its first parameter in a checkpoint, or why there is none."""
     from hpcrl.errors import HpcrlError
+    from hpcrl.rehearsal import device as fake_device
     from hpcrl.trainer.checkpoint.save_load import Position, everything
     from hpcrl.trainer.megatron import model
-    from tests.support import fake_device
 
     opts = Options(hf_checkpoint=path, lr=1e-6, loss_type="sft_loss", rollout_max_response_len=64, **fields)
     with fake_device.FakeDevice():

@@ -1,4 +1,4 @@
-"""The device that knows shapes alone (tests/support/fake_device.py): it sees every wait, and holds every model."""
+"""The device that knows shapes alone (hpcrl/rehearsal/device.py): it sees every wait, and holds every model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import fake_device, families
+from hpcrl.rehearsal import device as fake_device
+from tests.support import families
 from tests.support.ranks import on_fake_device
 from tests.trainer.step.test_invariance import options
 

@@ -1,9 +1,9 @@
 """What Transformer Engine's fused router is documented to compute, in plain torch: a stand-in of the same signature.
 
-Its functions take the arguments of `transformer_engine.pytorch.router` of release 2.20, refuse what its binding refuses,
-and follow the kernel's order of operations in fp32: scores of all experts, the correction bias added, the best of each
-group summed, the best groups, the best experts of these, the bias taken off again, what is left normalised, and the
-scaling factor.  It is the formula that tests compare with Megatron's own router, not the kernel: which of two equal
+Its functions take the arguments of `transformer_engine.pytorch.router` of release 2.20, refuse what its binding
+refuses, and follow the kernel's order of operations in fp32: scores of all experts, the correction bias added, the best
+of each group summed, the best groups, the best experts of these, the bias taken off again, what is left normalised, and
+the scaling factor.  It is the formula that tests compare with Megatron's own router, not the kernel: which of two equal
 scores is taken, and sums in another order, are the kernel's own.
 """
 

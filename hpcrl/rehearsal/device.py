@@ -8,11 +8,11 @@
             ...
         return device.syncs                      # what waited for the device, or copied from or to pageable memory
 
-torch's hook for devices that are written in Python, FakeTensorMode and its fake process group; Megatron's "cuda" is this
-device (`cpu_shim.install`).  Tensors of the device have shape, strides, storage and no content; those of the CPU are
-real.  Which is why a test that counts bytes needs no more than a TorchDispatchMode of its own, entered inside this one:
-it sees every operation with its arguments and results, whose `untyped_storage()` says how large they are and
-(`_cdata`) whether two share memory.  `device.is_pinned(tensor)` knows pinned host memory.
+torch's hook for devices that are written in Python, FakeTensorMode and its fake process group; Megatron's "cuda" is
+this device (`cpu_shim.install`).  Tensors of the device have shape, strides, storage and no content, and so have large
+ones of the CPU; its others are real.  Which is why a count of bytes needs no more than a TorchDispatchMode of its own,
+entered inside this one: it sees every operation with its arguments and results, whose `untyped_storage()` says how
+large they are and (`_cdata`) whether two share memory.  `device.is_pinned(tensor)` knows pinned host memory.
 
 What reads the device gets zeros, or what `device.answers` says for that place.
 
@@ -24,11 +24,12 @@ one at all, `synchronize()` of a stream, an event or the device; each with the i
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,8 +51,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hpcrl.config.megatron_flags import PARTS
-from tests.support.fake_answers import MEGATRONS, Answer
+from hpcrl.rehearsal.answers import MEGATRONS, Answer
+from hpcrl.rehearsal.collectives import Recorder
+from hpcrl.rehearsal.replaced import replace_all
+from hpcrl.rehearsal.shape_cache import ShapeCache
 
+LARGE = 1 << 20  #: elements of host memory from which on it has no content either
 NAME = "acc"  #: not "cuda": torch for the CPU has no guard for CUDA devices, views and backward passes fail there
 BACKEND = "fake"
 PACKAGES = ("hpcrl", "megatron")  #: whose lines are named
@@ -121,12 +126,15 @@ class FakeDevice:
     Attributes:
         syncs: every wait, in order.
         answers: (end of the file's path, function) -> what is read there.
+        recorder: of what is asked of process groups; None: nothing is recorded.
     """
 
     def __init__(self, packages: Sequence[str] | None = None) -> None:
         """Args: packages: of `capabilities.PARTS` that the machine is to have (None: the stand-ins of this process)."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.shapes = ShapeCache(self.fake)
         self.syncs: list[Sync] = []
+        self.recorder: Recorder | None = None
         self.answers: dict[tuple[str, str], Answer] = dict(MEGATRONS)
         stood_in = {name for names in PARTS.values() for name in names if name in sys.modules}
         self._packages = frozenset(stood_in if packages is None else packages)
@@ -134,13 +142,17 @@ class FakeDevice:
 
     def __enter__(self) -> FakeDevice:
         self._stack = ExitStack()
-        self._stack.callback(_replaced(self, self._packages))
+        self._stack.callback(replace_all(self, self._packages))
         self._stack.enter_context(_Functions(self))
         self._stack.enter_context(_Operations(self))
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+    def operations(self) -> TorchDispatchMode:
+        """A mode for a thread of its own, which takes none along."""
+        return _Operations(self)
 
     # ---- waits
 
@@ -171,7 +183,14 @@ class FakeDevice:
         path, name = _short(frame.f_code.co_filename), frame.f_code.co_name
         return next((a for (end, where), a in self.answers.items() if where == name and path.endswith(end)), None)
 
-    # ---- pinned memory
+    # ---- host memory
+
+    def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that holds zeros; if there is much of it, nothing."""
+        if math.prod(shape) < LARGE:
+            return torch.zeros(shape, dtype=dtype)
+        with self.fake:
+            return torch.empty(shape, dtype=dtype, device="cpu")
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let the CPU tensor count as pinned."""
@@ -199,14 +218,19 @@ def _short(path: str) -> str:
     parts = Path(path).parts
     found = [i for i, part in enumerate(parts) if part in PACKAGES]
     # a checkout may be called hpcrl itself, and hold the environment of what is installed
-    ours = found and "tests" not in parts and "site-packages" not in parts[found[-1] :]
-    return "/".join(parts[found[-1] :]) if ours else path
+    if not found or "tests" in parts or "site-packages" in parts[found[-1] :]:
+        return path
+    return path if parts[found[-1] :][1:2] == ("rehearsal",) else "/".join(parts[found[-1] :])
 
 
-def _on(value: Any) -> bool:
-    if isinstance(value, FakeTensor):
-        return True
-    return isinstance(value, torch.device) and value.type == NAME
+def _any_on(values: Iterable[Any]) -> bool:
+    """Whether a tensor without content is among them, or the device."""
+    for value in values:
+        if isinstance(value, FakeTensor) or (isinstance(value, torch.device) and value.type == NAME):
+            return True
+        if isinstance(value, (list, tuple)) and _any_on(value):
+            return True
+    return False
 
 
 class _Operations(TorchDispatchMode):
@@ -218,7 +242,9 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(map(_on, tree_flatten((args, kwargs))[0])):
+        if func.namespace == "c10d" and self.owner.recorder is not None:
+            self.owner.recorder.record(func, args)
+        if not _any_on(args) and not (kwargs and _any_on(kwargs.values())):
             return func(*args, **kwargs)
         if func is aten._to_copy.default:
             return self._to(args[0], kwargs)
@@ -232,8 +258,7 @@ class _Operations(TorchDispatchMode):
         if func.namespace == "c10d" and len(func._schema.returns) == 1:  # of some there is no fake one
             return FakeWork().boxed()
         try:
-            with self.owner.fake:
-                return func(*args, **kwargs)
+            return self.owner.shapes.run(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._unknown(func, args)
 
@@ -270,12 +295,12 @@ class _Operations(TorchDispatchMode):
             self.owner.wait("blocking copy to the device")
 
     def _device_to_host(self, source: torch.Tensor, non_blocking: bool, dtype: torch.dtype) -> torch.Tensor:
-        if non_blocking:  # torch makes pinned memory for it, and whoever reads it synchronizes first
+        if non_blocking:  # torch makes pinned memory for it, and what reads it synchronizes first
             place = next((frame for frame in frames() if self.owner._answer(frame)), None)
             found = self.owner._answer(place)(place, source) if place else None
         else:
             found = self.owner.read("copy to the host", source)
-        made = torch.zeros(source.shape, dtype=dtype) if found is None else torch.as_tensor(found, dtype=dtype)
+        made = self.owner.host(source.shape, dtype) if found is None else torch.as_tensor(found, dtype=dtype)
         return self.owner.pin(made) if non_blocking else made
 
     def _masked(self, _: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, *__: Any) -> None:
@@ -313,84 +338,7 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple)):
             args = (tree_map_only(FakeTensor, torch.Tensor.item, args[0]), *args[1:])  # asks where no mode looks
-        if kwargs.pop("pin_memory", False):
-            return self.owner.pin(func(*args, **kwargs))
-        return func(*args, **kwargs)
-
-
-def _replaced(owner: FakeDevice, packages: frozenset[str]) -> Callable[[], None]:
-    """Let the machine have a GPU with `packages`, groups of any backend be fake, and synchronize() be seen; gives what
-    puts all of it back."""
-    from hpcrl.trainer import collectives
-    from hpcrl.trainer.checkpoint import writers
-    from hpcrl.trainer.megatron import host_memory
-    from hpcrl.trainer.megatron.capabilities import Machine
-    from hpcrl.trainer.megatron.kernels import find_kernels
-
-    machine = Machine(True, packages, find_kernels())
-    stock_group = dist.new_group
-    asked: dict[Any, str] = {}  # group -> its backend, as whoever makes it wants it; NCCL where nothing is said
-
-    def new_group(*args: Any, **more: Any) -> Any:
-        made = stock_group(*args, **more | {"backend": BACKEND})
-        asked[made] = more.get("backend") or "nccl"
-        return made
-
-    write_file = writers._write_file
-
-    def in_thread(*arguments: Any) -> Any:  # which has modes of its own
-        with _Operations(owner):
-            return write_file(*arguments)
-
-    changes: list[tuple[Any, str, Any]] = [
-        (Machine, "here", staticmethod(lambda: machine)),
-        (collectives, "device", device),
-        (dist, "new_group", new_group),
-        (dist.distributed_c10d, "new_group", new_group),
-        (dist, "get_backend", lambda group=None: asked.get(group, "nccl")),
-        (writers, "_write_file", in_thread),
-        (torch.cuda.nccl, "version", lambda: (2, 29, 7)),  # torch asks as a checkpoint is loaded
-        (host_memory, "is_plain", lambda tensor: type(tensor) in (torch.Tensor, FakeTensor)),
-        (torch.nn.Module, "_apply", _apply),
-        (torch.Tensor, "record_stream", lambda *_: None),
-        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-        (torch.Tensor, "is_pinned", lambda tensor, *_: owner.is_pinned(tensor)),
-        (torch.Tensor, "pin_memory", lambda tensor, *_: tensor if tensor.is_pinned() else owner.pin(tensor.clone())),
-        (FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == NAME)),
-        (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),  # its own asks for every number
-        (torch.cuda, "synchronize", lambda *_: owner.wait("synchronize the device")),
-        (torch.cuda.Stream, "synchronize", lambda *_: owner.wait("synchronize a stream")),
-        (torch.cuda.Event, "synchronize", lambda *_: owner.wait("synchronize an event")),
-    ]
-    before = [(target, name, vars(target).get(name)) for target, name, _ in changes]
-    for target, name, value in changes:
-        setattr(target, name, value)
-
-    def back() -> None:
-        for target, name, value in before:
-            delattr(target, name) if value is None else setattr(target, name, value)
-
-    return back
-
-
-def _apply(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """torch's own exchanges the contents of two fake parameters, which it refuses once Megatron has a reference to
-    one."""
-    for child in module.children() if recurse else ():
-        child._apply(fn)
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        with torch.no_grad():
-            found = fn(parameter)
-        if isinstance(found, FakeTensor) == isinstance(parameter, FakeTensor):
-            parameter.data = found
-            continue
-        made = torch.nn.Parameter(found, parameter.requires_grad)
-        for key, value in vars(parameter).items():  # tensor_model_parallel, allreduce, ...
-            if key not in vars(made):
-                setattr(made, key, value)
-        module._parameters[name] = made
-    for name, buffer in module._buffers.items():
-        module._buffers[name] = buffer if buffer is None else fn(buffer)
-    return module
+        if not kwargs.pop("pin_memory", False):
+            return func(*args, **kwargs)
+        made = func(*args, **kwargs)  # memory that is not written to takes none
+        return self.owner.pin(made if made.numel() < LARGE else self.owner.host(made.shape, made.dtype))

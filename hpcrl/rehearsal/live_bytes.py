@@ -1,4 +1,4 @@
-"""How many bytes of the fake device are alive at once, by phase, and what of host memory is pinned.
+"""How many bytes of the fake device are alive at once, by phase, and how many of large tensors in host memory.
 
     with FakeDevice() as device, DeviceBytes() as live:
         with live.phase("forward and backward"):
@@ -18,20 +18,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-
-from tests.support.fake_device import frames
-
-
-def _selected() -> int:
-    """How many rows Megatron's dispatcher of tokens takes, which only the device knows."""
-    for frame in frames():
-        if frame.f_code.co_name == "permute":
-            return frame.f_locals["num_out_tokens"]
-    raise RuntimeError("only the device knows how many are selected")
 
 
 class DeviceBytes(TorchDispatchMode):
@@ -40,27 +28,31 @@ class DeviceBytes(TorchDispatchMode):
     Attributes:
         now: bytes that are alive on the device.
         peaks: of each phase the most of them at once.
+        host, host_peak: the same of host memory that has no content, in all phases.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
         self.peaks: dict[str, int] = {}
+        self.host = self.host_peak = 0
         self._phase = "start"
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        fake = any(isinstance(value, FakeTensor) for value in tree_iter((args, kwargs)))
-        if fake and func.namespace == "c10d" and len(func._schema.returns) == 1:
-            return FakeWork().boxed()  # of these operations torch knows no shapes
-        if fake and func is torch.ops.aten.masked_select.default:
-            found = args[0].new_empty(_selected())
-        else:
-            found = func(*args, **(kwargs or {}))
-        for value in tree_iter((args, kwargs, found)):
-            if isinstance(value, FakeTensor):
-                self._count(value.untyped_storage())
+        found = func(*args, **(kwargs or {}))
+        self._look(args)
+        if kwargs:
+            self._look(kwargs.values())
+        self._look((found,))
         return found
+
+    def _look(self, values: Any) -> None:
+        for value in values:
+            if isinstance(value, FakeTensor):
+                self._count(value.untyped_storage(), value.fake_device.type == "cpu")
+            elif isinstance(value, (list, tuple)):
+                self._look(value)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -72,16 +64,23 @@ class DeviceBytes(TorchDispatchMode):
         finally:
             self._phase = before
 
-    def _count(self, memory: torch.UntypedStorage) -> None:
+    def _count(self, memory: torch.UntypedStorage, host: bool) -> None:
         key, size = memory._cdata, memory.nbytes()
         known = self._sizes.get(key)
         if known == size:
             return
         if known is None:
-            weakref.finalize(memory, self._gone, key)
+            weakref.finalize(memory, self._gone, key, host)
         self._sizes[key] = size
-        self.now += size - (known or 0)
+        self._add(size - (known or 0), host)
+
+    def _add(self, size: int, host: bool) -> None:
+        if host:
+            self.host += size
+            self.host_peak = max(self.host_peak, self.host)
+            return
+        self.now += size
         self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.now)
 
-    def _gone(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
+    def _gone(self, key: int, host: bool) -> None:
+        self._add(-self._sizes.pop(key, 0), host)

@@ -1,10 +1,10 @@
 """A stand-in for Transformer Engine 2.20, which has no build for CPUs: the modules of it that Megatron-core asks for.
 
-    engine_stand_in.install()        # before anything imports Megatron, which then builds its layers from it
+    transformer_engine.install()        # before anything imports Megatron, which then builds its layers from it
 
 Layers, optimizer and kernels have the real ones' parameters, with their names and marks, and take only arguments that
 the real ones take; what they give has the real shapes and dtypes, on any device, and so do the collectives that they
-call.  Numbers are those of the plain formula, or none: this is for the device that knows none (fake_device.py).  Where a
+call.  Numbers are those of the plain formula, or none: this is for the device that knows none (device.py).  Where a
 real one waits for the device or demands a tensor on it, so does the stand-in.  What Megatron finds here is what that
 release still has: no `_SplitAlongDim`, no `get_workspace`, no `float8_tensor`.
 """
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from tests.support import engine_stand_in_kernels as kernels
-from tests.support import engine_stand_in_layers as layers
-from tests.support import fused_router
+from hpcrl.rehearsal.stand_ins import te_kernels as kernels
+from hpcrl.rehearsal.stand_ins import te_layers as layers
+from hpcrl.rehearsal.stand_ins import te_router as fused_router
 
 VERSION = "2.20.2"
-LAYERS = ("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "DotProductAttention")
+LAYERS = ("Linear", "LayerNormLinear", "GroupedLinear", "DotProductAttention")
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -153,7 +153,9 @@ MODULES: dict[str, dict[str, Any]] = {
     "common.recipe": _types(
         "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "Format"
     ),
-    "pytorch": {name: getattr(layers, name) for name in LAYERS} | _types("LayerNorm", "Fp8Padding", "Fp8Unpadding"),
+    "pytorch": {name: getattr(layers, name) for name in LAYERS}
+    | {"RMSNorm": layers.EngineRMSNorm}
+    | _types("LayerNorm", "Fp8Padding", "Fp8Unpadding"),
     "pytorch.ops": _types("Sequential", "FusibleOperation"),
     "pytorch.fp8": {"FP8GlobalStateManager": _Fp8State, "fp8_autocast": nullcontext, "fp8_model_init": nullcontext},
     "pytorch.distributed": {

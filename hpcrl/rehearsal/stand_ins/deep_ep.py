@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.support.fake_answers import balanced
+from hpcrl.rehearsal.answers import balanced
 
 #: group sizes for which the real one knows how to be configured
 SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)

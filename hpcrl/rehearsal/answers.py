@@ -1,4 +1,4 @@
-"""What Megatron reads from the fake device (fake_device.py): amounts that fit together, so that its layers go on."""
+"""What Megatron reads from the fake device (device.py): amounts that fit together, with which its layers proceed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of Transformer Engine's stand-in (engine_stand_in.py): parameters with the real ones' names, shapes and
+"""The layers of Transformer Engine's stand-in (transformer_engine.py): parameters with the real ones' names, shapes and
 marks, arguments that the real ones take, and what they refuse or wait for.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.support import engine_stand_in_kernels as kernels
+from hpcrl.rehearsal.stand_ins import te_kernels as kernels
 
 
 class _Module(torch.nn.Module):
@@ -247,7 +247,7 @@ class GroupedLinear(_Matrices):
         )
 
 
-class RMSNorm(_Module):
+class EngineRMSNorm(_Module):
     """x / its root mean square, times a weight."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the layers of engine_stand_in.py call: GEMMs with their collectives, attention, norm, rotary embedding, the
+"""What the layers of transformer_engine.py call: GEMMs with their collectives, attention, norm, rotary embedding, the
 permutation of tokens to experts, and the optimizer's arithmetic over many tensors.
 
 Shapes, dtypes, what is kept for the backward pass and which arguments must be on the device are the real ones'; of
@@ -92,7 +92,7 @@ class Gemm(torch.autograd.Function):
 
 
 def dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """A gradient that nobody reads."""
+    """A gradient that is not read."""
     made = torch.zeros if zero else torch.empty
     return made(shape, dtype=dtype, device=torch.cuda.current_device())
 

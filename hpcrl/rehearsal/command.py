@@ -1,0 +1,84 @@
+"""`hpcrl rehearse RECIPE`: the distinct ranks take a step on fake tensors, and what would end the run is said.
+
+Invariants: nothing is written outside a temporary directory and no job is started; what the run would refuse is refused
+here first, by the checks of `hpcrl plan`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from hpcrl.config.flags import parse_flags
+from hpcrl.config.options import Options
+from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.config.value_types import Kind
+from hpcrl.errors import HpcrlError, UsageError, raise_together
+from hpcrl.launch.preflight import refuse_settings
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.family import find_family
+from hpcrl.plan import local_hosts
+from hpcrl.rehearsal.findings import findings, lines
+from hpcrl.rehearsal.ranks import distinct, named
+from hpcrl.rehearsal.runner import run_ranks
+from hpcrl.speed.cards import DEFAULT
+from hpcrl.speed.cards import named as card
+
+USAGE = """\
+usage: hpcrl rehearse RECIPE.toml [--gpu NAME] [--ranks WHICH] [--option value ...]
+
+Every distinct rank of the trainer builds its model and optimizer and takes a step on tensors without content: no GPU,
+no weights and hardly any memory are needed, config.json of --hf-checkpoint is. What Megatron refuses, memory that runs
+out and ranks that do not fit together are errors (docs/rehearsal.md).
+
+  --gpu NAME         the GPUs (docs/memory.md lists them); default: h100-sxm
+  --gpu-memory GIB   what a GPU has; default: that of --gpu
+  --ranks WHICH      all, or numbers with commas; default: the first and the last of each distinct pipeline stage
+  --at-once N        ranks at a time; default: a core each
+
+Options are those of hpcrl run."""
+
+OWN = {
+    "gpu": Kind("str"),
+    "gpu-memory": Kind("float", bounds="> 0"),
+    "ranks": Kind("str"),
+    "at-once": Kind("int", bounds="> 0"),
+    "help": Kind("bool"),
+}
+
+
+def rehearse(argv: list[str]) -> int:
+    """The command."""
+    if "--help" in argv or "-h" in argv:
+        print(USAGE)
+        return 0
+    overrides, own, words = parse_flags(argv, OWN)
+    if len(words) != 1:
+        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl rehearse RECIPE.toml")
+    recipe = load_recipe(words[0])
+    options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
+    refuse_settings(options, local_hosts, packages=False)
+    gpu = own.get("gpu-memory", card(own.get("gpu", DEFAULT)).memory)
+    at_once = own.get("at-once", len(os.sched_getaffinity(0)))
+    wrong: list[HpcrlError] = []
+    for stage, resolved in zip(recipe.stages, options, strict=True):
+        if stage.name:
+            print(f"# stage {stage.name}")
+        wrong += _stage(resolved, gpu, own.get("ranks"), at_once)
+    raise_together(wrong)
+    return 0
+
+
+def _stage(options: Options, gpu: float, which: str | None, at_once: int) -> list[HpcrlError]:
+    """Print what the ranks of one stage took; what is wrong."""
+    if options.debug_rollout_only:
+        print("nothing is trained: no rank to rehearse")
+        return []
+    begun = time.monotonic()
+    config = read_config(options.hf_checkpoint or "")
+    family = find_family(config, options.hf_checkpoint or "")
+    ranks = distinct(options, family, config) if which is None else named(which, options)
+    reports = run_ranks(options, ranks, at_once)
+    print("\n".join(lines(options, reports, gpu)))
+    print(f"rehearsed: {len(ranks)} of {options.world_size} ranks in {time.monotonic() - begun:.0f} s")
+    return [UsageError(found.what, found.hint) for found in findings(options, family, config, reports, gpu)]

@@ -1,0 +1,69 @@
+"""A process that rehearses ranks one after another, each in a fork of it: `python -m hpcrl.rehearsal.process DIRECTORY
+RANK ...`, with the options in DIRECTORY/options.json; what each found is in DIRECTORY/rank-N.json.
+
+Invariant: a rank that raises, or dies, is a report that says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.rehearsal.refusals import explained
+from hpcrl.rehearsal.reports import RankReport
+from hpcrl.untrusted_files import read_regular
+
+MODULES = ("megatron.hf_weights", "megatron.settings", "megatron.model", "checkpoint.save_load", "step.train_batch")
+
+
+def main(argv: list[str]) -> int:
+    """Rehearse the ranks of `argv` after its directory."""
+    directory = Path(argv[0])
+    options = Options.model_validate_json(read_regular(directory / "options.json"))
+    prepare()
+    for rank in map(int, argv[1:]):
+        if (pid := os.fork()) == 0:
+            _rank(options, rank, directory)
+        os.waitpid(pid, 0)
+    return 0
+
+
+def prepare() -> None:
+    """Be a process whose Megatron finds a GPU and the packages that go with it; before anything imports it."""
+    from hpcrl.rehearsal.stand_ins import deep_ep, transformer_engine
+
+    transformer_engine.install()
+    deep_ep.install()
+    from hpcrl.rehearsal import device
+
+    device.install()
+    for name in MODULES:
+        importlib.import_module(f"hpcrl.trainer.{name}")
+
+
+def _rank(options: Options, rank: int, directory: Path) -> None:
+    """Write the report of a rank and end."""
+    from hpcrl.rehearsal.one_rank import rehearse
+
+    try:
+        report = rehearse(options, rank)
+    except HpcrlError as error:
+        report = RankReport(rank, error=error.what, hint=error.hint or "")
+    except BaseException as error:  # noqa: BLE001  (told to the user)
+        what, hint = explained(error, options)
+        report = RankReport(rank, error=what, hint=hint)
+        if os.environ.get("HPCRL_TRACEBACK"):
+            traceback.print_exc()
+    (directory / f"rank-{rank}.json").write_bytes(msgspec.json.encode(report))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""What a rank's rehearsal found, as its process tells it.
+
+Invariant: nothing of it is run or imported where it is read.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from hpcrl.rehearsal.collectives import GroupCall
+
+START = "start"
+RESUME = "resume"
+LOGPROBS = "log-probs"
+TRAINS = "forward and backward"
+STEP = "optimizer step"
+SAVE = "save"
+UPDATE = "weight update"
+PHASES = (START, RESUME, LOGPROBS, TRAINS, STEP, SAVE, UPDATE)
+
+
+class RankReport(msgspec.Struct):
+    """What one rank took.
+
+    Attributes:
+        peaks: most bytes at once on its GPU, by phase; state: what stays between them.
+        host: most bytes at once of large tensors in host memory.
+        calls: of its groups, in order.
+        parts: what its model runs with.
+        error: why it could not take its step, and where; "" if it could.
+        hint: what to do.
+        seconds: that it took here.
+    """
+
+    rank: int
+    stage: int = 0
+    peaks: dict[str, int] = {}
+    state: int = 0
+    host: int = 0
+    calls: list[GroupCall] = []
+    parts: str = ""
+    error: str = ""
+    hint: str = ""
+    seconds: float = 0.0

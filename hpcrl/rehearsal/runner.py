@@ -1,0 +1,69 @@
+"""The ranks of a rehearsal in processes of their own, as many at a time as there are cores for, within a deadline.
+
+Invariants: no process outlives the call; this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+
+from hpcrl.config.options import Options
+from hpcrl.errors import HpcrlError
+from hpcrl.rehearsal.reports import RankReport
+from hpcrl.toolbox.deadline import Deadline
+from hpcrl.untrusted_files import read_json
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+A_RANK = 600.0  #: seconds that a rank may take, in the mean
+LARGEST = 1 << 28  #: bytes of a report
+LAST_WORDS = 300  #: characters of what a process that died has said
+
+
+def run_ranks(options: Options, ranks: Sequence[int], at_once: int) -> list[RankReport]:
+    """What each of `ranks` took, in that order.
+
+    Raises:
+        HpcrlError: if a process dies or does not end in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpcrl-rehearsal-") as name:
+        directory = Path(name)
+        (directory / "options.json").write_text(options.model_dump_json())
+        parts = [part for part in (list(ranks[first::at_once]) for first in range(at_once)) if part]
+        started = [_start(directory, part) for part in parts]
+        deadline = Deadline(A_RANK * max(map(len, parts)))
+        try:
+            said = [_end(process, deadline) for process in started]
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        of_rank = {rank: words for part, words in zip(parts, said, strict=True) for rank in part}
+        return [_read(directory, rank, of_rank[rank]) for rank in ranks]
+
+
+def _start(directory: Path, ranks: Sequence[int]) -> Popen[bytes]:
+    command = [sys.executable, "-m", "hpcrl.rehearsal.process", str(directory), *map(str, ranks)]
+    return Popen(command, env=os.environ | ENVIRONMENT, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE)
+
+
+def _end(process: Popen[bytes], deadline: Deadline) -> str:
+    """What it has said on stderr."""
+    try:
+        _, said = process.communicate(timeout=deadline.left)
+    except TimeoutExpired:
+        raise HpcrlError("the rehearsal took too long", "rehearse fewer ranks: --ranks 0") from None
+    return said.decode(errors="replace")
+
+
+def _read(directory: Path, rank: int, said: str) -> RankReport:
+    path = directory / f"rank-{rank}.json"
+    if not path.exists():
+        words = " ".join(said.split())[-LAST_WORDS:]
+        return RankReport(rank, error=f"its process died: {words}" if words else "its process died")
+    return read_json(path, RankReport, most=LARGEST)

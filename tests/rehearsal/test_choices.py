@@ -1,0 +1,110 @@
+"""Which ranks are rehearsed, with which micro-batches, and what is said of their memory: pure functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.errors import UsageError
+from hpcrl.models.family import find_family
+from hpcrl.rehearsal.batch import SHORTEST, micro_batches, rehearsed, share_of
+from hpcrl.rehearsal.findings import findings, lines
+from hpcrl.rehearsal.ranks import distinct, named, stages
+from hpcrl.rehearsal.refusals import explained, flags_of
+from hpcrl.rehearsal.reports import RankReport
+from tests.support.published_models import MODELS
+
+LARGE: dict[str, Any] = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 8}
+LARGE |= {"pipeline_model_parallel_size": 4, "context_parallel_size": 2, "expert_model_parallel_size": 16}
+LARGE |= {"expert_tensor_parallel_size": 1, "sequence_parallel": True, "use_dynamic_batch_size": True}
+LARGE |= {
+    "max_tokens_per_gpu": 16384,
+    "rollout_max_response_len": 8192,
+    "megatron": {"num_layers_in_last_pipeline_stage": 23},
+}
+
+
+def options(**fields: Any) -> Options:
+    return Options(hf_checkpoint="x", bf16=True, **(LARGE | fields))
+
+
+def glm() -> tuple[Any, Any]:
+    config = MODELS["GLM-4.5"][1]
+    return find_family(config, "GLM-4.5"), config
+
+
+def test_first_and_last_rank_of_distinct_stages() -> None:
+    """Stages between the ends that hold the same are rehearsed once."""
+    opts = options()
+    chosen = distinct(opts, *glm())
+    assert chosen == [0, 15, 16, 31, 48, 63]
+    assert [stages(opts)[rank] for rank in chosen] == [0, 0, 1, 1, 3, 3]
+
+
+def test_named_ranks() -> None:
+    assert named("all", options()) == list(range(64))
+    assert named("5,0", options()) == [0, 5]
+    for wrong in ("64", "first"):
+        with pytest.raises(UsageError, match="--ranks"):
+            named(wrong, options())
+
+
+def test_the_longest_and_the_shortest_rows() -> None:
+    """As many of the longest micro-batches as are under way at once in the pipeline, and the shortest."""
+    found = micro_batches(options())
+    assert len(found) == 5
+    assert found[0] == [8192] * 4 and found[-1] == [SHORTEST]
+    assert micro_batches(options(max_tokens_per_gpu=5000))[0] == [8192, 1808]
+    assert micro_batches(options(max_tokens_per_gpu=1000))[0] == [8192], "a longer sample runs alone"
+    assert micro_batches(options(use_dynamic_batch_size=False, micro_batch_size=3))[0] == [8192] * 3
+
+
+def test_every_rank_gets_a_share_of_the_batch() -> None:
+    """Samples of all ranks make up the table once, in groups of one size."""
+    opts = options(actor_num_nodes=16, rollout_max_response_len=64, max_tokens_per_gpu=64)
+    lengths = micro_batches(opts)
+    small = rehearsed(opts, lengths)
+    shares = [share_of(small, glm()[1], lengths, rank) for rank in range(small.data_parallel_size)]
+    assert sorted(row for share in shares for row in share.own.tolist()) == list(range(small.samples_per_rollout))
+    assert {tuple(share.batch.rows["length"].tolist()) for share in shares} == {
+        tuple(n for micro in lengths for n in micro)
+    }
+    assert all(share.step_tokens == [int(sum(s.batch.loss_mask.sum() for s in shares))] for share in shares)
+
+
+def report(rank: int, size: float, **fields: Any) -> RankReport:
+    return RankReport(rank, peaks={"start": 1, "forward and backward": int(size * 2**30)}, **fields)
+
+
+def test_memory_that_runs_out_names_rank_and_phase() -> None:
+    family, config = glm()
+    reports = [report(0, 40), report(15, 79)]
+    (found,) = findings(options(), family, config, reports, 80.0)
+    assert "rank 15" in found.what and "forward and backward" in found.what
+    assert not findings(options(), family, config, reports, 141.0)
+    reports[1].peaks = {"resume": 100 << 30}
+    assert not findings(options(), family, config, reports, 80.0)
+    assert any("resumes" in line for line in lines(options(), reports, 80.0))
+
+
+def test_a_refusal_is_said_once() -> None:
+    """Of ranks that meet the same refusal, and before anything else."""
+    family, config = glm()
+    reports = [report(rank, 200, error="Megatron refuses it", hint="--x 1") for rank in (0, 15)]
+    (found,) = findings(options(), family, config, reports, 80.0)
+    assert found.what.startswith("rank 0, 15") and found.hint == "--x 1"
+
+
+def test_flags_of_an_assertion() -> None:
+    """A flag is named as it is given, if the message or the statement names its setting."""
+    opts = options(megatron={"moe_router_topk": 3}, vllm={"block_size": 7})
+    assert flags_of("config.moe_router_topk < num_experts", opts) == ["--moe-router-topk 3"]
+    assert flags_of("block_size", opts) == ["--vllm-block-size 7"]
+    assert flags_of("tensor_model_parallel_size", opts) == ["--tensor-model-parallel-size 8"]
+    try:
+        raise AssertionError("moe_router_topk is odd")
+    except AssertionError as error:
+        what, hint = explained(error, opts)
+    assert "is odd" in what and "--moe-router-topk 3" in hint

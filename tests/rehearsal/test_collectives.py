@@ -1,0 +1,63 @@
+"""Two ranks whose calls do not fit together are found, and named with the first call that differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcrl.rehearsal.collectives import GroupCall, differing, totals
+
+STAGES = {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def call(group: str = "tp", what: str = "allreduce_", size: int = 64, peer: int = -1) -> GroupCall:
+    return GroupCall(group, what, size, peer, "forward and backward")
+
+
+def records() -> dict[int, list[GroupCall]]:
+    """Of two stages of two ranks each, that fit."""
+    first = [call(), call("dp"), call("tp", "allgather_", 32)]
+    found = {rank: list(first) for rank in STAGES}
+    for rank in (0, 1):
+        found[rank] += [call("pp", "send", 128, rank + 2), call("pp", "recv_", 128, rank + 2)]
+        found[rank + 2] += [call("pp", "recv_", 128, rank), call("pp", "send", 128, rank)]
+    return found
+
+
+def test_ranks_that_fit() -> None:
+    """The order of sending and receiving between two ranks may differ, and so may the bytes of an exchange of tokens."""
+    found = records()
+    assert differing(found, STAGES) == ""
+    found[0].append(call("ep", "alltoall_base_", 10))
+    found[1].append(call("ep", "alltoall_base_", 20))
+    assert differing(found, STAGES) == ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "at", "planted", "said"),
+    [
+        (1, 0, None, "collective 1: rank 0 asks for allreduce"),
+        (1, 1, call("tp"), "allreduce of 64 bytes in group dp"),
+        (1, 0, call(size=60), "60 bytes"),
+        (1, 2, call("tp", "reduce_scatter_", 32), "reduce_scatter of 32"),
+        (1, 2, None, "rank 1 has none left"),
+        (3, 0, call("cp"), "ranks 2 and 3"),
+        (2, 3, None, "message 1 from rank 0 to rank 2"),
+        (2, 4, call("pp", "send", 64, 0), "message 1 from rank 2 to rank 0"),
+    ],
+)
+def test_a_fault_is_found(rank: int, at: int, planted: GroupCall | None, said: str) -> None:
+    """A call that is missing, of another group, of another size, of another kind; a message that one side lacks."""
+    found = records()
+    found[rank][at : at + 1] = [] if planted is None else [planted]
+    assert said in differing(found, STAGES)
+
+
+def test_another_order_is_found() -> None:
+    """The same calls in another order are a deadlock where the groups differ."""
+    found = records()
+    found[1][0], found[1][1] = found[1][1], found[1][0]
+    assert "collective 1" in differing(found, STAGES)
+
+
+def test_totals() -> None:
+    assert totals([call(), call(), call("dp", size=500)]) == [("dp", "allreduce", 1, 500), ("tp", "allreduce", 2, 128)]
