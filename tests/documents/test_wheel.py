@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from hpcrl.commands.first_steps.init import TASKS
+from hpcrl.config.recipe import load_recipe
 from tests.documents.scene import SHIPPED, Scene, make_scene
 from tests.documents.texts import REPO, printed
 from tests.documents.typed import CONFIG, typed
@@ -99,3 +101,21 @@ def test_what_a_login_node_is_asked_works(bare: Path, elsewhere: Scene) -> None:
         elif not lacks and status:
             wrong.append(f"{command.line}: {status}: {said[-500:]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_folder_to_start_from_comes_with_the_wheel(bare: Path, elsewhere: Scene) -> None:
+    """`hpcrl init` says in one line what is not installed; what its recipe prepares with is in the wheel, and a run is
+    refused for what is not installed alone."""
+    for task in TASKS:
+        environment, place = elsewhere.environment(bare), elsewhere.folder
+        done = subprocess.run(
+            ["hpcrl", "init", f"own-{task}", "--task", task],
+            env=environment, cwd=place, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0 and "hpcrl[gpu]" in done.stderr and len(done.stderr.splitlines()) == 1
+        (command,) = load_recipe(place / f"own-{task}" / "recipe.toml").prepare
+        made = ["python", *command[1:3], "--help"]
+        subprocess.run(made, env=environment, cwd=place, capture_output=True, text=True, check=True)
+        run = ["hpcrl", "run", f"own-{task}/recipe.toml", "--dry-run"]
+        refused = subprocess.run(run, env=environment, cwd=place, capture_output=True, text=True)
+        assert refused.returncode == 2 and "hpcrl[gpu]" in refused.stderr, refused.stderr
