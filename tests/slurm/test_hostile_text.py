@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from hpcrl.commands.submit import _flags
+from hpcrl.config.flags import flag_words
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.setting_names import kind_of_field
@@ -135,7 +135,7 @@ def test_options_are_words(shown: Submission, tmp_path: Path) -> None:
     """Every option that takes text, as a flag of a script for a person; name and directory in all scripts."""
     found = []
     for name, several in text_options():
-        flags = [word for text in HOSTILE for word in _flags({name: [text] if several else text})]
+        flags = [word for text in HOSTILE for word in flag_words({name: [text] if several else text})]
         if name not in ("name", "run_dir"):
             found.append((name, Slurm().script_by_hand(shown, ["examples/quickstart.toml", *flags])))
             no_line_obeys(found[-1][1])

@@ -18,7 +18,7 @@ from hpcrl.toolbox.arguments import Parser
 
 SHELLS = ("bash", "zsh", "fish")
 #: commands that take a recipe and options of a run
-OF_A_RECIPE = ("run", "submit", "plan", "launch", "eval", "doctor")
+OF_A_RECIPE = ("run", "submit", "plan", "rehearse", "launch", "eval", "doctor")
 #: those that take a run
 OF_A_RUN = ("status", "watch", "logs", "samples", "engines", "report", "trace", "bill", "stop", "cancel", "resume")
 _OWN = {
