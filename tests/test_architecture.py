@@ -92,6 +92,7 @@ WRITERS = {
     "model_files/config_json.py": "a model's directory, which is put into its place as a whole",
     "model_files/hf_writer.py": "a model's directory, which is put into its place as a whole",
     "mpi/mpirun.py": "a hostfile in a scratch directory",
+    "rehearsal/engine_process.py": "a scratch directory",
     "rehearsal/process.py": "a scratch directory",
     "rehearsal/runner.py": "a scratch directory",
     "report/metrics.py": "TensorBoard's own files",

@@ -18,9 +18,9 @@ from hpcrl.launch.preflight import refuse_settings
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import local_hosts
-from hpcrl.rehearsal.findings import findings, lines
+from hpcrl.rehearsal.findings import engine_line, findings, lines, of_engine
 from hpcrl.rehearsal.ranks import distinct, named
-from hpcrl.rehearsal.runner import run_ranks
+from hpcrl.rehearsal.runner import ask_engine, run_ranks
 from hpcrl.speed.cards import DEFAULT
 from hpcrl.speed.cards import named as card
 
@@ -80,5 +80,9 @@ def _stage(options: Options, gpu: float, which: str | None, at_once: int) -> lis
     ranks = distinct(options, family, config) if which is None else named(which, options)
     reports = run_ranks(options, ranks, at_once)
     print("\n".join(lines(options, reports, gpu)))
+    asked = ask_engine(options) if options.num_engines else None
+    if asked:
+        print(engine_line(asked))
     print(f"rehearsed: {len(ranks)} of {options.world_size} ranks in {time.monotonic() - begun:.0f} s")
-    return [UsageError(found.what, found.hint) for found in findings(options, family, config, reports, gpu)]
+    faults = findings(options, family, config, reports, gpu) + (of_engine(asked) if asked else [])
+    return [UsageError(found.what, found.hint) for found in faults]

@@ -16,7 +16,7 @@ from hpcrl.memory.training import CUDA, GIB
 from hpcrl.models.family import Config, Family
 from hpcrl.rehearsal.collectives import differing, totals
 from hpcrl.rehearsal.ranks import stages
-from hpcrl.rehearsal.reports import PHASES, RESUME, RankReport
+from hpcrl.rehearsal.reports import PHASES, RESUME, EngineReport, RankReport
 
 SHOWN = 12  #: rows of the table of collectives
 
@@ -49,6 +49,23 @@ def findings(
             found.append(RehearsalFault(what, f"give {change}" if change else "give the trainer more GPUs"))
             break
     return found
+
+
+def of_engine(report: EngineReport) -> list[RehearsalFault]:
+    """What vLLM refuses."""
+    return [RehearsalFault(f"engine: {report.error}", report.hint)] if report.error else []
+
+
+def engine_line(report: EngineReport) -> str:
+    """What vLLM makes of an engine's settings."""
+    if report.absent:
+        return f"engine: not rehearsed, vLLM cannot be asked here: {report.absent}"
+    if report.error:
+        return "engine: refused"
+    sizes = f"TP {report.tensor}, PP {report.pipeline}, DP {report.data}"
+    weights = f", {report.quantization} weights" if report.quantization else ""
+    left = f"; left to the GPUs' machine: {', '.join(report.left_out)}" if report.left_out else ""
+    return f"engine: vLLM takes its settings: {sizes}{weights}, {report.longest:,} tokens at most{left}"
 
 
 def _refused(failed: Sequence[RankReport]) -> list[RehearsalFault]:

@@ -42,3 +42,26 @@ class RankReport(msgspec.Struct):
     error: str = ""
     hint: str = ""
     seconds: float = 0.0
+
+
+class EngineReport(msgspec.Struct):
+    """What vLLM's config classes say of an engine.
+
+    Attributes:
+        tensor, pipeline, data: parallel sizes, as vLLM has them.
+        longest: tokens of a request at most.
+        quantization: "" for none.
+        left_out: settings that only a machine with GPUs can judge.
+        absent: why vLLM could not be asked; "" if it was.
+        error, hint: what it refuses, and the flags that it is about.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    longest: int = 0
+    quantization: str = ""
+    left_out: tuple[str, ...] = ()
+    absent: str = ""
+    error: str = ""
+    hint: str = ""

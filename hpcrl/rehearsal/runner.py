@@ -14,14 +14,34 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.rehearsal.reports import RankReport
+from hpcrl.rehearsal.reports import EngineReport, RankReport
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import read_json
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 A_RANK = 600.0  #: seconds that a rank may take, in the mean
+AN_ENGINE = 600.0  #: seconds that vLLM may take
 LARGEST = 1 << 28  #: bytes of a report
 LAST_WORDS = 300  #: characters of what a process that died has said
+
+
+def ask_engine(options: Options) -> EngineReport:
+    """What vLLM's config classes say of the settings of the first engine.
+
+    Raises:
+        HpcrlError: if the process dies or does not end in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpcrl-rehearsal-") as name:
+        directory = Path(name)
+        (directory / "options.json").write_text(options.model_dump_json())
+        process = _start("engine_process", directory)
+        try:
+            said = _end(process, Deadline(AN_ENGINE))
+        finally:
+            _kill([process])
+        if not (directory / "engine.json").exists():
+            return EngineReport(error=f"vLLM's process died: {' '.join(said.split())[-LAST_WORDS:]}")
+        return read_json(directory / "engine.json", EngineReport)
 
 
 def run_ranks(options: Options, ranks: Sequence[int], at_once: int) -> list[RankReport]:
@@ -34,21 +54,25 @@ def run_ranks(options: Options, ranks: Sequence[int], at_once: int) -> list[Rank
         directory = Path(name)
         (directory / "options.json").write_text(options.model_dump_json())
         parts = [part for part in (list(ranks[first::at_once]) for first in range(at_once)) if part]
-        started = [_start(directory, part) for part in parts]
+        started = [_start("process", directory, part) for part in parts]
         deadline = Deadline(A_RANK * max(map(len, parts)))
         try:
             said = [_end(process, deadline) for process in started]
         finally:
-            for process in started:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
+            _kill(started)
         of_rank = {rank: words for part, words in zip(parts, said, strict=True) for rank in part}
         return [_read(directory, rank, of_rank[rank]) for rank in ranks]
 
 
-def _start(directory: Path, ranks: Sequence[int]) -> Popen[bytes]:
-    command = [sys.executable, "-m", "hpcrl.rehearsal.process", str(directory), *map(str, ranks)]
+def _kill(processes: Sequence[Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _start(module: str, directory: Path, ranks: Sequence[int] = ()) -> Popen[bytes]:
+    command = [sys.executable, "-m", f"hpcrl.rehearsal.{module}", str(directory), *map(str, ranks)]
     return Popen(command, env=os.environ | ENVIRONMENT, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE)
 
 

@@ -26,11 +26,12 @@ def recipe(directory: Path, more: str = "") -> str:
 def test_a_recipe_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both ranks, and the table; a card too small is an error that says what would fit."""
     path = recipe(tmp_path)
-    assert main(["rehearse", path, "--gpu-memory", "0.5"]) == 2
+    assert main(["rehearse", path, "--gpu-memory", "0.5", "--vllm-max-num-seqs", "9000"]) == 2
     told = capsys.readouterr()
     assert "2 of 2 ranks" in told.out and "forward and backward" in told.out
     assert "reduce_scatter" in told.out
     assert "rank 0 of stage 0" in told.err and "a GPU has 0.5" in told.err
+    assert "vLLM refuses" in told.err and "--vllm-max-num-seqs 9000" in told.err
 
 
 def test_what_a_rank_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
