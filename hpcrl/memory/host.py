@@ -91,6 +91,6 @@ def copies_bytes(options: Options, count: Count, layout: Layout) -> float:
 
 
 def background_bytes(options: Options, count: Count, layout: Layout) -> float:
-    """What a background save keeps of the state at its beginning: all that the rank writes."""
-    states = STATES if options.bf16 else STATES - FP32
-    return count.all * weight_bytes(options) / layout.copies + states * own(options, count, layout)
+    """What a background save keeps of the state at its beginning: all that the rank writes, weights in fp32 among the
+    optimizer's states also where the model has them so."""
+    return count.all * weight_bytes(options) / layout.copies + STATES * own(options, count, layout)

@@ -28,7 +28,7 @@ from hpcrl.trainer.checkpoint.copies_plan import Part
 from hpcrl.untrusted_files import Damaged, count_of, open_regular, read_json
 
 INDEX = "index.json"
-PIECE = 1 << 25  #: bytes that are read, sent and written at once
+PIECE = 1 << 22  #: bytes that are read, sent and written at once
 SLOWEST = timedelta(minutes=10)  #: for one of them, on its way between two hosts
 
 

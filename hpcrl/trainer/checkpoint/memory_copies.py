@@ -41,6 +41,7 @@ from hpcrl.run.copies_directory import copies_here
 from hpcrl.run.role import RoleContext, say
 from hpcrl.run.rundir import write_unread
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.imports import without_collection
 from hpcrl.trainer.checkpoint import copy_files, save_load
 from hpcrl.trainer.checkpoint.copies_plan import Part, partners, senders
 from hpcrl.trainer.checkpoint.save_load import Position
@@ -126,6 +127,10 @@ class MemoryCopies:
         self._senders = senders(hosts, ranks.rank)
         several = interval > 0 and len(set(hosts)) > 1
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes)) if several else None
+        self._division = save_load.division() if interval > 0 else None
+        if interval > 0:
+            with without_collection():  # Megatron looks for garbage at each copy: not among all that is here by now
+                pass
         self._patience = 30.0 * minutes
         self._pending: PendingCopy | None = None
         self._spent = 0.0
@@ -152,7 +157,7 @@ class MemoryCopies:
             agree(make)
             self._also(directory)
             state = save_load.everything(self._policy, self._ranks, position)
-            request = save_load.plan(state, directory)
+            request = save_load.plan(state, directory, self._division)
             writer = agree(lambda: CheckpointWriter(request) if request.async_fn is not None else None)
             return PendingCopy(position, directory, writer, request.finalize_fns)
 

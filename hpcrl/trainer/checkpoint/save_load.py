@@ -180,13 +180,23 @@ def write(state: dict[str, Any], staging: Path) -> None:
         agree_in_step(finalize)
 
 
-def plan(state: dict[str, Any], staging: Path) -> Any:
-    """Megatron's request to write `state` into an empty directory; collective."""
-    strategy = FullyParallelSaveStrategyWrapper(
-        get_default_save_sharded_strategy(), parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )  # what data-parallel ranks hold equally is divided among them
+def division() -> Any:
+    """Megatron's division among data-parallel ranks of what they hold equally, which it remembers."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group, do_cache_distribution=True)
+
+
+def plan(state: dict[str, Any], staging: Path, divided: Any = None) -> Any:
+    """Megatron's request to write `state` into an empty directory; collective.
+
+    Args:
+        divided: the `division` of an earlier request for the same tensors, whose parts were compared then.
+    """
+    strategy = division() if divided is None else divided
     writers.write_in_place(state)
     how: dict[str, Any] = {"content_metadata": dict(SHARDING), "async_sharded_save": True}
+    if strategy.cached_distribution is not None:
+        how["validate_access_integrity"] = False
     if (
         "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
     ):  # since 0.17, where another is the default

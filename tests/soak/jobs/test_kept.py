@@ -31,7 +31,19 @@ pytestmark = pytest.mark.soak
 #: more attempts than faults; a checkpoint after every step, so that each brings the run on
 MANY: dict[str, Any] = {"attempts": 1000}
 #: whose end is the job's: the launcher, and who was asked to end it; a host that is gone
-JOBS = ("launcher", "hpcrl stop", "hpcrl launch", "SIGTERM", "SIGINT", "SIGUSR1", "disk", "power", "for ever", "srun")
+JOBS = (
+    "launcher",
+    "hpcrl stop",
+    "hpcrl launch",
+    "SIGTERM",
+    "SIGINT",
+    "SIGUSR1",
+    "disk",
+    "power",
+    "for ever",
+    "srun",
+    "rank 0",
+)
 MORE = (
     "SIGSTOP of a trainer rank for ever",
     "SIGSTOP of the rollout process for ever",
