@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.launcher_watchdog import queue_again
-from hpcrl.run.job_files import STATE, JobState
+from hpcrl.run.job_files import OVER, STATE, JobState
 from hpcrl.run.process import set_limits
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
@@ -30,6 +30,7 @@ from hpcrl.untrusted_files import Damaged, read_json
 
 LOOK = 10.0  #: seconds between two looks at state.json
 AGAIN = 30.0  #: seconds between two questions to Slurm
+UNKNOWN = "invalid job id"  #: what scontrol says of a job that has ended a while ago
 
 
 def lost_batch_node(record: str) -> str | None:
@@ -38,16 +39,25 @@ def lost_batch_node(record: str) -> str | None:
     Args:
         record: the job's, as `scontrol --oneliner show job` has it: of a het job its first component's is first.
     """
-    first = next(iter(record.splitlines()), "")
-    found = [re.search(rf"\b{name}=(\S+)", first) for name in ("JobState", "BatchHost", "NodeList")]
-    state, batch, nodes = (match[1] if match else "" for match in found)
-    if state != "RUNNING" or not batch or not nodes or batch in expand(nodes):
+    batch, nodes = _value(record, "BatchHost"), _value(record, "NodeList")
+    if not runs(record) or not batch or not nodes or batch in expand(nodes):
         return None
     return batch
 
 
+def runs(record: str) -> bool:
+    """Whether a job's record says that it has nodes."""
+    return _value(record, "JobState") in ("RUNNING", "SUSPENDED", "STOPPED")
+
+
+def _value(record: str, name: str) -> str:
+    found = re.search(rf"\b{name}=(\S+)", next(iter(record.splitlines()), ""))
+    return found[1] if found else ""
+
+
 def watch(job_id: str, root: Path, seconds: float) -> None:
-    """Return when the job was queued again, or ended, since its launcher was lost."""
+    """Return when the job was queued again, or ended, since its launcher was lost; or has ended otherwise, which
+    a node that was cut off hears late."""
     heard, last, asked = LastSign(), None, LastSign(ago=AGAIN)
     while True:
         time.sleep(LOOK)
@@ -55,9 +65,13 @@ def watch(job_id: str, root: Path, seconds: float) -> None:
             if (state := read_json(root / STATE, JobState)) != last:
                 last = state
                 heard.heard()
+        if last is not None and last.phase in OVER:
+            return None
         if heard.silence < seconds or not asked.due(AGAIN):
             continue
         answer = squeue.call(["scontrol", "--oneliner", "show", "job", job_id])
+        if (answer.code == 0 and not runs(answer.out)) or UNKNOWN in answer.err.lower():
+            return None
         node = lost_batch_node(answer.out) if answer.code == 0 else None
         if node is not None:
             return end_job(job_id, root, last.stage if last else "", f"host {node}, the launcher's, was lost")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,10 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.launch.attempts.attempt import _check
 from hpcrl.run.attempt_log import LeftOutRecord, read_attempts
+from hpcrl.run.job_files import JobState, write_state
+from hpcrl.run.process import CommandResult
 from hpcrl.run.rundir import RunDir
-from hpcrl.slurm import srun
+from hpcrl.slurm import orphaned_job, srun
 from hpcrl.slurm.orphaned_job import lost_batch_node
 from hpcrl.slurm.srun import SrunHosts
 from hpcrl.slurm.steps import HetGroup, Step, read_groups
@@ -199,6 +202,38 @@ def test_a_node_that_is_silent_at_the_start(tmp_path: Path) -> None:
 )
 def test_a_job_that_has_lost_its_batch_process(record: str, lost: str | None) -> None:
     assert lost_batch_node(record) == lost
+
+
+@pytest.mark.parametrize(
+    ("phase", "answers", "done"),
+    [
+        (
+            "running",
+            [("JobState=RUNNING NodeList=node2 BatchHost=node1", "")],
+            ["host node1, the launcher's, was lost"],
+        ),
+        ("running", [("", "slurm_load_jobs error: Unable to contact"), ("JobState=COMPLETING", "")], []),
+        (
+            "running",
+            [("JobState=RUNNING NodeList=node[1-2] BatchHost=node1", ""), ("", "Invalid job id specified")],
+            [],
+        ),
+        ("finished", [], []),
+    ],
+)
+def test_the_watcher_of_a_launcher_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Any, answers: list[tuple[str, str]], done: list[str]
+) -> None:
+    """With what it was there for, or with the job, of whose end a node that was cut off hears late."""
+    write_state(tmp_path, JobState(phase, 0.0))
+    said, ended = iter(answers), list[str]()
+    answer = lambda words: CommandResult(int(bool((one := next(said))[1])), *one)  # noqa: E731
+    monkeypatch.setattr(orphaned_job, "LOOK", 0.0)
+    monkeypatch.setattr(orphaned_job, "AGAIN", 0.0)
+    monkeypatch.setattr(orphaned_job.squeue, "call", answer)
+    monkeypatch.setattr(orphaned_job, "end_job", lambda job, root, stage, what: ended.append(what))
+    orphaned_job.watch("7", tmp_path, 0.0)
+    assert ended == done and list(said) == []
 
 
 def test_a_job_is_watched_from_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
