@@ -53,7 +53,7 @@ def extend_run(job: RunJob, num_rollout: int) -> None:
         raise UsageError(f"{job.root} has not reached its last stage yet", "leave --num-rollout out")
     with held(job.root):
         rundir = RunDir.latest(directory)
-        options, summary = read_options(rundir), read_summary(directory)
+        options, summary = read_options(rundir, whole=True), read_summary(directory)
         done = summary.rollout_id if summary else 0
         if num_rollout <= done:
             raise UsageError(f"--num-rollout {num_rollout}: {done} rollouts are done", "give a larger number")

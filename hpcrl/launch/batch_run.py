@@ -22,7 +22,8 @@ import msgspec
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.stage_flags import split_name, stage_flag
-from hpcrl.errors import DeadlineError, HpcrlError, PeerError, Stopped, UsageError
+from hpcrl.errors import HpcrlError, PeerError, Stopped, UsageError
+from hpcrl.launch.attempts.attempt import HostsSilent
 from hpcrl.launch.attempts.headway import check_headway
 from hpcrl.launch.attempts.retries import HostFault
 from hpcrl.launch.broken_hosts import BROKEN, broken_hosts, note_broken_host
@@ -54,10 +55,6 @@ SILENT = 20.0  #: seconds in which every host must start a task after a failure,
 PATIENCE = 900.0  #: seconds for which a scheduler that does not answer is asked to queue a job again
 AGAIN = 5.0  #: seconds between two of these questions
 PARTING = 300.0  #: seconds to wait for the scheduler to end a job that it has queued again: it does long before
-
-
-class HostsSilent(DeadlineError):
-    """Hosts of the job did not answer: another allocation may do better."""
 
 
 def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -171,16 +168,26 @@ def _leave(
         return HostFault("the time limit is near")
     if _preempted(job, allocation):
         return HostFault("preempted")
-    if broken := seen_broken(job):
+    broken = seen_broken(job)
+    if broken:
         note_broken_host(job.root, *broken)
-        return HostFault(f"host {broken[0]} is broken ({broken[1]})", (broken[0],))
-    if stuck:
-        found = HostFault(", ".join(stuck.values()), tuple(stuck))
-    else:
-        found = HostFault() if well else _lost(job, allocation)
-    if found.why:
-        gone[_number(job)] = found.why
-    return found
+        _tell_chain(job, allocation, [broken[0]])
+    faults = [HostFault(f"host {broken[0]} is broken ({broken[1]})", (broken[0],))] if broken else []
+    lost = [HostFault(why, (host,)) for host, why in stuck.items()] + (
+        [] if well else [_lost(job, allocation, twice=True)]
+    )
+    if why := "; ".join(fault.why for fault in lost if fault.why):
+        gone[_number(job)] = why
+    faults += [fault for fault in lost if fault.why]
+    hosts = dict.fromkeys(host for fault in faults for host in fault.hosts)
+    return HostFault("; ".join(fault.why for fault in faults), tuple(hosts))
+
+
+def _tell_chain(job: RunJob, allocation: Allocation, hosts: list[str]) -> None:
+    """Keep the later jobs of a chain off these hosts, where the scheduler does that."""
+    for number in later_jobs(msgspec.structs.replace(read_job(job.root), job_id=allocation.job_id)):
+        with contextlib.suppress(HpcrlError):
+            allocation.leave_out(number, hosts)
 
 
 def _number(job: RunJob) -> int:
@@ -189,13 +196,22 @@ def _number(job: RunJob) -> int:
     return -1 if rundir is None else rundir.attempt
 
 
-def _lost(job: RunJob, allocation: Allocation) -> HostFault:
+def _lost(job: RunJob, allocation: Allocation, twice: bool = False) -> HostFault:
     """The hosts of the job that the scheduler has lost, or else that do not answer: none where none or all do not, then
-    it is not the hosts' fault."""
+    it is not the hosts' fault.
+
+    Args:
+        twice: whether those that did not answer are asked once more, since they would be left out for good.
+    """
     if lost := lost_hosts(last_attempt(job), allocation):
         return HostFault(", ".join(lost.values()), tuple(lost))
     found = allocation.backend.silent(SILENT)
     if not 0 < len(found) < allocation.backend.count:
+        return HostFault()
+    if twice:
+        again = allocation.backend.silent(SILENT)
+        found = [host for host in found if host in again]
+    if not found:
         return HostFault()
     return HostFault(f"no answer from {', '.join(found)}: is it up, and its network?", tuple(found))
 

@@ -227,8 +227,17 @@ def run_host(
                         raise
 
 
+def _in_use(rundir: RunDir, host: str) -> bool:
+    """Whether the attempt needs this host: how a spare one ends, or one that was left out, is its own affair."""
+    with contextlib.suppress(HpcrlError):
+        return host in read_plan(rundir).hosts
+    return True
+
+
 def _record(rundir: RunDir, host: str, error: HpcrlError) -> None:
     """Record why this host has ended the attempt, unless a role has said more already."""
+    if not _in_use(rundir, host):
+        return
     rundir.fail("host", 0, f"on {host}: {error}", failure_kind(error))
 
 
@@ -369,7 +378,7 @@ def main(argv: list[str] | None = None) -> int:
     except HpcrlError as error:
         say(f"error: on {args.host}: {error}")
         _record(rundir, args.host, error)
-        return error.exit_code
+        return error.exit_code if _in_use(RunDir.latest(rundir.root), args.host) else 0
     return 0
 
 

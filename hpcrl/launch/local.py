@@ -32,6 +32,7 @@ class Local:
     """This machine, as one host."""
 
     requeue_words: Sequence[str] = ()
+    left_out: Sequence[str] = ()
     python = sys.executable
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:

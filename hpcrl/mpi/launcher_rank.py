@@ -37,7 +37,7 @@ from hpcrl.mpi.channel import (
 )
 from hpcrl.mpi.file_sync import read_code, read_files
 from hpcrl.mpi.host_rank import HostPart, start_part
-from hpcrl.mpi.placement import Placement
+from hpcrl.mpi.placement import Placement, RankPlace
 from hpcrl.plan import Host, Plan
 from hpcrl.run.pauses import follow_log
 from hpcrl.run.rundir import RunDir
@@ -112,6 +112,11 @@ class MpiHosts:
         """Every rank but this one."""
         return [place.rank for place in self.placement.places[1:]]
 
+    @property
+    def _in_use(self) -> list[RankPlace]:
+        """Those on hosts that are used."""
+        return [place for place in self.placement.places[1:] if place.host not in self.left_out]
+
     # ---- what the launcher asks of a backend
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
@@ -136,7 +141,7 @@ class MpiHosts:
         files = read_files(rundir, ["options.json", *_below(rundir, rundir.here), *_below(rundir, rundir.keys)])
         files |= read_code(rundir) if self.apart else {}
         self.remote = []
-        for place in self.placement.places[1:]:
+        for place in self._in_use:
             log = rundir.logs / f"host-{place.host}.log"
             name = f"host {place.host} (MPI rank {place.rank})"
             begun = str(rundir.root), rundir.attempt
@@ -199,7 +204,7 @@ class MpiHosts:
     def _ask_who_sees(self, rundir: RunDir, seconds: float) -> None:
         """Find out which ranks share the run directory: they find this attempt's plan there."""
         self.apart.clear()
-        waiting = set(self.others)
+        waiting = {place.rank for place in self._in_use}
         for rank in waiting:
             self.channel.send(rank, CheckPath(str(rundir.plan_file)))
         deadline = Deadline(seconds)

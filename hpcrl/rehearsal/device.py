@@ -129,10 +129,16 @@ class FakeDevice:
         recorder: of what is asked of process groups; None: nothing is recorded.
     """
 
-    def __init__(self, packages: Sequence[str] | None = None) -> None:
-        """Args: packages: of `capabilities.PARTS` that the machine is to have (None: the stand-ins of this process)."""
+    def __init__(self, packages: Sequence[str] | None = None, large: float = LARGE) -> None:
+        """Create one.
+
+        Args:
+            packages: of `capabilities.PARTS` that the machine is to have (None: the stand-ins of this process).
+            large: elements of host memory from which on it has no content either; math.inf: what is saved is read.
+        """
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.shapes = ShapeCache(self.fake)
+        self._large = large
         self.syncs: list[Sync] = []
         self.recorder: Recorder | None = None
         self.answers: dict[tuple[str, str], Answer] = dict(MEGATRONS)
@@ -187,7 +193,7 @@ class FakeDevice:
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Host memory that holds zeros; if there is much of it, nothing."""
-        if math.prod(shape) < LARGE:
+        if math.prod(shape) < self._large:
             return torch.zeros(shape, dtype=dtype)
         with self.fake:
             return torch.empty(shape, dtype=dtype, device="cpu")

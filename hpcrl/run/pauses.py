@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 AGAIN = "again"  #: name of a mark in attempts/N
 PAUSED = "paused"  #: directory in attempts/N
+#: more incarnations than an attempt gives an engine: of one on a host that says nothing any more they are not known
+UNKNOWN = 1 << 16
 CARRIED = "carried.json"  #: a file in attempts/N
 
 
@@ -75,7 +77,7 @@ def carried_over(old: Plan, new: Plan, paused: Iterable[PausedHost]) -> CarriedO
         and all((index, node) in parts for node in range(1, 1 + len(new.engines[index].also)))
     }
     others = [index for index in range(len(new.engines)) if index not in whole]
-    return CarriedOver(engines=whole, begin={i: last[i] + 1 for i in others if i in last} if whole else {})
+    return CarriedOver(engines=whole, begin={i: last.get(i, UNKNOWN * new.attempt) + 1 for i in others if whole})
 
 
 # ---- the host's side

@@ -55,15 +55,18 @@ class RoleContext:
     incarnation: int = 0
 
 
-def read_options(rundir: RunDir) -> Options:
+def read_options(rundir: RunDir, whole: bool = False) -> Options:
     """The resolved options of an attempt of a run, as its roles see them.
+
+    Args:
+        whole: those of the run itself, whatever the size of this attempt.
 
     Raises:
         HpcrlError: if the file is damaged, or is not there.
     """
     try:
         options = Options.model_validate_json(read_regular(rundir.options_file))
-        own = read_json(rundir.here / SIZE, dict[str, int]) if SIZE in listed(rundir.here) else {}
+        own = read_json(rundir.here / SIZE, dict[str, int]) if not whole and SIZE in listed(rundir.here) else {}
         return options.model_copy(update=own)
     except (OSError, ValueError, Damaged) as error:
         raise HpcrlError(f"{rundir.options_file} is damaged, or of another version of hpcrl: {error}") from error

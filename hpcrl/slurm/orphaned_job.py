@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.launcher_watchdog import queue_again
 from hpcrl.run.job_files import OVER, STATE, JobState
 from hpcrl.run.process import set_limits
@@ -40,9 +40,9 @@ def lost_batch_node(record: str) -> str | None:
         record: the job's, as `scontrol --oneliner show job` has it: of a het job its first component's is first.
     """
     batch, nodes = _value(record, "BatchHost"), _value(record, "NodeList")
-    if not runs(record) or not batch or not nodes or batch in expand(nodes):
-        return None
-    return batch
+    with contextlib.suppress(UsageError):
+        return batch if runs(record) and batch and nodes and batch not in expand(nodes) else None
+    return None
 
 
 def runs(record: str) -> bool:

@@ -21,9 +21,10 @@ from hpcrl.doctor.all_nodes import NodeStep, examine
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.heartbeat import LEAST
 from hpcrl.launch import probe
+from hpcrl.launch.attempts.attempt import HostsSilent
 from hpcrl.launch.attempts.held_hosts import HostProcess
-from hpcrl.launch.attempts.spare_hosts import without
-from hpcrl.launch.batch_run import HostsSilent
+from hpcrl.launch.attempts.spare_hosts import in_order, replacement, without
+from hpcrl.launch.broken_hosts import BROKEN, broken_hosts
 from hpcrl.launch.engines.standalone import elsewhere
 from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
@@ -34,7 +35,7 @@ from hpcrl.run.job_files import BEAT, STATE
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.slurm.node_sharing import refuse_shared_nodes
 from hpcrl.slurm.squeue import ECHOES
-from hpcrl.slurm.steps import HetGroup, Step, step_on, without_container
+from hpcrl.slurm.steps import KEPT, HetGroup, Step, step_on, without_container
 from hpcrl.toolbox.deadline import Deadline
 
 ABREAST = 16  #: hosts that are asked alone at once
@@ -53,9 +54,11 @@ class SrunHosts:
         self.groups = groups
         self.requeue_words = requeue_words
         self._every = [Host(node, g.slots, spare=node in g.spares) for g in groups for node in g.nodes]
-        self._left_out: list[str] = []
+        self.left_out: list[str] = []
         self._job_id = job_id
         self._guard: subprocess.Popen[bytes] | None = None
+        self._guarded: tuple[Options, RunDir] | None = None  #: with what it was started
+        self._guard_node = ""
         # this process's interpreter is not in the site's container; task.sh goes by the same variable
         self.python = os.environ.get("HPCRL_PYTHON") or sys.executable
         self.examined = False
@@ -73,24 +76,31 @@ class SrunHosts:
 
     def nodes(self) -> list[Host]:
         """The hosts with their slots, without addresses."""
-        return without(self._every, self._left_out)
+        return without(self._every, self.left_out)
 
     def leave_out(self, hosts: Sequence[str]) -> None:
-        self._left_out += hosts
+        self.left_out += hosts
         left = [group.without(hosts) for group in self.groups]
         self.groups = [group for group in left if group.nodes]
+        if self._guarded is not None:
+            self._watch_launcher(*self._guarded)
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         """Every host's own report first; then the network that all of them share."""
-        names = self.names
         self._watch_launcher(options, rundir)
+        self._replace(self._known_broken(rundir), f"{BROKEN} names", rundir)
+        names = self.names
         self.answers = rundir.here
         log = rundir.logs / "probe.log"
         steps = [spawn(self._step(group, "probe", rundir), log) for group in self.groups]
         lacks = sum(host.spare for host in self.nodes())
+        ended = lambda: all(step.poll() is not None for step in steps)  # noqa: E731
+        early = ended if lacks else lambda: _check_started(steps, log)
         try:
-            reports = probe.gather(rundir, names, options.launch_timeout, lambda: _check_started(steps, log), lacks)
-            self._replace_silent([name for name in names if name not in reports], options, rundir)
+            reports = probe.gather(rundir, names, options.launch_timeout, early, lacks)
+            silent = [name for name in names if name not in reports]
+            if left := self._replace(silent, "no answer from", rundir):
+                raise DeadlineError(f"no answer from {', '.join(left)}", "no spare host has as many slots.")
         except DeadlineError as error:
             raise HostsSilent(error.what, f"{error.hint} See {log}") from None
         finally:
@@ -144,33 +154,38 @@ class SrunHosts:
                 members.append(Step(name, log, process, nodes=used, all=group.nodes))
         return members
 
-    def _replace_silent(self, silent: list[str], options: Options, rundir: RunDir) -> None:
-        """Continue without the hosts that have not answered, which spare ones replace.
+    def _replace(self, names: list[str], why: str, rundir: RunDir) -> list[str]:
+        """Continue without these hosts as far as spare ones can take their places; those whose none can."""
+        left = []
+        for name in in_order(self.nodes(), names):
+            hosts = self.nodes()
+            taker = replacement(hosts, name)
+            if taker is None and not next(host for host in hosts if host.name == name).spare:
+                left.append(name)
+                continue
+            say(f"{why} {name}: {f'spare host {taker.name} takes its place' if taker else 'it was a spare host'}")
+            note_left_out(rundir, name, taker.name if taker else "", f"{why} {name}")
+            self.leave_out([name])
+        return left
 
-        Raises:
-            DeadlineError: if these do not hold the run.
-        """
-        if not silent:
-            return
-        why = f"no answer from {', '.join(silent)} within --launch-timeout {options.launch_timeout:.0f} s"
-        before, after = self.nodes(), without(self.nodes(), silent)
-        if [host.slots for host in after if not host.spare] != [host.slots for host in before if not host.spare]:
-            raise DeadlineError(why, "no spare host has as many slots")
-        say(f"{why}: the run begins without")
-        for name in silent:
-            note_left_out(rundir, name, "", why)
-        self.leave_out(silent)
+    def _known_broken(self, rundir: RunDir) -> list[str]:
+        """The hosts that earlier jobs of the run have found broken, and that this one has all the same."""
+        known = {host for root in (rundir.root, rundir.root.parent) for host in broken_hosts(root)}
+        return [name for name in self.names if name in known]
 
     def _watch_launcher(self, options: Options, rundir: RunDir) -> None:
         """Have another node notice if this one is lost, where that does not end the job (`orphaned_job`)."""
-        alive = self._guard is not None and self._guard.poll() is None
-        if alive or not self._job_id or "--no-kill" not in self.groups[0].step:
+        alive = self._guard is not None and self._guard.poll() is None and self._guard_node not in self.left_out
+        if alive or not self._job_id or KEPT not in self.groups[0].step:
             return
+        if self._guard is not None:
+            self._guard.kill()
         here = os.environ.get("SLURMD_NODENAME", self.names[0])
         others = [(group, node) for group in self.groups for node in group.nodes if node != here]
         if not others:
             return
-        group, node = next(((g, n) for g, n in others if n in g.spares), others[0])
+        group, node = next(((g, n) for g, n in others if n not in g.spares), others[0])  # one that is missed at once
+        self._guarded, self._guard_node = (options, rundir), node
         root = next((r for r in (rundir.root, rundir.root.parent) if (r / STATE).is_file()), rundir.root)
         seconds = max(options.hang_timeout, LEAST) + 2 * BEAT
         program = [sys.executable, "-m", "hpcrl.slurm.orphaned_job", self._job_id, str(root), "--seconds", str(seconds)]
@@ -219,7 +234,8 @@ class SrunHosts:
         """Those of `nodes` that do not start their own task within `seconds`."""
         steps = {node: group.step for group in self.groups for node in group.nodes}
         command = [sys.executable, "-m", "hpcrl.run.process"]
-        waiting = {node: spawn([*command, *step_on(steps[node], node), "once", "true"], None) for node in nodes}
+        plain = {node: without_container(step_on(steps[node], node)) for node in nodes}
+        waiting = {node: spawn([*command, *plain[node], "true"], None) for node in nodes}
         deadline = Deadline(seconds)
         while any(p.poll() is None for p in waiting.values()) and not deadline.over:
             time.sleep(0.1)

@@ -26,6 +26,7 @@ from hpcrl.slurm.node_events import expand
 KILLED = re.compile(
     rb"srun: error: (?P<node>\S+): tasks? [\d,-]+: (?!Terminated|Exited)|srun: error: Node failure on (?P<failed>\S+)"
 )
+KEPT = "--no-kill"  #: of an srun that outlives a node
 ENDED = re.compile(rb"srun: error: (?P<nodes>\S+): tasks? [\d,-]+: ")  #: of tasks that ended in whatever way, but well
 
 
@@ -75,8 +76,12 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
                 "start from a script of sbatch/ or of hpcrl submit --dry-run",
             ) from error
         found.append(_held(HetGroup(tuple(nodes), slots, tuple(shlex.split(step)))))
-    spares = int(environment.get("HPCRL_SPARES", "0"))
-    first = found[0]
+    spares, first = int(environment.get("HPCRL_SPARES", "0")), found[0]
+    if not 0 <= spares < len(first.nodes):
+        raise UsageError(
+            f"HPCRL_SPARES={spares}: the first component of the job has {len(first.nodes)} nodes",
+            "ask for as many nodes more as are to be spare",
+        )
     return (
         [dataclasses.replace(first, spares=first.nodes[len(first.nodes) - spares :]), *found[1:]] if spares else found
     )
@@ -114,11 +119,12 @@ class Step(HostProcess):
 
     @property
     def status(self) -> int | None:
-        """That of its tasks on the nodes that are left, once it has lost one."""
+        """That of its tasks on the nodes that the attempt uses, where it outlives others."""
         code = self.process.poll()
-        if code and self.failed:
+        if code and code > 0 and KEPT in self.process.args:  # type: ignore[operator]
             self.lost()
-            return code if self._lost or self._badly - self.failed else 0
+            known = self._badly | self.failed
+            return code if self._lost or not known or known & set(self.nodes) else 0
         return code
 
     def lost(self) -> str:
@@ -137,7 +143,7 @@ class Step(HostProcess):
 
     def lives_without(self) -> frozenset[str]:
         """Slurm ends the rest of a step without --no-kill."""
-        return self.failed if "--no-kill" in self.process.args else frozenset()  # type: ignore[operator]
+        return self.failed if KEPT in self.process.args else frozenset()  # type: ignore[operator]
 
     def continues(self, folder: Path, hosts: Collection[str]) -> None:
         super().continues(folder, hosts)

@@ -14,8 +14,9 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
-from hpcrl.errors import DeadlineError, PeerError
+from hpcrl.errors import PeerError
 from hpcrl.launch.attempts.attempt import _check
+from hpcrl.launch.broken_hosts import note_broken_host
 from hpcrl.run.attempt_log import LeftOutRecord, read_attempts
 from hpcrl.run.job_files import JobState, write_state
 from hpcrl.run.process import CommandResult
@@ -123,10 +124,16 @@ def test_a_step_lives_without_a_node(unkillable: Step, tmp_path: Path) -> None:
     assert unkillable.lost() == "" and ends(unkillable, 1) == 0, "of the lost one alone"
 
 
-@pytest.mark.parametrize("line", ["node3: task 2: Exited with exit code 7", "node[1,3]: tasks 0,2: Terminated"])
+@pytest.mark.parametrize("line", ["node1: task 0: Exited with exit code 7", "node[1,3]: tasks 0,2: Terminated"])
 def test_a_step_that_lost_a_node_may_fail(unkillable: Step, line: str) -> None:
-    add(unkillable, f"srun: error: Node failure on node2\nsrun: error: {line}\n")
+    add(unkillable, f"srun: error: Node failure on node3\nsrun: error: {line}\n")
     assert ends(unkillable, 7) == 7
+
+
+def test_a_step_that_could_not_start_has_failed(unkillable: Step) -> None:
+    """No node is named in what srun says of it."""
+    add(unkillable, "srun: error: Unable to create step for job 7: Requested node configuration is not available\n")
+    assert ends(unkillable, 1) == 1
 
 
 def test_a_lost_spare_ends_nothing(unkillable: Step) -> None:
@@ -172,21 +179,20 @@ def test_a_job_without_some_of_its_hosts() -> None:
     assert [host.name for host in hosts.nodes()] == ["node1", "node3"] and hosts.count == 2
 
 
-def test_a_node_that_is_silent_at_the_start(tmp_path: Path) -> None:
+def test_a_node_that_cannot_be_had_at_the_start(tmp_path: Path) -> None:
     """A spare one with as many slots takes its place at once; where there is none, another allocation may do better."""
     rundir, step = RunDir.create(tmp_path / "run"), ("srun", "--nodes=3", "bash")
     hosts = SrunHosts(
         [HetGroup(("node1", "node2", "node3"), 2, step, spares=("node3",)), HetGroup(("node4",), 4, step)]
     )
-    with pytest.raises(DeadlineError, match="no answer from node4"):
-        hosts._replace_silent(["node4"], Options(), rundir)
-    hosts._replace_silent(["node1"], Options(), rundir)
-    assert [host.name for host in hosts.nodes()] == ["node3", "node2", "node4"] and "node1" not in hosts.names
+    assert hosts._replace(["node4"], "no answer from", rundir) == ["node4"]
+    note_broken_host(rundir.root, "node1", "Xid 79")
+    assert hosts._known_broken(rundir) == ["node1"]
+    assert hosts._replace(hosts._known_broken(rundir), "broken:", rundir) == []
+    assert [host.name for host in hosts.nodes()] == ["node3", "node2", "node4"] and hosts._known_broken(rundir) == []
     (told,) = read_attempts(rundir.root)
-    assert isinstance(told, LeftOutRecord) and told.host == "node1"
-    with pytest.raises(DeadlineError):
-        hosts._replace_silent(["node2"], Options(), rundir)
-    hosts._replace_silent([], Options(), rundir)
+    assert isinstance(told, LeftOutRecord) and (told.host, told.spare) == ("node1", "node3")
+    assert hosts._replace(["node2"], "no answer from", rundir) == ["node2"]
 
 
 @pytest.mark.parametrize(
@@ -237,9 +243,11 @@ def test_the_watcher_of_a_launcher_ends(
 
 
 def test_a_job_is_watched_from_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of the container, where Slurm's commands are, and on a spare node where there is one."""
+    """Outside of the container, where Slurm's commands are, on one that is missed at once; on another if it is lost."""
     asked: list[list[str]] = []
-    monkeypatch.setattr(srun, "spawn", lambda words, log: asked.append(words) or SimpleNamespace(poll=lambda: None))
+    monkeypatch.setattr(
+        srun, "spawn", lambda words, log: asked.append(words) or SimpleNamespace(poll=lambda: None, kill=lambda: None)
+    )
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     step = ("srun", "--no-kill", "--container-image=a.sqsh", "--nodes=3", "bash", "task.sh")
     hosts = SrunHosts([HetGroup(("node1", "node2", "node3"), 1, step, spares=("node3",))], job_id="7")
@@ -247,10 +255,12 @@ def test_a_job_is_watched_from_another_node(tmp_path: Path, monkeypatch: pytest.
     for _ in range(2):
         hosts._watch_launcher(Options(), rundir)
     (words,) = asked
-    assert "--nodelist=node3" in words and "task.sh" not in words and not any("container" in word for word in words)
+    assert "--nodelist=node2" in words and "task.sh" not in words and not any("container" in word for word in words)
     assert words[words.index("hpcrl.slurm.orphaned_job") + 1 :][:2] == ["7", str(rundir.root)]
+    hosts.leave_out(["node2"])
+    assert len(asked) == 2 and "--nodelist=node3" in asked[1]
     SrunHosts([HetGroup(("node1", "node2"), 1, ("srun", "bash"))], job_id="7")._watch_launcher(Options(), rundir)
-    assert len(asked) == 1, "it ends with its node"
+    assert len(asked) == 2, "it ends with its node"
 
 
 def test_prepare_runs_the_nodes_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

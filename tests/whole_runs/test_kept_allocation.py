@@ -113,7 +113,7 @@ def test_spare_host_takes_a_place(cluster: Cluster, tmp_path: Path, task: Path, 
 def test_elastic_job_trains_on_fewer_hosts(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """A job without a spare host loses one of two: it continues on the other, and its losses are those of two to what
     rounding makes of them."""
-    whole = submit(cluster, sft(tmp_path / "whole", task), tmp_path / "whole/run")
+    whole = submit(cluster, sft(tmp_path / "whole", task, num_rollout=40), tmp_path / "whole/run")
     whole.ends()
     job = submit(cluster, sft(tmp_path / "cut", task, **KEPT, elastic=True, num_rollout=40), tmp_path / "cut/run")
     job.until(lambda: job.steps() > 2)
@@ -125,10 +125,11 @@ def test_elastic_job_trains_on_fewer_hosts(cluster: Cluster, tmp_path: Path, tas
     assert cluster.job(job.number)["Restarts"] == "0"
     (left,) = json.loads((job.root / "attempts/1/plan.json").read_text())["trainers"]
     assert left["host"] == hosts[0] and "size.json" in os.listdir(job.root / "attempts/1")
+    begun = json.loads((job.root / "attempts/1/peers/trainer-0.json").read_text())["start"]
     ours, others = metrics(job.root), metrics(whole.root)
-    assert len(ours) >= 3 and all(
-        ours[step]["train/loss"] == pytest.approx(others[step]["train/loss"], rel=1e-3) for step in ours.keys() & others
-    )
+    assert ours.keys() == others.keys() and begun < 40
+    for step, row in ours.items():
+        assert row["train/loss"] == pytest.approx(others[step]["train/loss"], rel=1e-2), step
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])

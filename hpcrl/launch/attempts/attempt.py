@@ -16,8 +16,9 @@ from typing import Protocol
 import msgspec
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, failure_kind
+from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError, failure_kind
 from hpcrl.heartbeat import LEAST, HeartbeatMonitor
+from hpcrl.launch.attempts.fewer_hosts import on_fewer, what_changed
 from hpcrl.launch.attempts.held_hosts import HeldHosts, HostHandle, is_of
 from hpcrl.launch.attempts.old_attempts import begin_tidying
 from hpcrl.launch.engines.standalone import borrow
@@ -27,11 +28,12 @@ from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.report.file_tail import last_lines
+from hpcrl.report.progress import say
 from hpcrl.run.copies_directory import tell_first
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.role import LAST_WORDS, last_error, write_size
-from hpcrl.run.rundir import BEATS, HOSTS, RunDir, write_atomic
+from hpcrl.run.rundir import BEATS, HOSTS, RunDir, listed, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
 from hpcrl.toolbox.deadline import Deadline
@@ -42,16 +44,22 @@ LOOK = 1.0  #: seconds between two looks of the launcher into the run directory
 ENDING = 2 * CLOSING + GRACE  #: seconds that hosts may take to end once the run is over
 
 
+class HostsSilent(DeadlineError):
+    """Hosts of the job do not answer, or are not there any more: another allocation may do better."""
+
+
 class Backend(Protocol):
     """How processes come to hosts.
 
     Attributes:
+        left_out: hosts that are used no more.
         requeue_words: the command that queues the job again for a launcher that hangs and cannot; () for none.
         python: the interpreter that `prepare` commands have there, in a container its own.
     """
 
     requeue_words: Sequence[str]
     python: str
+    left_out: Sequence[str]
 
     def hosts(self, options: Options, rundir: RunDir) -> list[Host]:
         """The hosts of the run, in order, spare ones among them, each with address and interface.  Errors name the
@@ -114,13 +122,13 @@ def run_attempt(
     try:
         work_in_turns(rundir.begin, poll)
         tell_first(rundir, first)
-        if smaller:
-            write_size(rundir, options)
         begin_tidying(rundir)
         if not continues:
             held.hosts = backend.hosts(options, rundir)
         write_atomic(rundir.here / HOSTS, msgspec.json.encode(held.hosts))
-        plan = make_plan(options, held.hosts, run_id, rundir.attempt)
+        fitting, plan = _planned(options, backend, held, run_id, rundir)
+        if smaller or fitting is not options:
+            write_size(rundir, options := fitting)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
         make_keys(rundir, options.data_parallel_size, engines_continue=bool(held.engines))
         if held.lent is not None:
@@ -144,6 +152,24 @@ def run_attempt(
     summary = summary_of(rundir)
     assert summary is not None  # _watch does not return without it
     return summary
+
+
+def _planned(options: Options, backend: Backend, held: HeldHosts, run_id: str, rundir: RunDir) -> tuple[Options, Plan]:
+    """The attempt's plan, and its options: those of a smaller run where an earlier stage has lost hosts of the job.
+
+    Raises:
+        HostsSilent: if the hosts that are left hold none: another allocation does better.
+    """
+    try:
+        return options, make_plan(options, held.hosts, run_id, rundir.attempt)
+    except UsageError as error:
+        if not backend.left_out:
+            raise
+        fitting = on_fewer(options, held.hosts) if options.elastic else None
+        if fitting is None:
+            raise HostsSilent(f"without {', '.join(backend.left_out)}: {error.what}", error.hint) from error
+        say(f"--elastic: {what_changed(options, fitting)}")
+        return fitting, make_plan(fitting, held.hosts, run_id, rundir.attempt)
 
 
 def _of_file_system(error: OSError, rundir: RunDir) -> HpcrlError:
@@ -175,6 +201,8 @@ def _watch(
         now = time.monotonic()
         if over and close_by == float("inf"):
             close_by = now + ENDING
+        if now > close_by and not _hosts_at_work(rundir, hosts):
+            return  # but what stands for them still waits for a host that was left out
         if now > close_by:
             late = ", ".join(m.name for m in members if m.status is None)
             raise DeadlineError(f"{late} did not end within {ENDING:.0f} s after the run was over", "all is saved")
@@ -193,6 +221,11 @@ def _watch(
             )
         time.sleep(0.2)
     _check(members, rundir)
+
+
+def _hosts_at_work(rundir: RunDir, hosts: Sequence[str]) -> bool:
+    """Whether the process of a host of the plan still gives signs of life: it takes them away as it ends."""
+    return any(is_of(name, host) for name in listed(rundir.here / BEATS) for host in hosts)
 
 
 def _stopped_early(stop: StopRequest) -> Stopped:

@@ -21,7 +21,7 @@ from hpcrl.launch.attempts.attempt import Backend, run_attempt
 from hpcrl.launch.attempts.fewer_hosts import on_fewer, what_changed
 from hpcrl.launch.attempts.headway import check_headway, position
 from hpcrl.launch.attempts.held_hosts import HeldHosts
-from hpcrl.launch.attempts.retries import FailedAttempt, HostFault, reason_to_end
+from hpcrl.launch.attempts.retries import FailedAttempt, HostFault, is_final, reason_to_end
 from hpcrl.launch.attempts.spare_hosts import in_order, replacement, without
 from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.launch.stop_signals import StopRequest
@@ -97,6 +97,11 @@ class StageAttempts:
             finally:
                 self.held.end(rundir, lambda: self.turn(rundir))
 
+    @property
+    def _outlives(self) -> bool:
+        """Whether the job is to continue without a host that is lost."""
+        return self.options.spares > 0 or self.options.elastic
+
     def _attempt(self, rundir: RunDir) -> Summary:
         with self.observe(rundir) as poll:
             first, smaller = rundir.attempt - len(self.failed), self._whole is not self.options
@@ -116,14 +121,15 @@ class StageAttempts:
         self._fruitless += 1
         turn()
         why = reason_to_end(self.failed, self.options.attempts, self._fruitless)
-        self._end(error, why if begun else "its hosts could not be had")
+        final = not self._outlives or is_final(self.failed, self.options.attempts, self._fruitless)
+        self._end(error, (why if final else "") if begun else "its hosts could not be had")
         self._end(error, self._full_disk(rundir))
         if self.backend.all_see():
             self.held.pause(rundir, turn)
         paused = self.backend.all_see() and bool(self.held.members)
         fault = self.leave(error, paused and not self.held.absent, self.held.stuck)
         way = self._without(fault, rundir)
-        self._end(error, fault.why if way is None else "")
+        self._end(error, (fault.why or why) if way is None or not fault.hosts else "")
         turn()
         try:
             work_in_turns(lambda: check_headway(self.root, 1), turn)
@@ -149,7 +155,7 @@ class StageAttempts:
 
     def _without(self, fault: HostFault, rundir: RunDir) -> tuple[Options, Plan] | None:
         """Options and plan of the next attempt without the hosts at fault; None if there is none."""
-        if fault.why and not fault.hosts:
+        if fault.why and not (fault.hosts and self._outlives):
             return None
         hosts = without(self.held.hosts, fault.hosts)
         options: Options | None = self.options

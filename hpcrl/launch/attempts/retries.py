@@ -63,6 +63,13 @@ class FailedAttempt:
         return self.failure.role == other.failure.role and ours == theirs
 
 
+def is_final(failed: Sequence[FailedAttempt], limit: int, fruitless: int) -> bool:
+    """Whether no other attempt follows, whatever hosts there are: else what looks like an error of the run's own may be
+    that of a host, and is gone with it."""
+    last = failed[-1].failure
+    return fruitless >= limit or (last is not None and last.kind in SETTINGS)
+
+
 def reason_to_end(failed: Sequence[FailedAttempt], limit: int, fruitless: int) -> str:
     """Why no other attempt follows; "" where one does.
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options
+from hpcrl.errors import UsageError
+from hpcrl.launch.attempts import attempt
+from hpcrl.launch.attempts.attempt import HostsSilent
 from hpcrl.launch.attempts.fewer_hosts import on_fewer, what_changed
+from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.plan import Host
+from hpcrl.run.role import read_options, write_size
+from hpcrl.run.rundir import RunDir, write_atomic
 
 GIVEN = {
     "hf_checkpoint": "m",
@@ -60,3 +70,31 @@ def test_a_replica_is_not_cut(given: dict[str, object]) -> None:
     """Nor is a run without an engine, or without a trainer, one."""
     check_options(options(**given), given=())
     assert on_fewer(options(**given), hosts(2)) is None
+
+
+def test_the_size_is_of_an_attempt_alone(tmp_path: Path) -> None:
+    """The next one, and a run that is continued by hand, have that of the run."""
+    rundir, given = RunDir.create(tmp_path / "run"), options(actor_num_nodes=4, rollout_num_gpus=2)
+    write_atomic(rundir.options_file, given.model_dump_json().encode())
+    rundir.begin()
+    write_size(rundir, given.model_copy(update={"actor_num_nodes": 3}))
+    assert read_options(rundir).actor_num_nodes == 3 and read_options(rundir).rollout_num_gpus == 2
+    assert read_options(rundir, whole=True) == given
+    assert read_options(RunDir(rundir.root, 1)) == given
+
+
+@pytest.mark.parametrize(("elastic", "nodes"), [(True, 1), (False, 0)])
+def test_a_later_stage_has_the_hosts_that_are_left(tmp_path: Path, elastic: bool, nodes: int) -> None:
+    """It begins smaller, or the job is queued again: the loss of an earlier stage is no error of its settings."""
+    held, rundir = HeldHosts(hosts=hosts(2)), RunDir.create(tmp_path / "run")
+    given = options(actor_num_nodes=2, loss_type="sft_loss", label_key="l", elastic=elastic)
+    backend: Any = SimpleNamespace(left_out=[])
+    with pytest.raises(UsageError):
+        attempt._planned(given, backend, held, "run", rundir)
+    backend.left_out = ["node1"]
+    if elastic:
+        fitting, plan = attempt._planned(given, backend, held, "run", rundir)
+        assert fitting.actor_num_nodes == nodes and plan.trainer_hosts == ("node0",)
+    else:
+        with pytest.raises(HostsSilent, match="without node1"):
+            attempt._planned(given, backend, held, "run", rundir)

@@ -221,6 +221,32 @@ def test_a_run_may_become_smaller(rundir: RunDir, monkeypatch: pytest.MonkeyPatc
     assert job.nodes == [2, 1][: 1 + ends] and job.begun[-1] == (ends, False)
 
 
+def test_a_lost_host_explains_an_error_of_a_rank(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before anything was trained, as hardware breaks: a spare host takes over; where all hosts are well, the job
+    ends as it would without spares."""
+    monkeypatch.setattr(loop, "reason_to_end", lambda *_: "it had not begun to train")
+    faults = iter([HostFault("node1 was lost", (LOST,)), HostFault()])
+    job = Job(rundir, monkeypatch, [killed, killed])
+    with pytest.raises(PeerError):
+        job.run(lambda *_: next(faults), spares=1)
+    assert [number for number, _ in job.begun] == [0, 1] and job.left_out == [LOST]
+    later = RunDir.create(rundir.root.parent / "settings")
+    later.begin()
+    job = Job(later, monkeypatch, [lambda *_: "UsageError"])
+    with pytest.raises(PeerError):
+        job.run(lambda *_: HostFault("node1 was lost", (LOST,)), spares=1)
+    assert job.left_out == [], "no host is to blame for a setting"
+
+
+def test_hosts_are_left_out_of_jobs_that_allow_it(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm ends any other with its node, even where the plan would do without it."""
+    job = Job(rundir, monkeypatch, [killed])
+    job.held.hosts = [*HOSTS[:2], Host("node3", 0)]
+    with pytest.raises(PeerError):
+        job.run(lambda *_: HostFault("no answer from node3", ("node3",)))
+    assert job.begun == [(0, False)] and job.left_out == []
+
+
 def test_what_cannot_be_killed_costs_its_host(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where another takes its place; else no attempt begins on top of it."""
     for spares in (1, 0):

@@ -4,6 +4,7 @@ without its memory."""
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from math import prod
 from pathlib import Path
@@ -182,7 +183,7 @@ def on_the_device(opts: Options, directory: Path, step: str) -> dict[str, int]:
     from hpcrl.rehearsal import device as fake_device
     from hpcrl.trainer.checkpoint.save_load import Position, latest, load_checkpoint, save
 
-    with fake_device.FakeDevice():
+    with fake_device.FakeDevice(large=math.inf):
         ranks = fake_device.join(opts)
         if step == "save":
             policy = _filled(opts, ranks)
