@@ -39,6 +39,7 @@ from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import as_given, open_append, open_regular
 
+OUTPUT = "launcher.log"  #: in RUN/logs: what a run says that this interpreter does not wait for
 LOOK = 0.1  #: seconds between looks at a process that is followed
 WATCH = 1.0  #: seconds between looks at a run that is waited for
 START = 120.0  #: seconds within which a run that is begun has a run directory
@@ -79,15 +80,24 @@ def run(recipe: str | Path, *, wait: bool = True, **options: Any) -> OpenRun:
     file = _recipe_file(recipe)
     words, root = _read(file, options)
     command = [sys.executable, "-m", "hpcrl", "run", str(file), *words, f"--run-dir={_literal(root)}"]
-    with tempfile.TemporaryDirectory(prefix="hpcrl-") as place:
+    if not wait:
+        root.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".hpcrl-", dir=None if wait else root.parent) as place:
         output = Path(place) / "output"
         with open_append(output) as out:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
         with open_regular(output) as reading:
-            said = _followed(process, reading, None if wait else root)
-    status = process.poll()
+            try:
+                said = _followed(process, reading, None if wait else root)
+            except BaseException:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)  # it saves and ends, as it would at a terminal
+                raise
+        status = process.poll()
+        if status is None:
+            output.rename(root / "logs" / OUTPUT)  # to which the run writes on
     if status not in (None, 0, 143):
         raise (UsageError if status == 2 else HpcrlError)(_reason(said, status))
     return OpenRun(root)
@@ -96,17 +106,17 @@ def run(recipe: str | Path, *, wait: bool = True, **options: Any) -> OpenRun:
 def _followed(process: subprocess.Popen[bytes], reading: IO[bytes], until: Path | None) -> list[str]:
     """Show what a process says until it has ended, or the run in `until` has begun; its last lines."""
     said: list[str] = []
-    deadline, done = Deadline(START), False
+    deadline, done, rest = Deadline(START), False, b""
     while not done:
         try:
             done = process.poll() is not None or (until is not None and is_run(until))
-            for line in reading:
-                text = strip_control(line.decode(errors="replace").rstrip("\n"))
+            *lines, rest = (rest + reading.read()).split(b"\n")
+            for line in [*lines, rest] if done and rest else lines:
+                text = strip_control(line.decode(errors="replace"))
                 said = [*said[-20:], text]
                 if until is None:
                     print(text, file=sys.stderr, flush=True)
             if until is not None and deadline.over:
-                process.send_signal(signal.SIGTERM)
                 raise HpcrlError(f"{until} is not there after {START:.0f} s", "; ".join(said[-3:]))
             Deadline(LOOK).sleep(LOOK)
         except KeyboardInterrupt:
@@ -153,6 +163,8 @@ def submit(
     changes = dict(set or {}) | {
         key: value for key, value in {"time": time, "layout": layout}.items() if value is not None
     }
+    if chain < 1:
+        raise UsageError(f"chain={chain}: a chain has one job at least", "leave it out")
     profile = load_site(site, changes)
     loaded = load_recipe(_recipe_file(recipe))
     given = _by_stage(loaded, options)
@@ -193,7 +205,11 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    return dict(value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if type(value) not in (bool, int, float, str) and hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        return value.item()  # a number of numpy's, or torch's
+    return value
 
 
 def _read(file: Path, options: Mapping[str, Any]) -> tuple[list[str], Path]:

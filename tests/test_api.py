@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 
 import hpcrl
@@ -112,6 +113,8 @@ def test_options_are_flags(recipe: Path, tmp_path: Path) -> None:
     assert (
         words == ["--seed=7", "--no-bf16", "--rl.lr=0.00002", '--vllm={"max_num_seqs":4}'] and root == tmp_path / "one"
     )
+    numbers = {"seed": numpy.int64(7), "lr": numpy.float64(0.5), "vllm": {"max_num_seqs": numpy.int32(4)}}
+    assert api._read(recipe, numbers)[0] == ["--seed=7", "--lr=0.5", '--vllm={"max_num_seqs":4}'], "of a notebook"
     (root := api._read(recipe, {"name": "x"})[1]).mkdir(parents=True)
     assert (
         root.name.startswith("x-")

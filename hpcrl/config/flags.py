@@ -66,6 +66,8 @@ def _take(
     name, inline, value = word.removeprefix("--").partition("=")
     if name in extra:
         said = _read(name, extra[name], _values(words, extra[name], value if inline else None))
+        if not extra[name].inside(said):  # of options the declaration's owner asks that
+            raise UsageError(f"--{name} {said}: expected {extra[name]}")
         command[name] = [*command.get(name, []), said] if extra[name].adds_up else said
         return
     stage, option = split_name(name)

@@ -7,6 +7,7 @@ unless the declaration itself leaves the type open.
 from __future__ import annotations
 
 import json
+import operator
 import re
 import types
 import typing
@@ -34,6 +35,8 @@ _NOUNS = {
 }
 _METAVAR = {"int": "INT", "float": "FLOAT", "str": "TEXT", "object": "JSON", "any": "VALUE", "bool": "", "none": ""}
 _PLAIN: dict[Any, Base] = {bool: "bool", int: "int", float: "float", str: "str", Any: "any"}
+
+_COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,13 @@ class Kind:
         if not self.fits(value):
             raise ValueError(words)
         return value
+
+    def inside(self, value: Any) -> bool:
+        """Whether a number is within the bounds; true of all else."""
+        if not self.bounds or isinstance(value, bool) or not isinstance(value, int | float):
+            return True
+        parts = [part.split() for part in self.bounds.split(" and ")]
+        return all(_COMPARED[sign](value, float(bound)) for sign, bound in parts)
 
     def _one(self, word: str) -> Any:
         if self.base == "int":

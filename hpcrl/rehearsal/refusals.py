@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.config.options import Options
 from hpcrl.config.setting_names import spell
 
+UNKNOWN = "a run may do well all the same"
 LONGEST = 300  #: characters of a message that are shown
 NAME = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+")
 
@@ -25,9 +27,19 @@ def explained(error: BaseException, options: Options) -> tuple[str, str]:
     said = text or statement
     where = f" ({_short(place.filename)}:{place.lineno} {place.name})" if place else ""
     who = _foreign(place.filename) if place else ""
+    if _ours(error, frames):
+        kind = type(error).__name__
+        return f"the rehearsal itself cannot go through with it: {kind}: {said[:LONGEST]}{where}", UNKNOWN
     what = f"{who or type(error).__name__} refuses it: {said[:LONGEST]}{where}"
     flags = flags_of(f"{text} {statement}", options)
     return what, f"it is about {', '.join(flags)}" if flags else ""
+
+
+def _ours(error: BaseException, frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether the fake device, a stand-in or this machine is at fault, and not the run."""
+    fake = type(error).__module__.startswith("torch._subclasses")
+    inside = bool(frames) and "/hpcrl/rehearsal/" in frames[-1].filename
+    return fake or inside or isinstance(error, MemoryError)
 
 
 def flags_of(text: str, options: Options) -> list[str]:

@@ -5,7 +5,9 @@ Invariants: no process outlives the call; this module imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +21,8 @@ from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import read_json
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+#: where packages keep what they have found out: nothing is written outside the rehearsal's own directory
+CACHES = ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "HF_MODULES_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 A_RANK = 600.0  #: seconds that a rank may take, in the mean
 AN_ENGINE = 600.0  #: seconds that vLLM may take
 LARGEST = 1 << 28  #: bytes of a report
@@ -66,14 +70,16 @@ def run_ranks(options: Options, ranks: Sequence[int], at_once: int) -> list[Rank
 
 def _kill(processes: Sequence[Popen[bytes]]) -> None:
     for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and the fork of it that is at work
+        process.wait()
 
 
 def _start(module: str, directory: Path, ranks: Sequence[int] = ()) -> Popen[bytes]:
     command = [sys.executable, "-m", f"hpcrl.rehearsal.{module}", str(directory), *map(str, ranks)]
-    return Popen(command, env=os.environ | ENVIRONMENT, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE)
+    caches = dict.fromkeys(CACHES, str(directory / "cache"))
+    environment = os.environ | ENVIRONMENT | caches
+    return Popen(command, env=environment, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, start_new_session=True)
 
 
 def _end(process: Popen[bytes], deadline: Deadline) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 from hpcrl.trackers.record import COLUMNS, TrackedStage
 
 TAG = "hpcrl.identity"
+NOT_TAKEN = re.compile(r"[^\w\-. /:]")  #: in the name of a metric, such as pass@8
 LONGEST = 500  #: characters of an option's value that MLflow takes
 
 
@@ -22,7 +24,7 @@ def send(stage: TrackedStage) -> str:
         if again is None:
             mlflow.log_params({name: json.dumps(value)[:LONGEST] for name, value in stage.options.items()})
         for step, values in stage.rows:
-            mlflow.log_metrics(values, step=step)
+            mlflow.log_metrics({NOT_TAKEN.sub("_", name): value for name, value in values.items()}, step=step)
         if stage.samples:
             rows = [dict(zip(COLUMNS, row, strict=True)) for row in stage.samples]
             mlflow.log_dict({"samples": rows}, "samples.json")

@@ -2,8 +2,9 @@
 
     RUN/sync.json     tracker -> stage -> time of the last record that was sent
 
-Invariants: a record is counted as sent after the tracker has taken it, so that one that fails is sent again; the run is
-only read, and sync.json is the only file that is written.
+Invariants: a record is counted as sent after the tracker has taken it, so that one that fails is sent again; of the run
+sync.json alone is written here, whatever files a tracker keeps; no value of an environment variable, of an option that
+is named like a secret or of a password in an address is sent.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +25,15 @@ from hpcrl.report.metrics import number, read_metrics
 from hpcrl.report.run_files import Run, StageFiles, load_json
 from hpcrl.report.sample_records import read_looks, steps_of
 from hpcrl.run.rundir import write_atomic
+from hpcrl.run.started_runs import read_recipe_file
 from hpcrl.toolbox.plugins import PluginFolder
 
 TRACKERS = PluginFolder(Path(__file__).parent, "send")
 SENT = "sync.json"
 SAMPLES = 32  #: of the last step, in the table of samples
+HIDDEN = ("train_env_vars",)  #: options whose values are environment variables
+SECRET = re.compile(r"(^|_)(token|secret|password|api_key)s?$", re.IGNORECASE)
+PASSWORD = re.compile(r"://[^/@\s]+@")  #: and user, in an address
 COLUMNS = ("step", "prompt", "response", "label", "reward")
 
 
@@ -65,7 +71,7 @@ def sync(run: Run, tracker: str, report: Path | None) -> Iterator[tuple[str, int
     if tracker not in TRACKERS:
         raise UsageError(f"--to {tracker} is not a tracker", TRACKERS.hint(tracker))
     needed = TRACKERS.literals(tracker, {"NEEDS": (tracker,)})["NEEDS"]
-    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+    if lacking := [name for name in needed if not _installed(name)]:
         raise UsageError(f"{', '.join(lacking)} is not installed here", f"pip install 'hpcrl[{tracker}]'")
     send = importlib.import_module(f"hpcrl.trackers.{tracker}").send
     sent = load_json(run.root / SENT, dict[str, dict[str, float]], run.notes) or {}
@@ -84,18 +90,44 @@ def sync(run: Run, tracker: str, report: Path | None) -> Iterator[tuple[str, int
         yield found.name, len(rows), place
 
 
+def _installed(name: str) -> bool:
+    """Whether the package is there, and not only a directory of that name, such as what it has written."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A value of the options, as far as others may see it."""
+    if isinstance(value, dict):
+        hidden = name in HIDDEN
+        return {key: "..." if hidden else without_secrets(item, key) for key, item in value.items()}
+    if SECRET.search(name) and isinstance(value, str):
+        return "..."
+    if isinstance(value, list):
+        return [without_secrets(item, name) for item in value]
+    return PASSWORD.sub("://...@", value) if isinstance(value, str) else value
+
+
 def _time(row: Mapping[str, Any]) -> float:
     return row["time"] if number(row.get("time")) else 0.0
 
 
 def _tracked(run: Run, stage: StageFiles, rows: list[dict[str, Any]], report: Path | None) -> TrackedStage:
-    options = load_json(stage.root / "options.json", dict[str, Any], run.notes) or {}
+    options = without_secrets(load_json(stage.root / "options.json", dict[str, Any], run.notes) or {})
     name = f"{run.root.name}/{stage.name}" if stage.name else run.root.name
     values = [(row["rollout_id"] + 1, _numbers(row)) for row in rows]
-    identity = hashlib.sha256(f"{run.root}/{stage.name}".encode()).hexdigest()[:16]
+    identity = hashlib.sha256(f"{_identity(run.root)}/{stage.name}".encode()).hexdigest()[:16]
     project = str(options.get("name") or "hpcrl")
     return TrackedStage(stage.root, project, name, identity, options, sorted(values, key=lambda pair: pair[0]),
                         _samples(stage), report)  # fmt: skip
+
+
+def _identity(root: Path) -> str:
+    """The run's own, wherever its directory is."""
+    try:
+        return read_recipe_file(root).identity
+    except HpcrlError:
+        return str(root)
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -16,7 +16,7 @@ def send(stage: TrackedStage) -> str:
 
     trackio.init(
         project=stage.project,
-        name=stage.name.replace("/", "-"),
+        name=f"{stage.name.replace('/', '-')}-{stage.identity[:6]}",
         space_id=os.environ.get("TRACKIO_SPACE_ID"),
         config=dict(stage.options),
         resume="allow",

@@ -18,6 +18,7 @@ from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
 from hpcrl.launch.code.snapshot import begin_code
 from hpcrl.run.code_files import CODE
+from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import LIVE
 from tests.support.options import GRPO
 
@@ -119,3 +120,15 @@ def test_a_run_imports_the_file(own: Path, tmp_path: Path, live: bool) -> None:
     said = subprocess.run(command, env=place, capture_output=True, text=True, check=True).stdout.split()
     there = own if live else root / CODE
     assert said == [str(there / "mine.py"), str(there / "helper.py")]
+
+
+def test_two_stages_with_files_of_one_name(tmp_path: Path) -> None:
+    """A run has one copy of a module: one stage would be trained on the other's reward."""
+    stages = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "reward.py").write_text("def f(): ...\n")
+        stages.append(Options(custom_rm_path="reward.f", code_path=[str(tmp_path / name)]))
+    root = RunDir.create(tmp_path / "run").root
+    with pytest.raises(UsageError, match="reward is in .*/a and in .*/b"):
+        begin_code(root, stages, [], None, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
@@ -108,3 +109,10 @@ def test_flags_of_an_assertion() -> None:
     except AssertionError as error:
         what, hint = explained(error, opts)
     assert "is odd" in what and "--moe-router-topk 3" in hint
+
+
+def test_a_limit_of_the_rehearsal_is_none_of_the_run() -> None:
+    """What the fake device cannot say, and what this machine has not enough of."""
+    for error in (MemoryError("1 GiB"), DataDependentOutputException("aten.item")):
+        what, hint = explained(error, options())
+        assert "refuses" not in what and type(error).__name__ in what and hint

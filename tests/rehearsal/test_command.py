@@ -48,3 +48,4 @@ def test_words_that_are_none_of_its(tmp_path: Path) -> None:
     """Neither two recipes nor ranks that there are not."""
     assert main(["rehearse"]) == 2
     assert main(["rehearse", recipe(tmp_path), "--ranks", "7"]) == 2
+    assert main(["rehearse", recipe(tmp_path), "--at-once", "0"]) == 2

@@ -6,14 +6,15 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.report.run_files import Run
 from hpcrl.trackers import record
-from hpcrl.trackers.record import TRACKERS
+from hpcrl.trackers.record import TRACKERS, without_secrets
 from tests.support.rundirs import begin, log, make, put, steps
 
 
@@ -58,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], d
     found: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
     for name in (*TRACKERS.names(), "pandas"):
         monkeypatch.setitem(sys.modules, name, Recorder(name, found))
-    monkeypatch.setattr(record.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(record.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=name))
     return found
 
 
@@ -108,3 +109,42 @@ def test_a_tracker_that_there_is_not(run: Path, capsys: pytest.CaptureFixture[st
     for name in TRACKERS.names():
         if importlib.util.find_spec(name) is None:
             assert main(["sync", str(run), "--to", name]) == 2 and f"hpcrl[{name}]" in capsys.readouterr().err
+
+
+def test_no_secret_is_sent() -> None:
+    """Nor the value of any environment variable; other values are as they were."""
+    given = {
+        "train_env_vars": {"HF_TOKEN": "hf_1"},
+        "custom": {"judge_api_key": "k", "max_tokens": 7},
+        "rollout_external_engine_addrs": ["http://me:pw@host:1/a"],
+        "tokenizer": "a/b",
+    }
+    assert without_secrets(given) == {
+        "train_env_vars": {"HF_TOKEN": "..."},
+        "custom": {"judge_api_key": "...", "max_tokens": 7},
+        "rollout_external_engine_addrs": ["http://...@host:1/a"],
+        "tokenizer": "a/b",
+    }
+
+
+def test_a_directory_is_no_package(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tracker has written, in the directory that Python was started in."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert main(["sync", str(run), "--to", "wandb"]) == 2
+
+
+def test_names_that_mlflow_takes(run: Path, calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+    log(run, {"rollout_id": 9, "time": 9e9, "eval/aime/pass@8": 0.5})
+    assert main(["sync", str(run), "--to", "mlflow"]) == 0
+    assert "eval/aime/pass_8" in repr(calls) and "pass@8" not in repr(calls)
+
+
+def test_identity_is_of_the_run(run: Path, calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+    """Wherever its directory is moved."""
+    found = Run(run)
+    before = record._tracked(found, found.stages[0], [], None).identity
+    run.rename(run.parent / "moved")
+    moved = Run(run.parent / "moved")
+    assert record._tracked(moved, moved.stages[0], [], None).identity == before

@@ -101,9 +101,10 @@ _hpcrl() {
                 COMPREPLY=($(compgen -f -- "$word"))
             fi ;;
         @RUN@)
-            local runs=""
-            [ -d runs ] && runs="$(ls runs)"
-            COMPREPLY=($(compgen -W "$runs" -- "$word") $(compgen -d -- "$word")) ;;
+            # names of directories are never expanded: another user may have made one there
+            while IFS= read -r found; do
+                COMPREPLY+=("$found")
+            done < <(cd runs 2> /dev/null && compgen -d -- "$word"; compgen -d -- "$word") ;;
         completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$word")) ;;
         *) COMPREPLY=($(compgen -f -- "$word")) ;;
     esac

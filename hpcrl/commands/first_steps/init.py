@@ -93,12 +93,17 @@ def write_folder(folder: Path, task: str, model: str | None) -> Path:
 def rewritten(recipe: str, name: str, task: str, model: str | None) -> str:
     """The text of a task's recipe for a folder of this name, and for a model."""
     text = recipe.replace(f"hpcrl run {START}/{task}/{RECIPE}", f"hpcrl run {RECIPE}")
-    text = re.sub(r'^name = ".*"$', f"name = {json.dumps(name)}", text, count=1, flags=re.M)
+    text = re.sub(r'^name = ".*"$', lambda _: f"name = {_quoted(name)}", text, count=1, flags=re.M)
     if model is None:
         return text
-    values = {"{model}": json.dumps(str(as_given(model))), "{bf16}": json.dumps(_has_gpu())}
+    values = {"{model}": _quoted(str(as_given(model))), "{bf16}": json.dumps(_has_gpu())}
     lines = _OWN_MODEL.sub(lambda found: _line(found["key"], values.get(found["value"], found["value"])), text)
     return re.sub(r"^# the model: .*$", "# the model", lines, count=1, flags=re.M)
+
+
+def _quoted(text: str) -> str:
+    """A string of TOML, in which letters stay what they are."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _line(key: str, value: str) -> str:

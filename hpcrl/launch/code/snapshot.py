@@ -66,6 +66,7 @@ def begin_code(
     first = [folder for options in stages for folder in options.code_path]
     path = python_path(pythonpath, extra, first)
     functions = list(dict.fromkeys(path for options in stages for path in function_paths(options)))
+    _refuse_two_of_a_name(functions, first)
     own = OwnModules(list(path))
     own.add(dict.fromkeys(function.rpartition(".")[0] for function in functions))
     found = FoundFiles(own, root)
@@ -79,6 +80,19 @@ def begin_code(
     _tell(found, unknown)
     if records:
         write_code_record(root, CodeRecord(tuple(records)))
+
+
+def _refuse_two_of_a_name(functions: Iterable[str], folders: Iterable[str]) -> None:
+    """Raise UsageError for a function whose module is in two of the directories that the stages name: all import the
+    same copy, and so one of them another's function."""
+    for top in dict.fromkeys(function.partition(".")[0] for function in functions):
+        places = [
+            folder
+            for folder in dict.fromkeys(folders)
+            if Path(folder, f"{top}.py").is_file() or Path(folder, top, "__init__.py").is_file()
+        ]
+        if len(places) > 1:
+            raise UsageError(f"{top} is in {places[0]} and in {places[1]}", "rename one: a run imports one of a name")
 
 
 def function_paths(options: Options) -> Iterator[str]:

@@ -62,6 +62,17 @@ def test_what_is_proposed(shell: str, tmp_path: Path) -> None:
         assert all(word.startswith(line.rpartition(" ")[2]) for word in found), (line, found)
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_name_is_not_run(shell: str, tmp_path: Path) -> None:
+    """Another user may have made a directory in a `runs` that is shared."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    for name in ("$(touch pwned)", "`touch pwned`", "s one"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert "s one" in asked(shell, "hpcrl status ", tmp_path)
+    assert not (tmp_path / "pwned").exists()
+
+
 def test_every_command_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     assert f"{' '.join(COMMANDS)} --help" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,11 @@ def test_a_model_of_ones_own(task: str, home: Path) -> None:
         assert options.ref_load == options.hf_checkpoint
     if options.needs_engines:
         assert options.rollout_max_response_len == 1024
+
+
+def test_a_name_of_any_letters(home: Path) -> None:
+    folder = write_folder(Path('caf\u00e9 "1"'), "math", None)
+    assert tomllib.loads((folder / "recipe.toml").read_text())["name"] == 'caf\u00e9 "1"'
 
 
 def test_nothing_is_overwritten(home: Path) -> None:
