@@ -53,12 +53,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from hpcrl.config.megatron_flags import PARTS
 from hpcrl.rehearsal.answers import MEGATRONS, Answer
 from hpcrl.rehearsal.collectives import Recorder
-from hpcrl.rehearsal.replaced import replace_all
+from hpcrl.rehearsal.replaced import BACKEND, NAME, device, replace_all
 from hpcrl.rehearsal.shape_cache import ShapeCache
 
 LARGE = 1 << 20  #: elements of host memory from which on it has no content either
-NAME = "acc"  #: not "cuda": torch for the CPU has no guard for CUDA devices, views and backward passes fail there
-BACKEND = "fake"
 PACKAGES = ("hpcrl", "megatron")  #: whose lines are named
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -98,11 +96,6 @@ def install() -> None:
     cpu_shim._retarget(dispatcher, cpu_shim.literals(NAME))  # a table that is on "cuda" with moe_permute_fusion alone
     dist.Backend.backend_capability[BACKEND].append(NAME)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes a CPU tensor and copies it
-
-
-def device() -> torch.device:
-    """The device, of which there is one."""
-    return torch.device(NAME, 0)
 
 
 def join(options: Any, rank: int = 0) -> Any:

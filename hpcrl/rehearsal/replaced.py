@@ -7,20 +7,37 @@ Invariant: what is replaced is put back as it was.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from hpcrl.rehearsal.device import FakeDevice
+NAME = "acc"  #: not "cuda": torch for the CPU has no guard for CUDA devices, views and backward passes fail there
+BACKEND = "fake"
 
 
-def replace_all(owner: FakeDevice, packages: frozenset[str]) -> Callable[[], None]:
+def device() -> torch.device:
+    """The device, of which there is one."""
+    return torch.device(NAME, 0)
+
+
+class WaitRecorder(Protocol):
+    """What is asked of the device."""
+
+    def operations(self) -> TorchDispatchMode: ...
+
+    def wait(self, what: str) -> object: ...
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool: ...
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+def replace_all(owner: WaitRecorder, packages: frozenset[str]) -> Callable[[], None]:
     """Let the machine have a GPU with `packages`, groups of any backend be fake, and synchronize() be seen; gives what
     puts all of it back."""
-    from hpcrl.rehearsal.device import BACKEND, NAME, device
     from hpcrl.trainer import collectives
     from hpcrl.trainer.checkpoint import writers
     from hpcrl.trainer.megatron import host_memory
