@@ -90,6 +90,12 @@ class EngineMembership:
         Raises:
             PeerError: once no engine is left that could answer.
         """
+        try:
+            await self._keep()
+        finally:
+            self._show()  # the last change, which may have come since the last look
+
+    async def _keep(self) -> None:
         hopeless_since = None
         while self._registry.members:
             self._pool.look()
