@@ -23,6 +23,7 @@ from hpcrl.heartbeat import LEAST
 from hpcrl.launch import probe
 from hpcrl.launch.attempts.attempt import HostsSilent
 from hpcrl.launch.attempts.held_hosts import HostProcess
+from hpcrl.launch.attempts.left_out import leave_out
 from hpcrl.launch.attempts.spare_hosts import in_order, replacement, without
 from hpcrl.launch.broken_hosts import BROKEN, broken_hosts
 from hpcrl.launch.engines.standalone import elsewhere
@@ -30,7 +31,6 @@ from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
 from hpcrl.report.file_tail import last_lines
 from hpcrl.report.progress import say
-from hpcrl.run.attempt_log import note_left_out
 from hpcrl.run.job_files import BEAT, STATE
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.slurm.node_sharing import refuse_shared_nodes
@@ -159,13 +159,12 @@ class SrunHosts:
         left = []
         for name in in_order(self.nodes(), names):
             hosts = self.nodes()
-            taker = replacement(hosts, name)
-            if taker is None and not next(host for host in hosts if host.name == name).spare:
+            spare = any(host.name == name and host.spare for host in hosts)
+            if spare or replacement(hosts, name) is not None:
+                leave_out(hosts, [name], f"{why} {name}", rundir)
+                self.leave_out([name])
+            else:
                 left.append(name)
-                continue
-            say(f"{why} {name}: {f'spare host {taker.name} takes its place' if taker else 'it was a spare host'}")
-            note_left_out(rundir, name, taker.name if taker else "", f"{why} {name}")
-            self.leave_out([name])
         return left
 
     def _known_broken(self, rundir: RunDir) -> list[str]:

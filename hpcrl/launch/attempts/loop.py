@@ -21,14 +21,15 @@ from hpcrl.launch.attempts.attempt import Backend, run_attempt
 from hpcrl.launch.attempts.fewer_hosts import on_fewer, what_changed
 from hpcrl.launch.attempts.headway import check_headway, position
 from hpcrl.launch.attempts.held_hosts import HeldHosts
+from hpcrl.launch.attempts.left_out import leave_out
 from hpcrl.launch.attempts.retries import FailedAttempt, HostFault, is_final, reason_to_end
-from hpcrl.launch.attempts.spare_hosts import in_order, replacement, without
+from hpcrl.launch.attempts.spare_hosts import without
 from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Plan, make_plan
 from hpcrl.report.metrics import last_records
 from hpcrl.report.progress import say
-from hpcrl.run.attempt_log import note_failed, note_left_out, unended
+from hpcrl.run.attempt_log import note_failed, unended
 from hpcrl.run.copies_directory import tell_followed
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.role import read_plan
@@ -137,7 +138,8 @@ class StageAttempts:
             self._end(error, fruitless.what)
         say(f"attempt {rundir.attempt} failed: {error.what}")
         if fault.hosts:
-            self._leave_out(fault, rundir)
+            self.held.hosts = leave_out(self.held.hosts, fault.hosts, fault.why, rundir)
+            self.backend.leave_out(fault.hosts)
         options, plan = way or (self.options, None)
         if plan is not None and paused and options is self.options and self.held.absent <= set(fault.hosts):
             self.held.carry(plan)
@@ -167,19 +169,6 @@ class StageAttempts:
                     say("no spare host is left that could take a place")
                 options = on_fewer(options, hosts) if self.options.elastic and options is self.options else None
         return None
-
-    def _leave_out(self, fault: HostFault, rundir: RunDir) -> None:
-        """Have the job continue without these hosts, and say which take their places."""
-        names = in_order(self.held.hosts, fault.hosts)
-        for name in names:
-            taker = replacement(self.held.hosts, name)
-            self.held.hosts = without(self.held.hosts, [name])
-            if taker is not None:
-                say(f"{fault.why}: spare host {taker.name} takes the place of {name}")
-            else:
-                say(f"{fault.why}: the run continues without {name}")
-            note_left_out(rundir, name, taker.name if taker else "", fault.why)
-        self.backend.leave_out(names)
 
     def _end(self, error: HpcrlError, why: str) -> None:
         """Raise the error if there is a reason why, Stopped if the run was asked to stop meanwhile."""

@@ -40,7 +40,7 @@ def in_order(hosts: Sequence[Host], names: Iterable[str]) -> list[str]:
 def without(hosts: Sequence[Host], names: Iterable[str]) -> list[Host]:
     """The hosts but for these, one after another: a spare, as long as there is one, is where the lost one was."""
     left = list(hosts)
-    for name in in_order(hosts, names):
+    for name in names:
         found = replacement(left, name)
         lost = next((host for host in left if host.name == name), None)
         if found is not None and lost is not None:

@@ -14,13 +14,13 @@ from tests.support.faults.beds import Bed, Missed
 from tests.support.faults.hosts import HostsBed, MpirunBed, SlurmBed
 from tests.support.faults.kinds import (
     LONG,
-    ROLES,
     WHO,
     Kind,
     Struck,
     kill,
     kill_two,
     name_of,
+    role_kills,
     send,
     sleep,
     stop_command,
@@ -102,16 +102,7 @@ def told(*words: str) -> Callable[[Bed, random.Random], Struck]:
 
 
 def common() -> list[Kind]:
-    kinds = [
-        Kind(
-            f"SIGKILL of {who}",
-            kill(word),
-            says=says,
-            weight=2 if who == "a trainer rank" else 1,
-            engines_live=who in ROLES,
-        )
-        for who, (word, says) in WHO.items()
-    ]
+    kinds = role_kills()
     kinds += [
         Kind(f"SIGSTOP of {who} for 3 s", sleep(word, 3.0), ends=False, weight=0.5) for who, (word, _) in WHO.items()
     ]

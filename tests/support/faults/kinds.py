@@ -217,9 +217,9 @@ def state_removed(bed: Bed, chance: random.Random) -> Struck:
     return Struck("state.json")
 
 
-def local_kinds() -> list[Kind]:
-    """Faults of runs on this machine."""
-    kinds = [
+def role_kills() -> list[Kind]:
+    """SIGKILL of each process of a run."""
+    return [
         Kind(
             f"SIGKILL of {who}",
             kill(word),
@@ -229,6 +229,11 @@ def local_kinds() -> list[Kind]:
         )
         for who, (word, says) in WHO.items()
     ]
+
+
+def local_kinds() -> list[Kind]:
+    """Faults of runs on this machine."""
+    kinds = role_kills()
     kinds += [Kind(f"SIGSTOP of {who} for 3 s", sleep(word, 3.0), ends=False) for who, (word, _) in WHO.items()]
     kinds += [
         Kind(
