@@ -1,22 +1,26 @@
 """What a rank asks of its process groups in a step: recorded by the fake device, compared between ranks.
 
-    differing(records) -> the first place where two ranks would wait for one another, in words; "" if there is none
+    differing(records, stages) -> the first place where two ranks would wait for one another, in words; "" if none
 
-Invariant: two ranks of one pipeline stage have asked for the same, in the same order, kind by kind and byte by byte;
-and what one stage sends, the next one receives.
+Invariant: two ranks of one pipeline stage have asked for the same, in the same order, kind by kind and, in groups that
+both are in, byte by byte; and what one stage sends, the next one receives.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import msgspec
 
+from hpcrl.rehearsal.ranks import Boundary
+
 #: whose bytes depend on what each rank has for the others
 UNEVEN = ("alltoall_base_", "alltoall_")
+#: two ranks and the kind of a group -> whether both have as many bytes for theirs
+Sizes = Callable[[int, int, str], bool]
 SENDS = "send"
 RECEIVES = ("recv_", "recv_any_source_")
 
@@ -108,16 +112,19 @@ def _few(ranks: Sequence[int]) -> str:
 # ---- between ranks
 
 
-def differing(records: Mapping[int, Sequence[GroupCall]], stages: Mapping[int, int]) -> str:
+def differing(
+    records: Mapping[int, Sequence[GroupCall]], stages: Mapping[int, int], sizes: Sizes = lambda *_: True
+) -> str:
     """Where two ranks do not fit together, naming both and the first collective that differs.
 
     Args:
         stages: of each rank.
+        sizes: whether two ranks have as many bytes for a group of a kind (`ranks.same_sizes`).
     """
     first: dict[int, int] = {}
     for rank in sorted(records):
         other = first.setdefault(stages[rank], rank)
-        if other != rank and (found := _unlike(other, records[other], rank, records[rank])):
+        if other != rank and (found := _unlike(other, records[other], rank, records[rank], sizes)):
             return found
     for sender in sorted(records):
         for receiver in sorted(records):
@@ -127,11 +134,11 @@ def differing(records: Mapping[int, Sequence[GroupCall]], stages: Mapping[int, i
     return ""
 
 
-def _unlike(one: int, calls: Sequence[GroupCall], two: int, others: Sequence[GroupCall]) -> str:
+def _unlike(one: int, calls: Sequence[GroupCall], two: int, others: Sequence[GroupCall], sizes: Sizes) -> str:
     """The first call that ranks of one stage do not share."""
     mine, theirs = ([call for call in some if call.peer < 0] for some in (calls, others))
     for number, (a, b) in enumerate(zip_longest(mine, theirs), 1):
-        if a is None or b is None or _shape(a) != _shape(b):
+        if a is None or b is None or _shape(a, one, two, sizes) != _shape(b, one, two, sizes):
             return (
                 f"ranks {one} and {two} are of one pipeline stage and differ at their collective {number}: "
                 f"{_said(one, a)}, {_said(two, b)}"
@@ -143,14 +150,40 @@ def _said(rank: int, call: GroupCall | None) -> str:
     return f"rank {rank} has none left" if call is None else f"rank {rank} asks for {call} ({call.phase})"
 
 
-def _shape(call: GroupCall) -> tuple[str, str, int]:
-    return call.group, call.what, 0 if call.what in UNEVEN else call.bytes
+def _shape(call: GroupCall, one: int, two: int, sizes: Sizes) -> tuple[str, str, int]:
+    even = call.what not in UNEVEN and sizes(one, two, call.group)
+    return call.group, call.what, call.bytes if even else 0
 
 
-def _unsent(sender: int, sends: Sequence[GroupCall], receiver: int, receives: Sequence[GroupCall]) -> str:
-    """The first message between two ranks that only one of them knows."""
-    sent = [call for call in sends if call.what == SENDS and call.peer == receiver]
-    got = [call for call in receives if call.what in RECEIVES and call.peer == sender]
+def unlike_messages(records: Mapping[int, Sequence[GroupCall]], between: Sequence[Boundary]) -> str:
+    """Where a stage does not receive what the one before it sends, or the other way round; "" if there is no such
+    place. What a rank sends to the stage after its own is what each of a stage like it sends."""
+    for each in between:
+        if each.sender in records and each.receiver in records:
+            a, b = records[each.sender], records[each.receiver]
+            found = _unsent(each.sender, a, each.receiver, b, each.to, each.source)
+            found = found or _unsent(each.receiver, b, each.sender, a, each.source, each.to)
+            if found:
+                return f"stages {each.stages[0]} and {each.stages[1]}, told by ranks of stages like them: {found}"
+    return ""
+
+
+def _unsent(
+    sender: int,
+    sends: Sequence[GroupCall],
+    receiver: int,
+    receives: Sequence[GroupCall],
+    to: int | None = None,
+    source: int | None = None,
+) -> str:
+    """The first message between two ranks that only one of them knows.
+
+    Args:
+        to, source: whom they name for one another; None: these two.
+    """
+    to, source = receiver if to is None else to, sender if source is None else source
+    sent = [call for call in sends if call.what == SENDS and call.peer == to]
+    got = [call for call in receives if call.what in RECEIVES and call.peer == source]
     for number, (a, b) in enumerate(zip_longest(sent, got), 1):
         if a is None or b is None or a.bytes != b.bytes:
             return f"message {number} from rank {sender} to rank {receiver}: {_said(sender, a)}, {_said(receiver, b)}"

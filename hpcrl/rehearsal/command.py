@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
@@ -15,30 +16,33 @@ from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError, raise_together
 from hpcrl.launch.preflight import refuse_settings
+from hpcrl.memory.engine import engine_terms
+from hpcrl.memory.training import GIB
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import local_hosts
-from hpcrl.rehearsal.findings import engine_line, findings, lines, of_engine
+from hpcrl.rehearsal.findings import cache_line, engine_line, findings, lines, of_cache, of_engine
 from hpcrl.rehearsal.ranks import distinct, named
 from hpcrl.rehearsal.runner import ask_engine, run_ranks
-from hpcrl.speed.cards import DEFAULT
-from hpcrl.speed.cards import named as card
+from hpcrl.rehearsal.site_card import memory_of_card
 
 USAGE = """\
-usage: hpcrl rehearse RECIPE.toml [--gpu NAME] [--ranks WHICH] [--option value ...]
+usage: hpcrl rehearse RECIPE.toml [--site SITE | --gpu NAME] [--ranks WHICH] [--option value ...]
 
 Every distinct rank of the trainer builds its model and optimizer and takes a step on tensors without content: no GPU,
 no weights and hardly any memory are needed, config.json of --hf-checkpoint is. What Megatron refuses, memory that runs
 out and ranks that do not fit together are errors (docs/rehearsal.md).
 
+  --site SITE        the GPUs that the site's profile names with gpu_type
   --gpu NAME         the GPUs (docs/memory.md lists them); default: h100-sxm
-  --gpu-memory GIB   what a GPU has; default: that of --gpu
+  --gpu-memory GIB   what a GPU has; default: that of --gpu or --site
   --ranks WHICH      all, or numbers with commas; default: the first and the last of each distinct pipeline stage
   --at-once N        ranks at a time; default: a core each
 
 Options are those of hpcrl run."""
 
 OWN = {
+    "site": Kind("str"),
     "gpu": Kind("str"),
     "gpu-memory": Kind("float", bounds="> 0"),
     "ranks": Kind("str"),
@@ -58,7 +62,7 @@ def rehearse(argv: list[str]) -> int:
     recipe = load_recipe(words[0])
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
     refuse_settings(options, local_hosts, packages=False)
-    gpu = own.get("gpu-memory", card(own.get("gpu", DEFAULT)).memory)
+    gpu = memory_of_card(own.get("gpu-memory"), own.get("gpu"), own.get("site"))
     at_once = own.get("at-once", len(os.sched_getaffinity(0)))
     wrong: list[HpcrlError] = []
     for stage, resolved in zip(recipe.stages, options, strict=True):
@@ -78,11 +82,17 @@ def _stage(options: Options, gpu: float, which: str | None, at_once: int) -> lis
     config = read_config(options.hf_checkpoint or "")
     family = find_family(config, options.hf_checkpoint or "")
     ranks = distinct(options, family, config) if which is None else named(which, options)
-    reports = run_ranks(options, ranks, at_once)
+    with ThreadPoolExecutor(1) as second:
+        asking = second.submit(ask_engine, options) if options.num_engines else None
+        reports = run_ranks(options, ranks, at_once)
+        asked = asking.result() if asking else None
     print("\n".join(lines(options, reports, gpu)))
-    asked = ask_engine(options) if options.num_engines else None
     if asked:
         print(engine_line(asked))
+        cache = engine_terms(options, family, config, gpu * GIB)
+        print(cache_line(cache))
     print(f"rehearsed: {len(ranks)} of {options.world_size} ranks in {time.monotonic() - begun:.0f} s")
-    faults = findings(options, family, config, reports, gpu) + (of_engine(asked) if asked else [])
+    faults = findings(options, family, config, reports, gpu)
+    if asked:
+        faults += of_engine(asked) + of_cache(options, cache, asked)
     return [UsageError(found.what, found.hint) for found in faults]

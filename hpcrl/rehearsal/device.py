@@ -10,9 +10,9 @@
 
 torch's hook for devices that are written in Python, FakeTensorMode and its fake process group; Megatron's "cuda" is
 this device (`cpu_shim.install`).  Tensors of the device have shape, strides, storage and no content, and so have large
-ones of the CPU; its others are real.  Which is why a count of bytes needs no more than a TorchDispatchMode of its own,
-entered inside this one: it sees every operation with its arguments and results, whose `untyped_storage()` says how
-large they are and (`_cdata`) whether two share memory.  `device.is_pinned(tensor)` knows pinned host memory.
+ones of the CPU; its others are real.  Which is why bytes can be counted (`live_bytes`): the device's mode sees every
+operation with its arguments and results, whose `untyped_storage()` says how large they are and (`_cdata`) whether two
+share memory.  `device.is_pinned(tensor)` knows pinned host memory.
 
 What reads the device gets zeros, or what `device.answers` says for that place.
 
@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,19 +47,20 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from hpcrl.config.megatron_flags import PARTS
 from hpcrl.rehearsal.answers import MEGATRONS, Answer
 from hpcrl.rehearsal.collectives import Recorder
+from hpcrl.rehearsal.live_bytes import DeviceBytes
 from hpcrl.rehearsal.replaced import BACKEND, NAME, device, replace_all
 from hpcrl.rehearsal.shape_cache import ShapeCache
 
 LARGE = 1 << 20  #: elements of host memory from which on it has no content either
 PACKAGES = ("hpcrl", "megatron")  #: whose lines are named
 aten = torch.ops.aten
+prim = torch.ops.prim
 CPU = torch.device("cpu")
 
 
@@ -120,6 +122,7 @@ class FakeDevice:
         syncs: every wait, in order.
         answers: (end of the file's path, function) -> what is read there.
         recorder: of what is asked of process groups; None: nothing is recorded.
+        live: counts bytes; None: nothing is counted.
     """
 
     def __init__(self, packages: Sequence[str] | None = None, large: float = LARGE) -> None:
@@ -134,6 +137,7 @@ class FakeDevice:
         self._large = large
         self.syncs: list[Sync] = []
         self.recorder: Recorder | None = None
+        self.live: DeviceBytes | None = None
         self.answers: dict[tuple[str, str], Answer] = dict(MEGATRONS)
         stood_in = {name for names in PARTS.values() for name in names if name in sys.modules}
         self._packages = frozenset(stood_in if packages is None else packages)
@@ -142,7 +146,6 @@ class FakeDevice:
     def __enter__(self) -> FakeDevice:
         self._stack = ExitStack()
         self._stack.callback(replace_all(self, self._packages))
-        self._stack.enter_context(_Functions(self))
         self._stack.enter_context(_Operations(self))
         return self
 
@@ -213,6 +216,7 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+@cache
 def _short(path: str) -> str:
     parts = Path(path).parts
     found = [i for i, part in enumerate(parts) if part in PACKAGES]
@@ -239,12 +243,27 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.owner = owner
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's compiler is not there: its guard around each operation takes a fifth of the time
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is prim.device.default:  # half of all calls
+            return args[0].device
         kwargs = kwargs or {}
-        if func.namespace == "c10d" and self.owner.recorder is not None:
-            self.owner.recorder.record(func, args)
-        if not _any_on(args) and not (kwargs and _any_on(kwargs.values())):
+        owner = self.owner
+        if owner.recorder is not None and _namespace(func) == "c10d":
+            owner.recorder.record(func, args)
+        if kwargs.get("pin_memory"):
+            return self._pinned(func, args, kwargs)
+        if not (FakeTensor in types or _any_on(args) or (kwargs and _any_on(kwargs.values()))):
             return func(*args, **kwargs)
+        found = self._shaped(func, args, kwargs)
+        if owner.live is not None:
+            owner.live.look(args, kwargs, found)
+        return found
+
+    def _shaped(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten._to_copy.default:
             return self._to(args[0], kwargs)
         if func is aten.copy_.default:
@@ -254,19 +273,24 @@ class _Operations(TorchDispatchMode):
             return float(found or 0) if args[0].dtype.is_floating_point else found or 0
         if func in (aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default):
             self._masked(*args)
-        if func.namespace == "c10d" and len(func._schema.returns) == 1:  # of some there is no fake one
-            return FakeWork().boxed()
+        if _namespace(func) == "c10d":
+            work = FakeWork().boxed()
+            return work if len(func._schema.returns) == 1 else (args[0], work)
         try:
             return self.owner.shapes.run(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._unknown(func, args)
 
+    def _pinned(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """New host memory that is pinned: what is not written to takes none."""
+        made = func(*args, **kwargs | {"pin_memory": False})
+        return self.owner.pin(made if made.numel() < LARGE else self.owner.host(made.shape, made.dtype))
+
     def _to(self, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """`_to_copy`: `.to`, `.cpu()`, `.float()`, `torch.tensor(..., device=)`."""
         target = kwargs.get("device") or source.device
         if source.device.type == target.type:
-            with self.owner.fake:
-                return aten._to_copy.default(source, **kwargs)
+            return self.owner.shapes.run(aten._to_copy.default, (source,), kwargs)
         dtype = kwargs.get("dtype") or source.dtype
         if target.type == NAME:
             self._host_to_device(source, kwargs.get("non_blocking", False))
@@ -276,8 +300,7 @@ class _Operations(TorchDispatchMode):
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if to.device.type == source.device.type:
-            with self.owner.fake:
-                return aten.copy_.default(to, source, non_blocking)
+            return self.owner.shapes.run(aten.copy_.default, (to, source, non_blocking), {})
         if to.device.type == NAME:
             # a number that is written into a tensor goes with the kernel
             if source.dim() or non_blocking:
@@ -326,18 +349,12 @@ class _Operations(TorchDispatchMode):
         raise RuntimeError(f"only the device knows what is read: {self.owner.syncs[-1]}")
 
 
-class _Functions(TorchFunctionMode):
-    """What never reaches an operation.  In the thread that asked alone: torch's engine takes no such mode along."""
+_namespaces: dict[int, str] = {}
 
-    def __init__(self, owner: FakeDevice) -> None:
-        super().__init__()
-        self.owner = owner
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple)):
-            args = (tree_map_only(FakeTensor, torch.Tensor.item, args[0]), *args[1:])  # asks where no mode looks
-        if not kwargs.pop("pin_memory", False):
-            return func(*args, **kwargs)
-        made = func(*args, **kwargs)  # memory that is not written to takes none
-        return self.owner.pin(made if made.numel() < LARGE else self.owner.host(made.shape, made.dtype))
+def _namespace(func: Any) -> str:
+    """Of a torch operation, which are never freed."""
+    found = _namespaces.get(id(func))
+    if found is None:
+        found = _namespaces[id(func)] = func.namespace
+    return found

@@ -73,7 +73,10 @@ def main(argv: list[str]) -> int:
 def judged(options: Options) -> EngineReport:
     """What vLLM makes of the settings; raises what it refuses them with."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.model_executor.models import registry
 
+    # a process of its own for the model's class keeps CUDA out of this one, which there is none of here
+    registry._run_in_subprocess = lambda look: look()
     given = settings(options, {field.name for field in fields(AsyncEngineArgs)})
     left = tuple(sorted(OF_MACHINE & options.vllm.keys()))
     kept = {name: value for name, value in given.items() if name not in OF_MACHINE}

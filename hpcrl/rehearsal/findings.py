@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpcrl.config.options import Options
+from hpcrl.memory.engine import EngineTerms
 from hpcrl.memory.fits import cheapest
 from hpcrl.memory.nccl import nccl_bytes
 from hpcrl.memory.training import CUDA, GIB
 from hpcrl.models.family import Config, Family
-from hpcrl.rehearsal.collectives import differing, totals
-from hpcrl.rehearsal.ranks import stages
+from hpcrl.rehearsal.collectives import differing, totals, unlike_messages
+from hpcrl.rehearsal.ranks import boundaries, like, same_sizes, stages
 from hpcrl.rehearsal.reports import PHASES, RESUME, EngineReport, RankReport
 
 SHOWN = 12  #: rows of the table of collectives
@@ -36,7 +37,9 @@ def findings(
     if failed := [report for report in reports if report.error]:
         return _refused(failed)
     found = []
-    if differs := differing({report.rank: report.calls for report in reports}, stages(options)):
+    calls = {report.rank: report.calls for report in reports}
+    between = boundaries(options, like(options, family, config))
+    if differs := differing(calls, stages(options), same_sizes(options)) or unlike_messages(calls, between):
         found.append(RehearsalFault(differs, "the run would wait there until its distributed timeout"))
     allowed = CUDA + nccl_bytes(options)
     for report, phase, size in _fullest(reports):
@@ -66,6 +69,21 @@ def engine_line(report: EngineReport) -> str:
     weights = f", {report.quantization} weights" if report.quantization else ""
     left = f"; left to the GPUs' machine: {', '.join(report.left_out)}" if report.left_out else ""
     return f"engine: vLLM takes its settings: {sizes}{weights}, {report.longest:,} tokens at most{left}"
+
+
+def cache_line(terms: EngineTerms) -> str:
+    """How much an engine caches, by the figures of `hpcrl plan`."""
+    size = terms.gpu["KV cache"] / GIB
+    return f"engine: KV cache {size:.1f} GiB a GPU, {terms.cached_tokens:,} tokens (estimated as in hpcrl plan)"
+
+
+def of_cache(options: Options, terms: EngineTerms, report: EngineReport) -> list[RehearsalFault]:
+    """What vLLM would refuse on the GPU: a cache that does not hold one request of the longest it may be asked."""
+    held = terms.cached_tokens // options.engine_data_parallel_size
+    if report.absent or report.error or held >= report.longest:
+        return []
+    what = f"engine: its KV cache holds {held:,} tokens, and a request may have {report.longest:,}"
+    return [RehearsalFault(what, "raise --rollout-num-gpus-per-engine, or give --rollout-max-context-len")]
 
 
 def _refused(failed: Sequence[RankReport]) -> list[RehearsalFault]:

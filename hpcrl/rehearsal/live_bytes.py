@@ -1,28 +1,33 @@
 """How many bytes of the fake device are alive at once, by phase, and how many of large tensors in host memory.
 
-    with FakeDevice() as device, DeviceBytes() as live:
+    with FakeDevice() as device, DeviceBytes(device) as live:
         with live.phase("forward and backward"):
             ...
     live.peaks["forward and backward"]           # most bytes at once, of everything that was there
     live.now
 
 Storages count once, whatever views there are of them; those of parameters that are replaced by hand count too, since
-every tensor of the device comes from an operation that this mode sees.
+every tensor of the device comes from an operation that its mode sees and hands to `look`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class DeviceBytes(TorchDispatchMode):
+class Counted(Protocol):
+    """The device whose bytes are counted."""
+
+    live: DeviceBytes | None
+
+
+class DeviceBytes:
     """Counts while it is entered.
 
     Attributes:
@@ -31,25 +36,31 @@ class DeviceBytes(TorchDispatchMode):
         host, host_peak: the same of host memory that has no content, in all phases.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: Counted) -> None:
+        self._device = device
         self.now = 0
         self.peaks: dict[str, int] = {}
         self.host = self.host_peak = 0
         self._phase = "start"
         self._sizes: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+    def __enter__(self) -> DeviceBytes:
+        self._device.live = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._device.live = None
+
+    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> None:
+        """Count what an operation took and gave."""
         self._look(args)
         if kwargs:
             self._look(kwargs.values())
         self._look((found,))
-        return found
 
     def _look(self, values: Any) -> None:
         for value in values:
-            if isinstance(value, FakeTensor):
+            if type(value) is FakeTensor:
                 self._count(value.untyped_storage(), value.fake_device.type == "cpu")
             elif isinstance(value, (list, tuple)):
                 self._look(value)

@@ -7,7 +7,7 @@ Invariant: what is called is what a run calls; replaced are the device, the grou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FrameType
@@ -37,7 +37,7 @@ def rehearse(options: Options, rank: int) -> RankReport:
     lengths = micro_batches(options)
     options = rehearsed(options, lengths)
     recorder = Recorder(rank, kinds(options))
-    with FakeDevice() as device, DeviceBytes() as live:
+    with FakeDevice() as device, DeviceBytes(device) as live:
         device.recorder = recorder
 
         @contextmanager
@@ -80,11 +80,14 @@ def _step(
     with phase(START):
         others = other_models(policy, options)
     share = share_of(options, read_config(options.hf_checkpoint or ""), lengths, ranks.dp_rank)
-    split = policy.config.sequence_parallel
-    ends = share.micro_batches[0][0], share.micro_batches[0][-1]
-    with phase(LOGPROBS):
-        passes.logprobs(policy, options, [packing.pack(share.batch, rows, ranks, split) for rows in ends])
-    run, update = passes.run, train_batch._update
+    run, update, logprobs = passes.run, train_batch._update, passes.logprobs
+
+    def of_ends(policy: Any, options: Options, packed: Sequence[Any], experts: Any = "own") -> list[torch.Tensor]:
+        """All but the last are alike, and none waits for another's backward pass: two say what all take."""
+        if len(packed) <= 2 or experts != "own":
+            return logprobs(policy, options, packed, experts)
+        first, last = logprobs(policy, options, [packed[0], packed[-1]], experts)
+        return [first, *(first.clone() for _ in packed[2:]), last]
 
     def in_phase(*args: Any, **named: Any) -> Any:
         with phase(LOGPROBS if named.get("forward_only") else TRAINS):
@@ -97,9 +100,15 @@ def _step(
     with (
         others_answer(device, policy, share, others),
         mock.patch.object(passes, "run", in_phase),
+        mock.patch.object(passes, "logprobs", of_ends),
         mock.patch.object(train_batch, "_update", in_step),
     ):
         train_batch.train(policy, ranks, options, share, others)
+    if LOGPROBS not in live.peaks:  # a run takes them where a rollout has several optimizer steps
+        ends = share.micro_batches[0][0], share.micro_batches[0][-1]
+        with phase(LOGPROBS):
+            packed = [packing.pack(share.batch, rows, ranks, policy.config.sequence_parallel) for rows in ends]
+            logprobs(policy, options, packed)
     state = live.now
     with phase(SAVE):
         everything(policy, ranks, Position(1, 1))

@@ -1,11 +1,13 @@
-"""A process that rehearses ranks one after another, each in a fork of it: `python -m hpcrl.rehearsal.process DIRECTORY
-RANK ...`, with the options in DIRECTORY/options.json; what each found is in DIRECTORY/rank-N.json.
+"""A process that rehearses ranks, each in a fork of it, so many at a time: `python -m hpcrl.rehearsal.process DIRECTORY
+AT-ONCE RANK ...`, with the options in DIRECTORY/options.json; what each found is in DIRECTORY/rank-N.json, what it
+says on stderr in DIRECTORY/rank-N.txt.
 
-Invariant: a rank that raises, or dies, is a report that says so.
+Invariants: a rank that raises, or dies, is a report that says so; torch and Megatron are imported once.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -18,6 +20,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rehearsal.refusals import explained
 from hpcrl.rehearsal.reports import RankReport
+from hpcrl.run.gpu_environment import Where, wanted
 from hpcrl.untrusted_files import read_regular
 
 MODULES = ("megatron.hf_weights", "megatron.settings", "megatron.model", "checkpoint.save_load", "step.train_batch")
@@ -27,11 +30,20 @@ def main(argv: list[str]) -> int:
     """Rehearse the ranks of `argv` after its directory."""
     directory = Path(argv[0])
     options = Options.model_validate_json(read_regular(directory / "options.json"))
+    os.environ.update(wanted("trainer", Where(options)))
     prepare()
-    for rank in map(int, argv[1:]):
-        if (pid := os.fork()) == 0:
+    gc.collect()
+    gc.freeze()  # what is imported is not looked through again, and stays shared between the forks
+    running = 0
+    for rank in map(int, argv[2:]):
+        if running == int(argv[1]):
+            os.wait()
+            running -= 1
+        if os.fork() == 0:
             _rank(options, rank, directory)
-        os.waitpid(pid, 0)
+        running += 1
+    for _ in range(running):
+        os.wait()
     return 0
 
 
@@ -52,6 +64,8 @@ def _rank(options: Options, rank: int, directory: Path) -> None:
     """Write the report of a rank and end."""
     from hpcrl.rehearsal.one_rank import rehearse
 
+    said = os.open(directory / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(said, 2)
     try:
         report = rehearse(options, rank)
     except HpcrlError as error:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 NAME = "acc"  #: not "cuda": torch for the CPU has no guard for CUDA devices, views and backward passes fail there
 BACKEND = "fake"
@@ -78,6 +79,8 @@ def replace_all(owner: WaitRecorder, packages: frozenset[str]) -> Callable[[], N
         (torch.cuda, "synchronize", lambda *_: owner.wait("synchronize the device")),
         (torch.cuda.Stream, "synchronize", lambda *_: owner.wait("synchronize a stream")),
         (torch.cuda.Event, "synchronize", lambda *_: owner.wait("synchronize an event")),
+        (torch, "tensor", of_numbers(owner, torch.tensor)),
+        (torch, "as_tensor", of_numbers(owner, torch.as_tensor)),
     ]
     before = [(target, name, vars(target).get(name)) for target, name, _ in changes]
     for target, name, value in changes:
@@ -88,6 +91,18 @@ def replace_all(owner: WaitRecorder, packages: frozenset[str]) -> Callable[[], N
             delattr(target, name) if value is None else setattr(target, name, value)
 
     return back
+
+
+def of_numbers(owner: WaitRecorder, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.tensor and torch.as_tensor: of tensors in a list they ask for the numbers where no mode looks."""
+
+    def made(data: Any, *args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        if isinstance(data, (list, tuple)):
+            data = tree_map_only(FakeTensor, torch.Tensor.item, data)
+        found = stock(data, *args, **more)
+        return owner.pin(found) if pin_memory else found
+
+    return made
 
 
 def _apply(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

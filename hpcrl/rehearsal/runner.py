@@ -6,6 +6,7 @@ Invariants: no process outlives the call; this module imports no torch.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rehearsal.reports import EngineReport, RankReport
 from hpcrl.toolbox.deadline import Deadline
-from hpcrl.untrusted_files import read_json
+from hpcrl.untrusted_files import read_json, read_regular
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 #: where packages keep what they have found out: nothing is written outside the rehearsal's own directory
@@ -42,7 +43,7 @@ def ask_engine(options: Options) -> EngineReport:
         try:
             said = _end(process, Deadline(AN_ENGINE))
         finally:
-            _kill([process])
+            _kill(process)
         if not (directory / "engine.json").exists():
             return EngineReport(error=f"vLLM's process died: {' '.join(said.split())[-LAST_WORDS:]}")
         return read_json(directory / "engine.json", EngineReport)
@@ -57,26 +58,22 @@ def run_ranks(options: Options, ranks: Sequence[int], at_once: int) -> list[Rank
     with tempfile.TemporaryDirectory(prefix="hpcrl-rehearsal-") as name:
         directory = Path(name)
         (directory / "options.json").write_text(options.model_dump_json())
-        parts = [part for part in (list(ranks[first::at_once]) for first in range(at_once)) if part]
-        started = [_start("process", directory, part) for part in parts]
-        deadline = Deadline(A_RANK * max(map(len, parts)))
+        process = _start("process", directory, [at_once, *ranks])
         try:
-            said = [_end(process, deadline) for process in started]
+            said = _end(process, Deadline(A_RANK * math.ceil(len(ranks) / at_once)))
         finally:
-            _kill(started)
-        of_rank = {rank: words for part, words in zip(parts, said, strict=True) for rank in part}
-        return [_read(directory, rank, of_rank[rank]) for rank in ranks]
+            _kill(process)
+        return [_read(directory, rank, said) for rank in ranks]
 
 
-def _kill(processes: Sequence[Popen[bytes]]) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and the fork of it that is at work
-        process.wait()
+def _kill(process: Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # and the forks of it that are at work
+    process.wait()
 
 
-def _start(module: str, directory: Path, ranks: Sequence[int] = ()) -> Popen[bytes]:
-    command = [sys.executable, "-m", f"hpcrl.rehearsal.{module}", str(directory), *map(str, ranks)]
+def _start(module: str, directory: Path, numbers: Sequence[int] = ()) -> Popen[bytes]:
+    command = [sys.executable, "-m", f"hpcrl.rehearsal.{module}", str(directory), *map(str, numbers)]
     caches = dict.fromkeys(CACHES, str(directory / "cache"))
     environment = os.environ | ENVIRONMENT | caches
     return Popen(command, env=environment, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, start_new_session=True)
@@ -92,8 +89,10 @@ def _end(process: Popen[bytes], deadline: Deadline) -> str:
 
 
 def _read(directory: Path, rank: int, said: str) -> RankReport:
-    path = directory / f"rank-{rank}.json"
+    path, own = directory / f"rank-{rank}.json", directory / f"rank-{rank}.txt"
     if not path.exists():
+        if own.exists():
+            said = read_regular(own).decode(errors="replace") or said
         words = " ".join(said.split())[-LAST_WORDS:]
         return RankReport(rank, error=f"its process died: {words}" if words else "its process died")
     return read_json(path, RankReport, most=LARGEST)

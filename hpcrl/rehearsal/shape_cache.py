@@ -21,6 +21,7 @@ VIEWS = {
     aten.transpose.int,
     aten.permute.default,
     aten.view.default,
+    aten._unsafe_view.default,
     aten.slice.Tensor,
     aten.select.int,
     aten.unsqueeze.default,
@@ -41,6 +42,7 @@ class ShapeCache:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
         self._known: dict[Any, tuple[Made, ...] | Made | list[Any]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,12 +52,12 @@ class ShapeCache:
                 found = func(*args, **kwargs)
             device = args[0].fake_device
             if isinstance(found, torch.Tensor):
-                return FakeTensor(self._mode, found, device)
-            return [FakeTensor(self._mode, each, device) for each in found]
+                return self._fake(found, device)
+            return [self._fake(each, device) for each in found]
         key = _key(args) if not kwargs else _key((*args, *sorted(kwargs.items())))
         if key is None:
             return self._ask(func, args, kwargs)
-        key = (func, key)
+        key = (id(func), key)  # operations are never freed
         if key in self._known:
             return self._again(self._known[key], args)
         found = self._ask(func, args, kwargs)
@@ -77,7 +79,20 @@ class ShapeCache:
             return tuple(self._again(each, args) for each in made)
         shape, strides, dtype, device = made
         meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        return FakeTensor(self._mode, meta, device)
+        return self._fake(meta, device)
+
+    def _fake(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+        """As FakeTensor makes one: all of a device have the same attributes, which it looks at one by one."""
+        if device not in self._attributes:
+            first = FakeTensor(self._mode, meta, device)
+            self._attributes[device] = dict(vars(first))
+            return first
+        made = torch.Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes[device])
+        return made
 
 
 def _key(values: Any) -> Any:

@@ -79,7 +79,7 @@ def counted(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, i
     opts = options(path, n, fields)
     split = opts.tensor_model_parallel_size if opts.sequence_parallel else 1
     sent = (TOKENS // opts.context_parallel_size // split, 1, SIZES["hidden_size"])
-    with fake_device.FakeDevice(), fused(sent), DeviceBytes() as live:
+    with fake_device.FakeDevice() as device, fused(sent), DeviceBytes(device) as live:
         with live.phase("start"):
             policy = model.build(opts, fake_device.join(opts, rank))
             if opts.megatron.get("use_distributed_optimizer", True):

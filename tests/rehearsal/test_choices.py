@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
+from hpcrl.memory.engine import EngineTerms
 from hpcrl.models.family import find_family
 from hpcrl.rehearsal.batch import SHORTEST, micro_batches, rehearsed, share_of
-from hpcrl.rehearsal.findings import findings, lines
-from hpcrl.rehearsal.ranks import distinct, named, stages
+from hpcrl.rehearsal.findings import findings, lines, of_cache
+from hpcrl.rehearsal.ranks import boundaries, distinct, like, named, stages
 from hpcrl.rehearsal.refusals import explained, flags_of
-from hpcrl.rehearsal.reports import RankReport
+from hpcrl.rehearsal.reports import EngineReport, RankReport
+from hpcrl.rehearsal.site_card import memory_of_card
 from tests.support.published_models import MODELS
 
 LARGE: dict[str, Any] = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 8}
@@ -42,6 +45,47 @@ def test_first_and_last_rank_of_distinct_stages() -> None:
     chosen = distinct(opts, *glm())
     assert chosen == [0, 15, 16, 31, 48, 63]
     assert [stages(opts)[rank] for rank in chosen] == [0, 0, 1, 1, 3, 3]
+
+
+def test_boundaries_of_equal_stages() -> None:
+    """Each two stages in a row have one, of the first ranks and of the last; equal stages are told by one of them."""
+    opts = options()
+    same = like(opts, *glm())
+    assert same == [0, 1, 1, 3]
+    found = boundaries(opts, same)
+    assert [(b.stages, b.sender, b.to, b.receiver, b.source) for b in found[::2]] == [
+        ((0, 1), 0, 16, 16, 0),
+        ((1, 2), 16, 32, 16, 0),
+        ((2, 3), 16, 32, 48, 32),
+    ]
+    assert found[1].sender == 15 and found[1].receiver == 31
+
+
+def test_memory_of_a_sites_gpus(tmp_path: Path) -> None:
+    """Its gpu_type says it, the smallest card of that type; a profile without one, or in vain, is an error."""
+    site = tmp_path / "s.toml"
+    for kind, gib in (("h100", 80.0), ("nvidia_a100", 40.0), ("h200", 141.0)):
+        site.write_text(f'[trainer]\ngpu_type = "{kind}"\n')
+        assert memory_of_card(None, None, str(site)) == gib
+    for given in ((80.0, None), (None, "b200")):
+        with pytest.raises(UsageError, match="has no effect"):
+            memory_of_card(*given, str(site))
+    for text in ("", "[trainer]\ngpus_per_node = 4\n", '[trainer]\ngpu_type = "voodoo2"\n'):
+        site.write_text(text)
+        with pytest.raises(UsageError, match="gpu_type"):
+            memory_of_card(None, None, str(site))
+    assert memory_of_card(24.0, None, None) == 24.0 and memory_of_card(None, "l40s", None) == 48.0
+
+
+def test_a_cache_holds_the_longest_request() -> None:
+    """vLLM refuses to start where it does not; each data-parallel part of an engine has its own."""
+    opts = options(vllm={"data_parallel_size": 2}, rollout_num_gpus=16, rollout_num_gpus_per_engine=16)
+    terms = EngineTerms({"KV cache": 2**30}, 20_000, 2)
+    assert opts.engine_data_parallel_size == 2
+    assert not of_cache(opts, terms, EngineReport(longest=10_000))
+    (found,) = of_cache(opts, terms, EngineReport(longest=10_001))
+    assert "10,001" in found.what and "--rollout-max-context-len" in found.hint
+    assert not of_cache(opts, terms, EngineReport(longest=10_001, absent="no vLLM"))
 
 
 def test_named_ranks() -> None:

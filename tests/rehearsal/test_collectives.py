@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.rehearsal.collectives import GroupCall, differing, totals
+from hpcrl.config.options import Options
+from hpcrl.rehearsal.collectives import GroupCall, differing, totals, unlike_messages
+from hpcrl.rehearsal.ranks import Boundary, same_sizes
 
 STAGES = {0: 0, 1: 0, 2: 1, 3: 1}
 
@@ -52,11 +54,37 @@ def test_a_fault_is_found(rank: int, at: int, planted: GroupCall | None, said: s
     assert said in differing(found, STAGES)
 
 
+def test_rows_of_other_context_places() -> None:
+    """Ranks of other context places may have other bytes, but for groups that both are in, and never another order."""
+    opts = Options(hf_checkpoint="x", tensor_model_parallel_size=2, context_parallel_size=2, actor_num_gpus_per_node=4)
+    same = same_sizes(opts)
+    assert same(0, 1, "tp") and same(0, 2, "cp") and same(0, 3, "world") and not same(0, 3, "tp")
+    one, two = [call(), call("cp")], [call(size=60), call("cp")]
+    stage = {0: 0, 1: 0, 3: 0}
+    assert differing({0: one, 3: two}, stage, same) == ""
+    assert "collective 1" in differing({0: one, 1: two}, stage, same)
+    assert "collective 1" in differing({0: one, 3: two[::-1]}, stage, same)
+
+
 def test_another_order_is_found() -> None:
     """The same calls in another order are a deadlock where the groups differ."""
     found = records()
     found[1][0], found[1][1] = found[1][1], found[1][0]
     assert "collective 1" in differing(found, STAGES)
+
+
+def test_messages_of_equal_stages() -> None:
+    """Of stages 0, 1, 1, 3 the second 1 is told by the first: what it sends is what the last receives."""
+    found = {0: [call("pp", "send", 128, 1)], 1: [call("pp", "recv_", 128, 0), call("pp", "send", 128, 2)]}
+    found[3] = [call("pp", "recv_", 128, 2)]
+    between = [Boundary(0, 1, 1, 0, (0, 1)), Boundary(1, 2, 1, 0, (1, 2)), Boundary(1, 2, 3, 2, (2, 3))]
+    assert unlike_messages(found, between) == ""
+    found[1][1] = call("pp", "send", 64, 2)
+    assert "stages 1 and 2" in unlike_messages(found, between)
+    found[1][0] = call("pp", "recv_", 64, 0)
+    assert "stages 2 and 3" in unlike_messages(found, between[1:])
+    del found[3]
+    assert unlike_messages(found, between[1:]) == "", "a rank that was not rehearsed says nothing"
 
 
 def test_totals() -> None:

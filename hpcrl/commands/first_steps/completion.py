@@ -28,6 +28,7 @@ _OWN = {
         *("--dry-run", "--print", "--help"),
     ],
     "plan": ["--hostfile", "--gpu", "--gpu-memory", "--host-memory", "--link-rate", "--help"],
+    "rehearse": ["--site", "--gpu", "--gpu-memory", "--ranks", "--at-once", "--help"],
     "launch": ["--hostfile", "--dry-run", "--print", "--help"],
     "eval": ["--site", "--dry-run", "--help"],
     "doctor": ["--site", "--nodes", "--help"],

@@ -1,0 +1,138 @@
+"""`hpcrl rehearse` of every shipped recipe and of every script of slime's that imports, at full size: nothing is wrong
+with them, and each takes at most 60 s and 4 GiB of two cores.
+
+    make soak SOAK=test_bounds                       # some 20 minutes of an idle machine
+    HPCRL_TABLE=table.md make soak SOAK=test_bounds  # and a line of that file for each
+
+A busy machine takes longer than it would alone, so processor seconds are what is held against two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slime.test_scripts import HONOURED, given
+from tests.support.published_models import MODELS
+from tests.support.small_recipes import EXAMPLES, FP8, RECIPES
+
+pytestmark = pytest.mark.soak
+
+CORES, SECONDS, GIBIBYTES = 2, 60.0, 4.0
+#: scripts that were written for other cards than an H100, and their card's GiB
+CARDS = {"run-qwen3-4B-amd": 192, "run-qwen3-8B-amd": 192, "run-llama3.2-3B-Instruct-amd": 192}
+#: recipes that make their model themselves; their config.json is that of examples/arithmetic.py
+SMALL = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.toml") if path.stem not in RECIPES)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The published config.json of a recipe's model, or of a script's."""
+    if name in RECIPES:
+        return MODELS[RECIPES[name]][1] | ({"quantization_config": FP8} if name == "glm-4.5-355b-64gpu" else {})
+    return MODELS[given(name)["model"]][1]
+
+
+def recipe_of(name: str, directory: Path) -> list[str]:
+    """The recipe, and what is said on the command line in addition to it."""
+    if name in RECIPES:
+        return [str(EXAMPLES / f"{name}.toml")]
+    script = given(name)
+    words = [script["program"], *shlex.split(script["arguments"])]
+    command = [sys.executable, "-m", "hpcrl", "import", "--", *words]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    path = directory / "recipe.toml"
+    path.write_text(found.stdout)
+    return [str(path)]
+
+
+def tree(pid: int) -> list[int]:
+    """The process and all below it."""
+    found = [pid]
+    for each in found:
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            try:
+                found += map(int, children.read_text().split())
+            except OSError:  # it has ended
+                continue
+    return found
+
+
+def memory(pid: int) -> int:
+    """Bytes of a process and all below it; what they share counts once."""
+    total = 0
+    for each in tree(pid):
+        try:
+            total += sum(map(int, re.findall(r"^Pss: +(\d+)", Path(f"/proc/{each}/smaps_rollup").read_text(), re.M)))
+        except OSError:
+            continue
+    return total << 10
+
+
+def measured(command: list[str]) -> tuple[subprocess.CompletedProcess[str], float, float]:
+    """(what came of a command, processor seconds of it and all below it, most GiB of them at once)"""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    most, ended = [0], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.5):
+            most[0] = max(most[0], memory(process.pid))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        out, said = process.communicate(timeout=1800)
+    finally:
+        ended.set()
+        looking.join(timeout=60)
+        process.kill()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return subprocess.CompletedProcess(command, process.returncode, out, said), spent, most[0] / 2**30
+
+
+def rehearsed(name: str, command: list[str]) -> None:
+    """Run it; it must find nothing, within bounds."""
+    found, spent, most = measured([sys.executable, "-m", "hpcrl", "rehearse", *command])
+    ranks = ", ".join(re.findall(r"^rehearsed: (\d+ of \d+)", found.stdout, re.M))
+    line = (
+        f"| {name} | {ranks} | {spent / CORES:.0f} | {most:.1f} | {'nothing' if found.returncode == 0 else 'ALARM'} |"
+    )
+    print(line, found.stdout, found.stderr, sep="\n")
+    if table := os.environ.get("HPCRL_TABLE"):
+        with Path(table).open("a") as file:
+            file.write(f"{line}\n{found.stderr}")
+    assert found.returncode == 0, found.stderr
+    assert spent <= CORES * SECONDS
+    assert most <= GIBIBYTES
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *HONOURED])
+def test_a_large_recipe_is_right_and_quick(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(name)))
+    card = ["--gpu-memory", str(CARDS[name])] if name in CARDS else []
+    rehearsed(name, [*recipe_of(name, tmp_path), "--hf-checkpoint", str(tmp_path), *card])
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that the small recipes make."""
+    directory = tmp_path_factory.mktemp("prepared")
+    command = [sys.executable, str(EXAMPLES / "arithmetic.py"), "--out", str(directory), "--seed", "1"]
+    subprocess.run(command, check=True, timeout=300)
+    return directory / "model"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_recipe_is_right_and_quick(small_model: Path, name: str) -> None:
+    rehearsed(name, [str(EXAMPLES / name), "--hf-checkpoint", str(small_model)])
