@@ -1,12 +1,16 @@
-"""What a fault costs: from the kill of a trainer rank to the next trained step, beside torchrun's own restart.
+"""What a fault costs: from the kill of a trainer rank to the next trained step, beside torchrun's own restart; and what
+of the work before it is lost.
 
-    python bench/fault.py [--rounds 3]
+    python bench/fault.py [--rounds 3] [--faults 6]
 
 Each round, one after another: a GRPO run with one engine loses its rank 0 to SIGKILL, and the time is taken until the
 first step that it had not trained before is trained; torchrun (--max-restarts 1) runs a rank that has imported torch and
 Megatron-core and made its process group, which is killed likewise, and the time is taken until the rank that torchrun
-starts in its place is as far.  What ours went into is taken from the run's own timelines.  Prints a table (also to
-bench/results/fault.md) and, as its last line, one JSON object of the medians.
+starts in its place is as far.  What ours went into is taken from the run's own timelines.
+
+Then a run with a checkpoint after every 20 steps and a copy in memory after each loses a rank once in 20 steps, at a
+moment of the step that is drawn evenly: how long it had trained what it then had to train again, as a share of the time
+in which it trained.  Prints tables (also to bench/results/fault.md) and, as its last line, one JSON object.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import statistics
 import sys
@@ -27,7 +32,7 @@ sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the sta
 from bench.startup import child  # noqa: E402
 from hpcrl.report.timeline.reading import read_stage  # noqa: E402
 from hpcrl.report.timeline.spans import READY, STEP  # noqa: E402
-from hpcrl.run.attempt_log import read_attempts  # noqa: E402
+from hpcrl.run.attempt_log import ReadyRecord, faults_of, read_attempts  # noqa: E402
 from tests.support.runs import KEPT, NO_AGENT, POLICY, Run, make_task, recipe, role_pid  # noqa: E402
 
 RANK = """
@@ -44,6 +49,7 @@ while life == "0":
 dist.destroy_process_group()
 """
 MEET = "meet the other ranks"
+EACH = 20  #: steps for each fault
 #: the parts of ours, in order: name -> what it is
 PARTS = {
     "notice": "until the launcher knows",
@@ -109,9 +115,58 @@ def parts(root: Path, at: float, steps: int) -> dict[str, float]:
     return found | {"all": trained - at}
 
 
+def lost(task: Path, directory: Path, faults: int) -> dict[str, float]:
+    """What `faults` kills, one in EACH steps, have undone of the steps before them."""
+    root = directory / "lost"
+    copies = {"save_interval": EACH, "non_persistent_save_interval": 1}
+    given = POLICY | NO_AGENT | KEPT | copies | {"run_dir": str(root), "num_rollout": EACH * (faults + 1)}
+    (directory / "recipe").mkdir()
+    run = Run(recipe(directory / "recipe", task, **given), root=root)
+    chance, kills = random.Random(1), []
+    for number in range(1, faults + 1):
+        run.until(lambda at=EACH * number - EACH // 2: run.steps() >= at, 600)
+        time.sleep(chance.random() * step_time(root))
+        rank = role_pid(root, "hpcrl.trainer")
+        kills.append(time.time())
+        os.kill(rank, signal.SIGKILL)
+        run.until(lambda count=number: len(ready(root)) > count, 300)
+    status, out = run.end(900)
+    if status:
+        raise SystemExit(out)
+    return undone(root, kills)
+
+
+def ready(root: Path) -> list[ReadyRecord]:
+    """The attempts that have begun to train."""
+    return [event for event in read_attempts(root) if isinstance(event, ReadyRecord)]
+
+
+def step_time(root: Path) -> float:
+    """Seconds from one step's end to the next one's, in the median of the last ten."""
+    ends = [span.end / 1e6 for track in read_stage(root) if track.name == "trainer-0" for span in track.named(STEP)]
+    return statistics.median(later - end for end, later in zip(ends[-11:], ends[-10:], strict=False))
+
+
+def undone(root: Path, kills: list[float]) -> dict[str, float]:
+    """Seconds from the end of the last step that was kept to the kill, over all kills, and their share of the time in
+    which the run trained."""
+    tracks = {track.attempt: track for track in read_stage(root) if track.name == "trainer-0"}
+    trained = total = repeated = 0.0
+    begun = ready(root)
+    for place, at in enumerate(kills):
+        spans, kept = tracks[begun[place].attempt].named(STEP), begun[place + 1].step
+        since = max([begun[place].time, *(s.end / 1e6 for s in spans if s.more["rollout_id"] < kept)])
+        total += at - since
+        trained += at - begun[place].time
+    trained += max(span.end for span in tracks[begun[-1].attempt].named(STEP)) / 1e6 - begun[-1].time
+    repeated = sum(fault.repeated or 0 for fault in faults_of(read_attempts(root)))
+    return {"undone": total, "trained": trained, "repeated": repeated, "share": total / trained}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--faults", type=int, default=6)
     args = parser.parse_args()
     rows: dict[str, list[float]] = {}
     for number in range(args.rounds):
@@ -129,11 +184,19 @@ def main() -> None:
     for name, means in {**PARTS, "all": "from the kill to the next new step"}.items():
         table.append(f"| {name}: {means} | {medians[name]:.1f} | {medians[name] / medians['torchrun']:.2f} |")
     table.append(f"| torchrun's own restart of a rank that does nothing yet | {medians['torchrun']:.1f} | 1 |")
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        (directory / "task").mkdir()
+        more = lost(make_task(directory / "task"), directory, args.faults)
+    table += ["", f"One fault in {EACH} steps, {args.faults} of them, with a copy in memory after each step:", ""]
+    table += ["| | |", "|---|---|", f"| seconds in which it trained | {more['trained']:.1f} |"]
+    table += [f"| of these, undone by the faults | {more['undone']:.1f} ({100 * more['share']:.1f} %) |"]
+    table += [f"| whole steps that were made again | {more['repeated']:.0f} |"]
     text = "\n".join(table)
     print(text)
     head = f"# What a fault costs\n\nMedians of {args.rounds} rounds, one rank, one engine that continues.\n\n"
     (REPO / "bench/results/fault.md").write_text(f"{head}{text}\n")
-    print(json.dumps({name: round(value, 3) for name, value in medians.items()}))
+    print(json.dumps({name: round(value, 3) for name, value in {**medians, **more}.items()}))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -230,8 +231,9 @@ def alive(pid: int) -> bool:
 def role_pid(root: Path, module: str) -> int:
     """The process of a role, by the module in its command line, within this run."""
     for pid in processes(root):
-        if module in " ".join(psutil.Process(pid).cmdline()):
-            return pid
+        with contextlib.suppress(psutil.Error):  # some end meanwhile
+            if module in " ".join(psutil.Process(pid).cmdline()):
+                return pid
     raise AssertionError(f"no {module} in {root}")
 
 

@@ -1,7 +1,7 @@
 """Whether a run that is started again and again gets anywhere.
 
-Invariant: a run that has failed in FRUITLESS attempts one after another without a new checkpoint is not started again
-by itself, neither in its job nor in another.
+Invariant: a run that has failed in FRUITLESS attempts one after another without a new checkpoint, on disk or in memory,
+is not started again by itself, neither in its job nor in another.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError
 from hpcrl.report.progress import say
+from hpcrl.run.attempt_log import ATTEMPTS, ReadyRecord, read_attempts
 from hpcrl.run.rundir import TRACKER, write_atomic
 from hpcrl.run.summary import SUMMARY, read_summary
 from hpcrl.untrusted_files import Damaged, read_json, read_regular
@@ -22,11 +23,15 @@ FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as 
 
 
 def position(root: Path) -> list[str]:
-    """What a job has saved so far: the tracker of every stage, and which stages are finished."""
+    """What a job has saved so far: the tracker of every stage, where the last attempt began to train, which it may have
+    from copies in memory, and which stages are finished."""
     found = []
     for path in sorted(root.glob(f"**/{TRACKER}")):
         with contextlib.suppress(OSError):
             found.append(f"{path.relative_to(root)} {read_regular(path).decode(errors='replace').strip()}")
+    for path in sorted([*root.glob(ATTEMPTS), *root.glob(f"*/{ATTEMPTS}")]):
+        begun = [event.step for event in read_attempts(path.parent) if isinstance(event, ReadyRecord)]
+        found.append(f"{path.relative_to(root)} {max(begun, default=0)}")
     summaries = [
         path for path in sorted(root.glob(f"**/{SUMMARY}")) if (last := read_summary(path.parent)) and last.finished
     ]

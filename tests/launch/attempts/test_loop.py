@@ -19,7 +19,7 @@ from hpcrl.launch.attempts.loop import StageAttempts, stay
 from hpcrl.launch.attempts.retries import HostFault
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan
-from hpcrl.run.attempt_log import ATTEMPTS, FailureRecord, LeftOutRecord, ReadyRecord, read_attempts
+from hpcrl.run.attempt_log import ATTEMPTS, FailureRecord, LeftOutRecord, ReadyRecord, note_ready, read_attempts
 from hpcrl.run.pauses import CarriedOver
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
@@ -158,16 +158,24 @@ def test_a_job_ends_with_its_last_failure(
     assert job.begun[-1][0] == last and job.ended == [last]
 
 
+def copied(rundir: RunDir, _: Any) -> str:
+    """It has begun from a later copy in memory than the attempt before, and was killed."""
+    note_ready(rundir, rundir.attempt)
+    return ""
+
+
 def test_a_run_without_headway_ends(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five attempts in a row without a new checkpoint are enough; each that has one counts from there."""
+    """Five attempts in a row without a new checkpoint are enough; each that has one, on disk or in memory, counts from
+    there."""
     job = Job(rundir, monkeypatch, [killed] * 99)
     with pytest.raises(PeerError, match="killed"):
         job.run(attempts=99)
     assert len(job.begun) == FRUITLESS + 1
-    later = RunDir.create(rundir.root.parent / "saves")
-    later.begin()
-    job = Job(later, monkeypatch, [checkpoint] * 9)
-    assert job.run(attempts=99).attempt == 9
+    for name, fails in (("saves", checkpoint), ("copies", copied)):
+        later = RunDir.create(rundir.root.parent / name)
+        later.begin()
+        job = Job(later, monkeypatch, [fails] * 9)
+        assert job.run(attempts=99).attempt == 9
 
 
 def test_scheduler_may_want_the_hosts_back(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,9 @@ from tests.support.runs import recipe
 from tests.support.slurm import submit
 
 pytestmark = pytest.mark.soak
-#: more attempts than faults; a checkpoint after every step, so that each brings the run on
-MANY: dict[str, Any] = {"attempts": 1000}
+#: more attempts than faults; a checkpoint after every 20 steps, and a copy in memory after each, so that it repeats one
+#: at most
+MANY: dict[str, Any] = {"attempts": 1000, "save_interval": 20, "non_persistent_save_interval": 1}
 #: whose end is the job's: the launcher, and who was asked to end it; a host that is gone
 JOBS = (
     "launcher",

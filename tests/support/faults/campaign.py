@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from hpcrl.run.attempt_log import faults_of, read_attempts
 from tests.support.faults.beds import Bed, Missed
 from tests.support.faults.checks import Reference, wrong_in
 from tests.support.faults.kinds import Kind, Struck
@@ -252,6 +253,9 @@ class Campaign:
         elif self.bed.at_work():
             old = [line for line in self._stale(record.attempt) if ".trainer." in line or ".rollout." in line]
             record.wrong += [f"{line} is left" for line in old]
+        for fault in faults_of(read_attempts(self.bed.root)):
+            if fault.attempt >= record.attempt and (fault.repeated or 0) > 1:
+                record.wrong.append(f"{fault.repeated} steps of attempt {fault.attempt} were made again")
 
     def _over(self, attempt: int) -> bool:
         """Whether nobody works on with what was struck: the run has ended, or a later attempt has begun."""
