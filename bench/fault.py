@@ -4,9 +4,11 @@ of the work before it is lost.
     python bench/fault.py [--rounds 3] [--faults 6]
 
 Each round, one after another: a GRPO run with one engine loses its rank 0 to SIGKILL, and the time is taken until the
-first step that it had not trained before is trained; torchrun (--max-restarts 1) runs a rank that has imported torch and
-Megatron-core and made its process group, which is killed likewise, and the time is taken until the rank that torchrun
-starts in its place is as far.  What ours went into is taken from the run's own timelines.
+first step that it had not trained before is trained; torchrun and ft_launcher of nvidia-resiliency-ext (--max-restarts
+1) run a rank that has imported torch and Megatron-core and made its process group, which is killed likewise, and the
+time is taken until the rank that is started in its place is as far.  That package's restart within processes gets over
+an exception, not over a process that is gone: one of two ranks raises, and the time is taken until both have made their
+process group again.  What ours went into is taken from the run's own timelines.
 
 Then a run with a checkpoint after every 20 steps and a copy in memory after each loses a rank once in 20 steps, at a
 moment of the step that is drawn evenly: how long it had trained what it then had to train again, as a share of the time
@@ -24,12 +26,13 @@ import statistics
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
 sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
-from bench.startup import child  # noqa: E402
+from bench.startup import child, free_port  # noqa: E402
 from hpcrl.report.timeline.reading import read_stage  # noqa: E402
 from hpcrl.report.timeline.spans import READY, STEP  # noqa: E402
 from hpcrl.run.attempt_log import ReadyRecord, faults_of, read_attempts  # noqa: E402
@@ -48,6 +51,42 @@ while life == "0":
     __import__("time").sleep(0.01)
 dist.destroy_process_group()
 """
+#: two ranks, of which one raises as soon as it is told; the process group that they make then has another port
+INPROCESS = """
+import datetime, os, sys, time
+from hpcrl.trainer.megatron import cpu_shim
+cpu_shim.install()
+import megatron.core.dist_checkpointing, megatron.core.models.gpt, megatron.core.optimizer
+import torch.distributed as dist
+from nvidia_resiliency_ext import inprocess
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+PORT, MARK = int(os.environ["MASTER_PORT"]), sys.argv[1]
+STORE = {"port": PORT + 1, "timeout": datetime.timedelta(seconds=60)}
+
+@inprocess.Wrapper(store_kwargs=STORE, health_check=None)
+def train(call: inprocess.CallWrapper = None):
+    os.environ["MASTER_PORT"] = str(PORT + 2 + call.iteration)
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        open(f"{MARK}-{call.iteration}", "w").write(str(time.time()))
+    while call.iteration == 0:
+        time.sleep(0.01)
+        if dist.get_rank() == 1 and os.path.exists(f"{MARK}-raise"):
+            open(f"{MARK}-raised", "w").write(str(time.time()))
+            raise RuntimeError("a fault")
+    dist.destroy_process_group()
+
+train()
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+#: restarts of ranks that do nothing yet: how they stand in the table -> their launcher
+RESTARTS = {
+    "torchrun": TORCHRUN,
+    "ft_launcher": [
+        *("-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--ignore-missing-fault-tol-cfg"),
+        *TORCHRUN[2:],
+    ],
+}
 MEET = "meet the other ranks"
 EACH = 20  #: steps for each fault
 #: the parts of ours, in order: name -> what it is
@@ -60,20 +99,30 @@ PARTS = {
 }
 
 
-def torchrun(directory: Path) -> float:
+def restart(name: str, directory: Path) -> float:
     """Seconds from the kill of a rank until the one in its place has its process group."""
-    script, marker = directory / "rank.py", directory / "up"
+    script, marker = directory / "rank.py", directory / name
     script.write_text(RANK)
-    for life in (0, 1):
-        marker.with_name(f"up-{life}").unlink(missing_ok=True)
-    words = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "1", "--max-restarts", "1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *words, str(script), str(marker)]
-    with child(command, directory / "torchrun.log", PYTHONPATH=str(REPO), OMP_NUM_THREADS="1"):
-        pid = int(appears(directory / "up-0"))
+    words = [*RESTARTS[name], "--local-addr", "127.0.0.1", "--max-restarts", "1", str(script), str(marker)]
+    with child([sys.executable, *words], directory / f"{name}.log", PYTHONPATH=str(REPO), OMP_NUM_THREADS="1"):
+        pid = int(appears(Path(f"{marker}-0")))
         begun = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        appears(directory / "up-1")
+        appears(Path(f"{marker}-1"))
         return time.monotonic() - begun
+
+
+def in_process(directory: Path) -> float:
+    """Seconds from one rank's exception until both ranks have their process group again."""
+    script, marker = directory / "inprocess.py", directory / "inprocess"
+    script.write_text(INPROCESS)
+    place = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command = [sys.executable, *TORCHRUN[:2], *place, str(script), str(marker)]
+    with child(command, directory / "inprocess.log", PYTHONPATH=str(REPO), OMP_NUM_THREADS="1"):
+        appears(Path(f"{marker}-0"))
+        Path(f"{marker}-raise").touch()
+        again = float(appears(Path(f"{marker}-1")))
+        return again - float(appears(Path(f"{marker}-raised")))
 
 
 def appears(path: Path) -> str:
@@ -169,21 +218,31 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=6)
     args = parser.parse_args()
     rows: dict[str, list[float]] = {}
+    if not (there := find_spec("nvidia_resiliency_ext") is not None):
+        print("nvidia-resiliency-ext is not installed (requirements/bench.txt): not compared with", file=sys.stderr)
     for number in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
             directory = Path(folder)
             (directory / "task").mkdir()
             task = make_task(directory / "task")
-            bare = torchrun(directory)
+            bare = {name: restart(name, directory) for name in RESTARTS if there or name == "torchrun"}
+            bare |= {"in process": in_process(directory)} if there else {}
             found = ours(task, directory)
-        for name, seconds in {**found, "torchrun": bare, "ratio": found["all"] / bare}.items():
+        for name, seconds in {**found, **bare, "ratio": found["all"] / bare["torchrun"]}.items():
             rows.setdefault(name, []).append(seconds)
-        print(f"round {number}: {found['all']:.1f} s, torchrun {bare:.1f} s", file=sys.stderr)
+        said = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in bare.items())
+        print(f"round {number}: {found['all']:.1f} s, {said}", file=sys.stderr)
     medians = {name: statistics.median(values) for name, values in rows.items()}
     table = ["| | seconds | of torchrun's restart |", "|---|---|---|"]
     for name, means in {**PARTS, "all": "from the kill to the next new step"}.items():
         table.append(f"| {name}: {means} | {medians[name]:.1f} | {medians[name] / medians['torchrun']:.2f} |")
-    table.append(f"| torchrun's own restart of a rank that does nothing yet | {medians['torchrun']:.1f} | 1 |")
+    peers = {
+        "torchrun": "torchrun's own restart of a rank that does nothing yet",
+        "ft_launcher": "the same by ft_launcher (nvidia-resiliency-ext)",
+        "in process": "nvidia-resiliency-ext within the processes: an exception, no process is gone",
+    }
+    for name, what in peers.items() if there else [("torchrun", peers["torchrun"])]:
+        table.append(f"| {what} | {medians[name]:.1f} | {medians[name] / medians['torchrun']:.2f} |")
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         (directory / "task").mkdir()

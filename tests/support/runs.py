@@ -194,6 +194,10 @@ class SubmittedRun:
         peer = self.root / "attempts" / str(attempt) / "peers" / "trainer-0.json"
         return peer.exists() and self.steps() > json.loads(peer.read_text())["start"]
 
+    def trains_after(self, attempt: int) -> bool:
+        """Whether a later attempt than that one has trained a step of its own, and is the last."""
+        return self.attempt() > attempt and self.training(self.attempt())
+
     def logs(self) -> str:
         files = [*sorted(self.root.glob("logs/*.out")), *sorted(self.root.glob("logs/attempt-*/*.log"))]
         return "\n".join(f"--- {p.relative_to(self.root)}\n{p.read_text(errors='replace')[-2500:]}" for p in files)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import NO_AGENT, Run, metrics, policy, rows, sft
+from tests.support.runs import KEPT, NO_AGENT, Run, metrics, policy, rows, sft
 from tests.support.slurm import ENV, HURRY, MEMORY, Job, hpcrl, submit
 from tests.support.status_watch import StatusWatch
 
@@ -109,9 +109,13 @@ def test_script_given_to_sbatch(cluster: Cluster, het: Job, tmp_path: Path, task
 
 
 def test_same_losses_after_any_interruption(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    """Out of time, requeued by an administrator, preempted, a node lost: one run, bit for bit that of an uncut one."""
+    """Out of time, requeued by an administrator, preempted, a node lost: one run, bit for bit that of an uncut one.
+
+    Slurm repeats a signal that a lost node did not take a minute later, to the step of the same number of a job that was
+    queued again meanwhile: so there may be one attempt more than starts of the job.
+    """
     steps = {"num_rollout": 48, "save_interval": 2, "custom_rm_path": "tests.support.slurm.slow", "eval_interval": None}
-    steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False} | NO_AGENT
+    steps |= {"eval_prompt_data": None, "eval_label_key": None, "check_weight_update_equal": False} | NO_AGENT | KEPT
     values = steps | {"custom_rm_path": "tests.support.runs.odd_tokens"}
     (tmp_path / "uncut").mkdir()
     uncut = Run(
@@ -136,29 +140,32 @@ def test_same_losses_after_any_interruption(cluster: Cluster, tmp_path: Path, ta
             job.logs()
         )
         cluster.run(["scontrol", "update", f"jobid={job.number}", "timelimit=30"])
-        job.until(lambda: job.training(1))
+        job.until(lambda: job.trains_after(0))
+        struck = job.attempt()
         cluster.run(["scontrol", "requeue", str(job.number)])
-        job.until(lambda: job.training(2))
+        job.until(lambda: job.trains_after(struck))
+        struck = job.attempt()
         cluster.run("kill $(pgrep -x slurmctld); while pgrep -x slurmctld; do sleep 0.1; done; slurmctld")
-        nodes = json.loads((job.root / "attempts/2/plan.json").read_text())
+        nodes = json.loads((job.root / f"attempts/{struck}/plan.json").read_text())
         taken = [place["host"] for place in nodes["trainers"]] + [nodes["engines"][0]["host"]]
         high = cluster.sbatch("-p", "main", f"--nodelist={taken[2]}", "--exclusive", "--wrap", "sleep 3")
-        job.until(lambda: job.training(3))
+        job.until(lambda: job.trains_after(struck))
         cluster.wait_state(high, "COMPLETED", 30)
-        lost = json.loads((job.root / "attempts/3/plan.json").read_text())["trainers"][1]["host"]
+        struck = job.attempt()
+        lost = json.loads((job.root / f"attempts/{struck}/plan.json").read_text())["trainers"][1]["host"]
         cluster.kill_node(lost)
-        job.until(lambda: job.training(4))
-        assert re.search(rf"(host|answer from) {lost}\b", error(job.root, 3))
+        job.until(lambda: job.trains_after(struck))
+        assert re.search(rf"(host|answer from) {lost}\b", error(job.root, struck))
         cluster.boot_node(lost)
         cluster.wait_nodes(("idle", "mixed", "allocated"), 60)
-        launchers = json.loads((job.root / "state.json").read_text())["host"]
+        launchers, struck = json.loads((job.root / "state.json").read_text())["host"], job.attempt()
         cluster.kill_node(launchers, told=True)  # nobody of the run is left to say what became of it
-        job.until(lambda: job.training(5))
+        job.until(lambda: job.trains_after(struck))
         # An answer still on its way may return the node to service after the administrator's word: then Slurm's own reason
         # follows.
         assert re.match(
             rf"launcher-0: host {launchers} was lost \(Slurm.*had it down since.*: (power|Not responding)\)",
-            error(job.root, 4),
+            error(job.root, struck),
         )
         (job.root / HURRY).touch()
         job.ends()
