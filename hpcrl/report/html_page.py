@@ -22,7 +22,7 @@ from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import Status
 from hpcrl.report.sample_records import Look, held_out_sets, read_looks, steps_of
 from hpcrl.report.sample_view import after_steps, as_text, choose, head_lines, visible
-from hpcrl.report.status_text import fault_rows
+from hpcrl.report.status_text import fault_rows, speed_rows
 from hpcrl.report.svg import FILL, Bar, chart, clock, timeline
 from hpcrl.report.timeline.accounting import Spent, rows
 from hpcrl.report.timeline.reading import Track
@@ -85,6 +85,7 @@ def facts(run: Run, status: Status, spent: Sequence[Spent]) -> Iterator[tuple[st
             yield f"note{of}", visible(remark)
     if status.reward is not None:
         yield "reward", f"{status.reward:.4g}"
+    yield from ((name, visible(text)) for name, text in speed_rows(status))
     if spent:
         held = sum(one.end - one.begin for one in spent) / 1e6
         yield "allocated", f"{clock(held)}, {float(sum(one.total for one in spent)):.4g} node-hours"
@@ -233,6 +234,16 @@ MORE = (
     Panel("idle share", {"trainer": "perf/wait_time_ratio", "engines": "perf/engine_idle_ratio"}, "share"),
     Panel("staleness, policy versions", {"mean": "staleness/mean", "max": "staleness/max"}, "zero"),
     Panel("share of tokens by age, policy versions", {"*": "staleness/share/*"}, "share"),
+    Panel(
+        "tokens per second and GPU",
+        {
+            "sampled": "perf/tokens_per_sec_per_gpu",
+            "trained": "perf/train_tokens_per_sec_per_gpu",
+            "whole step": "perf/step_tokens_per_sec_per_gpu",
+        },
+        "log",
+    ),
+    Panel("MFU of training", {"": "perf/mfu"}, "share"),
     Panel("requests in flight", {"mean": "perf/requests_in_flight", "max": "perf/requests_in_flight_max"}, "zero"),
     Panel(
         "seconds of a weight update",

@@ -56,6 +56,10 @@ class Status(msgspec.Struct):
     reward: float | None = None
     loss: float | None = None
     tokens_per_sec: float | None = None
+    trained_per_sec: float | None = None  #: tokens, while the trainer trains
+    step_per_gpu: float | None = None  #: tokens a second and a GPU of the run, over the whole step
+    mfu: float | None = None
+    rated: str = ""  #: the trainer's GPU and what it is rated for, where MFU is known
     staleness: float | None = None
     accuracy: dict[str, float] = {}
     accuracy_after: int | None = None  #: how many steps had been done at that evaluation
@@ -235,6 +239,8 @@ def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int
     begun = stage.begun
     status.total = (begun and begun.total) or (stage.summary and stage.summary.total) or settings.num_rollout
     status.step = begun.start if begun else 0
+    if begun and begun.tflops:
+        status.rated = f"{begun.device}: {begun.tflops:.0f} TFLOP/s in BF16"
     if steps := step_rows(rows):
         _last_step(status, steps[-1], now)
     status.step_time = step_time(rows)
@@ -258,6 +264,9 @@ def _last_step(status: Status, row: dict[str, Any], now: float) -> None:
     status.tokens_per_sec = get("perf/tokens_per_sec")
     if status.tokens_per_sec is None and get("perf/step_time"):  # fine-tuning: the tokens that were learned
         status.tokens_per_sec = get("perf/train_tokens", 0.0) / get("perf/step_time")
+    status.trained_per_sec = get("perf/train_tokens_per_sec")
+    status.step_per_gpu = get("perf/step_tokens_per_sec_per_gpu")
+    status.mfu = get("perf/mfu")
     if get("time"):
         status.last_step = max(0.0, now - get("time"))
 

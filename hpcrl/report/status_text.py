@@ -141,13 +141,24 @@ def _work(s: Status) -> list[tuple[str, str]]:
         means = ", ".join(f"{name} {value:.3f}" for name, value in s.accuracy.items())
         rows.append(("accuracy", means if s.total == 0 else f"{means} after {s.accuracy_after} steps"))
     rows += [("note", text) for text in s.failed_gradings]
-    if s.tokens_per_sec is not None:
-        rows.append(("tokens/s", f"{s.tokens_per_sec:.0f}"))
+    rows += speed_rows(s)
     if s.staleness is not None:
         rows.append(("staleness", f"{s.staleness:.0f}"))
     if s.last_step is not None:
         each = "" if s.step_time is None else f"; a step takes {span(s.step_time)}"
         rows.append(("last step", f"{span(s.last_step)} ago{each}"))
+    return rows
+
+
+def speed_rows(s: Status) -> list[tuple[str, str]]:
+    """Tokens a second by role, and what of the GPU's rated speed training has reached, in the last step."""
+    rows = []
+    if s.tokens_per_sec is not None:
+        trained = "" if s.trained_per_sec is None else f" sampled, {s.trained_per_sec:.0f} trained"
+        each = "" if s.step_per_gpu is None else f"; {s.step_per_gpu:.0f} a GPU over the whole step"
+        rows.append(("tokens/s", f"{s.tokens_per_sec:.0f}{trained}{each}"))
+    if s.mfu is not None:
+        rows.append(("MFU", f"{100 * s.mfu:.1f} %" + (f" ({s.rated})" if s.rated else "")))
     return rows
 
 
@@ -204,6 +215,8 @@ def line(s: Status) -> str:
             parts.append(f"reward {s.reward:.3f}")
         if s.tokens_per_sec is not None:
             parts.append(f"{s.tokens_per_sec:.0f} tok/s")
+        if s.mfu is not None:
+            parts.append(f"MFU {100 * s.mfu:.0f} %")
     parts += [f"{name} accuracy {value:.3f}" for name, value in s.accuracy.items()]
     if s.phase in OVER:
         parts += s.failed_gradings

@@ -171,10 +171,14 @@ def _schedule(lengths: np.ndarray, sizes: list[int], options: Options) -> Schedu
     return Schedule(tuple(tuple(tuple(map(whole, step)) for step in rank) for rank in schedule.steps))
 
 
-def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool = True) -> dict[str, float]:
+def batch_metrics(
+    rollout: Rollout, version: int, seconds: float, sampled: bool = True, gpus: int = 0
+) -> dict[str, float]:
     """What to log about a rollout that took `seconds` and is consumed by a trainer at `version`; lengths in tokens.
 
-    sampled False: the responses are labels to learn, of which only lengths are worth logging.
+    Args:
+        sampled: False: the responses are labels to learn, of which only lengths are worth logging.
+        gpus: of the run's own engines; 0: none are known.
     """
     samples = rollout.samples()
     lengths = np.asarray([s.response_length for s in samples])
@@ -191,13 +195,15 @@ def batch_metrics(rollout: Rollout, version: int, seconds: float, sampled: bool 
     found |= {f"rollout/{name}": value for name, value in grading_metrics(samples).items()}
     if "teacher_logprobs" in samples[0].extra:
         found["rollout/opd_teacher_errors"] = float(sum(bool(s.teacher_error) for s in samples))
+    rate = float(lengths.sum()) / max(seconds, 1e-9)
+    found |= {"perf/tokens_per_sec_per_gpu": rate / gpus} if gpus else {}
     return found | {
         "rollout/reward": float(rewards.mean()),
         "rollout/truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),
         "rollout/zero_std": float(np.mean(rewards.std(axis=1) <= 1e-6)),
         "staleness/mean": float(stale.mean()),
         "staleness/max": float(stale.max()),
-        "perf/tokens_per_sec": float(lengths.sum()) / max(seconds, 1e-9),
+        "perf/tokens_per_sec": rate,
     }
 
 

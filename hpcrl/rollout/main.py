@@ -262,7 +262,9 @@ class RolloutRole:
             path = file_of(self.options.save_debug_rollout_data, rollout_id)
             await asyncio.to_thread(write_rollout, path, rollout_id, consumed, samples)
         seconds = time.monotonic() - begun
-        metrics = batch_metrics(made.rollout, consumed, seconds, sampled=self.work.samples)
+        metrics = batch_metrics(
+            made.rollout, consumed, seconds, sampled=self.work.samples, gpus=self.options.engine_gpus
+        )
         metrics |= (
             self.pool.loads.measures() | self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics
         )

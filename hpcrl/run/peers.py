@@ -41,11 +41,15 @@ class TrainerPeer(Peer, tag="trainer"):
     Attributes:
         start: rollouts that were done before.
         total: rollouts of the whole run.
+        device: what the driver calls its GPU, "" for a CPU.
+        tflops: what that is rated for in BF16; 0 where it is not known.
     """
 
     role: ClassVar[str] = "trainer"
     start: Count
     total: Count
+    device: str = ""
+    tflops: float = 0.0
 
 
 class StorePeer(Peer, tag="store"):

@@ -37,7 +37,7 @@ from hpcrl.report.timeline.spans import (
     Timeline,
     trainer_timeline,
 )
-from hpcrl.run.peers import TrainerPeer, publish
+from hpcrl.run.peers import publish
 from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.summary import Summary, write_summary
@@ -136,6 +136,7 @@ class Trainer:
         from hpcrl.trainer.collectives import broadcast_json
         from hpcrl.trainer.evaluations import EvaluationSchedule
         from hpcrl.trainer.megatron.model import know_length
+        from hpcrl.trainer.step.speed import ready_peer
 
         check_groups()
         self.total = self.rollout.ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
@@ -150,7 +151,7 @@ class Trainer:
                 self.updates.wait()
         if self.driver:
             self.log.truncate(self.at.rollout_id)
-            publish(self.context.rundir, TrainerPeer(start=self.at.rollout_id, total=self.total))
+            publish(self.context.rundir, ready_peer(self.ranks.device, self.at.rollout_id, self.total))
         self._together()
         self.timeline.started()
         self.timeline.mark(READY, rollout_id=self.at.rollout_id)
@@ -218,11 +219,11 @@ class Trainer:
         from hpcrl.trainer.loop_schedule import check_staleness, publishes, settles
         from hpcrl.trainer.rollout_calls import StopAsked
         from hpcrl.trainer.step import train_batch
+        from hpcrl.trainer.step.speed import of_step
         from hpcrl.trainer.step.sums import record_samples
 
         rollout_id = self.at.rollout_id
-        begun = time.monotonic()
-        at = self.timeline.now()
+        begun, at = time.monotonic(), self.timeline.now()
         self.waited = 0.0
         self._generate(rollout_id)
         fetched = self.rollout.fetch(rollout_id)
@@ -258,8 +259,7 @@ class Trainer:
             with contextlib.suppress(StopAsked):  # the next fetch ends the run, once this step is logged
                 self._waiting(self._generate, rollout_id + 2)
         self.copies.settle(self.at.rollout_id)
-        metrics["perf/step_time"] = took = time.monotonic() - begun
-        metrics |= {"perf/train_wait_time": self.waited, "perf/wait_time_ratio": self.waited / took}
+        metrics |= of_step(self.options, share, time.monotonic() - begun, self.waited)
         self.timeline.add(STEP, at, self.timeline.now(), rollout_id=rollout_id)
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version} | self.copies.spent())

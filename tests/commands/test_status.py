@@ -326,6 +326,20 @@ def test_fine_tuning_shows_learned_tokens(tmp_path: Path) -> None:
     assert "loss        0.500" in page(look(root))
 
 
+def test_speed_is_told_by_role(tmp_path: Path) -> None:
+    """Tokens a second sampled, trained and a GPU of the run; MFU with what it is a share of, unless that is not known."""
+    root = make(tmp_path, phase="running")
+    begin(root, device="NVIDIA H100", tflops=989.4)
+    more = {"perf/train_tokens_per_sec": 4210.4, "perf/step_tokens_per_sec_per_gpu": 31.2}
+    log(root, *steps(1, **more))
+    assert "1000 sampled, 4210 trained; 31 a GPU" in page(look(root)) and "MFU" not in page(look(root))
+    log(root, *steps(1, 1, **more, **{"perf/mfu": 0.4124}))
+    assert "41.2 % (NVIDIA H100: 989 TFLOP/s in BF16)" in page(look(root))
+    assert line(look(root)).endswith("1000 tok/s  MFU 41 %")
+    begin(root, device="NVIDIA Q1")
+    assert "41.2 %\n" in page(look(root))
+
+
 def test_metrics_whose_beginning_is_gone_are_noted(tmp_path: Path) -> None:
     root = make(tmp_path, phase="running")
     begin(root)

@@ -73,7 +73,7 @@ def counted(every: list[Options]) -> list[tuple[float, float, float, dict[str, f
 
     from hpcrl.trainer import parallel_state
     from hpcrl.trainer.megatron import hf_weights, model
-    from hpcrl.trainer.step.speed import operations, reached
+    from hpcrl.trainer.step.speed import of_step, operations, reached
     from hpcrl.trainer.step.train_batch import train
 
     ranks = parallel_state.initialize(every[0])
@@ -90,6 +90,7 @@ def counted(every: list[Options]) -> list[tuple[float, float, float, dict[str, f
         flops = model_flops(policy.family, policy.hf_config)
         ours = flops.training(*work) + flops.pair / 2 * work[1]  # flash attention computes the scores once more
         logged = reached(policy, opts.model_copy(update={"bf16": True}), share, 2.0, True, CARDS["l40s"])
+        logged |= of_step(opts.model_copy(update={"rollout_num_gpus": 3}), share, 2.0, 0.5)
         found.append((float(torchs.get_total_flops()), ours, operations(policy, opts, share, True), logged))
     return found
 
@@ -105,4 +106,5 @@ def test_operations_are_those_that_torch_counts(models: dict[str, Path]) -> None
         assert square == pytest.approx(torchs, rel=0.01), name
         assert ours < square
         assert logged["perf/mfu"] == pytest.approx(ours / (2.0 * 362e12))
-        assert logged["perf/train_tokens_per_sec"] == 4 * LENGTH / 2.0
+        assert logged["perf/train_tokens_per_sec"] == logged["perf/train_tokens_per_sec_per_gpu"] == 4 * LENGTH / 2.0
+        assert logged["perf/step_tokens_per_sec_per_gpu"] == 4 * LENGTH / 2.0 / (1 + 3)

@@ -39,7 +39,7 @@ def make(root: Path, stages: tuple[str, ...] = ("",), **state: Any) -> Path:
     return root
 
 
-def begin(stage: Path, attempt: int = 0, start: int | None = 0, total: int = 10) -> Path:
+def begin(stage: Path, attempt: int = 0, start: int | None = 0, total: int = 10, **peer: Any) -> Path:
     """An attempt of a stage: its plan over two hosts, and (unless start is None) the trainer's word that it is up."""
     place = lambda host: {"host": host, "slots": [0]}  # noqa: E731
     plan = {
@@ -50,7 +50,7 @@ def begin(stage: Path, attempt: int = 0, start: int | None = 0, total: int = 10)
     here = stage / "attempts" / str(attempt)
     put(here / "plan.json", plan)
     if start is not None:
-        put(here / "peers" / "trainer-0.json", {"start": start, "total": total, "pid": 1})
+        put(here / "peers" / "trainer-0.json", {"start": start, "total": total, "pid": 1} | peer)
     return here
 
 

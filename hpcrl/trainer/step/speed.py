@@ -1,4 +1,4 @@
-"""How fast a rollout was trained on: tokens a second, and the share of what the GPUs are rated for.
+"""How fast a rollout was trained on: tokens a second, and a GPU, and the share of what the GPUs are rated for.
 
 Invariants: the operations are those that `hpcrl plan` estimates with (`hpcrl.speed.flops`), of the passes that were
 made; on a CPU and on a GPU that is not in `hpcrl.speed.cards` no share is logged.
@@ -12,14 +12,26 @@ import torch.distributed as dist
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.queue.share_format import Share
+from hpcrl.run.peers import TrainerPeer
 from hpcrl.speed.cards import Card, of_device
 from hpcrl.speed.flops import model_flops, pairs
 from hpcrl.trainer.megatron.model import Policy
 
 
+def device_name(device: torch.device) -> str:
+    """What the driver calls this rank's GPU, "" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def card_of(device: torch.device) -> Card | None:
     """What this rank's GPU is rated for, if that is known."""
-    return of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return of_device(device_name(device))
+
+
+def ready_peer(device: torch.device, start: int, total: int) -> TrainerPeer:
+    """What rank 0 says once it is about to train."""
+    card = card_of(device)
+    return TrainerPeer(start=start, total=total, device=device_name(device), tflops=card.tflops if card else 0.0)
 
 
 def operations(policy: Policy, options: Options, share: Share, trained: bool) -> float:
@@ -46,8 +58,26 @@ def reached(
         seconds: that it took, passes for log-probs included.
         card: of each rank; None: no MFU.
     """
-    found = {"perf/train_tokens_per_sec": float(share.table["length"].sum()) / max(seconds, 1e-9)}
+    rate = float(share.table["length"].sum()) / max(seconds, 1e-9)
+    found = {"perf/train_tokens_per_sec": rate, "perf/train_tokens_per_sec_per_gpu": rate / dist.get_world_size()}
     if card is not None and options.bf16:
         rated = card.tflops * 1e12 * dist.get_world_size() * max(seconds, 1e-9)
         found["perf/mfu"] = operations(policy, options, share, trained) / rated
     return found
+
+
+def of_step(options: Options, share: Share, seconds: float, waited: float) -> dict[str, float]:
+    """Metrics of a whole step; among them tokens of its rollout, prompts included, a second and a GPU, of trainer and
+    engines.
+
+    Args:
+        seconds: that it took, waiting and the weight update included.
+        waited: of these, those in which the trainer waited for data.
+    """
+    gpus = options.world_size + (0 if options.colocate else options.engine_gpus)
+    return {
+        "perf/step_time": seconds,
+        "perf/train_wait_time": waited,
+        "perf/wait_time_ratio": waited / seconds,
+        "perf/step_tokens_per_sec_per_gpu": float(share.table["length"].sum()) / max(seconds, 1e-9) / gpus,
+    }

@@ -457,7 +457,7 @@ def _correction(log_ratio: torch.Tensor, mask: torch.Tensor, opts: Options) -> t
 # ---- the loss depends on the batch alone
 
 
-RATES = ("perf/train_tokens_per_sec", "perf/mfu")
+RATES = ("perf/train_tokens_per_sec", "perf/train_tokens_per_sec_per_gpu", "perf/mfu")
 
 
 def same_everywhere(found: list[list[dict[str, float]]]) -> list[dict[str, float]]:
