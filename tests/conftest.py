@@ -29,6 +29,8 @@ if (
     "PYTEST_XDIST_WORKER" in os.environ
 ):  # as many workers as cores: torch's own threads would only be in each other's way
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Megatron's decorators are torch.compile, which imports its compiler in each worker: no test of these uses it
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 if TYPE_CHECKING:
     from hpcrl.run.rundir import RunDir

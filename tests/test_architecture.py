@@ -7,10 +7,11 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support.sources import nodes, parsed
 
 ROOT = Path(__file__).parents[1] / "hpcrl"
 FILES = sorted(ROOT.rglob("*.py"))
@@ -132,17 +133,6 @@ SLURMS_ALLOWED = {
     "launch/scheduler_names.py",
     "mpi/hostfile.py",
 }
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@cache
-def nodes(path: Path) -> list[ast.AST]:
-    """All of a file's syntax tree."""
-    return list(ast.walk(parsed(path)))
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:

@@ -7,6 +7,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.sources import nodes, walk
+
 ROOT = Path(__file__).parents[1] / "hpcrl"
 #: methods that wait for ever if they are given no time
 WAITS = {"wait", "join", "communicate", "result", "recv", "recv_multipart", "recvfrom", "accept", "synchronize"}
@@ -75,16 +77,16 @@ ENDED = {
 }
 
 
-def endless(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def endless(tree: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, call) of every call that may wait for ever, as far as it can be seen from its arguments.
 
     Tasks of an event loop wait for nobody but one another: what starts them has the deadline.
     """
-    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    modules = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module}
     tasks = "asyncio" in modules and not modules & {"threading", "subprocess", "concurrent.futures", "multiprocessing"}
     waits = WAITS - {"result", "wait"} if tasks else WAITS
-    for node in ast.walk(tree):
+    for node in tree:
         if not isinstance(node, ast.Call):
             continue
         function = node.func
@@ -108,7 +110,7 @@ def endless(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_no_call_waits_for_ever() -> None:
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
-        for line, call in endless(ast.parse(path.read_text())):
+        for line, call in endless(nodes(path)):
             found[str(path.relative_to(ROOT)), call] = line
     new = [f"{file}:{line}: {call}" for (file, call), line in found.items() if (file, call) not in ENDED]
     assert not new, "give it a deadline, or say in ENDED what ends it"
@@ -120,4 +122,4 @@ def test_the_walk_sees_what_it_should() -> None:
         "p.wait()\np.wait(3)\nt.join()\n','.join(x)\nt.join(timeout=1)\nsubprocess.run(a)\nsubprocess.run(a, "
         "timeout=1)\nurlopen(u)\n"
     )
-    assert [line for line, _ in endless(ast.parse(text))] == [1, 3, 6, 8]
+    assert [line for line, _ in endless(walk(ast.parse(text)))] == [1, 3, 6, 8]

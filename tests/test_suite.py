@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 from tests.conftest import left_out
+from tests.support.sources import nodes, parsed, walk
 from tests.test_architecture import MOST, ROOT
 from tools import messages
 
@@ -59,11 +59,6 @@ WORDS = 4
 WORD = re.compile(r"""[("'`]*[A-Za-z][A-Za-z'’]*(-[a-z]+)*["'`)]*[,;:.?!]*""")
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def literals(node: ast.expr) -> Iterator[ast.Constant]:
     """The literal texts of an expected text."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -89,7 +84,7 @@ def cases(function: ast.AST, constants: dict[str, ast.expr]) -> Iterator[ast.exp
     """What tables hold for the names that a function gives to `match=`, or looks for by `in`."""
     sought: set[str] = set()
     tables = []
-    for node in ast.walk(function):
+    for node in walk(function):
         if isinstance(node, ast.Call):
             places = [word.value for word in node.keywords if word.arg == "match"]
             if getattr(node.func, "attr", "") == "parametrize" and ast.unparse(node.func) == "pytest.mark.parametrize":
@@ -108,14 +103,14 @@ def cases(function: ast.AST, constants: dict[str, ast.expr]) -> Iterator[ast.exp
 SEARCHES = ("re.search", "re.match", "re.fullmatch", "re.findall")
 
 
-def expected(tree: ast.Module) -> Iterator[ast.expr]:
+def expected(path: Path) -> Iterator[ast.expr]:
     """The texts that tests look for: of `match=`, of `re.search` and its kin, left of `in`, and in tables of those."""
     constants = {
         node.targets[0].id: node.value
-        for node in tree.body
+        for node in parsed(path).body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Call):
             yield from (word.value for word in node.keywords if word.arg == "match")
             if isinstance(getattr(node.func, "value", None), ast.Name) and ast.unparse(node.func) in SEARCHES:
@@ -138,16 +133,23 @@ def longest_run(text: str) -> int:
 def test_no_test_expects_a_sentence() -> None:
     """Expect the flag, file, host or number that a message names, and the class of the error."""
     for path in FILES:
-        for text in (text for node in expected(tree_of(path)) for text in literals(node)):
+        for text in (text for node in expected(path) for text in literals(node)):
             assert longest_run(text.value) <= WORDS, (
                 f"{path}:{text.lineno}: {text.value!r}: expect fewer words in a row"
             )
 
 
+def test_trees_are_walked_whole() -> None:
+    """The faster walk finds every node that ast.walk does, in its order: tests that look for what must not be there would
+    pass over what it leaves out."""
+    path = Path(__file__)
+    assert all(a is b for a, b in zip(nodes(path), ast.walk(parsed(path)), strict=True))
+
+
 def test_names_are_short() -> None:
     """A name says the topic in at most 50 characters; the sentence is the docstring."""
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                 assert len(node.name) <= 50, f"{path}:{node.lineno}: {node.name}"
 

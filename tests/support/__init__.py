@@ -34,6 +34,7 @@ Stand-ins where the real part cannot be had, or must misbehave
     slimes_examples    slime's own examples from a checkout, with stand-ins for what they reach outside
 
 Looking
+    sources            the sources as syntax trees, each parsed and walked once
     prompt_walk        which files a process enters between two calls
     rundirs, screens, live_bytes        run directories as launchers leave them; what a terminal shows; bytes of tensors alive
     trained_on_fake    one rollout trained on the device of hpcrl/rehearsal, and the waits that it took
