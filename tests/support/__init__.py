@@ -12,7 +12,7 @@ Whole runs
     slurm, batch       runs submitted to Slurm; to any scheduler (`local_queue` is a small second one)
     must_not_learn, learning_picture    rewards that teach nothing; table and picture of what was learned
     ledger_account     from what a run wrote of its groups, what became of each
-    small_recipes      the shipped recipes for GPUs with small models
+    small_recipes      the shipped recipes for GPUs with small models; `planted_faults`, `wrong_losses`: what can be wrong
     twins              tiny twins of the reference runs of slime's guides
     second_user, gloo_attack    an account from which tests attack what runs under the first; what it does to gloo groups
     attacked, strangers    servers of a run in processes of their own; what strangers send to their ports, and its cost
