@@ -12,7 +12,8 @@ process group again.  What ours went into is taken from the run's own timelines.
 
 Then a run with a checkpoint after every 20 steps and a copy in memory after each loses a rank once in 20 steps, at a
 moment of the step that is drawn evenly: how long it had trained what it then had to train again, as a share of the time
-in which it trained.  Prints tables (also to bench/results/fault.md) and, as its last line, one JSON object.
+in which it trained.  Once with steps as short as they are, in which a copy is on its way for as long as a step, and once
+with rewards that take a second.  Prints tables (also to bench/results/fault.md) and, as its last line, one JSON object.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ RESTARTS = {
 }
 MEET = "meet the other ranks"
 EACH = 20  #: steps for each fault
+#: rewards at once, and after a second
+REWARDS = {"short steps": "tests.support.runs.odd_tokens", "longer steps": "tests.support.slurm.slow"}
 #: the parts of ours, in order: name -> what it is
 PARTS = {
     "notice": "until the launcher knows",
@@ -164,10 +167,10 @@ def parts(root: Path, at: float, steps: int) -> dict[str, float]:
     return found | {"all": trained - at}
 
 
-def lost(task: Path, directory: Path, faults: int) -> dict[str, float]:
+def lost(task: Path, directory: Path, faults: int, reward: str) -> dict[str, float]:
     """What `faults` kills, one in EACH steps, have undone of the steps before them."""
     root = directory / "lost"
-    copies = {"save_interval": EACH, "non_persistent_save_interval": 1}
+    copies = {"save_interval": EACH, "non_persistent_save_interval": 1, "custom_rm_path": reward}
     given = POLICY | NO_AGENT | KEPT | copies | {"run_dir": str(root), "num_rollout": EACH * (faults + 1)}
     (directory / "recipe").mkdir()
     run = Run(recipe(directory / "recipe", task, **given), root=root)
@@ -209,7 +212,13 @@ def undone(root: Path, kills: list[float]) -> dict[str, float]:
         trained += at - begun[place].time
     trained += max(span.end for span in tracks[begun[-1].attempt].named(STEP)) / 1e6 - begun[-1].time
     repeated = sum(fault.repeated or 0 for fault in faults_of(read_attempts(root)))
-    return {"undone": total, "trained": trained, "repeated": repeated, "share": total / trained}
+    return {
+        "undone": total,
+        "trained": trained,
+        "repeated": repeated,
+        "share": total / trained,
+        "step": step_time(root),
+    }
 
 
 def main() -> None:
@@ -243,19 +252,22 @@ def main() -> None:
     }
     for name, what in peers.items() if there else [("torchrun", peers["torchrun"])]:
         table.append(f"| {what} | {medians[name]:.1f} | {medians[name] / medians['torchrun']:.2f} |")
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        (directory / "task").mkdir()
-        more = lost(make_task(directory / "task"), directory, args.faults)
+    shares = {}
     table += ["", f"One fault in {EACH} steps, {args.faults} of them, with a copy in memory after each step:", ""]
-    table += ["| | |", "|---|---|", f"| seconds in which it trained | {more['trained']:.1f} |"]
-    table += [f"| of these, undone by the faults | {more['undone']:.1f} ({100 * more['share']:.1f} %) |"]
-    table += [f"| whole steps that were made again | {more['repeated']:.0f} |"]
+    table += ["| a step takes | trained | of it undone | whole steps made again |", "|---|---|---|---|"]
+    for name, reward in REWARDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            directory = Path(folder)
+            (directory / "task").mkdir()
+            found = lost(make_task(directory / "task"), directory, args.faults, reward)
+        shares[f"undone, {name}"] = found["share"]
+        words = f"{found['undone']:.1f} s ({100 * found['share']:.1f} %)"
+        table.append(f"| {found['step']:.2f} s | {found['trained']:.1f} s | {words} | {found['repeated']:.0f} |")
     text = "\n".join(table)
     print(text)
     head = f"# What a fault costs\n\nMedians of {args.rounds} rounds, one rank, one engine that continues.\n\n"
     (REPO / "bench/results/fault.md").write_text(f"{head}{text}\n")
-    print(json.dumps({name: round(value, 3) for name, value in {**medians, **more}.items()}))
+    print(json.dumps({name: round(value, 3) for name, value in {**medians, **shares}.items()}))
 
 
 if __name__ == "__main__":

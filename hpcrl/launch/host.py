@@ -166,9 +166,13 @@ class HostRoles:
         return True
 
     def _well(self, role: Role) -> bool:
-        """Whether another attempt may use this engine, or part of one, as it is: not one that takes turns with the
-        trainer, which may have died in the middle of a hand-over."""
-        if self.options.takes_turns:
+        """Whether another attempt may use this engine, or part of one, as it is: not one whose failure ended this
+        attempt, be its processes there for a moment still, nor one that takes turns with the trainer, which may have
+        died in the middle of a hand-over."""
+        failure = None
+        with contextlib.suppress(HpcrlError):
+            failure = self.rundir.failure()
+        if self.options.takes_turns or (failure and (failure.role, failure.index) == ("engine", role.engine)):
             return False
         return role.name != "engine" or was_up(self.rundir, role.index, self._restarter.incarnations[role.index])
 

@@ -12,8 +12,9 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.launch import host, probe, roles
 from hpcrl.launch.engines import restarter
-from hpcrl.launch.host import RunDirPoller
+from hpcrl.launch.host import HostRoles, RunDirPoller
 from hpcrl.plan import Host, make_plan
+from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.run.summary import Summary, write_summary
 from hpcrl.toolbox import deadline
@@ -120,6 +121,21 @@ def test_multi_node_engine_starts_on_all_hosts() -> None:
     later = make_plan(options, [Host("t", 4), Host("a", 2), Host("b", 2)], "run")
     assert later.engines[0].hosts == ("a", "b"), "whole hosts next to each other"
     assert roles.Role("engine-0-node", 1, None, Path()).serves and not roles.Role("trainer", 1, None, Path()).serves  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_failed_engine_is_not_kept(rundir: RunDir, failed: int) -> None:
+    """Nor any part of it, be its process there for a moment still; the other engines are kept."""
+    options = SimpleNamespace(takes_turns=False)
+    keeper = SimpleNamespace(rundir=rundir, options=options, _restarter=SimpleNamespace(incarnations={0: 0, 1: 0}))
+    for index in (0, 1):
+        publish(rundir, EnginePeer(host="a", port=8000 + index), index)
+    whole = [SimpleNamespace(name="engine", index=index, engine=index) for index in (0, 1)]
+    parts = [SimpleNamespace(name=f"engine-{index}-node", index=1, engine=index) for index in (0, 1)]
+    well = lambda: [HostRoles._well(keeper, role) for role in (*whole, *parts)]  # type: ignore[arg-type]  # noqa: E731
+    assert all(well())
+    rundir.fail("engine", failed, "it hangs")
+    assert well() == [failed != 0, failed != 1] * 2
 
 
 def test_summary_is_read_once_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
