@@ -3,7 +3,6 @@
     generate -> train -> publish weights -> save -> evaluate
 
 With --loop async and fully-async the next rollout is requested before this one is trained on (`loop_schedule.py`).
-With --non-persistent-save-interval copies of the state are kept in memory between checkpoints.
 With --colocate the checkpoint is saved before the weights are published: after that the engines have the GPUs.
 
 Invariants: all ranks take the same branch at every step, because the answers that rank 0 gets from the queue, and what
@@ -99,11 +98,11 @@ class Trainer:
         self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
         self.copies = open_copies(context, self.policy, self.ranks, also)
         self.shares = ShareExchange(self.ranks, context.options.distributed_timeout_minutes)
-        args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, self.options.rollout_timeout)
-        patience = self.options.stop_timeout * SILENCE
-        self.client = QueueClient(*args, patience) if self.shares.fetches else None
+        patience = self.options.rollout_timeout, self.options.stop_timeout * SILENCE
+        args = (context.rundir, context.plan, self.ranks.dp_rank, self.ranks.dp_size, *patience)
+        self.client = QueueClient(*args) if self.shares.fetches else None
         self.updates: Updates | None = None
-        self.rollout = RolloutCalls(self.client, self.options, self.driver, self.patient, self._join)
+        self.rollout = RolloutCalls(self.client, self.options, self.driver, self.patient, self._serve)
         if self.gpu_sharing:
             self.gpu_sharing.use([self.policy, *self.others.trained_too], self.client if self.driver else None)
         self.log = MetricsLog(context.rundir) if self.driver else None
@@ -279,10 +278,11 @@ class Trainer:
         if self.options.eval_interval is not None and self.context.plan.engine_count:
             self.evaluations.begin(rollout_id, self.at.version)
 
-    def _join(self) -> None:
-        """Send the current weights to engines that have joined or come back."""
+    def _serve(self) -> bool:
+        """Send weights to engines that have joined or come back; whether a copy in memory is on its way still."""
         if self.updates:
             self.updates.join(self.exporter.stream, self.weights)
+        return not self.gpu_sharing and self.copies.look()
 
     def _waiting(self, ask: Callable[..., T], *args: object) -> T:
         """Ask for what is answered once samples exist: the time counts as waiting for them."""

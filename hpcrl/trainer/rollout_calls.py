@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from hpcrl.queue.share_format import Share
 
-TURN = 1.0  #: seconds that all ranks wait for the rollout process before they check whether engines want weights
+TURN = 1.0  #: seconds that all ranks wait for the rollout process before they do what else there is to do
+SOON = 0.2  #: the same while something is about to be done, such as a copy in memory
 #: how far a rank is with its samples: the least of all ranks decides
 STOP, WAITING, THERE = range(3)
 #: the call that a run that is to stop no longer repeats; an evaluation that it needs no more is answered at once
@@ -39,7 +40,8 @@ class RolloutCalls:
         client: this rank's; None if it fetches nothing.
         driver: whether this is rank 0.
         group: a gloo group of all ranks.
-        serve: called between two questions: sends weights to engines that want them.
+        serve: called between two questions: sends weights to engines that want them, and completes copies; returns
+            whether it wants to be called again soon.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class RolloutCalls:
         options: Options,
         driver: bool,
         group: dist.ProcessGroup,
-        serve: Callable[[], None],
+        serve: Callable[[], bool],
     ) -> None:
         self._client = client
         self._seconds = options.rollout_timeout
@@ -71,8 +73,9 @@ class RolloutCalls:
 
     def wait(self, method: str, **params: object) -> dict[str, Any]:
         """As `ask`, for what is answered once samples exist; these may wait for engines that wait for weights."""
-        while UNFINISHED in (answer := self.ask(method, patience=TURN, **params)):
-            self._serve()
+        turn = TURN
+        while UNFINISHED in (answer := self.ask(method, patience=turn, **params)):
+            turn = SOON if self._serve() else TURN
         return answer
 
     def fetch(self, rollout_id: int) -> Share | None:
@@ -81,12 +84,12 @@ class RolloutCalls:
         StopAsked once rank 0 sees that the run is to stop, Late after --rollout-timeout.
         """
         end = Deadline(self._seconds)
-        fetched = None
+        fetched, turn = None, SOON
         mine = WAITING if self._client else THERE
         while True:
             try:
                 if mine == WAITING:
-                    fetched = self._client.fetch(rollout_id, min(end.left, TURN))
+                    fetched = self._client.fetch(rollout_id, min(end.left, turn))
                     mine = THERE
             except Late:
                 if end.over:
@@ -96,7 +99,7 @@ class RolloutCalls:
                 raise StopAsked
             if everyone == THERE:
                 return fetched
-            self._serve()
+            turn = SOON if self._serve() else TURN
 
     @property
     def _stop_seen(self) -> bool:

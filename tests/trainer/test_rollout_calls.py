@@ -1,4 +1,4 @@
-"""What the trainer still waits for once the run is to stop."""
+"""What the trainer waits for: between two questions, and once the run is to stop."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
+from hpcrl.queue.client import Late
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.trainer import rollout_calls
-from hpcrl.trainer.rollout_calls import RolloutCalls, StopAsked
+from hpcrl.trainer.rollout_calls import SOON, TURN, RolloutCalls, StopAsked
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> RolloutCalls:
     monkeypatch.setattr(rollout_calls, "broadcast_json", lambda value, group: value)
     answers = iter([{UNFINISHED: {}}, {UNFINISHED: {}}, {"held": {"accuracy": 1.0}}])
     client: Any = SimpleNamespace(stop_seen="stop", call=lambda *_, **__: next(answers))
-    return RolloutCalls(client, Options(), True, None, lambda: None)
+    return RolloutCalls(client, Options(), True, None, lambda: False)
 
 
 def test_an_evaluation_is_waited_for(calls: RolloutCalls) -> None:
@@ -30,3 +31,19 @@ def test_an_evaluation_is_waited_for(calls: RolloutCalls) -> None:
 def test_samples_are_not(calls: RolloutCalls) -> None:
     with pytest.raises(StopAsked):
         calls.wait("generate")
+
+
+def test_a_copy_on_its_way_shortens_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is whole, so that a fault in a long rollout costs no step before it; then the turns are long."""
+    monkeypatch.setattr(rollout_calls, "least", lambda value, group: value)
+    waits, copies = [], iter([True, True, False, False])
+
+    def fetch(rollout_id: int, seconds: float) -> str:
+        waits.append(seconds)
+        if len(waits) < 5:
+            raise Late("not yet")
+        return "samples"
+
+    client: Any = SimpleNamespace(stop_seen=None, fetch=fetch)
+    assert RolloutCalls(client, Options(), True, None, lambda: next(copies)).fetch(0) == "samples"
+    assert waits == [SOON, SOON, SOON, TURN, TURN]

@@ -166,10 +166,15 @@ class MemoryCopies:
             self._drop(position.rollout_id)
         return self._pending is not None
 
-    def look(self) -> None:
-        """Do what is to be done next for the copy that is on its way, if all ranks are ready for it."""
+    def look(self) -> bool:
+        """Do what is to be done next for the copy that is on its way, if all ranks are ready for it.
+
+        Returns:
+            Whether one is on its way still.
+        """
         with self._timed():
             self._look()
+        return self._pending is not None
 
     def settle(self, rollouts: int) -> None:
         """Wait for the copy that is on its way, if the next one is due after so many rollouts."""
