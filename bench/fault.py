@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 REPO = Path(__file__).parent.parent
@@ -196,7 +197,8 @@ def ready(root: Path) -> list[ReadyRecord]:
 def step_time(root: Path) -> float:
     """Seconds from one step's end to the next one's, in the median of the last ten."""
     ends = [span.end / 1e6 for track in read_stage(root) if track.name == "trainer-0" for span in track.named(STEP)]
-    return statistics.median(later - end for end, later in zip(ends[-11:], ends[-10:], strict=False))
+    last = ends[-11:]
+    return statistics.median(later - end for end, later in pairwise(last))
 
 
 def undone(root: Path, kills: list[float]) -> dict[str, float]:
@@ -205,6 +207,8 @@ def undone(root: Path, kills: list[float]) -> dict[str, float]:
     tracks = {track.attempt: track for track in read_stage(root) if track.name == "trainer-0"}
     trained = total = repeated = 0.0
     begun = ready(root)
+    if len(begun) != len(kills) + 1:
+        raise SystemExit(f"{len(begun)} attempts have trained after {len(kills)} kills")
     for place, at in enumerate(kills):
         spans, kept = tracks[begun[place].attempt].named(STEP), begun[place + 1].step
         since = max([begun[place].time, *(s.end / 1e6 for s in spans if s.more["rollout_id"] < kept)])

@@ -130,6 +130,11 @@ class Options(
         return self.world_size if self.colocate else 0
 
     @property
+    def sampling_gpus(self) -> int:
+        """GPUs of the engines that this run starts; 0 where others sample for it too, whose GPUs are not known."""
+        return 0 if self.rollout_external_engine_addrs else self.num_engines * self.rollout_num_gpus_per_engine
+
+    @property
     def engine_data_parallel_size(self) -> int:
         """Into how many parts an engine divides its requests: --vllm-data-parallel-size."""
         return int(self.vllm.get("data_parallel_size") or 1)

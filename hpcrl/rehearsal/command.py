@@ -6,9 +6,9 @@ here first, by the checks of `hpcrl plan`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
@@ -23,7 +23,7 @@ from hpcrl.models.family import find_family
 from hpcrl.plan import local_hosts
 from hpcrl.rehearsal.findings import cache_line, engine_line, findings, lines, of_cache, of_engine
 from hpcrl.rehearsal.ranks import distinct, named
-from hpcrl.rehearsal.runner import ask_engine, run_ranks
+from hpcrl.rehearsal.runner import asking_engine, run_ranks
 from hpcrl.rehearsal.site_card import memory_of_card
 
 USAGE = """\
@@ -82,15 +82,15 @@ def _stage(options: Options, gpu: float, which: str | None, at_once: int) -> lis
     config = read_config(options.hf_checkpoint or "")
     family = find_family(config, options.hf_checkpoint or "")
     ranks = distinct(options, family, config) if which is None else named(which, options)
-    with ThreadPoolExecutor(1) as second:
-        asking = second.submit(ask_engine, options) if options.num_engines else None
+    with asking_engine(options) if options.num_engines else contextlib.nullcontext() as answer:
         reports = run_ranks(options, ranks, at_once)
-        asked = asking.result() if asking else None
+        asked = answer() if answer else None
     print("\n".join(lines(options, reports, gpu)))
     if asked:
         print(engine_line(asked))
         cache = engine_terms(options, family, config, gpu * GIB)
-        print(cache_line(cache))
+        if not (asked.absent or asked.error):
+            print(cache_line(options, cache, asked))
     print(f"rehearsed: {len(ranks)} of {options.world_size} ranks in {time.monotonic() - begun:.0f} s")
     faults = findings(options, family, config, reports, gpu)
     if asked:

@@ -80,7 +80,8 @@ def judged(options: Options) -> EngineReport:
     given = settings(options, {field.name for field in fields(AsyncEngineArgs)})
     left = tuple(sorted(OF_MACHINE & options.vllm.keys()))
     kept = {name: value for name, value in given.items() if name not in OF_MACHINE}
-    config = AsyncEngineArgs(**kept, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 30).create_engine_config()
+    more = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 30}
+    config = AsyncEngineArgs(**(more | kept)).create_engine_config()
     parallel = config.parallel_config
     return EngineReport(
         tensor=parallel.tensor_parallel_size,

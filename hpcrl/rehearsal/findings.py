@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpcrl.config.options import Options
-from hpcrl.memory.engine import EngineTerms
+from hpcrl.memory.engine import WORKING, EngineTerms
 from hpcrl.memory.fits import cheapest
 from hpcrl.memory.nccl import nccl_bytes
 from hpcrl.memory.training import CUDA, GIB
@@ -59,6 +59,9 @@ def of_engine(report: EngineReport) -> list[RehearsalFault]:
     return [RehearsalFault(f"engine: {report.error}", report.hint)] if report.error else []
 
 
+LARGER_CACHE = "raise --rollout-num-gpus-per-engine or --vllm-gpu-memory-utilization, or give --rollout-max-context-len"
+
+
 def engine_line(report: EngineReport) -> str:
     """What vLLM makes of an engine's settings."""
     if report.absent:
@@ -71,19 +74,35 @@ def engine_line(report: EngineReport) -> str:
     return f"engine: vLLM takes its settings: {sizes}{weights}, {report.longest:,} tokens at most{left}"
 
 
-def cache_line(terms: EngineTerms) -> str:
-    """How much an engine caches, by the figures of `hpcrl plan`."""
+def cache_line(options: Options, terms: EngineTerms, report: EngineReport) -> str:
+    """How much an engine caches, by the figures of `hpcrl plan`; with a warning where vLLM would refuse that, but for
+    the memory that is allowed for its work."""
     size = terms.gpu["KV cache"] / GIB
-    return f"engine: KV cache {size:.1f} GiB a GPU, {terms.cached_tokens:,} tokens (estimated as in hpcrl plan)"
+    line = f"engine: KV cache {size:.1f} GiB a GPU, {terms.cached_tokens:,} tokens (estimated as in hpcrl plan)"
+    if size <= 0:
+        line = f"engine: no memory is left for its KV cache, {-size:.1f} GiB are missing (estimated as in hpcrl plan)"
+    if _too_small(options, terms, report) and not of_cache(options, terms, report):
+        line += f"\nwarn: a request may have {report.longest:,} tokens: vLLM may refuse to start; {LARGER_CACHE}"
+    return line
 
 
 def of_cache(options: Options, terms: EngineTerms, report: EngineReport) -> list[RehearsalFault]:
-    """What vLLM would refuse on the GPU: a cache that does not hold one request of the longest it may be asked."""
-    held = terms.cached_tokens // options.engine_data_parallel_size
-    if report.absent or report.error or held >= report.longest:
+    """What vLLM would refuse on the GPU: a cache that does not hold one request of the longest, whatever is allowed for
+    its work."""
+    size = terms.gpu["KV cache"]
+    if report.absent or report.error or not _too_small(options, terms, report):
         return []
+    if size + WORKING > 0 and (
+        size <= 0 or (1 + WORKING / size) * terms.cached_tokens >= report.longest * options.engine_data_parallel_size
+    ):
+        return []
+    held = max(terms.cached_tokens, 0) // options.engine_data_parallel_size
     what = f"engine: its KV cache holds {held:,} tokens, and a request may have {report.longest:,}"
-    return [RehearsalFault(what, "raise --rollout-num-gpus-per-engine, or give --rollout-max-context-len")]
+    return [RehearsalFault(what, LARGER_CACHE)]
+
+
+def _too_small(options: Options, terms: EngineTerms, report: EngineReport) -> bool:
+    return terms.cached_tokens // options.engine_data_parallel_size < report.longest
 
 
 def _refused(failed: Sequence[RankReport]) -> list[RehearsalFault]:

@@ -11,7 +11,6 @@ import gc
 import importlib
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import msgspec
@@ -20,7 +19,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.rehearsal.refusals import explained
 from hpcrl.rehearsal.reports import RankReport
-from hpcrl.run.gpu_environment import Where, wanted
+from hpcrl.run.gpu_environment import Where, missing, wanted
 from hpcrl.untrusted_files import read_regular
 
 MODULES = ("megatron.hf_weights", "megatron.settings", "megatron.model", "checkpoint.save_load", "step.train_batch")
@@ -30,7 +29,7 @@ def main(argv: list[str]) -> int:
     """Rehearse the ranks of `argv` after its directory."""
     directory = Path(argv[0])
     options = Options.model_validate_json(read_regular(directory / "options.json"))
-    os.environ.update(wanted("trainer", Where(options)))
+    os.environ.update(missing(wanted("trainer", Where(options)), os.environ))
     prepare()
     gc.collect()
     gc.freeze()  # what is imported is not looked through again, and stays shared between the forks
@@ -73,8 +72,6 @@ def _rank(options: Options, rank: int, directory: Path) -> None:
     except BaseException as error:  # noqa: BLE001  (told to the user)
         what, hint = explained(error, options)
         report = RankReport(rank, error=what, hint=hint)
-        if os.environ.get("HPCRL_TRACEBACK"):
-            traceback.print_exc()
     (directory / f"rank-{rank}.json").write_bytes(msgspec.json.encode(report))
     os._exit(0)
 

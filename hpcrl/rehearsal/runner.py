@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
@@ -30,23 +30,25 @@ LARGEST = 1 << 28  #: bytes of a report
 LAST_WORDS = 300  #: characters of what a process that died has said
 
 
-def ask_engine(options: Options) -> EngineReport:
-    """What vLLM's config classes say of the settings of the first engine.
-
-    Raises:
-        HpcrlError: if the process dies or does not end in time.
-    """
+@contextlib.contextmanager
+def asking_engine(options: Options) -> Iterator[Callable[[], EngineReport]]:
+    """In it, vLLM's config classes are asked about the settings of the first engine; what is given waits for the
+    answer, and raises HpcrlError if it does not come in time."""
     with tempfile.TemporaryDirectory(prefix="hpcrl-rehearsal-") as name:
         directory = Path(name)
         (directory / "options.json").write_text(options.model_dump_json())
         process = _start("engine_process", directory)
-        try:
+
+        def answer() -> EngineReport:
             said = _end(process, Deadline(AN_ENGINE))
+            if not (directory / "engine.json").exists():
+                return EngineReport(error=f"vLLM's process died: {' '.join(said.split())[-LAST_WORDS:]}")
+            return read_json(directory / "engine.json", EngineReport)
+
+        try:
+            yield answer
         finally:
             _kill(process)
-        if not (directory / "engine.json").exists():
-            return EngineReport(error=f"vLLM's process died: {' '.join(said.split())[-LAST_WORDS:]}")
-        return read_json(directory / "engine.json", EngineReport)
 
 
 def run_ranks(options: Options, ranks: Sequence[int], at_once: int) -> list[RankReport]:

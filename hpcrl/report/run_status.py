@@ -262,9 +262,10 @@ def _last_step(status: Status, row: dict[str, Any], now: float) -> None:
     status.loss = get("train/loss")
     status.staleness = get("staleness/max")
     status.tokens_per_sec = get("perf/tokens_per_sec")
+    if status.tokens_per_sec is not None:  # else nothing was sampled
+        status.trained_per_sec = get("perf/train_tokens_per_sec")
     if status.tokens_per_sec is None and get("perf/step_time"):  # fine-tuning: the tokens that were learned
         status.tokens_per_sec = get("perf/train_tokens", 0.0) / get("perf/step_time")
-    status.trained_per_sec = get("perf/train_tokens_per_sec")
     status.step_per_gpu = get("perf/step_tokens_per_sec_per_gpu")
     status.mfu = get("perf/mfu")
     if get("time"):

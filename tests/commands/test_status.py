@@ -321,9 +321,10 @@ def test_fine_tuning_shows_learned_tokens(tmp_path: Path) -> None:
     """Fine-tuning shows the number of learned tokens."""
     root = make(tmp_path, phase="running")
     begin(root)
-    log(root, {"rollout_id": 0, "time": NOW, "train/loss": 0.5, "perf/train_tokens": 300.0, "perf/step_time": 0.5})
+    learned = {"perf/train_tokens": 300.0, "perf/train_tokens_per_sec": 900.0}
+    log(root, {"rollout_id": 0, "time": NOW, "train/loss": 0.5, "perf/step_time": 0.5} | learned)
     assert look(root).tokens_per_sec == 600.0
-    assert "loss        0.500" in page(look(root))
+    assert "loss        0.500" in page(look(root)) and "tokens/s    600\n" in page(look(root))
 
 
 def test_speed_is_told_by_role(tmp_path: Path) -> None:

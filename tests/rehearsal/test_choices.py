@@ -13,7 +13,7 @@ from hpcrl.errors import UsageError
 from hpcrl.memory.engine import EngineTerms
 from hpcrl.models.family import find_family
 from hpcrl.rehearsal.batch import SHORTEST, micro_batches, rehearsed, share_of
-from hpcrl.rehearsal.findings import findings, lines, of_cache
+from hpcrl.rehearsal.findings import cache_line, findings, lines, of_cache
 from hpcrl.rehearsal.ranks import boundaries, distinct, like, named, stages
 from hpcrl.rehearsal.refusals import explained, flags_of
 from hpcrl.rehearsal.reports import EngineReport, RankReport
@@ -78,14 +78,24 @@ def test_memory_of_a_sites_gpus(tmp_path: Path) -> None:
 
 
 def test_a_cache_holds_the_longest_request() -> None:
-    """vLLM refuses to start where it does not; each data-parallel part of an engine has its own."""
+    """vLLM refuses to start where it does not; each data-parallel part of an engine has its own.  What would fit but for
+    the allowance of 3 GiB is a warning."""
     opts = options(vllm={"data_parallel_size": 2}, rollout_num_gpus=16, rollout_num_gpus_per_engine=16)
     terms = EngineTerms({"KV cache": 2**30}, 20_000, 2)
     assert opts.engine_data_parallel_size == 2
     assert not of_cache(opts, terms, EngineReport(longest=10_000))
-    (found,) = of_cache(opts, terms, EngineReport(longest=10_001))
-    assert "10,001" in found.what and "--rollout-max-context-len" in found.hint
-    assert not of_cache(opts, terms, EngineReport(longest=10_001, absent="no vLLM"))
+    assert "warn" not in cache_line(opts, terms, EngineReport(longest=10_000))
+    for longest in (10_001, 40_000):
+        assert not of_cache(opts, terms, EngineReport(longest=longest))
+        assert "warn" in cache_line(opts, terms, EngineReport(longest=longest))
+    (found,) = of_cache(opts, terms, EngineReport(longest=40_001))
+    assert "40,001" in found.what and "--rollout-max-context-len" in found.hint
+    assert "warn" not in cache_line(opts, terms, EngineReport(longest=40_001))
+    assert not of_cache(opts, terms, EngineReport(longest=40_001, absent="no vLLM"))
+    none = EngineTerms({"KV cache": -4 * 2**30}, 0, 0)
+    assert of_cache(opts, none, EngineReport(longest=1)) and "4.0 GiB" in cache_line(
+        opts, none, EngineReport(longest=1)
+    )
 
 
 def test_named_ranks() -> None:

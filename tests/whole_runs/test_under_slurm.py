@@ -173,7 +173,7 @@ def test_same_losses_after_any_interruption(cluster: Cluster, tmp_path: Path, ta
     cluster.run(["scontrol", "update", f"nodename={launchers}", "state=resume"], check=False)
     cluster.wait_nodes("idle", 60)
     assert metrics(job.root) == metrics(uncut.root)
-    assert job.attempt() >= 5
+    assert 5 <= job.attempt() <= 8, "one for each interruption; a signal may cost another before its cause is known"
     print(f"seconds from the queue to training: {watch.waits()}; {len(watch.answers)} answers of hpcrl status compared")
     watch.check()
 

@@ -23,15 +23,20 @@ FRUITLESS = 5  # preemptions in a row are no failure of the run, but as many as 
 
 
 def position(root: Path) -> list[str]:
-    """What a job has saved so far: the tracker of every stage, where the last attempt began to train, which it may have
-    from copies in memory, and which stages are finished."""
-    found = []
+    """What a job has saved so far: the tracker of every stage, which stages are finished, and where the last attempt
+    began to train if that was beyond the checkpoint: from a copy in memory."""
+    found: list[str] = []
+    saved: dict[Path, int] = {}
     for path in sorted(root.glob(f"**/{TRACKER}")):
         with contextlib.suppress(OSError):
-            found.append(f"{path.relative_to(root)} {read_regular(path).decode(errors='replace').strip()}")
+            number = read_regular(path).decode(errors="replace").strip()
+            saved[path] = int(number) if number.isdecimal() else 0
+            found.append(f"{path.relative_to(root)} {number}")
     for path in sorted([*root.glob(ATTEMPTS), *root.glob(f"*/{ATTEMPTS}")]):
         begun = [event.step for event in read_attempts(path.parent) if isinstance(event, ReadyRecord)]
-        found.append(f"{path.relative_to(root)} {max(begun, default=0)}")
+        checkpoint = max((step for where, step in saved.items() if where.is_relative_to(path.parent)), default=0)
+        if begun and begun[-1] > checkpoint:
+            found.append(f"{path.relative_to(root)} {begun[-1]}")
     summaries = [
         path for path in sorted(root.glob(f"**/{SUMMARY}")) if (last := read_summary(path.parent)) and last.finished
     ]

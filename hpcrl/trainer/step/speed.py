@@ -71,10 +71,11 @@ def of_step(options: Options, share: Share, seconds: float, waited: float) -> di
     engines.
 
     Args:
-        seconds: that it took, waiting and the weight update included.
+        seconds: that it took, waiting and the weight update included; with --colocate that comes afterwards.
         waited: of these, those in which the trainer waited for data.
     """
-    gpus = options.world_size + (0 if options.colocate else options.engine_gpus)
+    trainer, engines = options.world_size, options.sampling_gpus
+    gpus = max(trainer, engines) if options.colocate else trainer + engines
     return {
         "perf/step_time": seconds,
         "perf/train_wait_time": waited,

@@ -102,7 +102,8 @@ def killed(*_: Any) -> str:
 
 
 def checkpoint(rundir: RunDir, _: Any) -> str:
-    """It has saved before it was killed."""
+    """It has begun where the one before had saved, and saved before it was killed."""
+    note_ready(rundir, max(rundir.attempt - 1, 0))
     (rundir.root / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(rundir.attempt))
     return ""
 
@@ -164,6 +165,13 @@ def copied(rundir: RunDir, _: Any) -> str:
     return ""
 
 
+def resumed(rundir: RunDir, _: Any) -> str:
+    """It has saved once, has begun there ever since, and was killed."""
+    (rundir.root / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    note_ready(rundir, 3 if rundir.attempt else 0)
+    return ""
+
+
 def test_a_run_without_headway_ends(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five attempts in a row without a new checkpoint are enough; each that has one, on disk or in memory, counts from
     there."""
@@ -171,6 +179,12 @@ def test_a_run_without_headway_ends(rundir: RunDir, monkeypatch: pytest.MonkeyPa
     with pytest.raises(PeerError, match="killed"):
         job.run(attempts=99)
     assert len(job.begun) == FRUITLESS + 1
+    once = RunDir.create(rundir.root.parent / "once")
+    once.begin()
+    job = Job(once, monkeypatch, [resumed] * 99)
+    with pytest.raises(PeerError, match="killed"):
+        job.run(attempts=99)
+    assert len(job.begun) == FRUITLESS + 1, "that a later attempt begins at the only checkpoint is none"
     for name, fails in (("saves", checkpoint), ("copies", copied)):
         later = RunDir.create(rundir.root.parent / name)
         later.begin()

