@@ -216,6 +216,7 @@ _HERE: dict[str, str] = {
     "step)": "batch-size train-batch-size generation-batch-size",
     "{global-batch-size} (samples of one optimizer "
     "step)": "mini-batch-size ppo-mini-batch-size gradient-accumulation-steps grad-accum",
+    "{num-steps-per-rollout}": "steps-per-generation",
     "{micro-batch-size}, or {use-dynamic-batch-size} with "
     "{max-tokens-per-gpu}": "per-device-train-batch-size micro-train-batch-size "
     "ppo-micro-batch-size ppo-micro-batch-size-per-gpu",
@@ -229,7 +230,7 @@ _HERE: dict[str, str] = {
     "{input-key}": "prompt-key prompt-column input-column",
     "{label-key}": "answer-key target-key label-column answer-column response-key",
     "{num-epoch}": "epochs num-epochs num-train-epochs total-epochs max-epochs num-episodes",
-    "{num-rollout}": "max-steps num-steps total-steps total-training-steps training-steps iterations num-iterations",
+    "{num-rollout}": "max-steps num-steps total-steps total-training-steps training-steps iterations",
     "{n-samples-per-prompt}": "num-generations group-size num-samples num-return-sequences rollout-n "
     "samples-per-prompt",
     "{n-samples-per-eval-prompt}": "eval-n-samples num-eval-generations",
@@ -248,11 +249,17 @@ _HERE: dict[str, str] = {
     "{custom-rm-path}": "reward reward-fn reward-func reward-funcs reward-function reward-model reward-manager "
     "reward-model-path custom-reward-function",
     "{advantage-estimator}": "adv-estimator algorithm algo",
+    "{advantage-estimator} gspo": "importance-sampling-level",
+    "{disable-grpo-std-normalization}": "scale-rewards norm-adv-by-std-in-grpo",
     "{advantage-estimator} module.function": "custom-advantage-function-path",
     "{normalize-advantages}": "whiten-advantages whiten-rewards advantage-whitening adv-norm",
     "{lambd}": "lam gae-lambda",
     "{value-clip}": "cliprange-value value-clip-range",
     "{overlong-buffer-len}": "overlong-buffer soft-overlong-buffer",
+    "{overlong-penalty-factor}": "penalty-factor",
+    "{overlong-prompts}": "truncation filter-overlong-prompts",
+    "{rollout-sample-filter-path}, a function that takes them out": "mask-truncated-completions",
+    "{custom-generate-function-path}": "tools environment-factory",
     "{loss-type}": "loss objective",
     "{pg-loss-type}": "policy-loss policy-loss-type loss-mode",
     "{calculate-per-token-loss} or {pg-loss-divisor}": "loss-agg-mode loss-reduction",
@@ -263,6 +270,9 @@ _HERE: dict[str, str] = {
     "{use-kl-loss} with {kl-loss-coef}": "beta kl-beta kl-coeff kl-loss-coeff",
     "{kl-coef}": "init-kl-coef use-kl-in-reward kl-penalty kl-ctrl kl-in-reward",
     "{kl-loss-type}": "kl-estimator kl-penalty-type",
+    "{use-opsm} with {opsm-delta}": "off-policy-mask-threshold",
+    "{use-unbiased-kl}": "use-bias-correction-kl",
+    "{ref-update-weight}": "ref-model-mixup-alpha",
     "{ref-update-interval}": "ref-model-sync-steps sync-ref-model",
     "{use-tis}": "importance-sampling-correction vllm-importance-sampling-correction",
     "{tis-clip}": "tis-imp-ratio-cap vllm-importance-sampling-cap",
@@ -291,6 +301,9 @@ _HERE: dict[str, str] = {
     "{rollout-num-gpus-per-engine}": "rollout-tp rollout-tensor-parallel-size",
     "{vllm-gpu-memory-utilization}": "gpu-memory-utilization mem-fraction-static vllm-mem-fraction "
     "sglang-mem-fraction-static",
+    "{vllm-enforce-eager}": "enforce-eager",
+    "{colocate}": "hybrid-engine",
+    "{offload-rollout}": "free-cache-engine",
     "{vllm-max-num-seqs}": "max-num-seqs sglang-max-running-requests",
     "{recompute-granularity}": "gradient-checkpointing activation-checkpointing enable-gradient-checkpointing "
     "recompute",
@@ -316,8 +329,11 @@ _NOWHERE: dict[str, str] = {
     "Megatron-core trains; ranks are laid out by --tensor-model-parallel-size and its "
     "like": "fsdp fsdp-config deepspeed zero-stage train-backend accelerator",
     "masks follow the chat template itself, for every model": "loss-mask-type",
+    "a sample is trained on once; --num-steps-per-rollout takes several optimizer steps of a rollout, each of other "
+    "samples": "num-iterations ppo-epochs num-ppo-epochs",
     "the engines always are vLLM's": "use-vllm vllm-mode rollout-backend rollout-engine inference-engine",
     "weights are in bf16 or fp32": "load-in-4bit load-in-8bit mixed-precision precision",
+    "every sample is kept, and shown by: hpcrl samples RUN": "log-completions num-completions-to-print",
     "a run resumes with: hpcrl resume RUN": "resume-from-checkpoint resume-from resume-mode resume-path auto-resume",
     "roles differ by separate options, such as --critic-load and --critic-lr": "megatron-config-path",
     "changes go from memory to memory, no file is written; --weight-transfer disk writes files, and calls "

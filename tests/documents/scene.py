@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 
 from hpcrl.run.rundir import TRACKER
-from tests.documents.texts import REPO, Command
+from tests.documents.texts import REPO, Command, python_files
 from tests.support.published_models import MODELS
 
 #: folders of the checkout that commands name; a user types them at its top
@@ -107,7 +107,7 @@ class Scene:
         recipe = "rewarded.toml"
         if "--loss-type sft_loss" in command.line:
             recipe = "learns.toml"
-        elif command.place.startswith("docs/rewards.md"):  # whose lines give the reward
+        elif command.place.startswith("docs/rewards.md") or "--custom-rm-path" in command.line:  # gives the reward
             recipe = "unrewarded.toml"
         values = VALUES | {
             "ARGUMENTS": f"--actor-num-gpus-per-node 8 --colocate {USED}",
@@ -132,6 +132,9 @@ def make_scene(folder: Path, model: Path, checkout: bool = True, site: str = SIT
     for name, more in RECIPES.items():
         (folder / f"{name}.toml").write_text(RECIPE + more)
     (folder / "my_rewards.py").write_text(REWARD)
+    for page in ("from-trl", "from-verl"):  # whose reward functions are in files of their own
+        for name, text in python_files(page):
+            (folder / f"{name}.py").write_text(text)
     (folder / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
     (folder / "home").mkdir()
     (folder / "engine-keys").mkdir(mode=0o700)
@@ -151,6 +154,8 @@ def _prompts(folder: Path) -> None:
         {
             "prompt": f"{i}+{i % 7}=",
             "label": str(i + i % 7),
+            "reward_model": {"style": "rule", "ground_truth": str(i + i % 7)},
+            "extra_info": {"index": i},
             "messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}],
         }
         for i in range(40)

@@ -22,19 +22,17 @@ from hpcrl.errors import UsageError
 from hpcrl.rollout.samplers.conversation import Arguments
 from hpcrl.rollout.samplers.trajectory import Turn
 from hpcrl.sample import Sample
+from tests.documents.texts import python_files
 from tests.support.shares import plain_sample
 
 PAGE = Path(__file__).parents[2] / "docs" / "customise.md"
-BLOCK = re.compile(r"```python\n# (\w+)\.py\n(.+?)```", re.DOTALL)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Every block of the page as the file that its first line names."""
     folder = tmp_path_factory.mktemp("customise")
-    blocks = BLOCK.findall(PAGE.read_text())
-    assert len({name for name, _ in blocks}) == len(blocks) == PAGE.read_text().count("```python")
-    for name, text in blocks:
+    for name, text in python_files("customise"):
         (folder / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))

@@ -21,6 +21,7 @@ REPO = Path(__file__).parents[2]
 PROGRAMS = "hpcrl make mpirun torchrun sbatch srun salloc pip python python3 bash ssh".split()
 _ASSIGNMENT = re.compile(r"[A-Za-z_]+=\S*\Z")
 _COMMENT = re.compile(r"(\s{2,}|^)#\s.*$")
+_PYTHON = re.compile(r"```python\n# (\w+)\.py\n(.+?)```", re.DOTALL)
 _HELP = re.compile(r" {2}(hpcrl .*?)(?: {2,}\S.*)?\Z")
 
 
@@ -46,6 +47,14 @@ def printed() -> list[Command]:
     pages = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "hostfiles" / "README.md"]
     found = [command for page in pages if page.name != "options.md" for command in _of_page(page)]
     return found + [command for recipe in recipes() for command in _of_recipe(recipe)]
+
+
+def python_files(page: str) -> list[tuple[str, str]]:
+    """(name, text) of each block of docs/`page`.md that is a Python file: its first line is a comment with its name."""
+    text = (REPO / "docs" / f"{page}.md").read_text()
+    blocks = _PYTHON.findall(text)
+    assert len({name for name, _ in blocks}) == len(blocks) == text.count("```python"), f"{page}: name every block"
+    return blocks
 
 
 def recipes() -> list[Path]:

@@ -1,0 +1,78 @@
+"""The pages for users of TRL and verl: the words beside theirs are options, their own words are answered, and their
+reward functions run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import load_own
+from hpcrl.config.setting_names import elsewhere
+from tests.documents.texts import REPO, python_files
+from tests.support.shares import plain_sample
+
+NAMES = re.compile(r"`([^`]+)`")
+#: settings of packages, which they answer for
+PASSED_ON = ("vllm_", "vllm-", "recompute_")
+#: last parts of names that say too little by themselves
+GENERAL = {"n", "path", "name", "len", "enable"}
+
+
+def rows(page: str) -> list[tuple[str, str]]:
+    """(their words, ours) of the table under "The words"."""
+    text = (REPO / "docs" / f"{page}.md").read_text().partition("## The words")[2]
+    cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return [(row[0], row[1]) for row in cells]
+
+
+def settings(cell: str) -> Iterator[str]:
+    """The names of settings in a cell, without their values and the sections before them."""
+    for word in NAMES.findall(cell):
+        name = re.split(r"[=\s]", word)[0].rpartition(".")[2]
+        if re.fullmatch(r"[a-z]\w*", name):
+            yield name
+
+
+@pytest.mark.parametrize("page", ["from-trl", "from-verl"])
+def test_our_words_are_options(page: str) -> None:
+    known = set(Options.model_fields)
+    ours = [name for _, cell in rows(page) for name in settings(cell) if "hpcrl " not in cell]
+    assert len(ours) > 30
+    assert [name for name in ours if name not in known and not name.startswith(PASSED_ON)] == []
+
+
+@pytest.mark.parametrize("page", ["from-trl", "from-verl"])
+def test_their_words_are_answered(page: str) -> None:
+    """Each is an option here as well, or the error for it says what to write."""
+    known = {name.replace("_", "-") for name in Options.model_fields}
+    theirs = [name.replace("_", "-") for cell, _ in rows(page) for name in settings(cell)]
+    assert len(theirs) > 30
+    asked = [name for name in theirs if name not in known | GENERAL and not name.startswith(PASSED_ON)]
+    assert [name for name in asked if not elsewhere(name, known)] == []
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python files of both pages, importable."""
+    for page in ("from-trl", "from-verl"):
+        for name, text in python_files(page):
+            (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=["text", "messages"])
+def test_a_function_of_trl_grades_a_group(prompt: object, modules: None) -> None:
+    reward = load_own("custom_rm_path", "trl_rewards.brief")
+    group = [plain_sample(2, n, index=n, prompt=prompt, response="x" * n, metadata={"level": n}) for n in (1, 3)]
+    assert reward(Options(), group) == [1 / 2, 1 / 4]
+
+
+def test_a_function_of_verl_grades_its_rows(modules: None) -> None:
+    reward = load_own("custom_rm_path", "verl_rewards.scored")
+    label = {"style": "rule", "ground_truth": "2"}
+    given = [plain_sample(2, 1, prompt="1+1=", response=said, label=label, metadata={}) for said in (" 2", "3")]
+    assert [reward(Options(), sample) for sample in given] == [1.0, 0.0]
