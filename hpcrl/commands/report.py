@@ -14,6 +14,7 @@ from pathlib import Path
 from hpcrl.commands.find_run import find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
+from hpcrl.report.timeline import startup
 from hpcrl.report.timeline.accounting import as_numbers, rows, text
 from hpcrl.report.timeline.reading import trace as trace_of
 from hpcrl.report.timeline.run_spending import Recorded, read_run, spending
@@ -52,14 +53,21 @@ def trace(argv: list[str]) -> int:
 
 
 def bill(argv: list[str]) -> int:
-    """`hpcrl bill`: node-hours by what they went into."""
+    """`hpcrl bill`: node-hours by what they went into, and the phases of the last start."""
     parser = Parser("bill", "What the run cost: node-hours of its allocations by what they went into.")
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
     run = find_run(args.run)
-    spent = spending(run, _recorded(run))
-    print(json.dumps(as_numbers(spent)) if args.json else text(rows(spent)))
+    recorded = _recorded(run)
+    spent = spending(run, recorded)
+    start = startup.startup(recorded)
+    if args.json:
+        print(json.dumps(as_numbers(spent) | {"start": startup.as_numbers(start) if start else None}))
+    else:
+        print(text(rows(spent)))
+        if start:
+            print(f"\n{startup.text(start)}")
     _notes(run)
     return 0
 

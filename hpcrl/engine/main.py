@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from hpcrl.engine import start_phases
 from hpcrl.engine.health import CoreWatchdog, ServerLog, StoppedProcess, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, REALM, read_key
 from hpcrl.engine.multi_node import bound_socket, meet, variables
@@ -64,6 +65,7 @@ class EngineSupervisor:
         self.key = read_key().decode()
         self.made = Scratch("engine", _short_temporary())
         self.scratch = self.made.path
+        self.phases = self.scratch / "start-phases"
         self.memory = MemoryWatch()
         self.stopped = threading.Event()
         self.standing = StoppedProcess()
@@ -103,6 +105,7 @@ class EngineSupervisor:
         """
         base = dict(os.environ) | {"TMPDIR": str(self.scratch), "VLLM_RPC_BASE_PATH": str(self.scratch), **also}
         base |= compile_caches(base, spare=self.scratch)
+        base[start_phases.FILE] = str(self.phases)
         options = self.context.options
         plan = self.context.plan
         index = self.context.index
@@ -277,6 +280,7 @@ def supervise(context: RoleContext, engine: EngineSupervisor, timeline: Timeline
         engine.wait_until_up()
         if not engine.stopped.is_set():
             engine.publish()
+            start_phases.record(engine.phases, timeline)
             timeline.started()
             engine.watch()
     except HpcrlError as error:

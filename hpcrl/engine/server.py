@@ -17,6 +17,7 @@ from argparse import Namespace, _AppendAction
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hpcrl.engine import start_phases
 from hpcrl.engine.http_limits import bounded_protocol
 from hpcrl.engine.key_guard import read_key
 from hpcrl.engine.multi_node import node_of
@@ -150,6 +151,7 @@ def run(context: RoleContext) -> None:
     if node_of():
         follow(parse(settings(context, 1, found)))
         return
+    start_phases.imported()
     sock = socket.socket(fileno=int(os.environ.pop(LISTEN_FD)))
     sock.set_inheritable(False)
     values = settings(context, sock.getsockname()[1], found)

@@ -18,6 +18,7 @@ from typing import Any, Self
 import msgspec
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from hpcrl.engine import start_phases
 from hpcrl.engine.cpu_build import give_back
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
 from hpcrl.engine.routed_experts import ExpertTables
@@ -52,7 +53,9 @@ class WorkerExtension:
         register_receiver()
         os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
         die_with_parent()  # a worker never outlives who started it, however that one ends
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        start_phases.watch(made)
+        return made
 
     model_runner: Any
     vllm_config: VllmConfig

@@ -28,6 +28,7 @@ from hpcrl.report.timeline.accounting import Spent, rows
 from hpcrl.report.timeline.reading import Track
 from hpcrl.report.timeline.run_spending import Recorded, spending
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
+from hpcrl.report.timeline.startup import cells, headline, startup
 from hpcrl.run.attempt_log import Fault
 from hpcrl.untrusted_files import read_given, read_regular
 
@@ -48,6 +49,7 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
     template = environment.from_string(read_given(Path(__file__).with_name("page.html.j2")))
     spent = spending(run, recorded)
     shown = views(recorded, [fault for stage in run.stages for fault in stage.faults])
+    start = startup(recorded)
     hidden = max(0, len({track.name for track in recorded.tracks}) - MOST_TRACKS)
     return template.render(
         title=visible(run.root.name),
@@ -60,6 +62,7 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
         more=f" {hidden} more tracks are in the run's trace: hpcrl trace" if hidden else "",
         bill=rows(spent),
         bill_note=bill_note(spent),
+        start=start and {"head": headline(start), "cells": cells(start)},
         samples=list(samples(run)),
         recipe=None if recipe is None else visible(recipe),
     )

@@ -24,7 +24,7 @@ from hpcrl.errors import DataError, HpcrlError, failure_kind
 from hpcrl.handover import Event
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.server import QueueServer
-from hpcrl.report.timeline.spans import MAKE, REQUESTS, role_timeline
+from hpcrl.report.timeline.spans import IMPORT, MAKE, REQUESTS, process_began, role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.concurrency_limit import read_metrics
@@ -56,13 +56,19 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class RolloutRole:
-    """One attempt's rollout process, between `begin` and `finish`."""
+    """One attempt's rollout process, between `begin` and `finish`.
 
-    def __init__(self, context: RoleContext, work: RolloutInputs) -> None:
+    Attributes:
+        imported: when this process had imported all that it needs (microseconds of unix time), 0 if that is not known.
+    """
+
+    def __init__(self, context: RoleContext, work: RolloutInputs, imported: int = 0) -> None:
         self.context = context
         self.options = context.options
         self.work = work
         self.timeline = role_timeline(context.rundir, "rollout", 0, context.plan.rollout.host)
+        if imported:
+            self.timeline.add(IMPORT, process_began(), imported)
         registry = Registry(restart_limit(context.options, context.plan))
         self.pool = EnginePool(context.rundir, context.plan, context.options, self.timeline, registry)
         self.membership = EngineMembership(context.rundir, self.pool)
@@ -371,8 +377,10 @@ def main() -> int:
     context = open_role()
     ended = 0
 
+    imported = time.time_ns() // 1000
+
     async def serve(work: RolloutInputs) -> int:
-        return await RolloutRole(context, work).run()
+        return await RolloutRole(context, work, imported).run()
 
     def body() -> None:
         nonlocal ended

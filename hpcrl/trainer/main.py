@@ -23,19 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hpcrl.errors import HpcrlError
-from hpcrl.report.timeline.spans import (
-    LOGPROBS,
-    PAUSED,
-    READY,
-    SAVE,
-    SAVED,
-    STEP,
-    TRAIN,
-    UPDATE,
-    WAIT,
-    Timeline,
-    trainer_timeline,
-)
+from hpcrl.report.timeline import spans
+from hpcrl.report.timeline.spans import Timeline, trainer_timeline
 from hpcrl.run.peers import publish
 from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role, say
@@ -73,13 +62,14 @@ class Trainer:
         from hpcrl.trainer.start.rendezvous import connect
         from hpcrl.trainer.step.share_exchange import ShareExchange
 
+        timeline.imported()
         self.context = context
         self.options = context.options
         self.timeline = timeline
         self.store = connect(context)
         self.gpu_sharing = GpuSharing(context) if context.options.takes_turns else None  # before any rank touches a GPU
         self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
-        with timeline.span("meet the other ranks"):
+        with timeline.span(spans.MEET):
             self.ranks = initialize(context.options, self.store)
         self.hooks.initialized()
         verify_groups(context.options, self.ranks.rank)
@@ -89,11 +79,12 @@ class Trainer:
         self.policy = self._build()
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
         save_load.writable(self.checkpoints)
-        with timeline.span("restore"):
+        with timeline.span(spans.READ):
             self.at = restore_newest(context, self.policy, self.ranks, self.checkpoints)
         self.saved = self.saving = self.at.version  # of the newest checkpoint, and of the one that is being written
         resumed = save_load.step(self.checkpoints, self.at.rollout_id) if self.at.rollout_id else None
-        self.others = ReferenceAndCritic(self.policy, self.ranks, context.options, resumed)
+        with timeline.span(spans.OTHERS):
+            self.others = ReferenceAndCritic(self.policy, self.ranks, context.options, resumed)
         also = lambda staging: self.others.save(self.at.rollout_id, self.at.version, staging)  # noqa: E731
         self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
         self.copies = open_copies(context, self.policy, self.ranks, also)
@@ -122,7 +113,7 @@ class Trainer:
         versions = running_parts.exchange_versions(self.store, self.context.plan, self.ranks.rank)
         if warning := running_parts.differing(versions):
             say(warning)
-        with self.timeline.span("build the model"):
+        with self.timeline.span(spans.BUILD):
             policy = model.build(self.options, self.ranks)
         if self.driver:
             say(running_parts.line(running_parts.running_parts(policy, versions)))
@@ -146,14 +137,14 @@ class Trainer:
         self.evaluations = EvaluationSchedule(self.options, self.total, *asking)
         self.updates = self._updates(together) if self.context.plan.engine_count else None
         if self.updates:
-            with self.timeline.span("wait for engines"):
+            with self.timeline.span(spans.ENGINES):
                 self.updates.wait()
         if self.driver:
             self.log.truncate(self.at.rollout_id)
             publish(self.context.rundir, ready_peer(self.ranks.device, self.at.rollout_id, self.total))
         self._together()
         self.timeline.started()
-        self.timeline.mark(READY, rollout_id=self.at.rollout_id)
+        self.timeline.mark(spans.READY, rollout_id=self.at.rollout_id)
 
     def _updates(self, together: Callable[[Any], Any]) -> Updates:
         """What sends weights to engines."""
@@ -231,7 +222,7 @@ class Trainer:
         share = self.shares.exchange(fetched)
         self.copies.look()
         self.waited += time.monotonic() - begun
-        self.timeline.add(WAIT, at, self.timeline.now(), rollout_id=rollout_id)
+        self.timeline.add(spans.WAIT, at, self.timeline.now(), rollout_id=rollout_id)
         if self.options.runs_ahead:
             self._generate(rollout_id + 1)
         check_staleness(share, self.at.version, self.options.staleness_bound)
@@ -241,8 +232,8 @@ class Trainer:
         version = self.at.version
         self.between = False
         metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks, version)
-        self.timeline.add(LOGPROBS, trains, trains + int(1e6 * metrics["perf/train_preparation_time"]))
-        self.timeline.add(TRAIN, trains, self.timeline.now(), rollout_id=rollout_id)
+        self.timeline.add(spans.LOGPROBS, trains, trains + int(1e6 * metrics["perf/train_preparation_time"]))
+        self.timeline.add(spans.TRAIN, trains, self.timeline.now(), rollout_id=rollout_id)
         self.copies.look()
         self.others.trained(rollout_id + 1)
         steps = train_batch.policy_steps(self.options, share)
@@ -259,12 +250,12 @@ class Trainer:
                 self._waiting(self._generate, rollout_id + 2)
         self.copies.settle(self.at.rollout_id)
         metrics |= of_step(self.options, share, time.monotonic() - begun, self.waited)
-        self.timeline.add(STEP, at, self.timeline.now(), rollout_id=rollout_id)
+        self.timeline.add(spans.STEP, at, self.timeline.now(), rollout_id=rollout_id)
         if self.log:
             self.log.append(rollout_id, metrics | {"policy_version": self.at.version} | self.copies.spent())
         if path := self.saver.poll():
             self.saved = self.saving
-            self.timeline.mark(SAVED, rollout_id=int(path.name.removeprefix("iter_")))
+            self.timeline.mark(spans.SAVED, rollout_id=int(path.name.removeprefix("iter_")))
             if self.driver:
                 say(f"saved {path}")
         self._save_if_due()
@@ -290,7 +281,7 @@ class Trainer:
         at = self.timeline.now()
         answer = ask(*args)
         self.waited += time.monotonic() - begun
-        self.timeline.add(WAIT, at, self.timeline.now())
+        self.timeline.add(spans.WAIT, at, self.timeline.now())
         return answer
 
     def _generate(self, rollout_id: int) -> None:
@@ -319,11 +310,11 @@ class Trainer:
             self.log.append(rollout_id, metrics | {"perf/hand_over_time": self.gpu_sharing.seconds})
 
     def _send_weights(self) -> dict[str, float]:
-        with self.timeline.span(UPDATE, version=self.at.version):
+        with self.timeline.span(spans.UPDATE, version=self.at.version):
             metrics = self.updates.publish(self.exporter.stream, self.at.version) if self.updates else {}
             if "perf/update_weights_pause_time" in metrics:
                 now = self.timeline.now()
-                self.timeline.add(PAUSED, now - int(1e6 * metrics["perf/update_weights_pause_time"]), now)
+                self.timeline.add(spans.PAUSED, now - int(1e6 * metrics["perf/update_weights_pause_time"]), now)
         self.others.published(self.at.version)
         self.published = self.at.version
         return metrics
@@ -342,10 +333,10 @@ class Trainer:
             self.gpu_sharing.take()
         last = self.at.rollout_id == self.total or self.stopping
         begun = time.monotonic()
-        with self.timeline.span(SAVE, rollout_id=self.at.rollout_id):
+        with self.timeline.span(spans.SAVE, rollout_id=self.at.rollout_id):
             path = self.saver.save(self.at, wait=last)
         if not self.saver.pending:
-            self.timeline.mark(SAVED, rollout_id=self.at.rollout_id)
+            self.timeline.mark(spans.SAVED, rollout_id=self.at.rollout_id)
         self.saved, self.saving = self.saving if self.saver.pending else self.at.version, self.at.version
         if self.log:
             self.log.append(self.at.rollout_id - 1, {"perf/save_time": time.monotonic() - begun})

@@ -23,7 +23,24 @@ from hpcrl.cli import main
 from hpcrl.report.html_page import own_metrics
 from hpcrl.report.log_archive import archive_of
 from hpcrl.report.timeline.reading import read_stage
-from hpcrl.report.timeline.spans import FOLDER, GENERATE, MAKE, READY, STEP, TRAIN, UPDATE, WAIT, merged_of
+from hpcrl.report.timeline.spans import (
+    BUILD,
+    ENGINES,
+    FOLDER,
+    GENERATE,
+    IMPORT,
+    LOAD,
+    MAKE,
+    READ,
+    READY,
+    START,
+    STEP,
+    TRAIN,
+    UPDATE,
+    WAIT,
+    WARM_UP,
+    merged_of,
+)
 from hpcrl.run.engine_files import EngineView, end_of, read_views
 from hpcrl.run.rundir import RunDir
 from tests.support.runs import KEPT, NO_AGENT, POLICY, REPO, Run, all_gone, metrics, recipe, role_pid, rows, samples
@@ -134,6 +151,10 @@ def test_what_every_process_did_is_recorded(uncut: Path) -> None:
         assert 0 < busy["perf/train_wait_time"] < busy["perf/step_time"] and 0 < busy["perf/engine_idle_ratio"] < 1
     assert sum(span.end - span.begin for span in tracks[2].named(GENERATE)) > 0
     bill = bill_of(uncut)
+    phases = {(row["role"], row["phase"]): row["seconds"] for row in bill["start"]["phases"]}
+    for role, names in (("trainer", (IMPORT, BUILD, READ, ENGINES, START)), ("engine", (IMPORT, LOAD, WARM_UP, START))):
+        assert all(phases[role, name] > 0 for name in names), phases
+    assert phases["rollout", IMPORT] > 0 and bill["start"]["longest"] and bill["start"]["seconds"] > 0
     hours = bill["node_hours"]
     assert sum(hours.values()) == pytest.approx(bill["total"]) and hours["lost"] == 0
     assert all(hours[name] > 0 for name in ("training", "generating", "updating", "saving", "waiting", "starting")), (

@@ -33,8 +33,22 @@ from hpcrl.run.rundir import RunDir
 PREPARE = "prepare"
 ATTEMPT = "attempt"
 BEGINS = "attempt begins"
-#: any role: from its first line until it can work
+#: any role: from its first line until it can work; and what of that it spends on importing
 START = "start up"
+IMPORT = "import libraries"
+#: further parts of it, of a trainer rank: waiting for the other ranks; the model; its weights; reference, critic and
+#: the like; waiting for engines
+MEET = "meet the other ranks"
+BUILD = "build the model"
+READ = "read the weights"
+OTHERS = "prepare other models"
+ENGINES = "wait for engines"
+#: and of an engine: from its server's imports to its worker; the model with its weights; how much room is left for the
+#: cache; compiling, capturing graphs, a first pass
+CONFIGURE = "configure"
+LOAD = "load the model"
+PROFILE = "measure memory"
+WARM_UP = "compile and warm up"
 #: the process of a host: its roles, from the first start to the last end
 ROLES = "roles"
 #: a process that adds engines to a running run: which, as {number: slots} in `engines`; and when it is gone
@@ -152,9 +166,13 @@ class Timeline:
         now = self.now()
         self.add(name, now, now, **more)
 
+    def imported(self) -> None:
+        """This process has imported what it needs: what that took from its very beginning."""
+        self.add(IMPORT, process_began(), self.now())
+
     def started(self) -> None:
         """This process can work now: what it took from its very beginning, imports included."""
-        self.add(START, int(psutil.Process().create_time() * 1e6), self.now())
+        self.add(START, process_began(), self.now())
 
     def count(self, name: str, **values: float) -> None:
         """A counter's values from now on; cheap to call often: at most one a second is recorded, and only if something
@@ -234,6 +252,11 @@ class Timeline:
 
 
 NOWHERE = Timeline(None)  #: records nothing
+
+
+def process_began() -> int:
+    """When this process was made, in microseconds of unix time; to a second, as the kernel says when it was booted."""
+    return int(psutil.Process().create_time() * 1e6)
 
 
 def old_of(path: Path) -> Path:
