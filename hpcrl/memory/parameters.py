@@ -98,7 +98,8 @@ def on_stage(family: Family, config: Config, layout: Layout, stage: int, megatro
     fields = family.transformer(config)
     layers = stage_layers(fields["num_layers"], layout, stage, megatron)
     sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
-    found = [_layer(family, config, layout, bool(sparse[layer])) for layer in layers]
+    each = {has: _layer(family, config, layout, bool(has)) for has in {sparse[layer] for layer in layers}}
+    found = [each[sparse[layer]] for layer in layers]
     dense = sum(count.dense for count in found) + _ends(config, fields, layout, stage)
     return Count(dense, sum(count.expert for count in found))
 

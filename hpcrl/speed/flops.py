@@ -58,7 +58,8 @@ def model_flops(family: Family, config: Config) -> ModelFlops:
     """What the passes of a model multiply."""
     fields = family.transformer(config)
     sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
-    met = sum(_met(family, config, bool(has)) for has in sparse)
+    each = {has: _met(family, config, bool(has)) for has in set(sparse)}
+    met = sum(each[has] for has in sparse)
     pair = 4 * fields["num_attention_heads"] * fields["kv_channels"] * fields["num_layers"]
     return ModelFlops(met, config["vocab_size"] * fields["hidden_size"], pair)
 

@@ -18,7 +18,7 @@ from hpcrl.toolbox.arguments import Parser
 
 SHELLS = ("bash", "zsh", "fish")
 #: commands that take a recipe and options of a run
-OF_A_RECIPE = ("run", "submit", "plan", "rehearse", "launch", "eval", "doctor")
+OF_A_RECIPE = ("run", "submit", "plan", "rehearse", "fit", "launch", "eval", "doctor")
 #: those that take a run
 OF_A_RUN = ("status", "watch", "logs", "samples", "engines", "report", "trace", "bill", "stop", "cancel", "resume")
 _OWN = {
@@ -29,6 +29,10 @@ _OWN = {
     ],
     "plan": ["--hostfile", "--gpu", "--gpu-memory", "--host-memory", "--link-rate", "--help"],
     "rehearse": ["--site", "--gpu", "--gpu-memory", "--ranks", "--at-once", "--help"],
+    "fit": [
+        *("--site", "--time", "--layout", "--set", "--max-nodes", "--apply", "--output", "--force"),
+        *("--gpus-per-node", "--gpu", "--gpu-memory", "--host-memory", "--link-rate", "--json", "--help"),
+    ],
     "launch": ["--hostfile", "--dry-run", "--print", "--help"],
     "eval": ["--site", "--dry-run", "--help"],
     "doctor": ["--site", "--nodes", "--help"],

@@ -1,0 +1,1 @@
+"""Shapes of a run."""
