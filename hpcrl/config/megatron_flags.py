@@ -55,6 +55,7 @@ _SCALE = "there is no fp16 training"
 _BUFFERS = "hpcrl does not set up Transformer Engine's user buffers"
 _PLAN = "hpcrl's forward step gives no schedule plan"
 _ROWS = "hpcrl runs the output layer itself, for the rows that are trained on and some of them at a time"
+_LOGITS = "hpcrl's optimizer step neither clips attention logits nor has them as a metric"
 _TOGETHER = {
     INFERENCE: "flash_decode inference_rng_tracker use_inference_optimized_layers inference_fuse_tp_communication "
     "symmetric_ar_type cache_mla_latents mlp_chunks_for_prefill",
@@ -65,6 +66,7 @@ _TOGETHER = {
     _SCALE: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     _BUFFERS: "tp_comm_overlap",
     _ROWS: "defer_embedding_wgrad_compute wgrad_deferral_limit",
+    _LOGITS: "qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit",
     _PLAN: "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release",
     "the loss is computed by hpcrl, of the rows that are trained "
     "on": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
@@ -106,8 +108,8 @@ pad_buckets_for_high_nccl_busbw use_fused_weighted_squared_relu
 """
 _ENGINE = """
 apply_query_key_layer_scaling apply_rope_fusion batch_invariant_mode cpu_offloading fine_grained_activation_offloading
-fp8_param fp4_param fused_single_qkv_rope log_max_attention_logit memory_efficient_layer_norm moe_grouped_gemm
-moe_permute_fusion moe_router_fusion qk_clip use_precision_aware_optimizer use_te_activation_func use_te_rng_tracker
+fp8_param fp4_param fused_single_qkv_rope memory_efficient_layer_norm moe_grouped_gemm
+moe_permute_fusion moe_router_fusion use_precision_aware_optimizer use_te_activation_func use_te_rng_tracker
 """
 #: a setting that is on -> the part that it needs ("" is CUDA alone)
 NEEDS: dict[str, str] = (

@@ -2,8 +2,8 @@
 
     differing(records, stages) -> the first place where two ranks would wait for one another, in words; "" if none
 
-Invariant: two ranks of one pipeline stage have asked for the same, in the same order, kind by kind and, in groups that
-both are in, byte by byte; and what one stage sends, the next one receives.
+Invariant: two ranks of one pipeline stage have asked for the same, in the same order, kind by kind and byte by byte,
+but for bytes that depend on the rank's own rows; and what one stage sends, the next one receives.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.rehearsal.phases import LOGPROBS, TRAINS
 from hpcrl.rehearsal.ranks import Boundary
 
 #: whose bytes depend on what each rank has for the others
 UNEVEN = ("alltoall_base_", "alltoall_")
-#: two ranks and the kind of a group -> whether both have as many bytes for theirs
+#: (operation, phases): whose bytes depend on how many of a rank's rows are trained on
+OF_ROWS = ("allreduce_", (LOGPROBS, TRAINS))
+#: two ranks and the kind of a group -> whether as many rows are trained on in both of theirs
 Sizes = Callable[[int, int, str], bool]
 SENDS = "send"
 RECEIVES = ("recv_", "recv_any_source_")
@@ -119,7 +122,7 @@ def differing(
 
     Args:
         stages: of each rank.
-        sizes: whether two ranks have as many bytes for a group of a kind (`ranks.same_sizes`).
+        sizes: whether two ranks train on as many rows in their groups of a kind (`ranks.same_rows`).
     """
     first: dict[int, int] = {}
     for rank in sorted(records):
@@ -151,7 +154,9 @@ def _said(rank: int, call: GroupCall | None) -> str:
 
 
 def _shape(call: GroupCall, one: int, two: int, sizes: Sizes) -> tuple[str, str, int]:
-    even = call.what not in UNEVEN and sizes(one, two, call.group)
+    what, phases = OF_ROWS
+    of_rows = call.what == what and call.phase in phases
+    even = call.what not in UNEVEN and (not of_rows or sizes(one, two, call.group))
     return call.group, call.what, call.bytes if even else 0
 
 

@@ -21,10 +21,10 @@ from hpcrl.memory.training import GIB
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import local_hosts
-from hpcrl.rehearsal.findings import cache_line, engine_line, findings, lines, of_cache, of_engine
+from hpcrl.rehearsal.findings import cache_line, engine_line, findings, lines, of_cache, of_engine, unshown
 from hpcrl.rehearsal.ranks import distinct, named
 from hpcrl.rehearsal.runner import asking_engine, run_ranks
-from hpcrl.rehearsal.site_card import memory_of_card
+from hpcrl.rehearsal.site_card import memory_of_card, memory_of_engines
 
 USAGE = """\
 usage: hpcrl rehearse RECIPE.toml [--site SITE | --gpu NAME] [--ranks WHICH] [--option value ...]
@@ -33,7 +33,7 @@ Every distinct rank of the trainer builds its model and optimizer and takes a st
 no weights and hardly any memory are needed, config.json of --hf-checkpoint is. What Megatron refuses, memory that runs
 out and ranks that do not fit together are errors (docs/rehearsal.md).
 
-  --site SITE        the GPUs that the site's profile names with gpu_type
+  --site SITE        the GPUs that the site's profile names with gpu_type, for trainers and for engines
   --gpu NAME         the GPUs (docs/memory.md lists them); default: h100-sxm
   --gpu-memory GIB   what a GPU has; default: that of --gpu or --site
   --ranks WHICH      all, or numbers with commas; default: the first and the last of each distinct pipeline stage
@@ -63,18 +63,23 @@ def rehearse(argv: list[str]) -> int:
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
     refuse_settings(options, local_hosts, packages=False)
     gpu = memory_of_card(own.get("gpu-memory"), own.get("gpu"), own.get("site"))
+    engines = memory_of_engines(options, gpu, own.get("site"))
     at_once = own.get("at-once", len(os.sched_getaffinity(0)))
     wrong: list[HpcrlError] = []
     for stage, resolved in zip(recipe.stages, options, strict=True):
         if stage.name:
             print(f"# stage {stage.name}")
-        wrong += _stage(resolved, gpu, own.get("ranks"), at_once)
+        wrong += _stage(resolved, gpu, engines, own.get("ranks"), at_once)
     raise_together(wrong)
     return 0
 
 
-def _stage(options: Options, gpu: float, which: str | None, at_once: int) -> list[HpcrlError]:
-    """Print what the ranks of one stage took; what is wrong."""
+def _stage(options: Options, gpu: float, engines: float, which: str | None, at_once: int) -> list[HpcrlError]:
+    """Print what the ranks of one stage took; what is wrong.
+
+    Args:
+        gpu, engines: GiB of a GPU of the trainers, and of the engines.
+    """
     if options.debug_rollout_only:
         print("nothing is trained: no rank to rehearse")
         return []
@@ -85,13 +90,14 @@ def _stage(options: Options, gpu: float, which: str | None, at_once: int) -> lis
     with asking_engine(options) if options.num_engines else contextlib.nullcontext() as answer:
         reports = run_ranks(options, ranks, at_once)
         asked = answer() if answer else None
-    print("\n".join(lines(options, reports, gpu)))
+    print("\n".join([*lines(options, reports, gpu), *unshown(reports)]))
     if asked:
         print(engine_line(asked))
-        cache = engine_terms(options, family, config, gpu * GIB)
+        cache = engine_terms(options, family, config, engines * GIB)
         if not (asked.absent or asked.error):
             print(cache_line(options, cache, asked))
-    print(f"rehearsed: {len(ranks)} of {options.world_size} ranks in {time.monotonic() - begun:.0f} s")
+    shown = sum(not report.unshown for report in reports)
+    print(f"rehearsed: {shown} of {options.world_size} ranks in {time.monotonic() - begun:.0f} s")
     faults = findings(options, family, config, reports, gpu)
     if asked:
         faults += of_engine(asked) + of_cache(options, cache, asked)

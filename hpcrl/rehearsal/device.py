@@ -59,6 +59,8 @@ from hpcrl.rehearsal.shape_cache import ShapeCache
 
 LARGE = 1 << 20  #: elements of host memory from which on it has no content either
 PACKAGES = ("hpcrl", "megatron")  #: whose lines are named
+#: modules of Megatron with "cuda" where a CPU never comes: a table for --moe-permute-fusion, a tensor for --nccl-ub
+ON_CUDA_ALONE = ("megatron.core.transformer.moe.token_dispatcher", "megatron.core.distributed.param_and_grad_buffer")
 aten = torch.ops.aten
 prim = torch.ops.prim
 CPU = torch.device("cpu")
@@ -94,8 +96,8 @@ def install() -> None:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # type: ignore[attr-defined]
     _setup_privateuseone_for_python_backend(NAME, module)
     cpu_shim.install(NAME)
-    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    cpu_shim._retarget(dispatcher, cpu_shim.literals(NAME))  # a table that is on "cuda" with moe_permute_fusion alone
+    for module in ON_CUDA_ALONE:
+        cpu_shim._retarget(importlib.import_module(module), cpu_shim.literals(NAME))
     dist.Backend.backend_capability[BACKEND].append(NAME)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes a CPU tensor and copies it
 
@@ -184,6 +186,11 @@ class FakeDevice:
     def _answer(self, frame: FrameType) -> Answer | None:
         path, name = _short(frame.f_code.co_filename), frame.f_code.co_name
         return next((a for (end, where), a in self.answers.items() if where == name and path.endswith(end)), None)
+
+    def resized(self, memory: torch.UntypedStorage) -> None:
+        """Have it counted that a tensor's memory is of another size."""
+        if self.live is not None:
+            self.live.resized(memory)
 
     # ---- host memory
 

@@ -16,8 +16,9 @@ from hpcrl.memory.nccl import nccl_bytes
 from hpcrl.memory.training import CUDA, GIB
 from hpcrl.models.family import Config, Family
 from hpcrl.rehearsal.collectives import differing, totals, unlike_messages
-from hpcrl.rehearsal.ranks import boundaries, like, same_sizes, stages
-from hpcrl.rehearsal.reports import PHASES, RESUME, EngineReport, RankReport
+from hpcrl.rehearsal.phases import PHASES, RESUME
+from hpcrl.rehearsal.ranks import boundaries, like, same_rows, stages
+from hpcrl.rehearsal.reports import EngineReport, RankReport
 
 SHOWN = 12  #: rows of the table of collectives
 
@@ -34,12 +35,13 @@ def findings(
     options: Options, family: Family, config: Config, reports: Sequence[RankReport], gpu: float
 ) -> list[RehearsalFault]:
     """What would end the run on GPUs of `gpu` GiB."""
-    if failed := [report for report in reports if report.error]:
+    if failed := [report for report in reports if report.error and not report.unshown]:
         return _refused(failed)
+    reports = [report for report in reports if not report.error]
     found = []
     calls = {report.rank: report.calls for report in reports}
     between = boundaries(options, like(options, family, config))
-    if differs := differing(calls, stages(options), same_sizes(options)) or unlike_messages(calls, between):
+    if differs := differing(calls, stages(options), same_rows(options)) or unlike_messages(calls, between):
         found.append(RehearsalFault(differs, "the run would wait there until its distributed timeout"))
     allowed = CUDA + nccl_bytes(options)
     for report, phase, size in _fullest(reports):
@@ -52,6 +54,12 @@ def findings(
             found.append(RehearsalFault(what, f"give {change}" if change else "give the trainer more GPUs"))
             break
     return found
+
+
+def unshown(reports: Sequence[RankReport]) -> list[str]:
+    """A warning of what the rehearsal is no judge of, once for all ranks that met it."""
+    found = _refused([report for report in reports if report.error and report.unshown])
+    return [f"warn: {fault.what}{f'; {fault.hint}' if fault.hint else ''}" for fault in found]
 
 
 def of_engine(report: EngineReport) -> list[RehearsalFault]:

@@ -42,7 +42,7 @@ class DeviceBytes:
         self.peaks: dict[str, int] = {}
         self.host = self.host_peak = 0
         self._phase = "start"
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, tuple[int, bool]] = {}  # storage -> bytes, and whether it is the host's
 
     def __enter__(self) -> DeviceBytes:
         self._device.live = self
@@ -75,15 +75,20 @@ class DeviceBytes:
         finally:
             self._phase = before
 
+    def resized(self, memory: torch.UntypedStorage) -> None:
+        """Count memory that was given back, or taken again, under its tensors."""
+        if memory._cdata in self._sizes:
+            self._count(memory, self._sizes[memory._cdata][1])
+
     def _count(self, memory: torch.UntypedStorage, host: bool) -> None:
         key, size = memory._cdata, memory.nbytes()
         known = self._sizes.get(key)
-        if known == size:
-            return
         if known is None:
             weakref.finalize(memory, self._gone, key, host)
-        self._sizes[key] = size
-        self._add(size - (known or 0), host)
+        elif known[0] == size:
+            return
+        self._sizes[key] = size, host
+        self._add(size - (known[0] if known else 0), host)
 
     def _add(self, size: int, host: bool) -> None:
         if host:
@@ -94,4 +99,4 @@ class DeviceBytes:
         self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.now)
 
     def _gone(self, key: int, host: bool) -> None:
-        self._add(-self._sizes.pop(key, 0), host)
+        self._add(-self._sizes.pop(key, (0, host))[0], host)

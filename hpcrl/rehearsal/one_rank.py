@@ -26,7 +26,8 @@ from hpcrl.rehearsal.collectives import Recorder
 from hpcrl.rehearsal.device import FakeDevice, join
 from hpcrl.rehearsal.files_and_weights import export, load_nothing
 from hpcrl.rehearsal.live_bytes import DeviceBytes
-from hpcrl.rehearsal.reports import LOGPROBS, PHASES, RESUME, SAVE, START, STEP, TRAINS, UPDATE, RankReport
+from hpcrl.rehearsal.phases import LOGPROBS, PHASES, RESUME, SAVE, START, STEP, TRAINS, UPDATE
+from hpcrl.rehearsal.reports import RankReport
 
 Phase = Callable[[str], AbstractContextManager[None]]
 

@@ -16,9 +16,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.config.options import Options
-from hpcrl.errors import HpcrlError
-from hpcrl.rehearsal.refusals import explained
-from hpcrl.rehearsal.reports import RankReport
+from hpcrl.rehearsal.refusals import refused
 from hpcrl.run.gpu_environment import Where, missing, wanted
 from hpcrl.untrusted_files import read_regular
 
@@ -67,11 +65,8 @@ def _rank(options: Options, rank: int, directory: Path) -> None:
     os.dup2(said, 2)
     try:
         report = rehearse(options, rank)
-    except HpcrlError as error:
-        report = RankReport(rank, error=error.what, hint=error.hint or "")
     except BaseException as error:  # noqa: BLE001  (told to the user)
-        what, hint = explained(error, options)
-        report = RankReport(rank, error=what, hint=hint)
+        report = refused(rank, error, options)
     (directory / f"rank-{rank}.json").write_bytes(msgspec.json.encode(report))
     os._exit(0)
 

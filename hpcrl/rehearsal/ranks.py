@@ -78,16 +78,16 @@ def boundaries(options: Options, same: list[int]) -> list[Boundary]:
     return found
 
 
-def same_sizes(options: Options) -> Callable[[int, int, str], bool]:
-    """Whether two ranks have as many bytes for their groups of a kind: ranks of other context places hold other rows of
-    each sample, of which more or fewer are trained on, and need agree in the groups that both are in alone."""
+def same_rows(options: Options) -> Callable[[int, int, str], bool]:
+    """Whether two ranks train on as many rows in their groups of a kind: ranks of other context places hold other rows
+    of each sample, of which more or fewer are trained on, and need agree in the groups that both are in alone."""
     groups = planned(options)
     place = {rank: where for group in groups["cp"] for where, rank in enumerate(group)}
 
     def same(one: int, two: int, kind: str) -> bool:
-        if place[one] == place[two] or kind == "world":
+        if place[one] == place[two] or kind not in groups:  # others are called by their ranks: both are in it
             return True
-        return any(one in group and two in group for group in groups.get(kind, ()))
+        return any(one in group and two in group for group in groups[kind])
 
     return same
 

@@ -7,6 +7,7 @@ Invariant: what is replaced is put back as it was.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,8 @@ class WaitRecorder(Protocol):
     def is_pinned(self, tensor: torch.Tensor) -> bool: ...
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def resized(self, memory: torch.UntypedStorage) -> None: ...
 
 
 def replace_all(owner: WaitRecorder, packages: frozenset[str]) -> Callable[[], None]:
@@ -69,6 +72,7 @@ def replace_all(owner: WaitRecorder, packages: frozenset[str]) -> Callable[[], N
         (writers, "_write_file", in_thread),
         (torch.cuda.nccl, "version", lambda: (2, 29, 7)),  # torch asks as a checkpoint is loaded
         (host_memory, "is_plain", lambda tensor: type(tensor) in (torch.Tensor, FakeTensor)),
+        *_of_memory(owner),
         (torch.nn.Module, "_apply", _apply),
         (torch.Tensor, "record_stream", lambda *_: None),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
@@ -91,6 +95,26 @@ def replace_all(owner: WaitRecorder, packages: frozenset[str]) -> Callable[[], N
             delattr(target, name) if value is None else setattr(target, name, value)
 
     return back
+
+
+def _of_memory(owner: WaitRecorder) -> list[tuple[Any, str, Any]]:
+    """What gives and takes memory past the operations: NCCL's (--nccl-ub), whose library is not built here, is as much
+    as any other."""
+    from megatron.core import nccl_allocator
+
+    resize = torch.UntypedStorage.resize_
+
+    def resized(memory: torch.UntypedStorage, size: int) -> Any:
+        found = resize(memory, size)
+        owner.resized(memory)
+        return found
+
+    return [
+        (torch.UntypedStorage, "resize_", resized),
+        (nccl_allocator, "init", lambda: None),
+        (nccl_allocator, "create_nccl_mem_pool", lambda *_, **__: None),
+        (nccl_allocator, "nccl_mem", lambda *_, **__: nullcontext()),
+    ]
 
 
 def of_numbers(owner: WaitRecorder, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

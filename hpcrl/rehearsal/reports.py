@@ -9,15 +9,6 @@ import msgspec
 
 from hpcrl.rehearsal.collectives import GroupCall
 
-START = "start"
-RESUME = "resume"
-LOGPROBS = "log-probs"
-TRAINS = "forward and backward"
-STEP = "optimizer step"
-SAVE = "save"
-UPDATE = "weight update"
-PHASES = (START, RESUME, LOGPROBS, TRAINS, STEP, SAVE, UPDATE)
-
 
 class RankReport(msgspec.Struct):
     """What one rank took.
@@ -29,6 +20,7 @@ class RankReport(msgspec.Struct):
         parts: what its model runs with.
         error: why it could not take its step, and where; "" if it could.
         hint: what to do.
+        unshown: whether that is a limit of the rehearsal, and nothing that a run would refuse.
         seconds: that it took here.
     """
 
@@ -41,6 +33,7 @@ class RankReport(msgspec.Struct):
     parts: str = ""
     error: str = ""
     hint: str = ""
+    unshown: bool = False
     seconds: float = 0.0
 
 

@@ -17,6 +17,7 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.rehearsal.refusals import UNKNOWN
 from hpcrl.rehearsal.reports import EngineReport, RankReport
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import read_json, read_regular
@@ -96,5 +97,6 @@ def _read(directory: Path, rank: int, said: str) -> RankReport:
         if own.exists():
             said = read_regular(own).decode(errors="replace") or said
         words = " ".join(said.split())[-LAST_WORDS:]
-        return RankReport(rank, error=f"its process died: {words}" if words else "its process died")
+        died = f"its process died: {words}" if words else "its process died"
+        return RankReport(rank, error=died, hint=UNKNOWN, unshown=True)
     return read_json(path, RankReport, most=LARGEST)

@@ -1,11 +1,14 @@
 """What a GPU of a rehearsal has: by --gpu-memory, by the name of the GPU, or by the profile of a site.
 
-Invariant: a profile that says nothing of its GPUs is an error, never a guess; of several cards that have the type of
-its name, the one with least memory counts.
+Invariants: a profile that says nothing of its GPUs is an error, never a guess; of several cards that have the type of
+its name, the one with least memory counts; engines have the trainers' GPUs only where they are on nodes of that kind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.site import load_site
 from hpcrl.speed.cards import CARDS, DEFAULT, named
@@ -22,10 +25,28 @@ def memory_of_card(memory: float | None, gpu: str | None, site: str | None) -> f
     if memory is not None or gpu is not None:
         other = "--gpu" if gpu is not None else "--gpu-memory"
         raise UsageError(f"--site {site} has no effect with {other}", "give one of them")
-    found = getattr(load_site(site).trainer, "gpu_type", None)
+    return _of_component(site, "trainer")
+
+
+def memory_of_engines(stages: Iterable[Options], trainers: float, site: str | None) -> float:
+    """GiB of a GPU of the engines, where the trainers' have so many.
+
+    Raises:
+        UsageError: for a site whose engines have nodes of their own, of which it names no GPU.
+    """
+    apart = any(options.num_engines and not options.colocate for options in stages)
+    if site is None or not apart:
+        return trainers
+    engine = load_site(site).engine
+    return trainers if engine == type(engine)() else _of_component(site, "engine")
+
+
+def _of_component(site: str, component: str) -> float:
+    found = getattr(getattr(load_site(site), component), "gpu_type", None)
     if not found:
         raise UsageError(
-            f"--site {site} has no effect: its [trainer] names no gpu_type", "give --gpu, or write gpu_type into it"
+            f"--site {site} has no effect: its [{component}] names no gpu_type",
+            "give --gpu, or write gpu_type into it",
         )
     return least(found, site)
 

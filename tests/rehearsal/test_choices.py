@@ -13,11 +13,12 @@ from hpcrl.errors import UsageError
 from hpcrl.memory.engine import EngineTerms
 from hpcrl.models.family import find_family
 from hpcrl.rehearsal.batch import SHORTEST, micro_batches, rehearsed, share_of
-from hpcrl.rehearsal.findings import cache_line, findings, lines, of_cache
+from hpcrl.rehearsal.findings import cache_line, findings, lines, of_cache, unshown
 from hpcrl.rehearsal.ranks import boundaries, distinct, like, named, stages
-from hpcrl.rehearsal.refusals import explained, flags_of
+from hpcrl.rehearsal.refusals import explained, flags_of, refused
 from hpcrl.rehearsal.reports import EngineReport, RankReport
-from hpcrl.rehearsal.site_card import memory_of_card
+from hpcrl.rehearsal.site_card import memory_of_card, memory_of_engines
+from hpcrl.rehearsal.stand_ins.transformer_engine import FusedAdam
 from tests.support.published_models import MODELS
 
 LARGE: dict[str, Any] = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 8}
@@ -75,6 +76,23 @@ def test_memory_of_a_sites_gpus(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="gpu_type"):
             memory_of_card(None, None, str(site))
     assert memory_of_card(24.0, None, None) == 24.0 and memory_of_card(None, "l40s", None) == 48.0
+
+
+def test_memory_of_a_sites_engines(tmp_path: Path) -> None:
+    """Their own gpu_type says it, or the trainers' where they have no nodes of their own; nodes without one are an
+    error, unless no engine is there."""
+    site = tmp_path / "s.toml"
+    trainers = '[trainer]\ngpu_type = "h200"\n'
+    apart, shared = [options(rollout_num_gpus=8)], [options(colocate=True)]
+    site.write_text(trainers)
+    assert memory_of_engines(apart, 141.0, str(site)) == 141.0 and memory_of_engines(apart, 24.0, None) == 24.0
+    site.write_text(f'{trainers}[engine]\npartition = "small"\ngpu_type = "l40s"\n')
+    assert memory_of_engines(apart, 141.0, str(site)) == 48.0
+    assert memory_of_engines(shared, 141.0, str(site)) == 141.0, "on the trainers' GPUs"
+    site.write_text(f'{trainers}[engine]\npartition = "small"\n')
+    with pytest.raises(UsageError, match="engine"):
+        memory_of_engines(apart, 141.0, str(site))
+    assert memory_of_engines(shared, 141.0, str(site)) == 141.0
 
 
 def test_a_cache_holds_the_longest_request() -> None:
@@ -170,3 +188,31 @@ def test_a_limit_of_the_rehearsal_is_none_of_the_run() -> None:
     for error in (MemoryError("1 GiB"), DataDependentOutputException("aten.item")):
         what, hint = explained(error, options())
         assert "refuses" not in what and type(error).__name__ in what and hint
+
+
+def test_what_a_rehearsal_cannot_show() -> None:
+    """What a stand-in has not, or what asks for the GPU itself, is a warning, and the other ranks are judged; what
+    Megatron's classes refuse stays an error, and so does a machine that has not enough memory."""
+    given = options(megatron={"fp8": "hybrid"})
+    lacking = AttributeError("type object 'Format' has no attribute 'HYBRID'", name="HYBRID", obj=FusedAdam)
+    for error, opts in (
+        (lacking, options()),
+        (AssertionError("Torch not compiled with CUDA enabled"), options()),
+        (ImportError("cannot import", name="transformer_engine.pytorch.new"), options()),
+        (TypeError("GroupedLinear.__init__() got an unexpected keyword argument 'x'"), options()),
+        (ValueError("no recipe"), given),
+    ):
+        found = refused(3, error, opts)
+        assert found.unshown, error
+        assert not findings(opts, *glm(), [found, report(0, 40)], 80.0)
+        assert findings(opts, *glm(), [found, report(0, 90)], 80.0)
+        (line,) = unshown([found])
+        assert line.startswith("warn: rank 3")
+    assert "--fp8-format hybrid" in refused(3, ValueError("no recipe"), given).hint
+    wrong = UsageError("a class refuses it")
+    wrong.__cause__ = ValueError("no")
+    for error in (wrong, ValueError("no"), TypeError("f() got an unexpected"), MemoryError("1 GiB")):
+        assert not refused(3, error, options()).unshown, error
+    assert not refused(3, wrong, given).unshown
+    wrong.__cause__ = AssertionError("Torch not compiled with CUDA enabled")
+    assert refused(3, wrong, options()).unshown

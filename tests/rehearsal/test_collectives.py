@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.rehearsal.collectives import GroupCall, differing, totals, unlike_messages
-from hpcrl.rehearsal.ranks import Boundary, same_sizes
+from hpcrl.rehearsal.ranks import Boundary, same_rows
 
 STAGES = {0: 0, 1: 0, 2: 1, 3: 1}
 
@@ -55,15 +57,33 @@ def test_a_fault_is_found(rank: int, at: int, planted: GroupCall | None, said: s
 
 
 def test_rows_of_other_context_places() -> None:
-    """Ranks of other context places may have other bytes, but for groups that both are in, and never another order."""
+    """Ranks of other context places may sum other rows, but in groups that both are in; all else is compared, and so is
+    the order."""
     opts = Options(hf_checkpoint="x", tensor_model_parallel_size=2, context_parallel_size=2, actor_num_gpus_per_node=4)
-    same = same_sizes(opts)
+    same = same_rows(opts)
     assert same(0, 1, "tp") and same(0, 2, "cp") and same(0, 3, "world") and not same(0, 3, "tp")
+    assert same(0, 3, "of ranks 0,1,2,3"), "a group that is named by its ranks is one of both"
     one, two = [call(), call("cp")], [call(size=60), call("cp")]
     stage = {0: 0, 1: 0, 3: 0}
     assert differing({0: one, 3: two}, stage, same) == ""
     assert "collective 1" in differing({0: one, 1: two}, stage, same)
     assert "collective 1" in differing({0: one, 3: two[::-1]}, stage, same)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: call("of ranks 0,1,2,3", size=size),
+        lambda size: call("tp", "allgather_", size),
+        lambda size: GroupCall("tp", "allreduce_", size, -1, "optimizer step"),
+    ],
+)
+def test_bytes_of_other_context_places(make: Callable[[int], GroupCall]) -> None:
+    """What does not depend on the rows of a rank, or is in a group of both, has as many bytes at every context place."""
+    opts = Options(hf_checkpoint="x", tensor_model_parallel_size=2, context_parallel_size=2, actor_num_gpus_per_node=4)
+    stage = {0: 0, 3: 0}
+    assert differing({0: [make(64)], 3: [make(64)]}, stage, same_rows(opts)) == ""
+    assert "60 bytes" in differing({0: [make(64)], 3: [make(60)]}, stage, same_rows(opts))
 
 
 def test_another_order_is_found() -> None:

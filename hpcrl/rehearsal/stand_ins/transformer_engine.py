@@ -160,7 +160,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "pytorch.fp8": {"FP8GlobalStateManager": _Fp8State, "fp8_autocast": nullcontext, "fp8_model_init": nullcontext},
     "pytorch.distributed": {
         "CudaRNGStatesTracker": _RandomStates,
-        "activation_recompute_forward": nullcontext,
+        "activation_recompute_forward": lambda **_: nullcontext(),
         "checkpoint": None,
     },
     "pytorch.tensor": _types("QuantizedTensor"),

@@ -104,3 +104,21 @@ def test_it_holds_every_family(tmp_path: Path, layout: str) -> None:
     paths = [str(families.make(tmp_path / f"{kind}{odd}", kind, odd)) for kind in families.SIZES for odd in (0, 1)]
     for path, (size, where) in on_fake_device(held, paths, layout).items():
         assert size > 50_000 and where == {"acc:0"}, path
+
+
+def given_back() -> list[int]:
+    """Bytes on the device: of a tensor, without its memory, with it again."""
+    from hpcrl.rehearsal.live_bytes import DeviceBytes
+
+    with fake_device.FakeDevice() as device, DeviceBytes(device) as live:
+        kept = torch.empty(1000, device=fake_device.device())
+        found = [live.now]
+        for size in (0, 4000):
+            kept.untyped_storage().resize_(size)
+            found.append(live.now)
+    return found
+
+
+def test_memory_that_is_given_back_counts() -> None:
+    """What a recomputation takes from a tensor that stays is free meanwhile."""
+    assert on_fake_device(given_back) == [4000, 0, 4000]
