@@ -38,11 +38,11 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
   hpcrl status [RUN]                           what runs are doing: all of them, one in full, or a sweep as a table
   hpcrl runs [--clean]                         where runs are; those that never came to a step
-  hpcrl watch RUN                              the status of one run, live, until it ends
+  hpcrl watch RUN [--web]                      the status of one run, live, until it ends; its report in a browser
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
   hpcrl engines RUN                            its engines; engines add, remove, serve: more, one less, one of no run
-  hpcrl report RUN [-o FILE]                   one HTML file: curves, timeline, what it cost, samples
+  hpcrl report RUN [-o FILE]                   one HTML file: curves, timeline, cost, samples; of several runs: compared
   hpcrl trace RUN; hpcrl bill RUN              what every process did when, for Perfetto; what node-hours went into
   hpcrl sync RUN --to wandb|trackio|mlflow     send its curves, options and samples there, from where there is a network
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once

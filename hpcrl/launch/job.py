@@ -32,6 +32,7 @@ from hpcrl.launch.attempts.attempt import LOOK, Backend
 from hpcrl.launch.attempts.headway import check_headway
 from hpcrl.launch.attempts.loop import Leave, StageAttempts, stay
 from hpcrl.launch.attempts.observing import observe
+from hpcrl.launch.code.commit import commit_of
 from hpcrl.launch.code.snapshot import begin_code, note_changed_scripts
 from hpcrl.launch.preflight import (
     NOTHING,
@@ -226,7 +227,9 @@ def begin_job(
         say(f"note: user {found[1]} can replace {root}: {found[0]} belongs to that user")
     try:
         begin_code(root, job.stages, recipe.prepare_commands(root, job.overrides), pythonpath, runs_here)
-        write_recipe_file(root, RecipeFile(job.identity, str(recipe.path), job.overrides), recipe.text)
+        write_recipe_file(
+            root, RecipeFile(job.identity, str(recipe.path), job.overrides, commit_of(recipe.path.parent)), recipe.text
+        )
     except BaseException:
         _discard(root, made)
         raise

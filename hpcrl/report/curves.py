@@ -31,6 +31,7 @@ class Panel:
     title: str
     metrics: dict[str, str]
     axis: str = ""  #: "share": 0 to 1 if the values are; "zero": begins at 0; "log"; "": as the values want it
+    noise: float = 0.0  #: values that differ by no more than this say nothing
 
 
 PANELS = (
@@ -38,7 +39,7 @@ PANELS = (
     Panel("held-out accuracy", {"*": "eval/*/accuracy"}, "share"),
     Panel("response length, tokens", {"": "rollout/response_len/mean"}, "zero"),
     Panel("entropy, nats", {"": "train/entropy_loss"}, "zero"),
-    Panel("loss", {"": "train/loss"}),
+    Panel("loss", {"": "train/loss"}, noise=1e-6),
     Panel("token accuracy", {"": "train/token_accuracy"}, "share"),
     Panel("gradient norm", {"": "train/grad_norm"}, "zero"),
     Panel(

@@ -43,6 +43,7 @@ class TrainerPeer(Peer, tag="trainer"):
         total: rollouts of the whole run.
         device: what the driver calls its GPU, "" for a CPU.
         tflops: what that is rated for in BF16; 0 where it is not known.
+        versions: of the packages that it works with.
     """
 
     role: ClassVar[str] = "trainer"
@@ -50,6 +51,7 @@ class TrainerPeer(Peer, tag="trainer"):
     total: Count
     device: str = ""
     tflops: float = 0.0
+    versions: dict[str, str] = {}
 
 
 class StorePeer(Peer, tag="store"):

@@ -37,11 +37,13 @@ class RecipeFile(msgspec.Struct, frozen=True):
         path: where the recipe was.
         overrides: what the flags set, by option, or by STAGE.option where it counts in that stage alone.
         identity: of this run alone.
+        commit: that is checked out around the recipe, "" for none.
     """
 
     identity: str
     path: str
     overrides: dict[str, Any] = {}
+    commit: str = ""
 
 
 def is_run(root: Path) -> bool:

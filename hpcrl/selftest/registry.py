@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from hpcrl.doctor.packages import version
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.run.peers import PublishedRecords
 from hpcrl.run.rundir import write_atomic
 from hpcrl.selftest import checks
+from hpcrl.toolbox.installed import version
 from hpcrl.toolbox.plugins import PluginFolder
 from hpcrl.untrusted_files import touch
 

@@ -33,6 +33,7 @@ from hpcrl.run.rundir import write_atomic
 from hpcrl.run.storage_errors import PATIENCE
 from hpcrl.run.summary import Summary, write_summary
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.installed import versions
 from hpcrl.untrusted_files import Damaged, read_json
 
 POSITION = "position.json"  #: in the run directory
@@ -56,7 +57,7 @@ class RolloutDriver:
         self.total: int = self._ask("begin", rollout_id=self.rollout_id, state=at["state"])["num_rollout"]
         self.log.truncate(self.rollout_id)
         self._name_weights()
-        publish(context.rundir, TrainerPeer(start=self.rollout_id, total=self.total))
+        publish(context.rundir, TrainerPeer(start=self.rollout_id, total=self.total, versions=versions()))
         self.timeline.started()
         self.timeline.mark(READY, rollout_id=self.rollout_id)
 

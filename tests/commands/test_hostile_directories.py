@@ -24,7 +24,7 @@ from hpcrl.launch.attempts.headway import check_headway, position
 from hpcrl.launch.broken_hosts import broken_hosts
 from hpcrl.plain_text import strip_control
 from hpcrl.queue.auth import http_key
-from hpcrl.report.html_page import recipe_text
+from hpcrl.report.page.one_run import recipe_text
 from hpcrl.report.run_files import StageFiles
 from hpcrl.report.timeline.reading import read_tracks
 from hpcrl.report.timeline.run_spending import hosts_of

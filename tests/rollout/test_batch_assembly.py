@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.report.html_page import own_metrics
+from hpcrl.report.page.panels import own_metrics
 from hpcrl.rollout.batch_assembly import Rollout, ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.prompts.prompt_files import Prompt, PromptFile
 from hpcrl.rollout.prompts.prompt_source import Group, PromptSource

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from hpcrl.cli import main
-from hpcrl.report.html_page import own_metrics
 from hpcrl.report.log_archive import archive_of
+from hpcrl.report.page.panels import own_metrics
 from hpcrl.report.timeline.reading import read_stage
 from hpcrl.report.timeline.spans import (
     BUILD,

@@ -30,6 +30,8 @@ PROGRAMS = {
     "ip": "iproute2",
     "shellcheck": "shellcheck",
 }
+#: for the tests of pages, which are skipped without it
+BROWSER = "chromium"
 POLICY = Path("/usr/sbin/policy-rc.d")
 
 
@@ -60,6 +62,9 @@ def reason() -> str | None:
 def main(*, install: bool) -> int:
     """Say what is missing or install it.  0 if nothing is missing at the end or nothing could be done about it."""
     lacking = missing()
+    if install and shutil.which(BROWSER) is None and os.geteuid() == 0 and shutil.which("apt-get"):
+        print(f"installing a browser for the tests of pages: {BROWSER}", flush=True)
+        install_packages(BROWSER)
     if not lacking:
         return 0
     if not install or os.geteuid() != 0 or shutil.which("apt-get") is None:

@@ -15,6 +15,7 @@ from hpcrl.queue.share_format import Share
 from hpcrl.run.peers import TrainerPeer
 from hpcrl.speed.cards import Card, of_device
 from hpcrl.speed.flops import model_flops, pairs
+from hpcrl.toolbox.installed import versions
 from hpcrl.trainer.megatron.model import Policy
 
 
@@ -31,7 +32,13 @@ def card_of(device: torch.device) -> Card | None:
 def ready_peer(device: torch.device, start: int, total: int) -> TrainerPeer:
     """What rank 0 says once it is about to train."""
     card = card_of(device)
-    return TrainerPeer(start=start, total=total, device=device_name(device), tflops=card.tflops if card else 0.0)
+    return TrainerPeer(
+        start=start,
+        total=total,
+        device=device_name(device),
+        tflops=card.tflops if card else 0.0,
+        versions=versions(),
+    )
 
 
 def operations(policy: Policy, options: Options, share: Share, trained: bool) -> float:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpcrl.config.eval_sets import EvalSet, eval_sets
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.report.html_page import own_metrics
+from hpcrl.report.page.panels import own_metrics
 from hpcrl.rollout.evaluation.evaluator import interval, majority, pass_at_k, pass_rates, results, sampling_of, wilson
 from hpcrl.sample import COMPLETED, TRUNCATED, Sample
 from tests.support.shares import plain_sample

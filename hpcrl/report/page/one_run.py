@@ -1,4 +1,4 @@
-"""The report of a run: its numbers, curves, timeline, costs and samples, filled into page.html.j2.
+"""The report of a run: its numbers, curves, timeline, costs and samples, filled into run.html.j2.
 
 Invariants: it only reads; whatever a prompt, a response, an error or a name holds is shown as text, and control
 characters and those that turn the direction of text as visible signs; the size of the page does not grow with the
@@ -7,63 +7,67 @@ length of the run.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from hpcrl.report.closing_line import held_out, remarks
-from hpcrl.report.curves import PANELS, Panel, series
+from hpcrl.report.curves import Curves
 from hpcrl.report.metrics import read_metrics
+from hpcrl.report.page.charts import chart
+from hpcrl.report.page.how_it_ran import how_it_ran
+from hpcrl.report.page.panels import drawn_and_flat
+from hpcrl.report.page.rendering import render
+from hpcrl.report.page.timeline_picture import KINDS, Bar, clock, timeline
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import Status
 from hpcrl.report.sample_records import Look, held_out_sets, read_looks, steps_of
 from hpcrl.report.sample_view import after_steps, as_text, choose, head_lines, visible
 from hpcrl.report.status_text import fault_rows, speed_rows
-from hpcrl.report.svg import FILL, Bar, chart, clock, timeline
 from hpcrl.report.timeline.accounting import Spent, rows
 from hpcrl.report.timeline.reading import Track
 from hpcrl.report.timeline.run_spending import Recorded, spending
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
 from hpcrl.report.timeline.startup import cells, headline, startup
 from hpcrl.run.attempt_log import Fault
-from hpcrl.untrusted_files import read_given, read_regular
+from hpcrl.untrusted_files import read_regular
 
 #: tracks in a picture; steps in the closer one; samples of each kind
 MOST_TRACKS = 40
 STEPS = 4
 SAMPLES = 3
+EARLIER = 8  #: steps before the last that samples are shown of
 LONGEST = 20_000  #: characters of a prompt or a response that are shown
 
 
-def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None) -> str:
+def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None, refresh: int = 0) -> str:
     """The HTML of a run.
 
     Args:
         recipe: its text.
+        refresh: seconds after which a browser asks for it again; 0: never.
     """
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(read_given(Path(__file__).with_name("page.html.j2")))
     spent = spending(run, recorded)
     shown = views(recorded, [fault for stage in run.stages for fault in stage.faults])
     start = startup(recorded)
     hidden = max(0, len({track.name for track in recorded.tracks}) - MOST_TRACKS)
-    return template.render(
+    return render(
+        "run.html.j2",
+        refresh=refresh,
         title=visible(run.root.name),
         subtitle=f"{status.phase}, as of {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
         message=visible(status.message),
         facts=list(facts(run, status, spent)),
-        stages=[{"name": visible(stage.name), "charts": charts(stage)} for stage in run.stages],
+        stages=[charts(stage) for stage in run.stages],
         views=shown,
-        fills=list(FILL.items()),
+        kinds=KINDS,
         more=f" {hidden} more tracks are in the run's trace: hpcrl trace" if hidden else "",
         bill=rows(spent),
         bill_note=bill_note(spent),
         start=start and {"head": headline(start), "cells": cells(start)},
         samples=list(samples(run)),
+        ran=how_it_ran(run),
         recipe=None if recipe is None else visible(recipe),
     )
 
@@ -94,16 +98,24 @@ def facts(run: Run, status: Status, spent: Sequence[Spent]) -> Iterator[tuple[st
         yield "allocated", f"{clock(held)}, {float(sum(one.total for one in spent)):.4g} node-hours"
 
 
-def charts(stage: StageFiles) -> list[Any]:
-    """A picture of every panel that the stage has numbers for."""
+def charts(stage: StageFiles) -> dict[str, Any]:
+    """The pictures of a stage's numbers, and what stays the same."""
     found = list(read_metrics(stage.root / "metrics.jsonl"))
-    shown = ((panel, series(found, panel.metrics)) for panel in panels(found))
-    drawn = [chart(visible(panel.title), curves, panel.axis) for panel, curves in shown if curves]
-    if tokens := tokens_by_version(found):
-        drawn.append(
-            chart("tokens by the policy version that sampled them", {"": (list(tokens), list(tokens.values()))}, "zero")
-        )
-    return drawn
+    shown, flat = drawn_and_flat(found)
+    drawn = [chart(visible(panel.title), clean(curves), panel.axis) for panel, curves in shown]
+    if len(tokens := tokens_by_version(found)) > 1:
+        points = (list(tokens), list(tokens.values()))
+        drawn.append(chart("tokens by the policy version that sampled them", {"": points}, "zero"))
+    return {
+        "name": visible(stage.name),
+        "charts": drawn,
+        "flat": [(visible(title), visible(text)) for title, text in flat],
+    }
+
+
+def clean(curves: Curves) -> Curves:
+    """The curves under labels that a page may show."""
+    return {visible(label): points for label, points in curves.items()}
 
 
 def tokens_by_version(found: Sequence[dict[str, Any]]) -> dict[float, float]:
@@ -189,31 +201,56 @@ def bars(tracks: Sequence[Track]) -> list[tuple[str, list[Bar]]]:
 
 
 def samples(run: Run) -> Iterator[dict[str, Any]]:
-    """The best, the worst and some of the last step that there are samples of, and the worst of each last
-    evaluation."""
+    """Of the last stage that has any: the best, the worst and others of its last step, the worst of each last
+    evaluation, and folded up the best and the worst of steps before."""
     for stage in reversed(run.stages):
         numbers = steps_of(stage.root)
         if not numbers:
             continue
-        step = numbers[-1]
-        for which, title in (("best", "the greatest reward"), ("worst", "the least reward"), ("first", "the first")):
-            found = choose(read_looks(stage.root, step), which, SAMPLES)
-            yield {"title": f"Step {step}: {title}", "samples": [_sample(look) for look in found]}
+        yield from _of_step(stage, numbers[-1])
         for name in held_out_sets(stage.root):
             if after := steps_of(stage.root, name):
                 found = choose(read_looks(stage.root, after[-1], name), "worst", SAMPLES)
-                title = f"Evaluation {visible(name)} {after_steps(after[-1])}: the least reward"
-                yield {"title": title, "samples": [_sample(look) for look in found]}
+                yield _part(f"Evaluation {visible(name)} {after_steps(after[-1])}: the least reward", found)
+        for step in spread(numbers[:-1], EARLIER):
+            looks = list(read_looks(stage.root, step))
+            found = [*choose(looks, "best", 1), *choose(looks, "worst", 1)]
+            yield _part(f"Step {step}: the greatest and the least reward", found, folded=True)
         return
 
 
-def _sample(look: Look) -> dict[str, Any]:
-    head = " ".join("".join(word.text for word in line) for line in head_lines(look.record, look.trained, ""))
+def _of_step(stage: StageFiles, step: int) -> Iterator[dict[str, Any]]:
+    looks = list(read_looks(stage.root, step))
+    known: set[int] = set()
+    for which, title in (("best", "the greatest reward"), ("worst", "the least reward"), ("first", "others")):
+        left = [look for look in looks if look.at not in known]
+        if found := choose(left, which, SAMPLES):
+            known |= {look.at for look in found}
+            yield _part(f"Step {step}: {title}", found)
+
+
+def spread(numbers: Sequence[int], count: int) -> list[int]:
+    """`count` of them, from the first to the last."""
+    if len(numbers) <= count:
+        return list(numbers)
+    return [numbers[round(i * (len(numbers) - 1) / (count - 1))] for i in range(count)]
+
+
+def _part(title: str, found: Sequence[Look], folded: bool = False) -> dict[str, Any]:
+    return {"title": title, "folded": folded, "samples": [as_fields(look) for look in found]}
+
+
+def as_fields(look: Look) -> dict[str, Any]:
+    """A sample as the page shows it: its numbers, and its texts by name."""
+    words = [word.text.strip(" ,;") for line in head_lines(look.record, look.trained, "") for word in line]
     fields = [("prompt", as_text(look.record.prompt))]
     if look.record.label is not None:
         fields.append(("label", as_text(look.record.label)))
     fields.append(("response", look.record.response))
-    return {"head": head, "fields": [(name, _short(visible(text))) for name, text in fields]}
+    return {
+        "head": [word for word in words if word],
+        "fields": [(name, _short(visible(text))) for name, text in fields],
+    }
 
 
 def _short(text: str) -> str:
@@ -226,81 +263,3 @@ def recipe_text(root: Path) -> str | None:
         return read_regular(root / "recipe.toml").decode(errors="replace")
     except OSError:
         return None
-
-
-# ---- panels
-
-MOST = 40  #: panels of the user's own metrics
-#: what the page shows in addition to the panels of curves.png
-MORE = (
-    Panel("groups whose rewards are all equal", {"": "rollout/zero_std"}, "share"),
-    Panel("idle share", {"trainer": "perf/wait_time_ratio", "engines": "perf/engine_idle_ratio"}, "share"),
-    Panel("staleness, policy versions", {"mean": "staleness/mean", "max": "staleness/max"}, "zero"),
-    Panel("share of tokens by age, policy versions", {"*": "staleness/share/*"}, "share"),
-    Panel(
-        "tokens per second and GPU",
-        {
-            "sampled": "perf/tokens_per_sec_per_gpu",
-            "trained": "perf/train_tokens_per_sec_per_gpu",
-            "whole step": "perf/step_tokens_per_sec_per_gpu",
-        },
-        "log",
-    ),
-    Panel("MFU of training", {"": "perf/mfu"}, "share"),
-    Panel("requests in flight", {"mean": "perf/requests_in_flight", "max": "perf/requests_in_flight_max"}, "zero"),
-    Panel(
-        "seconds of a weight update",
-        {"all": "perf/update_weights_time", "engines pause": "perf/update_weights_pause_time"},
-        "zero",
-    ),
-    Panel("responses cut off", {"": "rollout/truncated_ratio"}, "share"),
-)
-
-#: metrics that hpcrl itself logs, those of a held-out set without eval/NAME/ before them
-_OURS = re.compile(
-    r"rollout_id|time|policy_version|(?:data|perf|train|staleness)/.*|rollout/(?:reward|raw_reward|reward_errors|reward_timeouts|"
-    r"truncated_ratio|zero_std|opd_teacher_errors|opd_reverse_kl|requests_limit|(?:ref_|teacher_)?log_probs|values|advantages|returns|"
-    r"response_len/.*|reward/.*|groups_.*|dynamic_filter/.*)"
-)
-_OURS_HELD_OUT = re.compile(
-    r"accuracy|ci_low|ci_high|n|dropped|response_len|reward_errors|reward_timeouts|truncated_ratio|policy_version.*|majority@\d+|"
-    r"pass@\d+|reward/.*"
-)
-
-
-def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
-    """Every panel that these records may have numbers for, in the order of the page."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    failed = [name for name in names if re.fullmatch(r"(?:rollout|eval/.+)/reward_(?:errors|timeouts)", name)]
-    failing = {name.removesuffix("s"): name for name in failed if any(row.get(name) for row in rows)}
-    found = [*PANELS, Panel("parts of the reward", {"*": "rollout/reward/*"}), *_of_sets(names), *MORE]
-    if failing:
-        found.append(
-            Panel(
-                "failed gradings", {name.replace("/reward_", " "): metric for name, metric in failing.items()}, "zero"
-            )
-        )
-    return found + [Panel(name, {"": name}) for name in own_metrics(names)[:MOST]]
-
-
-def own_metrics(names: Sequence[str]) -> list[str]:
-    """The metrics among these that hpcrl does not log by itself: of the user's own functions."""
-    return [name for name in names if not _is_ours(name)]
-
-
-def _is_ours(name: str) -> bool:
-    if name.startswith("eval/") and name.count("/") > 1:
-        return _OURS_HELD_OUT.fullmatch(name.split("/", 2)[2]) is not None
-    return _OURS.fullmatch(name) is not None
-
-
-def _of_sets(names: Sequence[str]) -> list[Panel]:
-    """Of each held-out set the parts of its reward, and pass@k with the majority's accuracy."""
-    found = []
-    for name_of_set in dict.fromkeys(name.split("/")[1] for name in names if name.startswith("eval/")):
-        found.append(Panel(f"{name_of_set}: parts of the reward", {"*": f"eval/{name_of_set}/reward/*"}))
-        rates = [name for name in names if re.fullmatch(rf"eval/{re.escape(name_of_set)}/(?:pass|majority)@\d+", name)]
-        found.append(
-            Panel(f"{name_of_set}: pass@k, majority@n", {name.rpartition("/")[2]: name for name in rates}, "share")
-        )
-    return found
