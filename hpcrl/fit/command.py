@@ -20,7 +20,8 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import DataError, UsageError
 from hpcrl.fit.applied_recipe import with_settings
-from hpcrl.fit.rows import FitRow, make_rows, ordered, worthwhile
+from hpcrl.fit.rehearsed import rehearsals, rehearse_best
+from hpcrl.fit.rows import FitRow, make_rows, worthwhile
 from hpcrl.fit.search import PLACES, FitTarget, FoundShapes, Search
 from hpcrl.fit.shapes import KEYS, own_shape
 from hpcrl.fit.table import close_lines, nearest_lines, notes, table
@@ -36,13 +37,15 @@ from hpcrl.speed.cards import CARDS, DEFAULT, named
 from hpcrl.untrusted_files import read_given
 
 USAGE = """\
-usage: hpcrl fit RECIPE.toml [--site SITE] [--max-nodes N] [--apply ROW [-o FILE]] [--option value ...]
+usage: hpcrl fit RECIPE.toml [--site SITE] [--max-nodes N] [--rehearse K] [--apply ROW [-o FILE]] [--option value ...]
 
 The shapes that hold the run: nodes, parallel sizes, engines, shared GPUs or not; each passes the checks and the memory
-figures of hpcrl plan; in the order of their expected end, with a rough estimate of their speed (docs/fit.md).
+figures of hpcrl plan, the best are rehearsed; in the order of their expected end, with a rough estimate of their speed
+(docs/fit.md).
 
   --site SITE        profile of the cluster (also --time, --layout, --set, as hpcrl submit has them)
   --max-nodes N      nodes of the job at most; default: twice those of the recipe
+  --rehearse K       the K best are rehearsed (hpcrl rehearse): a minute or two each for a large model; default: 3
   --apply ROW        write the recipe with the shape of that row, its comments kept, to RECIPE-fit.toml
   --output FILE      or -o FILE: to that file; --force: in place of one that is there
   --gpus-per-node N  GPUs of a node; default: the site's, else those that the recipe uses on one
@@ -58,6 +61,7 @@ Options are those of hpcrl run; what a flag sets of the shape is in every row.""
 OWN = {
     **FLAGS,
     "max-nodes": Kind("int", bounds="> 0"),
+    "rehearse": Kind("int", bounds=">= 0"),
     "apply": Kind("int", bounds="> 0"),
     "output": Kind("str"),
     "force": Kind("bool"),
@@ -81,6 +85,7 @@ def fit(argv: list[str]) -> int:
     if len(words) != 1:
         raise UsageError(f"{len(words)} recipes given", "name one: hpcrl fit RECIPE.toml --site SITE")
     _check_own(own)
+    count = rehearsals(own.get("rehearse"))
     file = _free_place(Path(words[0]), own)
     recipe, site = load_recipe(words[0]), from_flags(own)
     if len(recipe.stages) > 1:
@@ -96,7 +101,8 @@ def fit(argv: list[str]) -> int:
     found = search.shapes(most)
     if not found.fitting:
         raise _nothing(found, target, most)
-    rows = ordered(make_rows(worthwhile(found.fitting, own_shape(search.base)), target))
+    rows = make_rows(worthwhile(found.fitting, own_shape(search.base)), target)
+    rows = rehearse_best(rows, count, target)
     _show(rows, found, target, own)
     if "apply" in own:
         _apply(file, Path(words[0]), rows, flags, site, own)

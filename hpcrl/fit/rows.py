@@ -31,6 +31,7 @@ class FitRow:
         rehearsed: whether its ranks have taken a step, so that memory is counted and not estimated.
         refused: why it cannot be, "" if nothing is known.
         start: unix time at which the scheduler would start it, None if not known; told: what the scheduler said.
+        note: what is to be said of it.
     """
 
     found: Candidate
@@ -42,6 +43,7 @@ class FitRow:
     refused: str = ""
     start: float | None = None
     told: str = ""
+    note: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -78,6 +80,7 @@ class FitRow:
             "start": self.start,
             "end": self.end,
             "scheduler": self.told,
+            "note": self.note,
         }
 
 

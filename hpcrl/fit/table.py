@@ -70,6 +70,8 @@ def notes(rows: Sequence[FitRow], speed: Estimate) -> Iterator[str]:
             yield f"{number}: {strip_control(row.refused)}"
         elif row.told and row.start is None:
             yield f"{number}: start not known: {strip_control(row.told)}"
+        if row.note:
+            yield f"{number}: {strip_control(row.note)}"
 
 
 CLOSE = 0.1  #: a shape that lacks less than this share of a card's memory is worth a word

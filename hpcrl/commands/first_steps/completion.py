@@ -30,7 +30,7 @@ _OWN = {
     "plan": ["--hostfile", "--gpu", "--gpu-memory", "--host-memory", "--link-rate", "--help"],
     "rehearse": ["--site", "--gpu", "--gpu-memory", "--ranks", "--at-once", "--help"],
     "fit": [
-        *("--site", "--time", "--layout", "--set", "--max-nodes", "--apply", "--output", "--force"),
+        *("--site", "--time", "--layout", "--set", "--max-nodes", "--rehearse", "--apply", "--output", "--force"),
         *("--gpus-per-node", "--gpu", "--gpu-memory", "--host-memory", "--link-rate", "--json", "--help"),
     ],
     "launch": ["--hostfile", "--dry-run", "--print", "--help"],
