@@ -48,7 +48,8 @@ def rehearse(options: Options, rank: int) -> RankReport:
                 yield
             recorder.phase = before
 
-        policy, state = _step(options, rank, lengths, device, live, phase)
+        answering = partial(others_answer, device)
+        policy, state = take_step(options, lengths, partial(join, options, rank), phase, answering, lambda: live.now)
         parts = running_parts_of(policy)
     peaks = {name: live.peaks[name] for name in PHASES if name in live.peaks}
     took = time.monotonic() - begun
@@ -63,17 +64,33 @@ def kinds(options: Options) -> dict[tuple[int, ...], str]:
     return {tuple(range(options.world_size)): "world"} | found
 
 
-def _step(
-    options: Options, rank: int, lengths: list[list[int]], device: FakeDevice, live: DeviceBytes, phase: Phase
+def take_step(
+    options: Options,
+    lengths: list[list[int]],
+    joined: Callable[[], Any],
+    phase: Phase,
+    answering: Callable[[Any, Share, Any], AbstractContextManager[None]],
+    held: Callable[[], int],
 ) -> tuple[Any, int]:
-    """(the policy, bytes that it keeps on its GPU between phases)"""
+    """Take one step through all phases, on whatever device the process has.
+
+    Args:
+        options: those that `rehearsed` gave for micro-batches of these `lengths`.
+        joined: makes the rank a member of its groups.
+        phase: entered around each, with its name.
+        answering: what is entered around the training.
+        held: bytes that are alive.
+
+    Returns:
+        The policy, and the bytes that it keeps between phases.
+    """
     from hpcrl.model_files.config_json import read_config
     from hpcrl.trainer.checkpoint.save_load import Position, everything
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.step import packing, passes, train_batch
 
     with phase(START):
-        ranks = join(options, rank)
+        ranks = joined()
         policy = model.build(options, ranks)
     if options.megatron.get("use_distributed_optimizer", True):
         with phase(RESUME):
@@ -83,15 +100,12 @@ def _step(
     share = share_of(options, read_config(options.hf_checkpoint or ""), lengths, ranks.dp_rank)
     run, update, logprobs = passes.run, train_batch._update, passes.logprobs
 
-    def of_ends(policy: Any, options: Options, packed: Sequence[Any], experts: Any = "own") -> list[torch.Tensor]:
-        """All but the last are alike, and none waits for another's backward pass: two say what all take."""
-        if len(packed) <= 2 or experts != "own":
-            return logprobs(policy, options, packed, experts)
-        first, last = logprobs(policy, options, [packed[0], packed[-1]], experts)
-        return [first, *(first.clone() for _ in packed[2:]), last]
+    taken: set[str] = set()
 
     def in_phase(*args: Any, **named: Any) -> Any:
-        with phase(LOGPROBS if named.get("forward_only") else TRAINS):
+        name = LOGPROBS if named.get("forward_only") else TRAINS
+        taken.add(name)
+        with phase(name):
             return run(*args, **named)
 
     def in_step(*args: Any) -> Any:
@@ -99,24 +113,37 @@ def _step(
             return update(*args)
 
     with (
-        others_answer(device, policy, share, others),
+        answering(policy, share, others),
         mock.patch.object(passes, "run", in_phase),
-        mock.patch.object(passes, "logprobs", of_ends),
+        mock.patch.object(passes, "logprobs", _of_ends(logprobs)),
         mock.patch.object(train_batch, "_update", in_step),
     ):
         train_batch.train(policy, ranks, options, share, others)
-    if LOGPROBS not in live.peaks:  # a run takes them where a rollout has several optimizer steps
+    if LOGPROBS not in taken:  # a run takes them where a rollout has several optimizer steps
         ends = share.micro_batches[0][0], share.micro_batches[0][-1]
         with phase(LOGPROBS):
             packed = [packing.pack(share.batch, rows, ranks, policy.config.sequence_parallel) for rows in ends]
             logprobs(policy, options, packed)
-    state = live.now
+    state = held()
     with phase(SAVE):
         everything(policy, ranks, Position(1, 1))
     if options.num_engines:
         with phase(UPDATE):
             export(policy, options.update_weight_buffer_size)
     return policy, state
+
+
+def _of_ends(logprobs: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    """Log-probs of the first and the last micro-batch: all but the last are alike, and none waits for another's
+    backward pass, so that two say what all take."""
+
+    def of_ends(policy: Any, options: Options, packed: Sequence[Any], experts: Any = "own") -> list[torch.Tensor]:
+        if len(packed) <= 2 or experts != "own":
+            return logprobs(policy, options, packed, experts)
+        first, last = logprobs(policy, options, [packed[0], packed[-1]], experts)
+        return [first, *(first.clone() for _ in packed[2:]), last]
+
+    return of_ends
 
 
 def running_parts_of(policy: Any) -> str:
