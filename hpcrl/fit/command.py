@@ -22,8 +22,9 @@ from hpcrl.errors import DataError, UsageError
 from hpcrl.fit.applied_recipe import with_settings
 from hpcrl.fit.rehearsed import rehearsals, rehearse_best
 from hpcrl.fit.rows import FitRow, make_rows, worthwhile
-from hpcrl.fit.search import PLACES, FitTarget, FoundShapes, Search
+from hpcrl.fit.search import PLACES, FitTarget, FoundShapes, Search, base_options
 from hpcrl.fit.shapes import KEYS, own_shape
+from hpcrl.fit.starts import with_starts
 from hpcrl.fit.table import close_lines, nearest_lines, notes, table
 from hpcrl.launch.preflight import refuse_settings
 from hpcrl.launch.site import FLAGS, SiteProfile, from_flags
@@ -58,6 +59,8 @@ figures of hpcrl plan, the best are rehearsed; in the order of their expected en
 
 Options are those of hpcrl run; what a flag sets of the shape is in every row."""
 
+UNKNOWN = "default"  #: the name of the profile where none is named
+
 OWN = {
     **FLAGS,
     "max-nodes": Kind("int", bounds="> 0"),
@@ -91,17 +94,20 @@ def fit(argv: list[str]) -> int:
     if len(recipe.stages) > 1:
         named_so = ", ".join(stage.name for stage in recipe.stages)
         raise UsageError(f"{words[0]} has several stages ({named_so})", "write a recipe of the one that asks for most")
-    base = resolve_stages(recipe, site.options(recipe, flags), PLACES)[0]
+    base = base_options(recipe, flags, site)
     if base.debug_rollout_only:
         raise UsageError(f"{words[0]} trains nothing (--debug-rollout-only)", "fit is about runs that train")
     target = _target(base, site, own)
-    site = _with_node(site, target.node)
+    asks = site.name != UNKNOWN  # else its partitions are not known, nor its nodes
+    site = site if asks else _with_node(site, target.node)
     search = Search(recipe, flags, site, target)
     most = own.get("max-nodes") or 2 * _own_nodes(base, target.node)
     found = search.shapes(most)
     if not found.fitting:
         raise _nothing(found, target, most)
     rows = make_rows(worthwhile(found.fitting, own_shape(search.base)), target)
+    if asks:
+        rows = with_starts(rows, recipe, flags, site)
     rows = rehearse_best(rows, count, target)
     _show(rows, found, target, own)
     if "apply" in own:

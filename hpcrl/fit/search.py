@@ -37,7 +37,7 @@ from hpcrl.memory.activations import weight_bytes
 from hpcrl.memory.engine import engine_terms
 from hpcrl.memory.host_fits import host_misfit
 from hpcrl.memory.parameters import whole_model
-from hpcrl.memory.report import turns, warnings
+from hpcrl.memory.report import ASLEEP, turns, warnings
 from hpcrl.memory.training import GIB, MemoryTerms, fullest_rank, gradient_bytes
 from hpcrl.models.family import Config, Family
 from hpcrl.speed.estimate import Estimate, estimate
@@ -130,9 +130,9 @@ class Search:
 
     def __init__(self, recipe: Recipe, flags: Mapping[str, Any], site: SiteProfile, target: FitTarget) -> None:
         self._recipe, self._flags, self._site, self._target = recipe, dict(flags), site, target
-        self.base = self._resolve({})
+        self.base = base_options(recipe, flags, site)
         self._fields = target.family.transformer(target.config)
-        self._layouts: dict[tuple[int, int], TrainerLayout | None] = {}
+        self._layouts: dict[tuple[int, int, bool], TrainerLayout | None] = {}
         self._engines: dict[int, list[tuple[int, int]]] = {}
 
     def shapes(self, most: int) -> FoundShapes:
@@ -190,7 +190,7 @@ class Search:
     def _of(self, trainers: int, each: int, engine_gpus: int, shared: bool) -> Iterator[RunShape]:
         """The trainer's own layout and the first that fits, each with every size of an engine."""
         own = own_shape(self.base)
-        chosen = dict.fromkeys(layout for layout in (own.layout, self._first(trainers, each)) if layout)
+        chosen = dict.fromkeys(layout for layout in (own.layout, self._first(trainers, each, shared)) if layout)
         sizes = self._sizes(engine_gpus) if engine_gpus else [(own.engine, own.parts)]
         for layout in chosen:
             for engine, parts in sizes:
@@ -201,18 +201,21 @@ class Search:
             self._engines[gpus] = list(engine_sizes(self._fields, gpus, self._target.node, self.base))
         return self._engines[gpus]
 
-    def _first(self, trainers: int, each: int) -> TrainerLayout | None:
-        """The first layout of so many ranks whose memory fits, or that comes nearest."""
-        if (trainers, each) not in self._layouts:
-            self._layouts[trainers, each] = self._find_first(trainers, each)
-        return self._layouts[trainers, each]
+    def _first(self, trainers: int, each: int, shared: bool) -> TrainerLayout | None:
+        """The first layout of so many ranks whose memory fits, with sleeping engines where GPUs are shared, or that
+        comes nearest."""
+        key = trainers, each, shared
+        if key not in self._layouts:
+            room = self._target.memory * GIB - (ASLEEP if shared else 0)
+            self._layouts[key] = self._find_first(trainers, each, room)
+        return self._layouts[key]
 
     def _laid_out(self, layout: TrainerLayout) -> bool:
         """Whether the layout is what the flags say."""
         told = RunShape(1, 1, layout, 0, 1, 1, False).settings(self.base)
         return all(told[key] == self._flags[key] for key in KEYS[5:] if key in self._flags)
 
-    def _find_first(self, trainers: int, each: int) -> TrainerLayout | None:
+    def _find_first(self, trainers: int, each: int, room: float) -> TrainerLayout | None:
         ranks = trainers * each
         least: tuple[float, TrainerLayout] | None = None
         for layout in layouts(self._fields, ranks, each, self.base.expert_tensor_parallel_size):
@@ -222,7 +225,7 @@ class Search:
             if options.step_batch_size % options.data_parallel_size:
                 continue
             size = self._least(options) or fullest_rank(options, self._target.family, self._target.config).total
-            if size <= self._target.memory * GIB:
+            if size <= room:
                 return layout
             if least is None or size < least[0]:
                 least = size, layout
@@ -297,3 +300,23 @@ def _with_tables(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
     if "vllm" not in settings:
         return dict(settings)
     return {**settings, "vllm": {**flags.get("vllm", {}), **settings["vllm"]}}
+
+
+def base_options(recipe: Recipe, flags: Mapping[str, Any], site: SiteProfile) -> Options:
+    """The recipe's own options: with the flags, or, where those of a shape do not go with the rest of it, without
+    these.
+
+    Raises:
+        UsageError: for options that cannot be.
+    """
+    try:
+        return resolve_stages(recipe, site.options(recipe, flags), PLACES)[0]
+    except UsageError:
+        if not flags.keys() & {*KEYS}:
+            raise
+        rest = {name: value for name, value in flags.items() if name not in KEYS}
+        try:
+            return resolve_stages(recipe, site.options(recipe, rest), PLACES)[0]
+        except UsageError:
+            pass
+        raise

@@ -77,7 +77,7 @@ class RunShape:
             self.trainers,
             self.each,
             self.shared,
-            self.engine_gpus,
+            self.engine_gpus or base.rollout_num_gpus,
             self.engine,
             layout.tp,
             spread,

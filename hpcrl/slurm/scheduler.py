@@ -16,6 +16,7 @@ from hpcrl.slurm import node_events, squeue
 
 if TYPE_CHECKING:
     from hpcrl.launch.scheduler import AllocationRequest, BatchScript, JobArray, ScriptVerdict, Submission
+    from hpcrl.run.queued_job import ExpectedStart
     from hpcrl.slurm.site import SlurmSite
 
 
@@ -82,9 +83,14 @@ class Slurm:
         return fits(site, request.components)
 
     def test(self, script: str) -> ScriptVerdict:
-        from hpcrl.slurm.submit import test_only
+        from hpcrl.slurm.submit import SECONDS, test_only
 
-        return test_only(script)
+        return test_only(script, SECONDS)
+
+    def expected_starts(self, submissions: Sequence[Submission]) -> list[ExpectedStart]:
+        from hpcrl.slurm.start_times import expected_starts
+
+        return expected_starts(submissions)
 
     # ---- scripts and submission
 

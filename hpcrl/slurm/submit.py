@@ -275,9 +275,9 @@ def _quoted(text: str) -> str:
 # ---- submission
 
 
-def test_only(script: str) -> ScriptVerdict:
-    """What `sbatch --test-only` says of a script."""
-    answer = run_command(["sbatch", "--test-only"], SECONDS, script, _outside_of_jobs())
+def test_only(script: str, seconds: float) -> ScriptVerdict:
+    """What `sbatch --test-only` says of a script, within so many seconds."""
+    answer = run_command(["sbatch", "--test-only"], seconds, script, _outside_of_jobs())
     said = " ".join((answer.err + answer.out).split()).replace("sbatch: ", "")
     # an account, partition, QOS or feature that is not there is refused by sbatch too, with the same words
     return ScriptVerdict(answer.code == 0, said, _hint(said), never="invalid" in said.lower())
