@@ -78,7 +78,7 @@ READERS = {
     "slime/launcher.py": "inside the sandbox, what the script itself wrote",
     "slime/launcher_values.py": "inside the sandbox, the script itself",
     "untrusted_files.py": "the one reader",
-    "engine/disk_weights.py": "safetensors files, as large as a model",
+    "engine/loading/disk_weights.py": "safetensors files, as large as a model",
     "model_files/torch_dist.py": "checkpoints, as large as a model",
     "prompt_files/rows.py": "prompt files, read row by row",
     "toolbox/plugins.py": "the package's own source; lies below the reader",

@@ -2,5 +2,5 @@
 its workers.
 
 Start with `main.py`, the supervisor, then `server.py`, the process that it starts; `weight_receiver.py` runs in vLLM's
-workers, with `pieces/` for what the trainer sends and `disk_weights.py` for files.
+workers, with `pieces/` for what the trainer sends and `loading/` for files.
 """

@@ -36,6 +36,21 @@ GUARD = "hpcrl.engine.key_guard.RunKeyGuard"
 ROUTE = "hpcrl.engine.lean_route.LeanRoute"
 TURNS = "hpcrl.engine.gpu_sharing.GpuSharingMiddleware"
 CALLS = "hpcrl.engine.health.CoreCalls"
+#: vLLM's load format for weights that come with the first update (empty_start.py), and of its further settings what
+#: they are until then
+EMPTY = "hpcrl_empty"
+FILL = "fill"
+#: what says how an engine reads the model's files, or needs them read
+READING = {
+    "load_format",
+    "model_loader_extra_config",
+    "safetensors_load_strategy",
+    "safetensors_prefetch_num_threads",
+    "safetensors_prefetch_block_size",
+    "ignore_patterns",
+    "pt_load_map_location",
+    "speculative_config",
+}
 OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, and packing was agreed on elsewhere
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
@@ -137,7 +152,19 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
     if options.use_rollout_routing_replay:
         find_routing(options, config)
         ours |= _expert_flags(options, given, found.cpu)
-    return ours | given
+    return ours | load_flags(options, plan, found, given) | given
+
+
+def load_flags(options: Options, plan: Plan, found: Build, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the weights of an engine come from: of a run that trains, not from the model's files, unless the user says
+    how these are to be read.
+
+    With drafts they do, since vLLM compares the draft's tensors with the model's to see which of them are the same.
+    """
+    if options.debug_rollout_only or not plan.trainers or given.keys() & READING:
+        return {}
+    shows = options.check_weight_update_equal and found.cpu  # a GPU's kernels choose experts in a first pass
+    return {"load_format": EMPTY, "model_loader_extra_config": {FILL: "nan" if shows else "zero"}}
 
 
 def share_flags(options: Options, gpu_bytes: int) -> dict[str, Any]:

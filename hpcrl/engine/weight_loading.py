@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hpcrl.engine.cpu_build import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
-from hpcrl.engine.disk_weights import check_digest, tensors
+from hpcrl.engine.loading.disk_weights import check_digest, tensors
 from hpcrl.engine.vllm_layers import Holdings, holdings
 from hpcrl.errors import DataError
 from hpcrl.model_files.safetensors_files import listing, read_header

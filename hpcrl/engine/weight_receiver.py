@@ -20,6 +20,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from hpcrl.engine import start_phases
 from hpcrl.engine.cpu_build import give_back
+from hpcrl.engine.loading.empty_start import register_empty_start
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
 from hpcrl.engine.routed_experts import ExpertTables
 from hpcrl.engine.vllm_layers import Holdings, shown
@@ -51,6 +52,7 @@ class WorkerExtension:
     def __new__(cls, *_: Any, **__: Any) -> Self:
         prove_engine_groups()
         register_receiver()
+        register_empty_start()
         os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
         die_with_parent()  # a worker never outlives who started it, however that one ends
         made = super().__new__(cls)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from hpcrl.errors import DataError, UsageError
 from hpcrl.toolbox.plugins import PluginFolder
 
 Config = Mapping[str, Any]
+SCALES = (".weight_scale", ".weight_scale_inv")  #: how the names of a quantised matrix's scales end
 Kind = Literal["same", "row", "column", "qkv", "gate_up", "fused_gate_up", "vocab"]
 
 
@@ -99,6 +100,13 @@ class Family:
             embedding = next(rule for name, rule in found if name == "embedding.word_embeddings.weight")
             found = [(n, Rule(n, "vocab", embedding.hf) if n == "output_layer.weight" else r) for n, r in found]
         return found
+
+    def not_trained(self, names: Iterable[str], config: Config) -> set[str]:
+        """Of the tensors of a checkpoint those that trainers neither hold nor make (scales of their matrices), and that
+        are for the model nevertheless, such as scales of a cache."""
+        held = {name for _, rule in self.tensors(config) for name in rule.hf}
+        scales = {f"{name.removesuffix('.weight')}{suffix}" for name in held for suffix in SCALES}
+        return {name for name in names if name not in held | scales and not self.ignores(name, config)}
 
     def ignores(self, name: str, config: Config) -> bool:
         """Whether a file may hold tensor `name` although the model has no place for it.

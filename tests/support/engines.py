@@ -37,7 +37,13 @@ SMALL = 70_000  # bytes of a bucket: the tiny model takes several
 
 
 class Engines:
-    """The engines of a run that has nothing else: one supervisor process each."""
+    """The engines of a run that has nothing else: one supervisor process each, with the model's weights from its files.
+
+    Attributes:
+        empty: without them, as in a run that trains.
+    """
+
+    empty = False
 
     def __init__(
         self, root: Path, model: Path, count: int = 1, module: str = "hpcrl.engine.main", **values: Any
@@ -54,7 +60,10 @@ class Engines:
             "deterministic_mode": True,
             "vllm": {"enable_prefix_caching": True},  # off there by itself, but to be seen not to outlive an update
         }
-        self.options = Options(**(options | values))
+        given = options | values
+        if not self.empty:  # what they answer before the first update is compared
+            given["vllm"] = {"load_format": "auto"} | given["vllm"]
+        self.options = Options(**given)
         self.rundir = RunDir.create(root)
         self.plan: Plan = make_plan(self.options, local_hosts(self.options), "test")
         self.rundir.begin()
