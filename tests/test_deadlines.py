@@ -55,6 +55,7 @@ ENDED = {
     ("rehearsal/process.py", "os.wait()"): "rehearsal/runner.py ends this process and its forks in time",
     ("trainer/checkpoint/saver.py", "self.mine.recv()"): READY,
     ("trainer/checkpoint/writers.py", "torch.cuda.synchronize()"): GROUP,
+    ("trainer/megatron/hf_reading.py", "work.wait()"): GROUP,
     ("trainer/megatron/hf_weights.py", "work.wait()"): GROUP,
     ("trainer/megatron/hf_weights.py", "torch.cuda.current_stream().synchronize()"): GROUP,
     ("trainer/megatron/host_memory.py", "torch.cuda.synchronize()"): GROUP,

@@ -128,19 +128,42 @@ def listing(directory: str | Path) -> dict[str, Entry]:
 
 
 class SafetensorsDirectory:
-    """The safetensors files of a directory, opened lazily: one, or several with an index."""
+    """The safetensors files of a directory, opened lazily: one, or several with an index.
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    Attributes:
+        where: tensor -> name of its file, where that is known already.
+        read: bytes of tensors that `tensor` has read.
+    """
+
+    def __init__(self, directory: Path, stack: ExitStack, where: dict[str, str] | None = None) -> None:
         self.directory = directory
         self.stack = stack
         self.opened: dict[str, Any] = {}
-        where = read_index(directory)
+        self.read = 0
+        where = where or read_index(directory)
         self.where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE) if where is None else where
 
     def _open(self, name: str) -> Any:
         if name not in self.opened:
             self.opened[name] = self.stack.enter_context(open_file(self.directory / name, "pt"))
         return self.opened[name]
+
+    def tensor(self, name: str) -> Any:
+        """All of tensor `name`, in memory of its own: nothing of the file stays mapped.
+
+        Raises:
+            DataError: names the file.
+        """
+        path = self.directory / self.where[name]
+        key = f"{path.name} read"
+        try:
+            if key not in self.opened:
+                self.opened[key] = self.stack.enter_context(open_file(path, "pt", "pread"))
+            found = self.opened[key].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{name} of {path} cannot be read: {error}", AGAIN) from error
+        self.read += found.nbytes
+        return found
 
     def slice(self, name: str) -> Any:
         """Tensor `name`: its header now, its numbers when it is indexed."""

@@ -80,11 +80,11 @@ class Trainer:
         self.checkpoints = Path(context.options.save) if context.options.save else context.rundir.checkpoints
         save_load.writable(self.checkpoints)
         with timeline.span(spans.READ):
-            self.at = restore_newest(context, self.policy, self.ranks, self.checkpoints)
+            self.at, source = restore_newest(context, self.policy, self.ranks, self.checkpoints)
         self.saved = self.saving = self.at.version  # of the newest checkpoint, and of the one that is being written
         resumed = save_load.step(self.checkpoints, self.at.rollout_id) if self.at.rollout_id else None
         with timeline.span(spans.OTHERS):
-            self.others = ReferenceAndCritic(self.policy, self.ranks, context.options, resumed)
+            self.others = ReferenceAndCritic(self.policy, self.ranks, context.options, resumed, source)
         also = lambda staging: self.others.save(self.at.rollout_id, self.at.version, staging)  # noqa: E731
         self.saver = Saver(self.policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
         self.copies = open_copies(context, self.policy, self.ranks, also)

@@ -8,7 +8,8 @@ The critic has the policy's architecture and layout on the policy's ranks, and i
 estimates the value of a response before each of its tokens.
 
 Invariants: a model that no option needs is not built; each is the same after a resume as without one, bit for bit: what
-a checkpoint does not hold is loaded again from --ref-load or --opd-teacher-load; a critic starts with the policy's
+a checkpoint does not hold is loaded again from --ref-load or --opd-teacher-load, and where the policy has just taken
+the weights of the same files, copied from it; a critic starts with the policy's
 weights and a head of 0, or with those of --critic-load; further sets of weights are written before the checkpoint that
 holds them gets its name.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,14 @@ from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import listed
 from hpcrl.trainer.checkpoint import save_load
-from hpcrl.trainer.checkpoint.resume import find_weights, load_reference, load_teacher, take
+from hpcrl.trainer.checkpoint.resume import (
+    WeightSource,
+    fill_modules,
+    find_reference,
+    find_teacher,
+    find_weights,
+    take,
+)
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.checkpoint.whole import open_stored
 from hpcrl.trainer.collectives import agree, broadcast_json
@@ -88,14 +97,21 @@ class Critic:
     Attributes:
         actor: the policy with the weights that it starts from.
         resumed: the checkpoint that the run resumes from, or None.
+        took: the weights that the actor has, if they are those of files.
     """
 
-    def __init__(self, actor: Policy, ranks: Ranks, options: Options, resumed: Path | None) -> None:
+    def __init__(
+        self, actor: Policy, ranks: Ranks, options: Options, resumed: Path | None, took: WeightSource | None = None
+    ) -> None:
         self.model = build(critic_options(options), ranks, value_head=True)
         if resumed is not None:
             save_load.load_state(self.model, ranks, resumed / CRITIC)
         elif options.critic_load is not None:
-            take(self.model, ranks, find_weights(options.critic_load, "--critic-load", ranks))
+            source = find_weights(options.critic_load, "--critic-load", ranks)
+            if source.kind == "hf" and source.same_weights(took):  # no such files hold a head of values
+                _begin_as(self.model, actor)
+            else:
+                take(self.model, ranks, source)
         else:
             _begin_as(self.model, actor)
 
@@ -134,17 +150,21 @@ class ReferenceAndCritic:
 
     Attributes:
         resumed: the checkpoint that the run resumes from, or None.
+        took: where the policy's weights are from, None if that is not known.
     """
 
-    def __init__(self, policy: Policy, ranks: Ranks, options: Options, resumed: Path | None) -> None:
+    def __init__(
+        self, policy: Policy, ranks: Ranks, options: Options, resumed: Path | None, took: WeightSource | None = None
+    ) -> None:
         self._policy = policy
+        self._took = took
         self._options = options
         self._old: dict[int, HostWeights] = {}
-        self._critic = Critic(policy, ranks, options, resumed) if needs(options).critic else None
+        self._critic = Critic(policy, ranks, options, resumed, took) if needs(options).critic else None
         self._reference = self._start_reference(ranks, resumed) if needs(options).reference else None
         self._teacher = None
         if needs(options).teacher_model:
-            self._teacher = HostWeights(policy, lambda: load_teacher(policy, ranks, options))
+            self._teacher = self._second(ranks, find_teacher(options, ranks))
         if options.keep_old_actor and resumed is not None:
             for name in _names(resumed):
                 if name.startswith(OLD_ACTOR):
@@ -207,9 +227,12 @@ class ReferenceAndCritic:
     def _start_reference(self, ranks: Ranks, resumed: Path | None) -> HostWeights:
         if resumed is not None and REFERENCE in _names(resumed):
             return self._stored(resumed / REFERENCE)
-        return HostWeights(
-            self._policy, lambda: load_reference(self._policy, ranks, self._options), average=self._moves_partly
-        )
+        return self._second(ranks, find_reference(self._options, ranks), average=self._moves_partly)
+
+    def _second(self, ranks: Ranks, source: WeightSource, *, average: bool = False) -> HostWeights:
+        """A set of the weights of files: a copy of the policy's, where it has just taken the same."""
+        fill = None if source.same_weights(self._took) else partial(fill_modules, self._policy, ranks, source)
+        return HostWeights(self._policy, fill, average=average)
 
     def _stored(self, directory: Path) -> HostWeights:
         """A set of weights of a checkpoint."""

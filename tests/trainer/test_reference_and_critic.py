@@ -151,7 +151,48 @@ def peaks_on_rank(every: list[Options]) -> tuple[list[int], int]:
     return found, sum(value.nbytes for value in host_memory.weights(policy).values())
 
 
+def of_the_same_files(opts: Options, checkpoints: Path) -> tuple[list[bool], int]:
+    """(whether reference, teacher and critic are, bit for bit, what they are when they are read; the tensors that were
+    read for them where the policy had taken the same files)"""
+    import torch
+
+    from hpcrl.model_files.safetensors_files import SafetensorsDirectory
+    from hpcrl.trainer import parallel_state
+    from hpcrl.trainer.checkpoint.resume import restore
+    from hpcrl.trainer.megatron import host_memory, model
+    from hpcrl.trainer.reference_and_critic import ReferenceAndCritic
+
+    ranks = parallel_state.initialize(opts)
+    policy = model.build(opts, ranks)
+    source = restore(policy, ranks, opts, checkpoints, "run")[2]
+    sets, reads = [], 0
+    tensor = SafetensorsDirectory.tensor
+
+    def counted(self: Any, name: str) -> Any:
+        nonlocal reads
+        reads += 1
+        return tensor(self, name)
+
+    SafetensorsDirectory.tensor = counted  # this process is of this test alone
+    for took in (None, source):
+        reads = 0
+        others = ReferenceAndCritic(policy, ranks, opts, None, took).of_share(0, 0)
+        critic = {name: value.clone() for name, value in host_memory.weights(others.critic).items()}
+        sets.append((others.reference.stored(), others.teacher.stored(), critic))
+    same = [all(torch.equal(one[name], other[name]) for name in one) for one, other in zip(*sets, strict=True)]
+    return same, reads
+
+
 # ---- tests
+
+
+def test_models_of_the_same_files_are_not_read_again(tmp_path: Path, model: Path) -> None:
+    """Reference, teacher and critic whose weights are those that the policy has just taken are copies of them."""
+    teacher = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": str(model)}
+    critic = {"critic_load": f"{model}/", **KINDS["critic"]}
+    opts = options(model, 2, ref_load=str(model), **KL, **teacher, **critic, **LAYOUTS["dp2"][1])
+    for same, reads in run_ranks(2, of_the_same_files, opts, tmp_path / "none"):
+        assert same == [True, True, True] and reads == 0
 
 
 def test_resumed_models(tmp_path: Path, model: Path, other: Path) -> None:

@@ -24,7 +24,7 @@ from hpcrl.trainer.checkpoint import save_load, whole
 from hpcrl.trainer.checkpoint.copies_plan import CompleteStep, Part, newest_complete, share
 from hpcrl.trainer.checkpoint.copy_files import copy_part, is_whole, part_directory, parts_here
 from hpcrl.trainer.checkpoint.memory_copies import POSITION
-from hpcrl.trainer.checkpoint.resume import restore
+from hpcrl.trainer.checkpoint.resume import WeightSource, restore
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.collectives import agree, broadcast_json, gather_json, is_alone
 from hpcrl.trainer.megatron.model import Policy
@@ -35,16 +35,19 @@ NEVER = 1 << 40  #: more rollouts than any copy has
 LARGEST = 1 << 30  #: bytes of a position
 
 
-def restore_newest(context: RoleContext, policy: Policy, ranks: Ranks, checkpoints: Path) -> Position:
+def restore_newest(
+    context: RoleContext, policy: Policy, ranks: Ranks, checkpoints: Path
+) -> tuple[Position, WeightSource]:
     """`restore`, from the newest step that disk or memory holds, and say what it was; collective."""
     run_id = context.plan.run_id
     if context.options.non_persistent_save_interval:
         hosts = [place.host for place in context.plan.trainers]
         bring_to_disk(ranks, copies_here(), hosts, checkpoints, run_id)
-    at, said = restore(policy, ranks, context.options, checkpoints, run_id, partial(tell_passed_over, context.rundir))
+    tell = partial(tell_passed_over, context.rundir)
+    at, said, source = restore(policy, ranks, context.options, checkpoints, run_id, tell)
     if ranks.rank == 0:
         say(said)
-    return at
+    return at, source
 
 
 def bring_to_disk(

@@ -14,6 +14,7 @@ that is said, and the tracker names it from then on, as after `hpcrl resume --ck
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +52,13 @@ class WeightSource:
     named: bool = False
     lost: str = ""
 
+    def same_weights(self, other: WeightSource | None) -> bool:
+        """Whether both are the weights of the same files."""
+        return other is not None and (self.kind, os.path.normpath(self.path)) == (
+            other.kind,
+            os.path.normpath(other.path),
+        )
+
 
 def restore(
     policy: Policy,
@@ -59,8 +67,8 @@ def restore(
     checkpoints: Path,
     run_id: str,
     tell: Callable[[str], object] = lambda _: None,
-) -> tuple[Position, str]:
-    """Fill the policy; collective. Where the run is, and a line that says what was loaded.
+) -> tuple[Position, str, WeightSource]:
+    """Fill the policy; collective. Where the run is, a line that says what was loaded, and what that was.
 
     Args:
         checkpoints: the directory of --save.
@@ -74,9 +82,9 @@ def restore(
         path, record = _whole(source, ranks, None if source.foreign else run_id, tell)
         save_load.load_state(policy, ranks, path)
         said = f"resumed from {path} at rollout {record.rollout_id}, policy version {record.version}"
-        return Position(record.rollout_id, record.version, record.data), said
+        return Position(record.rollout_id, record.version, record.data), said, source
     take(policy, ranks, source)
-    return Position(), f"took the weights of {source.path}"
+    return Position(), f"took the weights of {source.path}", source
 
 
 def _whole(
@@ -95,16 +103,16 @@ def _whole(
     return choice.path, choice.record
 
 
-def load_reference(policy: Policy, ranks: Ranks, options: Options) -> Path:
-    """Fill the modules, and nothing else, with the weights that --ref-load names; collective. What was read.
+def find_reference(options: Options, ranks: Ranks) -> WeightSource:
+    """The weights that --ref-load names; collective.
 
     Raises:
         HpcrlError: as `restore`.
     """
-    return _load_beside(policy, ranks, _agreed(agree(lambda: _reference(options), ranks.rank == 0)))
+    return _agreed(agree(lambda: _reference(options), ranks.rank == 0))
 
 
-def load_teacher(policy: Policy, ranks: Ranks, options: Options) -> Path:
+def find_teacher(options: Options, ranks: Ranks) -> WeightSource:
     """The same with --opd-teacher-load.  DataError too if the teacher's tokens are not the student's."""
 
     def look() -> WeightSource:
@@ -114,13 +122,12 @@ def load_teacher(policy: Policy, ranks: Ranks, options: Options) -> Path:
             check_same_vocabulary(directory, TEACHER, Path(str(options.hf_checkpoint)))
         return found
 
-    return _load_beside(policy, ranks, _agreed(agree(look, ranks.rank == 0)))
+    return _agreed(agree(look, ranks.rank == 0))
 
 
-def _load_beside(policy: Policy, ranks: Ranks, source: WeightSource) -> Path:
-    """Fill the modules, and not the optimizer."""
+def fill_modules(policy: Policy, ranks: Ranks, source: WeightSource) -> None:
+    """Fill the modules, and not the optimizer; collective."""
     take(replace(policy, optimizer=cast(Any, NoOptimizer())), ranks, source)
-    return source.path
 
 
 def find_weights(directory: str, flag: str, ranks: Ranks) -> WeightSource:

@@ -1,31 +1,41 @@
 """Weights from a Hugging Face directory into the ranks, and out of them again.
 
-Invariants: loading reads each file once, a slice at a time, and every tensor of the files has exactly one place; export
-gives back every tensor once, bit for bit what the ranks hold, with one full tensor in memory at a time.  Nothing is
-pickled between ranks.
+Invariants: loading reads every tensor once in all ranks together (hf_reading.py), and every tensor of the files has
+exactly one place; export gives back every tensor once, bit for bit what the ranks hold, with one full tensor in memory
+at a time.  Nothing is pickled between ranks.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.model_files.safetensors_files import SafetensorsDirectory
+from hpcrl.model_files.safetensors_files import (
+    ITEM_BYTES,
+    SINGLE,
+    Entry,
+    SafetensorsDirectory,
+    listing,
+    read_header,
+)
 from hpcrl.models.family import Rule
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.redistribution.layouts import Pattern, held_parts
+from hpcrl.trainer.collectives import agree, broadcast_json
+from hpcrl.trainer.megatron.hf_reading import LIMIT, Parameter, divide, exchange, host_group, rounds
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.weights.pieces.elements import OwnTensor
@@ -33,7 +43,7 @@ from hpcrl.weights.pieces.planning import HeldTensor
 
 PACE = 1 << 30  #: bytes that rank 0 is behind the ranks that send to it, at most
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FLOATS = ("F32", "BF16", "F16", "F64")
+FLOATS = ("float32", "bfloat16", "float16", "float64")
 #: a parameter of one expert, in its layer: those of Megatron's own experts, and of Transformer Engine's grouped ones
 EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
 
@@ -42,69 +52,99 @@ EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(
 
 
 @torch.no_grad()
-def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> None:
-    """Fill the model from the safetensors of a Hugging Face directory; collective, every rank reads its own part.
+def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> int:
+    """Fill the model from the safetensors of a Hugging Face directory; collective, each tensor is read by one rank.
 
     Args:
         progress: what shows how far it is, such as report.progress.track.
+
+    Returns:
+        Bytes of tensors that this rank has read.
 
     Raises:
         DataError: the same on all ranks, names the tensors that are missing, in excess, of another shape or no floats,
             or the file that cannot be read.
     """
-    with ExitStack() as stack:
-        files = SafetensorsDirectory(Path(directory), stack)
-        _check_wide(files)
-        _check_names(policy, files)
-        _check_shapes(policy, files)
-        for rule, parameter in progress(_own(policy).values()):
-            sources = [files.slice(name) for name in rule.hf]
-            rank = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
-            parameter.copy_(CUTS[rule.kind].part(sources, rank, tuple(parameter.shape), _shapes(policy, rule)))
+    directory = Path(directory)
+    rank = policy.ranks.rank
+    names = _listing(directory, rank)
+    table = _table(policy)
+    _check_wide(directory, names)
+    _check_names(policy, directory, names)
+    _check_shapes(policy, directory, names, table)
+    nbytes = {name: math.prod(e.shape) * ITEM_BYTES[e.dtype] for name, e in names.items() if e.dtype in FLOATS}
+    readings = divide(_parameters(policy, table), nbytes)
+    limit = LIMIT if policy.ranks.world > 1 else 0  # one tensor at a time, where none waits for it
+    with ExitStack() as stack, host_group() as group:
+        files = SafetensorsDirectory(directory, stack, {name: entry.file for name, entry in names.items()})
+        shown = iter(progress(readings))
+        for some in rounds(readings, limit):
+            exchange(some, files, rank, group)
+            for _ in some:
+                next(shown)
+        next(shown, None)  # it ends only where it is asked for more
     policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
+    return files.read
 
 
-def _check_wide(files: SafetensorsDirectory) -> None:
+def _listing(directory: Path, rank: int) -> dict[str, Entry]:
+    """The tensors of a directory, as rank 0 has found them; collective."""
+    found = agree(lambda: listing(directory) or read_header(directory / SINGLE), rank == 0)
+    return msgspec.convert(broadcast_json(found), dict[str, Entry])
+
+
+def _parameters(policy: Policy, table: Iterable[HeldParameter]) -> Iterator[Parameter]:
+    """Every parameter of the table, with this rank's part of it."""
+    mine = _own(policy)
+    for held in table:
+        cut = partial(_part, held, _shapes(policy, held.rule))
+        own = mine.get(held.rule.megatron)
+        yield Parameter(held.rule.hf, held.copies, cut, own[1].detach() if own else None)
+
+
+def _part(held: HeldParameter, shapes: Shapes, tensors: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+    return CUTS[held.rule.kind].part(tensors, number, held.shape, shapes).to(held.dtype)
+
+
+def _check_wide(directory: Path, names: Mapping[str, Entry]) -> None:
     """Raise DataError if the weights are FP8: training starts from the numbers that were quantised, not from what is
     left of them.
     """
-    if scaled := sorted(name for name in files.where if name.endswith((".weight_scale", ".weight_scale_inv"))):
+    if scaled := sorted(name for name in names if name.endswith((".weight_scale", ".weight_scale_inv"))):
         raise DataError(
-            f"{files.directory} holds quantised weights ({scaled[0]}), from which training cannot start",
+            f"{directory} holds quantised weights ({scaled[0]}), from which training cannot start",
             "name the wide ones, a Hugging Face or torch_dist directory, by --ref-load or --load; "
             "--hf-checkpoint may stay, for the engines",
         )
 
 
-def _check_names(policy: Policy, files: SafetensorsDirectory) -> None:
-    held = set(files.where)
+def _check_names(policy: Policy, directory: Path, names: Mapping[str, Entry]) -> None:
+    held = set(names)
     expected = _expected(policy)
     missing = expected - held
     extra = {n for n in held - expected if not policy.family.ignores(n, policy.hf_config)}
     if missing or extra:
         texts = [
-            f"{what} {_some(sorted(names))}"
-            for what, names in (("lacks", missing), ("holds in excess", extra))
-            if names
+            f"{what} {_some(sorted(which))}"
+            for what, which in (("lacks", missing), ("holds in excess", extra))
+            if which
         ]
-        raise DataError(
-            f"{files.directory}: the model {' and '.join(texts)}", "do config.json and weights belong together?"
-        )
+        raise DataError(f"{directory}: the model {' and '.join(texts)}", "do config.json and weights belong together?")
 
 
-def _check_shapes(policy: Policy, files: SafetensorsDirectory) -> None:
+def _check_shapes(policy: Policy, directory: Path, names: Mapping[str, Entry], table: Iterable[HeldParameter]) -> None:
     wrong = []
-    for held in _table(policy):
+    for held in table:
         rule = held.rule
         full = CUTS[held.rule.kind].full(held.shape, _shapes(policy, held.rule))
         for name, wanted in zip(rule.hf, full, strict=True):
-            found = files.slice(name)
-            if tuple(found.get_shape()) != wanted:
-                wrong.append(f"{name} is {list(found.get_shape())}, config.json asks for {list(wanted)}")
-            elif found.get_dtype() not in FLOATS:
-                wrong.append(f"{name} holds {found.get_dtype()}, not one of {', '.join(FLOATS)}")
+            found = names[name]
+            if found.shape != wanted:
+                wrong.append(f"{name} is {list(found.shape)}, config.json asks for {list(wanted)}")
+            elif found.dtype not in FLOATS:
+                wrong.append(f"{name} holds {found.dtype}, not one of {', '.join(FLOATS)}")
     if wrong:
-        raise DataError(f"{files.directory}: {_some(wrong, '; ')}")
+        raise DataError(f"{directory}: {_some(wrong, '; ')}")
 
 
 def _some(items: list[str], between: str = ", ") -> str:

@@ -81,7 +81,7 @@ def again(opts: Options, root: Path, run_id: str) -> tuple[int, Any, list[float]
     policy = models.build(opts, parallel_state.initialize(opts))
     ranks = policy.ranks
     bring_to_disk(ranks, root / HOSTS[ranks.rank], HOSTS, root / "disk", run_id)
-    at, _ = restore(policy, ranks, opts, root / "disk", "run")
+    at, *_ = restore(policy, ranks, opts, root / "disk", "run")
     return at.rollout_id, at.data, losses(policy, opts, END - at.rollout_id)
 
 

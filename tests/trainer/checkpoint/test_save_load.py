@@ -272,7 +272,7 @@ def begin_each(every: list[Options], checkpoints: list[Path]) -> list[Any]:
         policy = model.build(opts, ranks or parallel_state.initialize(opts))
         ranks = policy.ranks
         try:
-            at, said = restore(policy, ranks, opts, directory, "mine")
+            at, said, _ = restore(policy, ranks, opts, directory, "mine")
         except HpcrlError as error:
             found.append(str(error))
             continue

@@ -350,7 +350,7 @@ EMBEDDING = "model.embed_tokens.weight"
         ({"model.extra": torch.ones(2)}, "model holds in excess model.extra"),
         ({NORM: torch.ones(63)}, rf"{NORM} is \[63\], config.json asks for \[64\]"),
         ({EMBEDDING: torch.ones(127, 64)}, rf"{EMBEDDING} is \[127, 64\], config.json asks for \[128, 64\]"),
-        ({NORM: torch.ones(64, dtype=torch.int32)}, f"{NORM} holds I32"),
+        ({NORM: torch.ones(64, dtype=torch.int32)}, f"{NORM} holds int32"),
     ],
     ids=["missing", "extra", "shape", "vocabulary", "integers"],
 )
