@@ -85,9 +85,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
             ["run", "RECIPE", "--dry-run", "--num-rolout", "3"],
             ("torch", "vllm", "megatron", "transformers", "zmq", "aiohttp"),
         ),
+        (["fit", "--help"], ("torch", "vllm", "megatron", "transformers")),
         (["status"], ("torch", "numpy", "pydantic", "zmq", "aiohttp", "asyncio")),
     ],
-    ids=["help", "run help", "dry run", "unknown flag", "status"],
+    ids=["help", "run help", "dry run", "unknown flag", "fit", "status"],
 )
 def test_nothing_heavy_is_imported(argv: list[str], spared: tuple[str, ...], recipe: Path) -> None:
     code = (

@@ -196,8 +196,9 @@ def _nothing(found: FoundShapes, target: FitTarget, most: int) -> UsageError:
 
 def _show(rows: list[FitRow], found: FoundShapes, target: FitTarget, own: Mapping[str, Any]) -> None:
     if own.get("json"):
-        facts = {"gpu": target.card, "gpu_memory_gib": target.memory, "gpus_per_node": target.node}
-        print(msgspec.json.encode(facts | {"rows": [row.facts() for row in rows]}).decode())
+        facts: dict[str, Any] = {"gpu": target.card, "gpu_memory_gib": target.memory, "gpus_per_node": target.node}
+        facts |= {"rows": [row.facts() for row in rows], "left_out": list(close_lines(found.missed))}
+        print(msgspec.json.encode(facts).decode())
         return
     print(table(rows, target, time.time()))
     print()

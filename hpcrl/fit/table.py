@@ -81,7 +81,7 @@ FEW = 3  #: of those
 def close_lines(missed: Sequence[NearMiss]) -> Iterator[str]:
     """Shapes that would hold the run but for little."""
     close = sorted((miss for miss in missed if miss.over < CLOSE), key=lambda miss: miss.over)
-    for miss in close[:FEW]:
+    for miss in list({miss.why: miss for miss in reversed(close)}.values())[::-1][:FEW]:
         yield f"left out: {_where(miss)}: {miss.why}"
 
 

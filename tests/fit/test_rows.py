@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hpcrl.fit.rows import FitRow, make_rows, ordered, worthwhile
+from hpcrl.fit.search import NearMiss
 from hpcrl.fit.shapes import own_shape
+from hpcrl.fit.table import close_lines
 from tests.fit.models import recipe, search
 
 
@@ -49,3 +51,11 @@ def test_node_hours_and_end(rows: list[FitRow]) -> None:
     assert row.node_hours == pytest.approx(100 * row.step * row.found.nodes / 3600)
     open_ended = replace(row, rollouts=None)
     assert open_ended.end is None and open_ended.node_hours is None and ordered([open_ended]) == [open_ended]
+
+
+def test_shapes_that_lack_little(rows: list[FitRow]) -> None:
+    """Each reason once, the least first, a few of them; what lacks much, or cannot be, is not worth a line."""
+    shape = rows[0].found.shape
+    lacks = [(0.05, "b"), (0.01, "a"), (0.05, "b"), (0.5, "much"), (float("inf"), "never"), (0.06, "c"), (0.07, "d")]
+    found = list(close_lines([NearMiss(shape, over, why) for over, why in lacks]))
+    assert [line[-1] for line in found] == ["a", "b", "c"]

@@ -13,6 +13,8 @@ from hpcrl.run.queued_job import ExpectedStart
 from hpcrl.slurm import start_times
 from hpcrl.slurm.backfill import MOST_WORK, AskedNodes, JobInQueue, NodeInTime, expected
 from hpcrl.slurm.start_times import FOREVER, QueueView, as_job, expected_starts, read_jobs, read_nodes
+from tests.support.cluster import Cluster
+from tests.support.drawn_queues import out_of_order, pairs_said, try_queue
 
 
 def cluster_of(count: int = 4) -> list[NodeInTime]:
@@ -149,3 +151,11 @@ def test_one_question_for_each_request(submission, monkeypatch: pytest.MonkeyPat
 def test_what_a_run_asks_for(submission) -> None:
     """As its script does: nodes, GPUs, processors, partition, the time limit."""
     assert as_job(submission, "other") == JobInQueue(600.0, (AskedNodes(1, 8, 16, False, ("main",)),))
+
+
+@pytest.mark.cluster
+def test_the_order_in_a_drawn_queue(cluster: Cluster, tmp_path: Path) -> None:
+    """Shapes of `hpcrl fit` start in the order that it says; ten such queues: make soak SOAK=start_order."""
+    rows = try_queue(cluster, tmp_path, 1, (3, 4), (1, 4), second=0.2)
+    assert len(rows) == 2 and pairs_said(rows, "fit") > 0
+    assert not out_of_order(rows, "fit"), rows

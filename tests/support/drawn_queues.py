@@ -22,8 +22,8 @@ from tests.support import slurm
 from tests.support.cluster import Cluster
 
 LIMIT = 5  #: minutes of a row's job, the least that hpcrl takes
-SECOND = 1.0  #: that a job runs for each minute of its limit
 SETTLES = 2.5  #: seconds until all jobs have started that can
+Queue = list[tuple[int, int, float]]  #: nodes, minutes of the limit, seconds that it runs
 SITE = f"""
 name = "drawn"
 time = "{LIMIT}"
@@ -46,11 +46,21 @@ class TriedRow:
 
 
 def try_queue(
-    cluster: Cluster, folder: Path, seed: int, jobs: tuple[int, int] = (5, 9), sizes: tuple[int, ...] = (1, 2, 3, 4)
+    cluster: Cluster,
+    folder: Path,
+    seed: int,
+    jobs: tuple[int, int] = (5, 9),
+    sizes: tuple[int, ...] = (1, 2, 3, 4),
+    second: float = 1.0,
 ) -> list[TriedRow]:
-    """Draw a queue, ask fit, submit each of its rows of these sizes into such a queue and see when it starts."""
+    """Draw a queue, ask fit, submit each of its rows of these sizes into such a queue and see when it starts.
+
+    Args:
+        second: seconds that a job really runs for each minute of its limit.
+    """
     drawn = random.Random(seed)
-    queue = [(drawn.choice((1, 1, 2, 2, 3, 4)), drawn.randint(2, 20)) for _ in range(drawn.randint(*jobs))]
+    shapes = [(drawn.choice((1, 1, 2, 2, 3, 4)), drawn.randint(2, 20)) for _ in range(drawn.randint(*jobs))]
+    queue = [(nodes, minutes, second * minutes) for nodes, minutes in shapes]
     path = recipe(folder)
     (folder / "site.toml").write_text(SITE)
     _fill(cluster, queue, folder / "never")
@@ -65,10 +75,10 @@ def try_queue(
     return found
 
 
-def _fill(cluster: Cluster, queue: list[tuple[int, int]], go: Path) -> None:
+def _fill(cluster: Cluster, queue: Queue, go: Path) -> None:
     """Submit the queue's jobs, the first of which start."""
-    for nodes, minutes in queue:
-        _submit(cluster, nodes, minutes, f"until [ -e {go} ]; do sleep 0.1; done; sleep {SECOND * minutes}")
+    for nodes, minutes, seconds in queue:
+        _submit(cluster, nodes, minutes, f"until [ -e {go} ]; do sleep 0.1; done; sleep {seconds}")
     time.sleep(SETTLES)
 
 
@@ -78,7 +88,7 @@ def _empty(cluster: Cluster) -> None:
     cluster.wait_nodes("idle", 60)
 
 
-def _waits(cluster: Cluster, queue: list[tuple[int, int]], nodes: int, go: Path) -> float:
+def _waits(cluster: Cluster, queue: Queue, nodes: int, go: Path) -> float:
     """Seconds from the moment at which the queue moves until a row's job starts in it; at most 0 if it goes into a
     gap."""
     _fill(cluster, queue, go)
