@@ -32,6 +32,7 @@ FLOORS = (
     {"convert", "doctor", "rehearsal"},
     {"fit", "slurm", "mpi", "selftest"},
     {"commands"},
+    {"tryout"},
     {"api"},
     {"cli"},
     {"__main__"},
@@ -70,6 +71,7 @@ LIGHT = {
     "slurm",
     "speed",
     "toolbox",
+    "tryout",
 }
 MOST = 20  #: files in one room
 #: modules that read files past untrusted_files.py, and what they read: nothing that lies in a run directory, or that a

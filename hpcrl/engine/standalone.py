@@ -13,14 +13,18 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 
 from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.engine.main import EngineSupervisor, supervise
 from hpcrl.engine.multi_node import bound_socket
+from hpcrl.engines.served import show_key, unused
 from hpcrl.errors import UsageError
 from hpcrl.report.timeline.spans import NOWHERE
 from hpcrl.run.process import adopt_orphans
 from hpcrl.run.role import RoleContext, act, open_role, say
+
+LOOK = 2.0  #: seconds between two looks at whether it is used
 
 
 class ServedEngine(EngineSupervisor):
@@ -42,8 +46,22 @@ class ServedEngine(EngineSupervisor):
                 f"--listen {self.listen}: {error.strerror or error}", "name a free port of this machine"
             ) from error
 
+    def watch(self) -> None:
+        threading.Thread(target=self._end_unused, daemon=True).start()
+        super().watch()
+
+    def _end_unused(self) -> None:
+        """Stop one that is kept for its user's next use, once that does not come."""
+        while not self.stopped.wait(LOOK):
+            if unused():
+                say(f"{self.name} is not used any more: it ends")
+                self.stopped.set()
+
     def publish(self) -> None:
         super().publish()
+        if line := show_key(self.key, self.address.url):
+            print(f"{line}\nthe model's name is policy; Ctrl-C ends it", flush=True)
+            return
         say(f"a run asks it with {ADDRS} {self.listen} {KEYS} {self.context.rundir.root.parent}")
 
 

@@ -71,6 +71,10 @@ class ExternalEngine:
             end = EngineEnd(host=self._address, incarnation=incarnation, why=why, again=again, time=time.time())
             tell_end(self._rundir, self._index, end)
 
+    async def find(self) -> EnginePeer:
+        """What it is, once it answers; as `keep` finds it when the run begins."""
+        return await self._come_up(0)
+
     async def _come_up(self, incarnation: int) -> EnginePeer:
         begun = time.monotonic()
         limit = self._options.engine_start_timeout

@@ -1,0 +1,1 @@
+"""hpcrl try, chat and serve."""

@@ -1,0 +1,158 @@
+"""hpcrl try, chat and serve with a real engine: it is started once, used again, and ends by itself."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from hpcrl.errors import HpcrlError
+from hpcrl.tryout import kept_engine
+from hpcrl.tryout.kept_engine import at_hand
+from hpcrl.tryout.target import of_model
+
+pytestmark = pytest.mark.vllm
+HPCRL = Path(sys.executable).with_name("hpcrl")
+SECONDS = 200
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Path]:
+    """A folder of a user's: a recipe that starts from the quick start's model, and a home of its own; what is kept up ends
+    with the tests."""
+    folder = tmp_path_factory.mktemp("try")
+    (folder / "reward.py").write_text(
+        "def parts(options, sample):\n    return {'score': len(sample.response), 'own': 0.25}\n"
+    )
+    (folder / "recipe.toml").write_text(
+        f'hf_checkpoint = "{task / "model"}"\nprompt_data = "{task / "train.jsonl"}"\ninput_key = "prompt"\n'
+        'label_key = "label"\napply_chat_template = true\nbf16 = false\nactor_num_gpus_per_node = 1\nnum_rollout = 1\n'
+        "rollout_num_gpus = 1\nn_samples_per_prompt = 8\nrollout_max_response_len = 8\nrollout_max_context_len = 64\n"
+        'custom_rm_path = "{recipe}/reward.py:parts"\nreward_key = "score"\n'
+    )
+    yield folder
+    for used in (folder / "state").rglob("used"):
+        used.unlink()  # ends the engine
+    deadline = time.monotonic() + 60
+    while engines(folder) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not engines(folder)
+
+
+def engines(folder: Path) -> list[int]:
+    """Processes that were started with something below the folder's state."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(folder / "state") in word for word in process.info["cmdline"] or ()):
+            found.append(process.pid)
+    return found
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"XDG_STATE_HOME": str(folder / "state")}
+
+
+def typed(folder: Path, *words: str, lines: str = "") -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a command."""
+    done = subprocess.run(
+        [str(HPCRL), *words], cwd=folder, env=environment(folder), input=lines, capture_output=True, text=True,
+        timeout=SECONDS,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_recipe_is_tried_twice_with_one_engine(place: Path) -> None:
+    """Prompts token by token, responses with the reward and its parts; the second time the engine is there."""
+    status, first, said = typed(place, "try", "recipe.toml", "--prompts", "2")
+    assert status == 0 and "starting an engine" in said, said
+    assert len(re.findall(r"^prompt \d+: \S*train\.jsonl, line \d+, \d+ tokens$", first, re.MULTILINE)) == 2
+    assert len(re.findall(r"^  response \d+: \d+ tokens, \w+, .*reward \d+ \(.*own 0\.25", first, re.MULTILINE)) == 4
+    assert re.search(r"<\|user\|>\|\d\|\+\|\d", first), first
+    status, second, said = typed(place, "try", "recipe.toml", "--prompts", "1", "--responses", "3")
+    assert status == 0 and "starting" not in said, said
+    assert second.count("response ") == 3
+    shown = first.splitlines()[1:3]
+    assert shown == second.splitlines()[1:3], "the same prompt comes first"
+
+
+def test_a_reward_that_raises_is_shown(place: Path) -> None:
+    (place / "wrong.py").write_text("def parts(options, sample):\n    return sample.lable\n")
+    status, out, err = typed(place, "try", "recipe.toml", "--custom-rm-path", "./wrong.py:parts", "--prompts", "1")
+    assert status == 0 and "not graded" in out and "lable" in out, out + err
+
+
+def test_a_conversation_and_its_engine(place: Path, task: Path) -> None:
+    """Each line is a turn; what was said is remembered until /new."""
+    words = ("chat", str(task / "model"), "--no-bf16", "--temperature", "0", "--max-tokens", "6")
+    status, out, err = typed(place, *words, lines="1+2=\n1+2=\n/new\n1+2=\n")
+    answers = out.splitlines()
+    assert status == 0 and len(answers) == 3, out + err
+    assert answers[0] == answers[2]
+
+
+def test_a_server_asks_for_its_key(place: Path, task: Path) -> None:
+    """What is printed is all that is needed; SIGTERM leaves nothing."""
+    command = [str(HPCRL), "serve", str(task / "model"), "--no-bf16"]
+    server = subprocess.Popen(command, cwd=place, env=environment(place), stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        line = next(line for line in server.stdout if line.startswith("export"))
+        url = re.search(r"OPENAI_BASE_URL=(\S+)", line)
+        key = re.search(r"\$\(cat (\S+)\)", line)
+        assert url and key and Path(key[1]).stat().st_mode & 0o777 == 0o600
+        assert [asked(url[1], word) for word in ("", Path(key[1]).read_text())] == [401, 200]
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    assert not [pid for pid in engines(place) if "serve-keys" in " ".join(psutil.Process(pid).cmdline())]
+
+
+def asked(url: str, key: str) -> int:
+    """The status of a request for the models."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port or 0, timeout=60)
+    try:
+        connection.request("GET", f"{where.path}/models", headers={"Authorization": f"Bearer {key}"})
+        answer = connection.getresponse()
+        return answer.status if answer.status != 200 or json.loads(answer.read())["data"] else 0
+    finally:
+        connection.close()
+
+
+def test_an_engine_that_cannot_start_says_why(
+    place: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own last word, and the log that has more; nothing stays up."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(place / "state"))
+    model = shutil.copytree(task / "model", tmp_path / "model")
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    target = of_model(str(model), {"bf16": False})
+    with pytest.raises(HpcrlError, match=r"has ended: .*; see \S+/log"):
+        at_hand(target.options, target.folder)
+    assert not [pid for pid in engines(place) if str(target.folder) in " ".join(psutil.Process(pid).cmdline())]
+
+
+def test_an_unused_engine_ends_by_itself(place: Path) -> None:
+    """The one of `hpcrl try`, once its last use is long ago; the next try starts another."""
+    (used,) = [path for path in (place / "state").rglob("used") if "recipe-" in str(path)]
+    mine = [pid for pid in engines(place) if str(used.parent) in " ".join(psutil.Process(pid).cmdline())]
+    assert mine
+    long_ago = time.time() - kept_engine.IDLE - 60
+    os.utime(used, (long_ago, long_ago))
+    deadline = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) for pid in mine) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not any(psutil.pid_exists(pid) for pid in mine)

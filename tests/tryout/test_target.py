@@ -1,0 +1,107 @@
+"""What is tried: which stage of a recipe, which checkpoint of a run, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.engines.served import IDLE_SECONDS, USED_FILE, note_use, unused
+from hpcrl.errors import UsageError
+from hpcrl.tryout.target import of_model, of_recipe
+from tests.documents.typed import CONFIG
+
+STAGES = """
+hf_checkpoint = "{prepared}/model"
+prompt_data = "train.jsonl"
+label_key = "label"
+actor_num_gpus_per_node = 1
+rollout_num_gpus = 2
+n_samples_per_prompt = 4
+num_rollout = 1
+prepare = [["{python}", "-c", "import pathlib; pathlib.Path('{prepared}/model').mkdir(parents=True)"]]
+[[stage]]
+name = "sft"
+loss_type = "sft_loss"
+rollout_num_gpus = 0
+[[stage]]
+name = "grpo"
+rm_type = "math"
+lr = 1e-5
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "two.toml"
+    path.write_text(STAGES)
+    return path
+
+
+def test_the_last_stage_that_samples_is_tried(recipe: Path) -> None:
+    """Its model is made once, in a directory that only the user enters; it is one engine of no run."""
+    target = of_recipe(recipe, {})
+    assert target.said == "two.toml, stage grpo" and target.options.lr == 1e-5
+    assert target.options.rollout_num_gpus == target.options.rollout_num_gpus_per_engine == 1
+    model = Path(target.options.hf_checkpoint or "")
+    assert model.is_dir() and target.folder.stat().st_mode & 0o777 == 0o700
+    (model / "mark").touch()
+    again = of_recipe(recipe, {"grpo.lr": 2e-5})
+    assert again.options.lr == 2e-5 and again.folder != target.folder, "other settings may prepare another model"
+    assert of_recipe(recipe, {}).folder == target.folder and (model / "mark").exists()
+
+
+@pytest.mark.parametrize("stage", ["sft", "nope"])
+def test_a_stage_that_samples_nothing_is_refused(recipe: Path, stage: str) -> None:
+    with pytest.raises(UsageError, match=rf"--stage {stage}.*grpo"):
+        of_recipe(recipe, {}, stage)
+
+
+def test_a_model_is_served_within_its_context(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 1000}))
+    assert of_model(str(folder), {}).options.rollout_max_context_len == 1000
+    assert of_model(str(folder), {"rollout_max_context_len": 64}).options.rollout_max_context_len == 64
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["chat"], "is needed"),
+        (["chat", "nowhere"], "nowhere"),
+        (["chat", "a", "b"], "2 things"),
+        (["try", "none.toml"], "none.toml"),
+        (["try", "two.toml", "--prompts", "0"], "--prompts 0"),
+        (["serve", "model", "--listen", "here"], "--listen"),
+        (["chat", "model", "--temprature", "1"], "--temperature"),
+    ],
+)
+def test_wrong_usage(
+    argv: list[str], named: str, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    assert main(argv) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["chat", "serve", "try"])
+def test_help_is_short(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"usage: hpcrl {name}" in capsys.readouterr().out
+
+
+def test_an_engine_is_unused_once_its_time_is_over(tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    kept = {USED_FILE: str(used), IDLE_SECONDS: "60"}
+    assert unused(kept), "its file is gone"  # type: ignore[arg-type]
+    note_use(used)
+    assert not unused(kept) and not unused({})  # type: ignore[arg-type]
+    assert unused(kept | {IDLE_SECONDS: "-1"})  # type: ignore[arg-type]
