@@ -1,7 +1,7 @@
 """`hpcrl rehearse RECIPE`: the distinct ranks take a step on fake tensors, and what would end the run is said.
 
-Invariants: nothing is written outside a temporary directory and no job is started; what the run would refuse is refused
-here first, by the checks of `hpcrl plan`.
+Invariants: nothing is written outside a temporary directory, and no job is started but with --on-node; what the run
+would refuse is refused here first, by the checks of `hpcrl plan`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import local_hosts
 from hpcrl.rehearsal.findings import cache_line, engine_line, findings, lines, of_cache, of_engine, unshown
+from hpcrl.rehearsal.on_node import on_node
 from hpcrl.rehearsal.ranks import distinct, named
 from hpcrl.rehearsal.runner import asking_engine, run_ranks
 from hpcrl.rehearsal.site_card import memory_of_card, memory_of_engines
 
 USAGE = """\
-usage: hpcrl rehearse RECIPE.toml [--site SITE | --gpu NAME] [--ranks WHICH] [--option value ...]
+usage: hpcrl rehearse RECIPE.toml [--site SITE | --gpu NAME] [--ranks WHICH] [--on-node] [--option value ...]
 
 Every distinct rank of the trainer builds its model and optimizer and takes a step on tensors without content: no GPU,
 no weights and hardly any memory are needed, config.json of --hf-checkpoint is. What Megatron refuses, memory that runs
@@ -38,6 +39,8 @@ out and ranks that do not fit together are errors (docs/rehearsal.md).
   --gpu-memory GIB   what a GPU has; default: that of --gpu or --site
   --ranks WHICH      all, or numbers with commas; default: the first and the last of each distinct pipeline stage
   --at-once N        ranks at a time; default: a core each
+  --on-node          on one node of the site (of --site or $HPCRL_SITE), as a job of its own or, typed in a job, as a
+                     step of it; --gpu and --gpu-memory then go with --site
 
 Options are those of hpcrl run."""
 
@@ -47,6 +50,7 @@ OWN = {
     "gpu-memory": Kind("float", bounds="> 0"),
     "ranks": Kind("str"),
     "at-once": Kind("int", bounds="> 0"),
+    "on-node": Kind("bool"),
     "help": Kind("bool"),
 }
 
@@ -62,8 +66,12 @@ def rehearse(argv: list[str]) -> int:
     recipe = load_recipe(words[0])
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
     refuse_settings(options, local_hosts, packages=False)
-    gpu = memory_of_card(own.get("gpu-memory"), own.get("gpu"), own.get("site"))
-    engines = memory_of_engines(options, gpu, own.get("site"))
+    card = own.get("gpu-memory"), own.get("gpu")
+    site = None if own.get("on-node") and card != (None, None) else own.get("site")  # which names the node
+    gpu = memory_of_card(*card, site)
+    engines = memory_of_engines(options, gpu, site)
+    if own.get("on-node"):
+        return on_node(argv, own)
     at_once = own.get("at-once", len(os.sched_getaffinity(0)))
     wrong: list[HpcrlError] = []
     for stage, resolved in zip(recipe.stages, options, strict=True):

@@ -40,6 +40,7 @@ OF_MACHINE = {
     "all2all_backend",
     "enable_dbo",
     "compilation_config",
+    "enable_return_routed_experts",  # which runner vLLM takes for it depends on Triton and the platform
 }
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",

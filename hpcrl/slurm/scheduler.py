@@ -70,6 +70,16 @@ class Slurm:
         squeue.call(["scontrol", "release", job_id])
         return False
 
+    # ---- one node
+
+    def on_one_node(
+        self, site: SlurmSite, arguments: Sequence[str], seconds: float, cpus: int | None = None
+    ) -> list[str]:
+        """The command that runs hpcrl with `arguments` on one node, for at most `seconds`, and shows what it says."""
+        from hpcrl.slurm.one_node import on_one_node
+
+        return on_one_node(site, arguments, seconds, cpus)
+
     # ---- before a job
 
     def responds(self) -> Iterator[Finding]:

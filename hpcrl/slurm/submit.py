@@ -107,7 +107,8 @@ def _component(script: BatchScript, request: AllocationRequest, site: SlurmSite,
     return {
         "what": f"{what}, {component.nodes} node{'s' if component.nodes > 1 else ''}",
         "options": [
-            _directive(x) for x in (*(_job(script, request, site) if index == 0 else ()), *_options(component, site))
+            _directive(x)
+            for x in (*(_job(script, request, site) if index == 0 else ()), *component_options(component, site))
         ]
         + ["no-kill"] * request.outlives_nodes,
         "slots": component.slots,
@@ -134,7 +135,7 @@ def _job(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> It
     yield "requeue" if site.requeue else "no-requeue"
 
 
-def _options(component: Component, site: SlurmSite) -> Iterator[str]:
+def component_options(component: Component, site: SlurmSite) -> Iterator[str]:
     """The options of one component; those of partition and account hold for it alone."""
     wish = getattr(site, component.name)
     for name in ("account", "qos", "reservation"):

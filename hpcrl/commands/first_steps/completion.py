@@ -28,7 +28,7 @@ _OWN = {
         *("--dry-run", "--print", "--help"),
     ],
     "plan": ["--hostfile", "--gpu", "--gpu-memory", "--host-memory", "--link-rate", "--help"],
-    "rehearse": ["--site", "--gpu", "--gpu-memory", "--ranks", "--at-once", "--help"],
+    "rehearse": ["--site", "--gpu", "--gpu-memory", "--ranks", "--at-once", "--on-node", "--help"],
     "fit": [
         *("--site", "--time", "--layout", "--set", "--max-nodes", "--rehearse", "--apply", "--output", "--force"),
         *("--gpus-per-node", "--gpu", "--gpu-memory", "--host-memory", "--link-rate", "--json", "--help"),

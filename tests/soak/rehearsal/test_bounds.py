@@ -140,14 +140,18 @@ def test_a_large_recipe_is_right_and_quick(tmp_path: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that the small recipes make."""
-    directory = tmp_path_factory.mktemp("prepared")
-    command = [sys.executable, str(EXAMPLES / "arithmetic.py"), "--out", str(directory), "--seed", "1"]
-    subprocess.run(command, check=True, timeout=300)
-    return directory / "model"
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The models that the small recipes make: with experts or without."""
+    found = {}
+    for experts in (False, True):
+        directory = tmp_path_factory.mktemp("prepared")
+        command = [sys.executable, str(EXAMPLES / "arithmetic.py"), "--out", str(directory), "--seed", "1"]
+        subprocess.run([*command, *["--experts", "16"] * experts], check=True, timeout=300)
+        found[experts] = directory / "model"
+    return found
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_recipe_is_right_and_quick(small_model: Path, name: str) -> None:
-    rehearsed(name, [str(EXAMPLES / name), "--hf-checkpoint", str(small_model)])
+def test_a_small_recipe_is_right_and_quick(small_models: dict[bool, Path], name: str) -> None:
+    model = small_models["--experts" in (EXAMPLES / name).read_text()]
+    rehearsed(name, [str(EXAMPLES / name), "--hf-checkpoint", str(model)])
