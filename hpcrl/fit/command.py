@@ -98,7 +98,7 @@ def fit(argv: list[str]) -> int:
     if base.debug_rollout_only:
         raise UsageError(f"{words[0]} trains nothing (--debug-rollout-only)", "fit is about runs that train")
     target = _target(base, site, own)
-    asks = site.name != UNKNOWN  # else its partitions are not known, nor its nodes
+    asks = site.name != UNKNOWN or "set" in own  # else neither partitions nor nodes are known
     site = site if asks else _with_node(site, target.node)
     search = Search(recipe, flags, site, target)
     most = own.get("max-nodes") or 2 * _own_nodes(base, target.node)

@@ -15,7 +15,10 @@ from hpcrl.plan import local_hosts
 from tests.fit.models import recipe, search
 from tests.support.published_models import MODELS
 
-FIELDS = {name: find_family(MODELS[name][1], name).transformer(MODELS[name][1]) for name in ("Qwen3-4B", "GLM-4.5")}
+FIELDS = {
+    name: find_family(MODELS[name][1], name).transformer(MODELS[name][1])
+    for name in ("Qwen3-4B", "Qwen2.5-7B", "GLM-4.5")
+}
 
 
 @pytest.mark.parametrize("name", FIELDS)
