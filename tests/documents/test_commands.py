@@ -1,5 +1,8 @@
-"""Every documented command as a user types it: through the installed `hpcrl`, in a process of its own, with a shell's
+"""Documented commands as a user types them: through the installed `hpcrl`, each in a process of its own, with a shell's
 environment.
+
+Of lines that differ in names and values alone, the first is typed here; tests/documents/test_cheap_commands.py types all
+of them in one interpreter.
 
 What starts a run is told to start nothing (tests/soak/test_documented_runs.py runs them); what is asked of a run is
 asked of the quick start's, which runs whole, once for all tests (`quick_start`).
@@ -54,9 +57,24 @@ def told(line: str) -> str:
     return f"{before} --dry-run{dashes}{after}"
 
 
+def shape(line: str) -> tuple[str, ...]:
+    """What of a line does not vary with names and values: its verb, its flags, what the shell does."""
+    words = shlex.split(line)
+    kinds = {word.rpartition(".")[2] for word in words[1:] if word.endswith((".toml", ".sh", ".py"))}
+    flags = [word.partition("=")[0] for word in words if word.startswith("-") or word == ">"]
+    return (words[1], *sorted(kinds), *flags)
+
+
+def test_lines_of_one_shape() -> None:
+    assert shape("hpcrl run a.toml --lr 1") == shape("hpcrl run b.toml --lr 2") != shape("hpcrl run a.toml --no-lr")
+    assert shape("hpcrl import a.sh > b.toml") != shape("hpcrl import a.py > b.toml") != shape("hpcrl import a.py")
+
+
 @pytest.mark.process
 def test_each_in_a_process_of_its_own(scene: Scene) -> None:
-    commands = {told(scene.filled(command)): command for command in [*printed(), *helped()] if cheap(command)}
+    typed = [told(scene.filled(command)) for command in [*printed(), *helped()] if cheap(command)]
+    commands = list({shape(line): line for line in reversed(typed)}.values())
+    assert len(commands) > 50
     lines = sorted(
         commands, key=lambda line: " > " not in line
     )  # what writes a file that another line reads comes first
