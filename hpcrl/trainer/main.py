@@ -32,6 +32,7 @@ from hpcrl.run.summary import Summary, write_summary
 from hpcrl.toolbox.imports import without_collection
 
 if TYPE_CHECKING:
+    from hpcrl.trainer.checkpoint.save_load import Position
     from hpcrl.trainer.megatron.model import Policy
     from hpcrl.weights.updates import Updates
 
@@ -82,6 +83,7 @@ class Trainer:
         with timeline.span(spans.READ):
             self.at, source = restore_newest(context, self.policy, self.ranks, self.checkpoints)
         self.saved = self.saving = self.at.version  # of the newest checkpoint, and of the one that is being written
+        self.on_disk: Position | None = None  # what this attempt has saved last, and waited for
         resumed = save_load.step(self.checkpoints, self.at.rollout_id) if self.at.rollout_id else None
         with timeline.span(spans.OTHERS):
             self.others = ReferenceAndCritic(self.policy, self.ranks, context.options, resumed, source)
@@ -187,7 +189,7 @@ class Trainer:
                 ) from error
             self.stopping = True
             status = "stopped"
-        if self.total:  # what was only evaluated has not changed
+        if self.total and self.on_disk is not self.at:  # what was only evaluated has not changed
             self._save()
         with contextlib.suppress(StopAsked):
             self.evaluations.look()
@@ -336,6 +338,7 @@ class Trainer:
         with self.timeline.span(spans.SAVE, rollout_id=self.at.rollout_id):
             path = self.saver.save(self.at, wait=last)
         if not self.saver.pending:
+            self.on_disk = self.at
             self.timeline.mark(spans.SAVED, rollout_id=self.at.rollout_id)
         self.saved, self.saving = self.saving if self.saver.pending else self.at.version, self.at.version
         if self.log:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -78,6 +79,12 @@ def test_checkpoints_have_megatrons_layout(uncut: Path) -> None:
     assert (uncut / "checkpoints" / names[-1]).read_text() == "6"
     inside = {p.name for p in (uncut / "checkpoints" / "iter_0000006").iterdir()}
     assert {"metadata.json", ".metadata", "hpcrl.json"} <= inside
+
+
+def test_each_checkpoint_is_written_once(uncut: Path) -> None:
+    """The last one is due after its step, and at the end of the run: it is one checkpoint."""
+    said = "".join(path.read_text() for path in uncut.glob("logs/attempt-*/trainer-0.log"))
+    assert re.findall(r"saved \S+/(iter_\d+)", said) == ["iter_0000002", "iter_0000004", "iter_0000006"]
 
 
 def test_killed_during_a_save(tmp_path: Path, task: Path, uncut: Path) -> None:
