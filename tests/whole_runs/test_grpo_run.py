@@ -102,6 +102,12 @@ def test_the_reference_follows_the_policy(uncut: Path) -> None:
     assert held == [True] * len(held) and held
 
 
+def test_the_engine_has_read_no_weights(uncut: Path) -> None:
+    """All that it has sampled with came from the trainers, of which the first version is the one that they have read."""
+    log = (uncut / "logs/latest/engine-0.log").read_text()
+    assert "starts with empty weights" in log and "; 0 tensors are read" in log
+
+
 def test_the_weights_really_change_the_samples(uncut: Path) -> None:
     lines = [
         json.loads(line) for name, data in samples(uncut).items() if name[0].isdigit() for line in data.splitlines()
