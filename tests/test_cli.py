@@ -235,7 +235,7 @@ def test_refused_before_anything_is_made(
     ("argv", "status", "message"),
     [
         (["rum"], 2, "did you mean hpcrl"),
-        (["chatter"], 2, "command; there are init"),
+        (["xyzzy"], 2, "command; there are init"),
         (["run"], 2, "no recipe given"),
         (["run", "a.toml", "b.toml"], 2, "more than one recipe: a.toml b.toml"),
         (["run", "none.toml"], 2, "cannot read the recipe none.toml"),
