@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.commands.find_run import find_run, find_sweep, look_at_run
+from hpcrl.commands.find_run import Jobs, find_run, find_sweep, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
 from hpcrl.report.timeline import startup
@@ -74,19 +74,24 @@ def _compare(runs: Sequence[Run], output: str | None) -> int:
     return 0
 
 
-def run_page(run: Run, refresh: int = 0) -> str:
-    """The page of one run, as it is now."""
+def run_page(run: Run, refresh: int = 0, jobs: Jobs | None = None) -> str:
+    """The page of one run, as it is now.
+
+    Args:
+        jobs: the schedulers' word, if it was asked for.
+    """
     from hpcrl.report.page.one_run import page, recipe_text
 
-    return page(run, look_at_run(run), read_run(run), recipe_text(run.root), refresh)
+    return page(run, look_at_run(run, jobs), read_run(run), recipe_text(run.root), refresh)
 
 
-def compared_page(runs: Sequence[Run], refresh: int = 0) -> str:
-    """The page of several runs, as they are now."""
+def compared_page(runs: Sequence[Run], refresh: int = 0, jobs: Jobs | None = None) -> str:
+    """The page of several runs, as they are now; each scheduler is asked once for all."""
+    jobs = jobs or Jobs(runs)
     from hpcrl.report.page.comparison import Compared, comparison, names_of
 
     named = zip(names_of(runs), runs, strict=True)
-    compared = [Compared(name, run, look_at_run(run), spending(run, read_run(run))) for name, run in named]
+    compared = [Compared(name, run, look_at_run(run, jobs), spending(run, read_run(run))) for name, run in named]
     return comparison(compared, refresh)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcrl.commands.find_run import Ending, Jobs, all_runs, find_run, find_sweep, look_at_run, look_at_runs
+from hpcrl.commands.find_run import ASK, Ending, Jobs, all_runs, find_run, find_sweep, look_at_run, look_at_runs
 from hpcrl.commands.sweep import look_at_sweep, watch_sweep
 from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.plain_text import strip_control
@@ -28,6 +28,7 @@ from hpcrl.report.status_text import line, on_terminal, page, shorten_path, tabl
 from hpcrl.report.sweep_table import sweep_page
 from hpcrl.run.sweep_file import is_sweep, read_sweep, remove_empty_sweep
 from hpcrl.toolbox.arguments import RUN, Parser
+from hpcrl.toolbox.signs import LastSign
 
 if TYPE_CHECKING:
     from hpcrl.report.page.live import LivePages
@@ -112,10 +113,13 @@ def _served(word: str, port: int) -> LivePages:
     from hpcrl.report.page.live import REFRESH, LivePages
 
     roots = [run.root for run in several([word])]
+    known, asked = [Jobs(map(Run, roots))], LastSign()
 
     def make() -> str:
         runs = [Run(root) for root in roots]
-        return run_page(runs[0], REFRESH) if len(runs) == 1 else compared_page(runs, REFRESH)
+        if asked.due(60.0 if known[0].note else ASK):
+            known[0] = Jobs(runs)
+        return run_page(runs[0], REFRESH, known[0]) if len(runs) == 1 else compared_page(runs, REFRESH, known[0])
 
     pages = LivePages(make, port)
     print(pages.words, flush=True)

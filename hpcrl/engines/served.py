@@ -8,6 +8,8 @@ command line, environment variable or log.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import os
 import shlex
 import time
@@ -41,10 +43,15 @@ def unused(environment: os._Environ[str] = os.environ) -> bool:
     return True
 
 
+def program_key(key: str) -> str:
+    """The key for programs that speak OpenAI's protocol, of an engine's own key: it opens those routes alone."""
+    return hmac.new(key.encode(), b"openai", hashlib.sha256).hexdigest()
+
+
 def show_key(key: str, url: str, environment: os._Environ[str] = os.environ) -> str:
-    """What a user types to ask this engine, once its key is in the file that is wanted; "" if none is."""
+    """What a user types to ask this engine, once its key for programs is in the file that is wanted; "" if none is."""
     path = environment.get(KEY_TO)
     if path is None:
         return ""
-    write_atomic(Path(path), key.encode())
+    write_atomic(Path(path), program_key(key).encode())
     return f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {shlex.quote(path)})"

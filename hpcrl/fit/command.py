@@ -6,6 +6,7 @@ written passes the checks of `hpcrl plan`.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import local_hosts
 from hpcrl.rehearsal.site_card import least
-from hpcrl.run.rundir import write_first
+from hpcrl.run.rundir import write_atomic, write_first
 from hpcrl.speed.cards import CARDS, DEFAULT, named
 from hpcrl.untrusted_files import read_given
 
@@ -221,16 +222,17 @@ def _apply(
             f"-o {file}: the recipe names files next to it with {{recipe}}", f"write it to {source.parent}"
         )
     made = with_settings(text, row.found.settings)
-    if own.get("force"):
-        file.unlink(missing_ok=True)
-    if not write_first(file, made.encode()):
-        raise UsageError(f"{file} is there already", "give -o FILE")
     rest = {name: value for name, value in flags.items() if name not in KEYS}
+    tried = file.with_name(f".{file.stem}-{os.getpid()}.toml")
     try:
-        _check(load_recipe(file), rest, site, row)
-    except UsageError:
-        file.unlink()
-        raise
+        write_atomic(tried, made.encode())
+        _check(load_recipe(tried), rest, site, row)
+    finally:
+        tried.unlink(missing_ok=True)
+    if own.get("force"):
+        write_atomic(file, made.encode())
+    elif not write_first(file, made.encode()):
+        raise UsageError(f"{file} is there already", "give -o FILE")
     more = " ".join(["", *flag_words(rest)])
     to = f" --site {own['site']}" if "site" in own else ""
     print(f"\nwrote {file}; next: hpcrl submit {file}{to}{more} --dry-run", file=sys.stderr)

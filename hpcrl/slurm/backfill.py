@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-MOST_WORK = 200_000  #: jobs that wait times nodes: some seconds
+MOST_WORK = 1_500_000  #: jobs that wait, squared, times nodes: some seconds
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def expected(
     Args:
         nodes: nothing is placed on them yet.
     """
-    if len(waiting) * len(nodes) > MOST_WORK:
+    if len(waiting) ** 2 * len(nodes) > MOST_WORK:
         return None
     named = {node.name: node for node in nodes}
     for job in running:

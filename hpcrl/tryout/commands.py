@@ -66,7 +66,7 @@ def chat(argv: list[str]) -> int:
     if word is None:
         return 0
     target = of_model(word, overrides)
-    engine = at_hand(target.options, target.folder)
+    at_hand(target.options, target.folder)
     settings: dict[str, Any] = {"temperature": own.get("temperature", 1.0), "max_tokens": own.get("max-tokens", 512)}
     said = Chat(settings, own.get("system"))
     print(f"{strip_control(target.said)}: /new begins again, Ctrl-D ends", file=sys.stderr, flush=True)
@@ -74,7 +74,7 @@ def chat(argv: list[str]) -> int:
         if text == "/new":
             said.forget()
         elif text:
-            _answer(said, text, engine)
+            _answer(said, text, at_hand(target.options, target.folder))  # it may have ended meanwhile
     return 0
 
 
@@ -89,16 +89,15 @@ def _next_line() -> str | None:
 
 
 def _answer(said: Chat, text: str, engine: KeptEngine) -> None:
-    engine.use()
     try:
-        for piece in said.say(text, engine.address()):
-            print(strip_control(piece, lines=True), end="", flush=True)
+        with engine.in_use():
+            for piece in said.say(text, engine.address()):
+                print(strip_control(piece, lines=True), end="", flush=True)
         print()
     except KeyboardInterrupt:
         print(" ...")
     except PeerError as error:
         print(f"hpcrl: {strip_control(str(error))}", file=sys.stderr)
-    engine.use()
 
 
 def serve(argv: list[str]) -> int:
@@ -113,7 +112,7 @@ def serve(argv: list[str]) -> int:
     keys = target.folder / "serve-keys"
     rundir = prepare(target.options, listen, keys)
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
-    environment[KEY_TO] = str(keys / "openai.key")
+    environment[KEY_TO] = str(keys / f"openai-{split_address(listen)[1]}.key")
     print(f"{strip_control(target.said)}: starting", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", PROGRAM, str(rundir.root), "--attempt", "0"]
     return os.execve(sys.executable, command, environment)  # so that a signal reaches the engine itself
@@ -166,13 +165,13 @@ def _sample(target: TriedModel, engine: KeptEngine, root: Path, counts: dict[str
     try:
         words = [str(rundir.root), str(counts["prompts"]), str(counts["responses"])]
         limit = options.rollout_timeout
-        return subprocess.call([sys.executable, "-m", "hpcrl.rollout.one_try", *words], timeout=limit)
+        with engine.in_use():
+            return subprocess.call([sys.executable, "-m", "hpcrl.rollout.one_try", *words], timeout=limit)
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"it took more than --rollout-timeout {limit:.0f} s", "raise it") from None
     finally:
         if lock is not None:
             lock.close()
-        engine.use()
 
 
 def _parsed(

@@ -44,12 +44,14 @@ class Chat:
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         pieces: list[str] = []
+        whole = False
         try:
             for piece in _stream({"messages": asked, **self._settings}, address):
                 pieces.append(piece)
                 yield piece
+            whole = True
         finally:  # Ctrl-C cuts an answer, and the conversation continues with what there is of it
-            if pieces:
+            if pieces or whole:
                 self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
 

@@ -14,7 +14,6 @@ at once one starts it, and the other waits.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import http.client
 import os
@@ -22,9 +21,11 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.layout import split_address
@@ -37,11 +38,13 @@ from hpcrl.run.role import last_error
 from hpcrl.run.rundir import write_atomic
 from hpcrl.toolbox.deadline import Deadline, poll
 from hpcrl.toolbox.signs import LastSign
-from hpcrl.untrusted_files import open_append, read_regular
+from hpcrl.tryout.alone import alone
+from hpcrl.untrusted_files import open_append, read_regular, read_system
 
 HERE = "127.0.0.1"
 IDLE = 600.0  #: seconds without use after which it ends
 POLL = 0.2
+USE_EVERY = 30.0  #: seconds between two notes that it is in use
 AGAIN = 30.0  #: seconds between two words that it is waited for
 #: what of the options an engine does not depend on
 _SETTINGS = ("hf_checkpoint", "bf16", "vllm", "rollout_max_context_len", "rollout_num_gpus_per_engine", "seed")
@@ -64,6 +67,24 @@ class KeptEngine:
         """Say that it is in use."""
         note_use(self.keys.parent / "used")
 
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """It is in use for as long as this context is entered."""
+        over = threading.Event()
+
+        def keep() -> None:
+            self.use()
+            while not over.wait(USE_EVERY):
+                self.use()
+
+        thread = threading.Thread(target=keep, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(HEALTH_SECONDS)
+
     def address(self) -> Address:
         """Where it answers, with the key of this time.
 
@@ -76,6 +97,8 @@ class KeptEngine:
 def address_of(listen: str, keys: Path) -> Address:
     """The address of a served engine, with the key that its realm and the directory of its keys make."""
     host, port = split_address(listen)
+    if host == HERE and not _ours(port):
+        raise HpcrlError(f"another user listens at {listen}", "try again")
     connection = http.client.HTTPConnection(host, port, timeout=HEALTH_SECONDS)
     try:
         connection.request("GET", HEALTH)
@@ -102,7 +125,7 @@ def at_hand(options: Options, folder: Path) -> KeptEngine:
     """
     place = folder / f"engine-{_hash(options)}"
     place.mkdir(mode=0o700, exist_ok=True)
-    with _held(place / "lock", options.engine_start_timeout):
+    with alone(place, options.engine_start_timeout):
         listen = _up(place)
         if listen is None:
             listen = _start(options, place)
@@ -115,25 +138,26 @@ def _hash(options: Options) -> str:
     plain = options.model_dump(mode="json")
     settings = [socket.gethostname(), *(f"{name}={plain[name]}" for name in _SETTINGS)]
     settings.append(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    settings += [f"{path.name} {(seen := path.stat()).st_size} {seen.st_mtime_ns}" for path in _files(plain)]
     return hashlib.sha256("\0".join(settings).encode()).hexdigest()[:12]
 
 
-@contextlib.contextmanager
-def _held(path: Path, seconds: float) -> Iterator[None]:
-    """Alone in starting it; DeadlineError if another has been at it for longer than an engine may take."""
-    with open_append(path) as file:
+def _files(plain: Mapping[str, Any]) -> list[Path]:
+    """What the model's directory holds: another content is another engine."""
+    folder = Path(plain["hf_checkpoint"])
+    return sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")])
 
-        def locked() -> bool:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            return False
 
-        if not poll(locked, Deadline(seconds), POLL):
-            raise DeadlineError(
-                f"another process has been starting it for {seconds:.0f} s", f"see {path.parent / 'log'}"
-            )
-        yield
+def _ours(port: int) -> bool:
+    """Whether what listens at this port of the loopback is a process of this user (proc(5), /proc/net/tcp); so it
+    counts where that cannot be told."""
+    try:
+        lines = read_system("/proc/net/tcp").splitlines()[1:]
+    except OSError:
+        return True
+    fields = [line.split() for line in lines]
+    owners = {row[7] for row in fields if row[3] == "0A" and row[1] == f"0100007F:{port:04X}"}
+    return not owners or owners == {str(os.getuid())}
 
 
 def _up(place: Path) -> str | None:
@@ -184,6 +208,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], listen: str, place: Path, s
     log, told = place / "log", LastSign()
 
     def answers() -> bool:
+        note_use(place / "used")
         if process.poll() is not None:
             said = last_error(read_regular(log).splitlines())
             raise HpcrlError(f"the engine has ended{f': {said}' if said else ''}", f"see {log}")

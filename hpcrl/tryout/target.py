@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -27,8 +26,9 @@ from hpcrl.report.run_files import Run
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.owners import refuse_foreign
 from hpcrl.run.role import read_options
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import TRACKER, RunDir
 from hpcrl.run.started_runs import links_folder
+from hpcrl.tryout.alone import alone
 from hpcrl.untrusted_files import as_given, open_append, read_regular, touch
 
 PREPARING = 3600.0  #: seconds for a prepare command
@@ -81,7 +81,8 @@ def of_recipe(path: Path, overrides: Mapping[str, Any], stage: str | None = None
     places = {"run": str(folder), "prepared": str(folder / "prepared")}
     stages = dict(zip([one.name for one in recipe.stages], resolve_stages(recipe, overrides, places), strict=True))
     name, options = _choose(recipe.path.name, stages, stage)
-    prepare(recipe, folder, overrides)
+    with alone(folder, PREPARING):
+        prepare(recipe, folder, overrides)
     return TriedModel(one_engine(options), f"{recipe.path.name}{f', stage {name}' if name else ''}", folder)
 
 
@@ -104,7 +105,10 @@ def prepare(recipe: Recipe, folder: Path, overrides: Mapping[str, Any]) -> None:
         HpcrlError: names the command and its log.
     """
     done = folder / "prepared" / ".done"
-    if not recipe.prepare or done.exists():
+    if not recipe.prepare:
+        return
+    if done.exists():
+        print(f"hpcrl: as prepared before in {folder}; remove it to prepare again", file=sys.stderr, flush=True)
         return
     print("hpcrl: preparing", file=sys.stderr, flush=True)
     shutil.rmtree(folder / "prepared", ignore_errors=True)
@@ -142,8 +146,9 @@ def _of_directory(
     path: Path, values: Mapping[str, Any], overrides: Mapping[str, Any], said: str, folder: Path
 ) -> TriedModel:
     room = read_config(str(path)).get("max_position_embeddings", MODEL)
-    usual: dict[str, Any] = {"rollout_max_context_len": min(int(room), MODEL), "rollout_num_gpus": 1} | NO_RUN
+    usual: dict[str, Any] = {"rollout_max_context_len": min(int(room), MODEL)} | NO_RUN
     left = usual | dict(values) | dict(overrides) | {"hf_checkpoint": str(path)}
+    left["rollout_num_gpus"] = left.get("rollout_num_gpus_per_engine", 1)
     recipe = Recipe("chat", path, left, (), (Stage("", {}),), "")
     (options,) = resolve_stages(recipe, {}, {"run": str(folder), "prepared": str(folder / "prepared")})
     return TriedModel(one_engine(options), said, folder)
@@ -158,31 +163,44 @@ def _of_run(run: Run, overrides: Mapping[str, Any]) -> TriedModel:
     stage = stages[-1]
     options = read_options(RunDir(stage.root, 0), whole=True)
     folder = home_of(run.root)
-    model = folder / f"{stage.name or 'run'}-hf"
     newest = _newest(Path(options.save or stage.root / "checkpoints"))
     if newest is None:
         raise UsageError(f"{stage.root} holds no checkpoint yet", "wait for its first, or name a model's directory")
-    if not _is_of(model, newest):
-        print(f"hpcrl: {newest} to {model}", file=sys.stderr, flush=True)
-        shutil.rmtree(model, ignore_errors=True)
-        words = ["to-hf", "--input-dir", str(newest), "--output-dir", str(model)]
-        if status := convert([*words, "--origin-hf-dir", str(options.hf_checkpoint)]):
-            raise HpcrlError(f"{newest} could not be converted (exit status {status})", "hpcrl convert to-hf says why")
-        write_atomic(model / ".of", os.fsencode(newest))
+    with alone(folder, PREPARING):
+        model = _converted(newest, folder, str(options.hf_checkpoint))
     names = ("vllm", "bf16", "rollout_num_gpus_per_engine", "rollout_max_context_len", "seed")
     kept = {name: value for name in names if (value := getattr(options, name)) is not None}
     return _of_directory(model, kept, overrides, f"{run.root.name}, {newest.name}", folder)
 
 
 def _newest(checkpoints: Path) -> Path | None:
+    """The one that the tracker names, or else the last."""
+    with contextlib.suppress(OSError, ValueError):
+        named = checkpoints / f"iter_{int(read_regular(checkpoints / TRACKER)):07d}"
+        if (named / ".metadata").is_file():
+            return named
     found = sorted(checkpoints.glob("iter_[0-9]*"), key=lambda path: path.name)
     return next((path for path in reversed(found) if (path / ".metadata").is_file()), None)
 
 
-def _is_of(model: Path, checkpoint: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return read_regular(model / ".of") == os.fsencode(checkpoint)
-    return False
+def _converted(checkpoint: Path, folder: Path, origin: str) -> Path:
+    """A checkpoint as a Hugging Face directory, named after what it was made of; those of others are removed.
+
+    Raises:
+        HpcrlError: if it cannot be converted.
+    """
+    seen = (checkpoint / ".metadata").stat()
+    made_of = f"{checkpoint.resolve()} {seen.st_size} {seen.st_mtime_ns}"
+    model = folder / f"{checkpoint.name}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
+    if (model / "config.json").is_file():
+        return model
+    print(f"hpcrl: {checkpoint} to {model}", file=sys.stderr, flush=True)
+    for old in folder.glob("iter_*"):
+        shutil.rmtree(old, ignore_errors=True)
+    words = ["to-hf", "--input-dir", str(checkpoint), "--output-dir", str(model), "--origin-hf-dir", origin]
+    if status := convert(words):
+        raise HpcrlError(f"{checkpoint} could not be converted (exit status {status})", "hpcrl convert to-hf says why")
+    return model
 
 
 def one_engine(options: Options) -> Options:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import re
 import shutil
@@ -18,10 +17,13 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from hpcrl.engines.http import Address
 from hpcrl.errors import HpcrlError
 from hpcrl.tryout import kept_engine
+from hpcrl.tryout.conversation import Chat
 from hpcrl.tryout.kept_engine import at_hand
 from hpcrl.tryout.target import of_model
+from tests.support.quick_start import QuickStart
 
 pytestmark = pytest.mark.vllm
 HPCRL = Path(sys.executable).with_name("hpcrl")
@@ -94,12 +96,25 @@ def test_a_reward_that_raises_is_shown(place: Path) -> None:
 
 
 def test_a_conversation_and_its_engine(place: Path, task: Path) -> None:
-    """Each line is a turn; what was said is remembered until /new."""
+    """Each line is a turn, and /new begins again."""
     words = ("chat", str(task / "model"), "--no-bf16", "--temperature", "0", "--max-tokens", "6")
     status, out, err = typed(place, *words, lines="1+2=\n1+2=\n/new\n1+2=\n")
     answers = out.splitlines()
     assert status == 0 and len(answers) == 3, out + err
     assert answers[0] == answers[2]
+
+
+def test_a_checkpoint_of_a_run_is_converted_once(
+    place: Path, quick_start: QuickStart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the settings that the run's engines had."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(place / "state"))
+    found = of_model(str(quick_start.root), {})
+    model = Path(found.options.hf_checkpoint or "")
+    assert re.fullmatch(r"iter_\d{7}-[0-9a-f]{12}", model.name) and model.name.partition("-")[0] in found.said
+    assert list(model.glob("*.safetensors")) and found.options.bf16 is False
+    (model / "mark").touch()
+    assert of_model(str(quick_start.root), {}).options.hf_checkpoint == str(model) and (model / "mark").exists()
 
 
 def test_a_server_asks_for_its_key(place: Path, task: Path) -> None:
@@ -112,21 +127,35 @@ def test_a_server_asks_for_its_key(place: Path, task: Path) -> None:
         url = re.search(r"OPENAI_BASE_URL=(\S+)", line)
         key = re.search(r"\$\(cat (\S+)\)", line)
         assert url and key and Path(key[1]).stat().st_mode & 0o777 == 0o600
-        assert [asked(url[1], word) for word in ("", Path(key[1]).read_text())] == [401, 200]
+        word = Path(key[1]).read_text()
+        assert [asked(f"{url[1]}/models", one) for one in ("", word)] == [401, 200]
+        assert asked(url[1].removesuffix("/v1") + "/pause", word) == 401, "this key opens OpenAI's routes alone"
+        said_and_remembered(url[1], word)
     finally:
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
     assert not [pid for pid in engines(place) if "serve-keys" in " ".join(psutil.Process(pid).cmdline())]
 
 
+def said_and_remembered(url: str, key: str) -> None:
+    """Two turns, of which the second brings the first; then nothing."""
+    where = urlsplit(url)
+    address = Address(where.hostname or "", where.port or 0, key)
+    chat = Chat({"temperature": 0, "max_tokens": 4}, "be brief")
+    first, second = ("".join(chat.say(text, address)) for text in ("1+2=", "3+4="))
+    assert [one["role"] for one in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert [chat.messages[at]["content"] for at in (2, 4)] == [first, second] and first
+    chat.forget()
+    assert [one["role"] for one in chat.messages] == ["system"]
+
+
 def asked(url: str, key: str) -> int:
-    """The status of a request for the models."""
+    """The status of a request."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port or 0, timeout=60)
     try:
-        connection.request("GET", f"{where.path}/models", headers={"Authorization": f"Bearer {key}"})
-        answer = connection.getresponse()
-        return answer.status if answer.status != 200 or json.loads(answer.read())["data"] else 0
+        connection.request("GET", where.path, headers={"Authorization": f"Bearer {key}"})
+        return connection.getresponse().status
     finally:
         connection.close()
 

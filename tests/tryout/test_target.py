@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,11 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.engines.served import IDLE_SECONDS, USED_FILE, note_use, unused
 from hpcrl.errors import UsageError
-from hpcrl.tryout.target import of_model, of_recipe
+from hpcrl.run.rundir import TRACKER
+from hpcrl.toolbox.deadline import Deadline, poll
+from hpcrl.tryout import kept_engine
+from hpcrl.tryout.kept_engine import KeptEngine, _hash
+from hpcrl.tryout.target import _newest, of_model, of_recipe
 from tests.documents.typed import CONFIG
 
 STAGES = """
@@ -105,3 +111,52 @@ def test_an_engine_is_unused_once_its_time_is_over(tmp_path: Path) -> None:
     note_use(used)
     assert not unused(kept) and not unused({})  # type: ignore[arg-type]
     assert unused(kept | {IDLE_SECONDS: "-1"})  # type: ignore[arg-type]
+
+
+def test_the_checkpoint_that_the_tracker_names(tmp_path: Path) -> None:
+    """Not the highest number: a run that was resumed from an earlier one continues there."""
+    for number in (10, 20):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+        (tmp_path / f"iter_{number:07d}" / ".metadata").touch()
+    assert _newest(tmp_path) == tmp_path / "iter_0000020"
+    (tmp_path / TRACKER).write_text("10")
+    assert _newest(tmp_path) == tmp_path / "iter_0000010"
+    assert _newest(tmp_path / "none") is None
+
+
+def test_an_engine_with_several_gpus(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    options = of_model(str(folder), {"rollout_num_gpus_per_engine": 2}).options
+    assert options.rollout_num_gpus == options.rollout_num_gpus_per_engine == 2
+
+
+def test_a_rewritten_model_is_another_engine(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(b"old")
+    options = of_model(str(folder), {}).options
+    before = _hash(options)
+    assert _hash(options) == before
+    (folder / "model.safetensors").write_bytes(b"newer")
+    assert _hash(options) != before
+
+
+def test_a_kept_engine_is_in_use_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_engine, "USE_EVERY", 0.01)
+    used = tmp_path / "used"
+    with KeptEngine("127.0.0.1:1", tmp_path / "keys").in_use():
+        note_use(used)
+        os.utime(used, (1, 1))
+        assert poll(lambda: used.stat().st_mtime > 1, Deadline(20), 0.01)
+
+
+def test_a_listener_of_another_user_is_not_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mine:
+        assert kept_engine._ours(mine.getsockname()[1])
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch, socket.create_server(("127.0.0.1", 0)) as other:
+        patch.setattr(os, "getuid", lambda: 12345)
+        assert not kept_engine._ours(other.getsockname()[1])

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from typing import Any
 
 from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
@@ -23,7 +24,33 @@ HERE = "127.0.0.1"
 FRESH = 5.0  #: seconds that a page is served for before another one is made
 LINGER = 15.0  #: seconds in which a browser gets the last page: it asks every REFRESH
 REFRESH = 10
+MOST = 16  #: connections
 PATIENCE = 10.0  #: seconds for a request to arrive
+
+
+class BoundedServer(ThreadingHTTPServer):
+    """A server with MOST connections at a time; a further one is closed at once."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        self._room = threading.BoundedSemaphore(MOST)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: the terminal shows the run, and the browser asks again."""
 
 
 class LivePages:
@@ -45,10 +72,9 @@ class LivePages:
         self._made = LastSign(ago=FRESH)
         self._asked = LastSign(ago=3 * REFRESH)
         try:
-            self._server = ThreadingHTTPServer((HERE, port), self._handler())
+            self._server = BoundedServer((HERE, port), self._handler())
         except (OSError, OverflowError) as error:
             raise UsageError(f"--port {port} cannot be had: {error}", "choose another, or leave it out") from error
-        self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.2,), daemon=True)
 
     @property
