@@ -216,6 +216,8 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
         if gone or unsaid:
             how = "was ended" if late else how_it_ended(status)
             raise HpcrlError(*explain_end(listener.place, gone, how, listener.died if unsaid else ""))
+    if listener.status is not None:  # the run was over: how its processes went after that says nothing of it
+        return listener.status
     if status < 0:
         raise HpcrlError(f"mpirun {how_it_ended(status)}", "what it started has ended with it")
     return status

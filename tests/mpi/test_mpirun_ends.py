@@ -53,6 +53,13 @@ def test_what_is_left_after_the_run_has_ended_is_ended(capfdbinary: pytest.Captu
     assert said.startswith(b"error\nmore") and b"mpirun did not end within" in said, said
 
 
+@pytest.mark.parametrize("end", ["exit 1", "kill -HUP $$"])
+def test_the_last_word_is_the_exit_status(end: str) -> None:
+    """MPICH's mpiexec has ended with 1, since a process was hung up, after the run had finished."""
+    tell = f"{sys.executable} -c 'from hpcrl.mpi.exit_status_relay import tell; tell(0)'"
+    assert run(f"{tell}; {end}") == 0
+
+
 def test_normal_end_is_waited_for(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     """Though somebody who outlives it keeps its output open."""
     text = "".join(f"line {i}\n" for i in range(20_000))
