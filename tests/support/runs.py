@@ -233,11 +233,17 @@ def alive(pid: int) -> bool:
 
 
 def role_pid(root: Path, module: str) -> int:
-    """The process of a role, by the module in its command line, within this run."""
+    """The process of a role, by the module in its command line, within this run: not one that it has forked, whose number
+    may be the lower one."""
+    parents: dict[int, int] = {}
     for pid in processes(root):
         with contextlib.suppress(psutil.Error):  # some end meanwhile
-            if module in " ".join(psutil.Process(pid).cmdline()):
-                return pid
+            process = psutil.Process(pid)
+            if module in " ".join(process.cmdline()):
+                parents[pid] = process.ppid()
+    for pid, parent in parents.items():
+        if parent not in parents:
+            return pid
     raise AssertionError(f"no {module} in {root}")
 
 
