@@ -74,7 +74,7 @@ def ask(address: Address, method: str, path: str, seconds: float, body: Any = No
     finally:
         connection.close()
     if answer.status != 200:
-        raise HttpError(f"{where} answered {answer.status}: {_reason(text)}", answer.status)
+        raise HttpError(f"{where} answered {answer.status}: {reason(text)}", answer.status)
     try:
         return json.loads(text) if text.strip() else None
     except ValueError:
@@ -132,7 +132,7 @@ async def _get(
         return REFUSED, {}, b""
 
 
-def _reason(text: bytes) -> str:
+def reason(text: bytes) -> str:
     """What an error answer says, in one line."""
     plain = text.decode(errors="replace")
     try:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hpcrl.engines.http import Address
+from hpcrl.engines.http import Address, reason
 from hpcrl.errors import PeerError
 
 MODEL = "policy"  #: what engines call theirs
@@ -63,7 +63,7 @@ def _stream(body: dict[str, Any], address: Address) -> Iterator[str]:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
-            raise PeerError(f"the engine answered {answer.status}: {_reason(answer.read())}")
+            raise PeerError(f"the engine answered {answer.status}: {reason(answer.read())}")
         yield from _pieces(answer)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise PeerError(f"the engine broke off: {error}", "its log says more") from error
@@ -85,11 +85,3 @@ def _pieces(answer: http.client.HTTPResponse) -> Iterator[str]:
         for choice in event.get("choices", ()):
             if piece := (choice.get("delta") or {}).get("content"):
                 yield piece
-
-
-def _reason(data: bytes) -> str:
-    try:
-        said = json.loads(data)
-        return str((said.get("error") or said).get("message", said))[:500]
-    except (ValueError, AttributeError):
-        return data.decode(errors="replace")[:500]

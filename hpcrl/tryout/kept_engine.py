@@ -13,11 +13,10 @@ at once one starts it, and the other waits.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
-import http.client
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.layout import split_address
-from hpcrl.engines.http import HEALTH, HEALTH_SECONDS, Address, ask, status
+from hpcrl.engines.http import HEALTH_SECONDS, Address, ask, realm_of, status
 from hpcrl.engines.served import IDLE_SECONDS, USED_FILE, note_use
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.launch.engines.standalone import PROGRAM, prepare
@@ -46,9 +45,8 @@ IDLE = 600.0  #: seconds without use after which it ends
 POLL = 0.2
 USE_EVERY = 30.0  #: seconds between two notes that it is in use
 AGAIN = 30.0  #: seconds between two words that it is waited for
-#: what of the options an engine does not depend on
+#: what of the options an engine depends on
 _SETTINGS = ("hf_checkpoint", "bf16", "vllm", "rollout_max_context_len", "rollout_num_gpus_per_engine", "seed")
-_REALM = re.compile(r'Bearer realm="([0-9a-f.]{1,64})"')
 
 
 @dataclass(frozen=True)
@@ -99,22 +97,11 @@ def address_of(listen: str, keys: Path) -> Address:
     host, port = split_address(listen)
     if host == HERE and not _ours(port):
         raise HpcrlError(f"another user listens at {listen}", "try again")
-    connection = http.client.HTTPConnection(host, port, timeout=HEALTH_SECONDS)
-    try:
-        connection.request("GET", HEALTH)
-        answer = connection.getresponse()
-        answer.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise HpcrlError(
-            f"the engine at {listen} does not answer: {error}", "it may just have ended: try again"
-        ) from error
-    finally:
-        connection.close()
-    named = _REALM.fullmatch(answer.headers.get("WWW-Authenticate") or "")
-    if named is None:
-        raise HpcrlError(f"what listens at {listen} is no engine of hpcrl", "try again")
+    _, realm = asyncio.run(realm_of(Address(host, port, "")))
+    if not realm:
+        raise HpcrlError(f"no engine of hpcrl answers at {listen}", "it may just have ended: try again")
     lent = key_of_engine(read_regular(keys / HTTP_KEY).strip(), listen).encode()
-    return Address(host, port, key_of_engine(lent, named[1]))
+    return Address(host, port, key_of_engine(lent, realm))
 
 
 def at_hand(options: Options, folder: Path) -> KeptEngine:
