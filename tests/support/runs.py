@@ -188,11 +188,11 @@ class SubmittedRun:
     def steps(self) -> int:
         return len(metrics(self.root))
 
-    def training(self, attempt: int) -> bool:
-        """Whether that attempt has trained a step of its own: its trainer is up, and metrics have been written
-        since."""
+    def training(self, attempt: int, steps: int = 1) -> bool:
+        """Whether that attempt has trained so many steps of its own: its trainer is up, and metrics have been written
+        since.  With copies of every step in memory, that of the last but one is in both places by then."""
         peer = self.root / "attempts" / str(attempt) / "peers" / "trainer-0.json"
-        return peer.exists() and self.steps() > json.loads(peer.read_text())["start"]
+        return peer.exists() and self.steps() >= json.loads(peer.read_text())["start"] + steps
 
     def trains_after(self, attempt: int) -> bool:
         """Whether a later attempt than that one has trained a step of its own, and is the last."""

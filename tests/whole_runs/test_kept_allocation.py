@@ -59,7 +59,9 @@ def test_slurm_job_is_kept(cluster: Cluster, tmp_path: Path, task: Path, undistu
     job = submit(cluster, recipe, tmp_path / "run")
     engines = []
     for attempt, module in enumerate(("hpcrl.trainer.main", "hpcrl.rollout.main", "hpcrl.launch.host")):
-        job.until(lambda attempt=attempt: job.training(attempt))
+        # before its second step an attempt may have no copy: the disk has what it began with
+        own = 2 if "rollout" in module else 1
+        job.until(lambda attempt=attempt, own=own: job.training(attempt, own))
         engines.append(find(cluster, "hpcrl.engine.server"))
         node, other = (
             p["host"] for p in json.loads((job.root / f"attempts/{attempt}/plan.json").read_text())["trainers"]
