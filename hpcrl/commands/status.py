@@ -128,7 +128,7 @@ def _served(word: str, port: int) -> LivePages:
 
 def watch_run(root: Path) -> int:
     """Follow a run until it has ended; the exit status that `watch` has."""
-    with _view() as view:
+    with _view(root) as view:
         jobs = Jobs([Run(root)])
         asked = time.monotonic()
         ending = Ending()
@@ -143,12 +143,12 @@ def watch_run(root: Path) -> int:
             time.sleep(EVERY)
 
 
-def _view() -> LivePage | Lines:
+def _view(root: Path) -> LivePage | Lines:
     if not on_terminal(sys.stdout):
         return Lines()
     from hpcrl.report.terminal import LivePage
 
-    return LivePage(sys.stdout)
+    return LivePage(sys.stdout, root)
 
 
 class Lines:

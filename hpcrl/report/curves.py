@@ -71,6 +71,15 @@ def series(rows: Sequence[dict[str, Any]], metrics: dict[str, str]) -> Curves:
     return curves
 
 
+def panels_of(rows: Sequence[dict[str, Any]]) -> list[tuple[Panel, Curves]]:
+    """The panels that these records have numbers for."""
+    found = [(panel, curves) for panel in PANELS if (curves := series(rows, panel.metrics))]
+    if any(panel.title == "reward" for panel, _ in found):
+        # the policy loss is 0 where its ratios are 1: it says nothing
+        return [(panel, curves) for panel, curves in found if panel.title != "loss"]
+    return found
+
+
 def smooth(values: Sequence[float]) -> list[float]:
     """Means over a window of about a tenth of the points; it stays centred, so it is shorter towards both ends."""
     most = max(len(values) // 20, 2)
@@ -80,12 +89,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 def draw(rundir: RunDir, title: str = "") -> bool:
     """Draw curves.png; False if there is nothing to draw, matplotlib is not installed, or the disk is full."""
-    rows = list(read_metrics(rundir.metrics_file))
-    panels = [(panel, curves) for panel in PANELS if (curves := series(rows, panel.metrics))]
-    if any(
-        panel.title == "reward" for panel, _ in panels
-    ):  # the policy loss is 0 where its ratios are 1: it says nothing
-        panels = [(panel, curves) for panel, curves in panels if panel.title != "loss"]
+    panels = panels_of(list(read_metrics(rundir.metrics_file)))
     if not panels:
         return False
     try:

@@ -7,8 +7,11 @@ table leaves columns out, all else wraps.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -31,6 +34,7 @@ from rich.text import Text
 from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import cells, facts
 from hpcrl.report.sweep_table import SweepStatus, sweep_page
+from hpcrl.report.terminal_curves import DrawnRows, has_utf8, pictures
 
 STYLES = {
     "running": "green", "saving": "green", "finished": "green", "failed": "red", "lost": "red", "pending": "yellow",
@@ -43,7 +47,9 @@ NARROWED = {"RUN": 36, "": 24}
 
 
 def console(stream: TextIO) -> Console:
-    """A console on a stream that is a terminal."""
+    """A console on a stream that is a terminal; characters that its encoding lacks are shown as ?."""
+    if isinstance(stream, TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+        stream.reconfigure(errors="replace")
     return Console(file=stream, force_terminal=True, markup=False, emoji=False, highlight=False)
 
 
@@ -82,10 +88,18 @@ def run_page(status: Status) -> RenderableType:
 
 
 class LivePage:
-    """The page of one run or sweep, drawn over the one before; what is shown last stays.  A context."""
+    """The page of one run or sweep, drawn over the one before; what is shown last stays.  A context.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._live = Live(console=console(stream), auto_refresh=False)
+    Args:
+        root: of the run whose curves are drawn below its page, where there is room; None: no curves.
+    """
+
+    def __init__(self, stream: TextIO, root: Path | None = None) -> None:
+        self._console = console(stream)
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._root = root
+        self._rows: DrawnRows | None = None
+        self._ascii = not has_utf8(stream.encoding, os.environ)
 
     def __enter__(self) -> LivePage:
         self._live.start()
@@ -96,8 +110,24 @@ class LivePage:
 
     def show(self, status: Status | SweepStatus) -> None:
         """Draw it as it is now."""
-        page = run_page(status) if isinstance(status, Status) else Text(sweep_page(status), overflow="fold")
+        if isinstance(status, Status):
+            page = self._with_curves(run_page(status), status.stage)
+        else:
+            page = Text(sweep_page(status), overflow="fold")
         self._live.update(page, refresh=True)
+
+    def _with_curves(self, page: RenderableType, stage: str) -> RenderableType:
+        """The page, and below it the curves that the rest of the terminal holds."""
+        if self._root is None:
+            return page
+        file = self._root / stage / "metrics.jsonl"
+        if self._rows is None or self._rows.path != file:
+            self._rows = DrawnRows(file)
+        rows = self._rows.read()
+        width, height = self._console.size
+        free = height - len(self._console.render_lines(page, pad=False)) - 2  # a line between, one for the cursor
+        drawn = pictures(rows, width, free, self._ascii)
+        return Group(page, Text(), *drawn) if drawn else page
 
 
 class _BarAndNumbers(Progress):
