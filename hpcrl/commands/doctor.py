@@ -58,7 +58,8 @@ HELP = """\
 usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]
 
 Looks at this login node and at what the recipe needs: the scheduler (Slurm) and the site's partitions, the run
-directory, packages, the model. One line each; the exit status is 1 if anything fails.
+directory, packages, the model. One line each; the exit status is 1 if anything fails. A scheduler that does not answer
+fails where something asks for it: --site or $HPCRL_SITE, --time, --layout, --set, --nodes; else it is a warning.
 
   --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
   --time, --layout, --set KEY=VALUE ...    as for hpcrl submit
@@ -86,12 +87,14 @@ class Case:
     Attributes:
         stages: resolved options of each stage, none without a recipe.
         directory: of the run to be.
+        asked: whether the user has named a site or wants a job; if not, this may be a machine without a cluster.
     """
 
     site: SiteProfile
     stages: tuple[Options, ...]
     directory: Path
     recipe: Recipe | None = None
+    asked: bool = True
 
     def sight(self) -> HostView:
         """What this machine can see of the run's: what `hpcrl submit` takes it to see."""
@@ -129,7 +132,8 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"more than one recipe: {' '.join(words)}", "see hpcrl doctor --help")
     site = from_flags(given)
     recipe = load_recipe(words[0]) if words else None
-    case = Case(site, *_stages(recipe, site.options(recipe, overrides) if recipe else overrides), recipe)
+    asked = bool(given.keys() & {*FLAGS, "nodes"} or os.environ.get("HPCRL_SITE"))
+    case = Case(site, *_stages(recipe, site.options(recipe, overrides) if recipe else overrides), recipe, asked)
     findings = []
     for finding in login(case, find_profile(given.get("site") or os.environ.get("HPCRL_SITE") or "default")):
         findings.append(finding)
@@ -220,6 +224,10 @@ def _scheduler(case: Case, request: AllocationRequest) -> Iterator[Finding]:
     types."""
     scheduler = case.scheduler
     found = list(scheduler.responds())
+    if failed(found) and not case.asked:
+        means = f"no {scheduler.title} answers here: hpcrl run trains without, on this machine; hpcrl submit would fail"
+        yield from (Finding("warn", "", each.what, f"{means} ({each.hint})") for each in found)
+        return
     if not failed(found):
         found += scheduler.fits(request, case.site)
     yield from found

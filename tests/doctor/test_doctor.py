@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import struct
 import sys
 import threading
@@ -724,6 +725,41 @@ def test_the_login_node_is_looked_at(
     assert doctor.main([*argv, "--hf-checkpoint", str(tmp_path / "broken"), "--nodes"]) == 1
     out = capsys.readouterr().out
     assert "model.safetensors is not there" in out and "the tokenizer of" in out and "0 of its 4 nodes have that" in out
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_client_without_a_cluster(
+    configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Debian's Slurm commands, with no configuration or with one whose controller is not there: a warning that says
+    what it means, and a failure as soon as a site, a job's shape or the nodes are asked for."""
+    if shutil.which("squeue") is None:
+        pytest.skip("no Slurm client is installed")
+    monkeypatch.setattr(doctor.packages, "check_packages", lambda **_: ())
+    monkeypatch.setattr(doctor, "_sandbox", lambda: Finding("ok", "", "a sandbox"))
+    monkeypatch.delenv("HPCRL_SITE", raising=False)
+    (tmp_path / "slurm.conf").write_text(
+        "ClusterName=none\nSlurmctldHost=none(127.0.0.1)\nSlurmctldPort=9\nAuthType=auth/none\nMessageTimeout=2\n"
+        "NodeName=none\nPartitionName=none Nodes=none Default=YES\n"
+    )
+    if configured:
+        monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    elif Path("/etc/slurm/slurm.conf").exists():
+        pytest.skip("a cluster is configured here")
+    else:  # the name of an absent file would be looked for during a minute
+        monkeypatch.delenv("SLURM_CONF", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert doctor.main(["--run-dir", "runs/a"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [told] = [line for line in lines if "squeue" in line]
+    assert told.startswith("warn") and "hpcrl run" in told and "hpcrl submit" in told, told
+    asked = [["--site", "default"]] if configured else [["--site", "default"], ["--time", "10"], ["--nodes"]]
+    for words in asked:
+        assert doctor.main([*words, "--run-dir", "runs/a"]) == 1
+        assert any(line.startswith("fail  squeue: ") for line in capsys.readouterr().out.splitlines())
+    if not configured:
+        monkeypatch.setenv("HPCRL_SITE", "default")
+        assert doctor.main(["--run-dir", "runs/a"]) == 1
 
 
 @pytest.mark.process
