@@ -80,6 +80,7 @@ READERS = {
     "slime/launcher.py": "inside the sandbox, what the script itself wrote",
     "slime/launcher_values.py": "inside the sandbox, the script itself",
     "untrusted_files.py": "the one reader",
+    "trainer/checkpoint/forked_writer.py": "/proc",
     "engine/loading/disk_weights.py": "safetensors files, as large as a model",
     "model_files/torch_dist.py": "checkpoints, as large as a model",
     "prompt_files/rows.py": "prompt files, read row by row",

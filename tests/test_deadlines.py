@@ -53,7 +53,7 @@ ENDED = {
     ("selftest/whole_run.py", "process.wait()"): "the process was killed in the line before",
     ("rehearsal/runner.py", "process.wait()"): "the process was killed in the line before",
     ("rehearsal/process.py", "os.wait()"): "rehearsal/runner.py ends this process and its forks in time",
-    ("trainer/checkpoint/saver.py", "self.mine.recv()"): READY,
+    ("trainer/checkpoint/forked_writer.py", "self.mine.recv()"): READY,
     ("trainer/checkpoint/writers.py", "torch.cuda.synchronize()"): GROUP,
     ("trainer/megatron/hf_reading.py", "work.wait()"): GROUP,
     ("trainer/megatron/hf_weights.py", "work.wait()"): GROUP,

@@ -11,34 +11,25 @@ after that; one that another run saved is never removed.
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
-import queue
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DataError, DeadlineError, HpcrlError
-from hpcrl.run.exit_status import how_it_ended
-from hpcrl.run.process import die_with_parent
+from hpcrl.errors import DataError, DeadlineError
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.trainer.checkpoint import save_load
+from hpcrl.trainer.checkpoint.forked_writer import CheckpointWriter
 from hpcrl.trainer.checkpoint.save_load import Position
-from hpcrl.trainer.checkpoint.writers import killed_writers_told, private
 from hpcrl.trainer.collectives import agree, agree_in_step, device
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
-
-ENDING = 10.0  #: seconds that a writer which has written may take to end
 
 
 @dataclass
@@ -153,69 +144,6 @@ class Saver:
     def _prune(self) -> None:
         if self.ranks.rank == 0:
             prune(self.directory, self.run_id, self.options.save_keep_last, self.options.save_retain_interval)
-
-
-class CheckpointWriter:
-    """A forked process that writes this rank's part of a checkpoint, from memory as it is at the fork."""
-
-    def __init__(self, request: Any) -> None:
-        write, (rank, buckets, self.results) = request.async_fn, request.async_fn_args
-        if request.preload_fn is not None:
-            # GPU tensors into host memory; those on the CPU are shared until one side writes
-            buckets = private(request.preload_fn())
-        context = multiprocessing.get_context("fork")
-        self.mine, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_write, args=(write, rank, buckets, theirs), daemon=False)
-        self.process.start()
-        theirs.close()
-        self.answer: Any = None
-
-    def done(self) -> bool:
-        """Whether it has ended, well or badly."""
-        return self._heard() or not self.process.is_alive()
-
-    def wait(self, seconds: float) -> None:
-        """Wait until it has ended, or said what it wrote, but no longer than that."""
-        if not self.done():
-            wait([self.mine, self.process.sentinel], seconds)
-
-    def _heard(self) -> bool:
-        """Whether it has said what it wrote."""
-        if self.answer is None and self.mine.poll():
-            with contextlib.suppress(EOFError):  # it died: hand_over says how
-                self.answer = self.mine.recv()
-        return self.answer is not None
-
-    def hand_over(self) -> None:
-        """Give Megatron what was written, as if this process had.
-
-        Raises:
-            HpcrlError: if the writer was killed.
-        """
-        heard = self._heard()
-        self.process.join(ENDING)
-        if self.process.is_alive():  # it has said what it wrote: what it still does is not needed
-            self.process.kill()
-            self.process.join(ENDING)
-        self.mine.close()
-        if not heard:
-            raise HpcrlError(f"the process that wrote it {how_it_ended(self.process.exitcode or 0)}")
-        self.results.put(self.answer)
-
-
-def _write(write: Callable[..., None], rank: int, buckets: Any, answer: Connection) -> None:
-    """In the forked process: write, and send the result of Megatron's writer.  It and its children die with the trainer
-    rank."""
-    die_with_parent(forks=True)  # Megatron forks again, one process for each file
-    results: queue.Queue[Any] = queue.Queue()
-    try:
-        with killed_writers_told():
-            write(rank, buckets, results)
-    except HpcrlError as error:
-        answer.send(RuntimeError(error.what))  # as Megatron hands on what its process has raised
-        return
-    answer.send(results.get())
-    answer.close()
 
 
 def prune(directory: Path, run_id: str, keep_last: int | None, retain_interval: int | None) -> list[Path]:

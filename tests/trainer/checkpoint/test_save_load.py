@@ -4,11 +4,11 @@ named."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -449,13 +449,15 @@ def test_space_is_asked_for_only_where_it_lacks(tmp_path: Path) -> None:
 
 def background(opts: Options, directory: Path, kill: str) -> dict[str, Any]:
     """Begin to save checkpoint 2 over checkpoint 1, and change the weights at once; what is there, and when."""
-    from hpcrl.trainer.checkpoint import save_load
+    from hpcrl.trainer.checkpoint import forked_writer, save_load
     from hpcrl.trainer.checkpoint.save_load import Position
     from hpcrl.trainer.checkpoint.saver import Saver
 
     policy = start(opts)
     saver = Saver(policy, policy.ranks, directory, "run", opts)
     saver.save(Position(1, 1), wait=True)
+    if kill == "lock" and policy.ranks.rank == 1:
+        forked_writer.write_files = lambda *_: threading.Event().wait()
     losses(policy, opts, 2)
     weight = next(policy.modules[0].parameters())
     before = weight.detach().clone()
@@ -466,6 +468,8 @@ def background(opts: Options, directory: Path, kill: str) -> dict[str, Any]:
     first = tracker.read_text()
     with torch.no_grad():
         weight.zero_()
+    if kill == "lock" and policy.ranks.rank == 1:
+        saver.pending.writer._activity.patience = 1.0
     if kill == "writer" and policy.ranks.rank == 1:
         os.kill(saver.pending.writer.process.pid, signal.SIGKILL)
     if kill == "trainer":
@@ -536,57 +540,33 @@ def test_killed_writer_keeps_the_previous(tmp_path: Path, models: dict[str, Path
     assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
 
 
-def file_writer_killed(opts: Options, directory: Path) -> dict[str, Any]:
-    """Save checkpoint 1; of 2, in the background, a process that Megatron forked on rank 1 for one of the files is
-    killed before it has written it."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    from hpcrl.trainer.checkpoint.save_load import TRACKER, Position
-    from hpcrl.trainer.checkpoint.saver import Saver
-
-    policy = start(opts)
-    saver = Saver(policy, policy.ranks, directory, "run", opts)
-    saver.save(Position(1, 1), wait=True)
-    if policy.ranks.rank == 1:
-        dies = staticmethod(lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data = dies
-    try:
-        saver.save(Position(2, 2))
-        saver.finish()
-    except HpcrlError as error:
-        return {"error": str(error), "tracker": (directory / TRACKER).read_text()}
-    return {}
-
-
-def test_killed_writer_reaches_the_waiter() -> None:
-    """Python swallows what is raised around a fork, and the lock of logging stayed held: it is told out of the next
-    wait instead."""
-    from hpcrl.trainer.checkpoint import writers
-
-    context = multiprocessing.get_context("fork")
-    never: Any = context.Queue()
-    with writers.killed_writers_told():
-        writer = context.Process(target=signal.raise_signal, args=(signal.SIGKILL,))
-        writer.start()
-        while os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            time.sleep(0.01)
-        time.sleep(0.1)  # its signal has come by now
-        with pytest.raises(HpcrlError, match="killed by SIGKILL"):
-            never.get(timeout=30)
-    writer.join()
-
-
-def test_megatrons_killed_writer(tmp_path: Path, models: dict[str, Path]) -> None:
-    """Megatron's own writer that is killed is not waited for."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    if not hasattr(FileSystemWriterAsync, "write_preloaded_data_multiproc"):
-        pytest.skip("this Megatron-core writes in threads, which nobody can kill alone")
+def test_writer_that_stands_still(tmp_path: Path, models: dict[str, Path]) -> None:
+    """A writer that waits for a lock which another thread of the trainer held is ended, and has failed."""
     opts = options(models["dense"], 2, async_save=True)
-    answers = run_ranks(2, file_writer_killed, opts, tmp_path / "c", timeout=60)
+    answers = run_ranks(2, background, opts, tmp_path / "c", "lock", timeout=60)
     assert alike(answers)
-    assert re.search("iter_0000002 was not saved.*killed by SIGKILL", answers[0]["error"])
+    assert re.search("iter_0000002 was not saved.*did nothing for 1 s", answers[0]["error"])
     assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "grows", "ceased"), [("S", "", True), ("S", "time", False), ("S", "io", False), ("D", "", False)]
+)
+def test_a_disk_is_waited_for(tmp_path: Path, state: str, grows: str, ceased: bool) -> None:
+    """A process of which one thread waits for a disk, computes or writes is active, whatever the others wait for."""
+    from hpcrl.trainer.checkpoint import forked_writer
+
+    activity = forked_writer.Activity(tmp_path, patience=0.0)
+    found = []
+    for number in range(forked_writer.LOOKS + 1):
+        for thread, letter in (("1", "S"), ("2", state)):
+            (tmp_path / "task" / thread).mkdir(parents=True, exist_ok=True)
+            spent = number if grows == "time" and thread == "2" else 0
+            (tmp_path / "task" / thread / "stat").write_text(f"{thread} (a) b) {letter} {'0 ' * 10} {spent} 0 0")
+        (tmp_path / "io").write_text(f"wchar: {number if grows == 'io' else 0}")
+        activity._looked = forked_writer.LastSign(ago=forked_writer.LOOK)
+        found.append(activity.ceased())
+    assert found == [False] * (len(found) - 1) + [ceased]
 
 
 def write_what_rank_0_cannot(opts: Options, beside: Path, name: str) -> tuple[str, str]:
