@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,14 +25,19 @@ from tests.documents.scene import SHIPPED, Scene, make_scene
 from tests.documents.texts import REPO, printed
 from tests.documents.typed import CONFIG, typed
 from tests.documents.which import cheap, helped
+from tests.support.first_steps import begun, typed_in
+from tests.support.runs import all_gone, rows
 
 pytestmark = pytest.mark.process
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+FIRST = "hpcrl init mine && cd mine && hpcrl run"
+SHORT = "--num-rollout 2 --rollout-batch-size 8"  #: behind `hpcrl run`
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the environment's programs."""
-    folder = tmp_path_factory.mktemp("bare")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree."""
+    folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     files = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True, check=True
@@ -39,16 +46,27 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (REPO / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPO / name, source / name, follow_symlinks=False)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source)]
+    build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source)]
     subprocess.run(build, check=True, capture_output=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
-    python = folder / "venv" / "bin" / "python"
-    (wheel,) = folder.glob("*.whl")
-    into = [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def installed(wheel: Path, venv: Path) -> tuple[Path, Path]:
+    """Install the wheel, and nothing that it requires, in an environment of its own; its programs and its packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    python = venv / "bin" / "python"
+    into = [*PIP, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(into, check=True, capture_output=True)
-    _lend(next((folder / "venv" / "lib").glob("python*/site-packages")))
-    return python.parent
+    return python.parent, next((venv / "lib").glob("python*/site-packages"))
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the environment's programs."""
+    programs, packages = installed(wheel, tmp_path_factory.mktemp("bare") / "venv")
+    _lend(packages)
+    return programs
 
 
 def _lend(packages: Path) -> None:
@@ -119,3 +137,26 @@ def test_a_folder_to_start_from_comes_with_the_wheel(bare: Path, elsewhere: Scen
         run = ["hpcrl", "run", f"own-{task}/recipe.toml", "--dry-run"]
         refused = subprocess.run(run, env=environment, cwd=place, capture_output=True, text=True)
         assert refused.returncode == 2 and "hpcrl[gpu]" in refused.stderr, refused.stderr
+
+
+@pytest.mark.vllm
+def test_folders_with_an_engine_train(wheel: Path, tmp_path: Path) -> None:
+    """With what the wheel brings alone, at the same time: the folders for tools and agents, as their READMEs say, and the
+    first one as the pages say, to its end.  Rewards' tests pass, every run trains, and nothing is left."""
+    programs, packages = installed(wheel, tmp_path / "venv")
+    lent = [entry for entry in sys.path if Path(entry).name == "site-packages" and os.path.isdir(entry)]
+    (packages / "lent.pth").write_text("".join(f"{entry}\n" for entry in lent))  # after the wheel's own
+    where = typed_in(tmp_path, "python -c 'import hpcrl; print(hpcrl.__file__)'", programs=programs)
+    assert where.startswith(str(packages))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(typed_in, tmp_path, FIRST, programs=programs)
+        roots = list(pool.map(lambda task: begun(tmp_path, task, SHORT, programs), ("tools", "agents")))
+        assert "finished" in first.result()
+    for root, steps in zip([*roots, *(tmp_path / "mine" / "runs").iterdir()], (2, 2, 24), strict=True):
+        found = [row for row in rows(root) if "train/loss" in row]
+        assert len(found) == steps and all(row["train/grad_norm"] > 0 for row in found), root
+        assert max(row["rollout/reward"] for row in found) > 0 and all_gone(root, []), root
+
+
+def test_the_line_of_the_pages() -> None:
+    assert FIRST in {command.line for command in printed()}

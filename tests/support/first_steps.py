@@ -12,10 +12,13 @@ from pathlib import Path
 PROGRAMS = Path(sys.executable).parent
 
 
-def typed_in(folder: Path, line: str, seconds: float = 300) -> str:
-    """Type a line in a folder; what it printed, both streams together.  AssertionError if it fails."""
+def typed_in(folder: Path, line: str, seconds: float = 300, programs: Path = PROGRAMS) -> str:
+    """Type a line in a folder; what it printed, both streams together.  AssertionError if it fails.
+
+    programs: the directory of the installed `hpcrl`.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment |= {"PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=seconds,
@@ -24,17 +27,17 @@ def typed_in(folder: Path, line: str, seconds: float = 300) -> str:
     return done.stdout
 
 
-def begun(place: Path, task: str, more: str = "") -> Path:
+def begun(place: Path, task: str, more: str = "", programs: Path = PROGRAMS) -> Path:
     """Make a folder for a task in `place` and type every line of its README up to `hpcrl run`; the run directory.
 
-    more: what is typed behind `hpcrl run`.
+    more: what is typed behind `hpcrl run`; programs: the directory of the installed `hpcrl`.
     """
-    typed_in(place, f"hpcrl init {task} --task {task}")
+    typed_in(place, f"hpcrl init {task} --task {task}", programs=programs)
     folder = place / task
     lines = [line.partition("  #")[0].strip() for line in (folder / "README.md").read_text().splitlines()]
     run, test = (next(line for line in lines if line.startswith(word)) for word in ("hpcrl run", "python "))
-    assert ": good" in typed_in(folder, test)
-    said = typed_in(folder, f"{run} {more}")
+    assert ": good" in typed_in(folder, test, programs=programs)
+    said = typed_in(folder, f"{run} {more}", programs=programs)
     (root,) = re.findall(r"^hpcrl: run directory: (\S+)$", said, re.M)
     return Path(root)
 
