@@ -5,7 +5,8 @@ files.
     custom_rm_path = "{recipe}/my_rewards.py:brief"     next to the recipe
     --rm-type math:1 ./my_rewards.py:brief:0.5
 
-Invariant: the same directories, in the same order, as when a role imports them.
+Invariants: the same directories, in the same order, as when a role imports them; what a file was when a run was begun
+it stays for that run, from wherever that is resumed, and whatever has become of the file (`FunctionFile`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from hpcrl.config.passthrough import flag
 from hpcrl.errors import UsageError
@@ -70,7 +71,31 @@ _FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)(?P<weight>:[^:]*)?"
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-def with_function_files(values: Mapping[str, Any], points: Collection[str]) -> dict[str, Any]:
+class FunctionFile(NamedTuple):
+    """What FILE.py:FUNCTION is: the dotted path of the function, and the directory from which that leads to it."""
+
+    path: str
+    folder: str
+
+
+def function_files(values: Mapping[str, Any], points: Collection[str]) -> dict[str, FunctionFile]:
+    """Each FILE.py:FUNCTION of `values`, as it is written there -> what it is, seen from the current directory.
+
+    Raises:
+        UsageError: for a file that cannot be a module.
+    """
+    found: dict[str, FunctionFile] = {}
+    for name in points:
+        value = values.get(name)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and (read := _as_module(item, name)) is not None:
+                found[item] = read
+    return found
+
+
+def with_function_files(
+    values: Mapping[str, Any], points: Collection[str], known: Mapping[str, FunctionFile] = MappingProxyType({})
+) -> dict[str, Any]:
     """`values` of options, each FILE.py:FUNCTION as the dotted path that it is, its directory first in `code_path`.
 
     A file in a package (its directory has an __init__.py) is that package's module. Nothing is imported, and whether
@@ -78,31 +103,38 @@ def with_function_files(values: Mapping[str, Any], points: Collection[str]) -> d
 
     Args:
         points: the options that take dotted paths.
+        known: `function_files` of these options when the run was begun.
 
     Raises:
         UsageError: for a file that cannot be a module, or two of one name.
     """
-    found: dict[str, Path] = {}
+    found: dict[str, str] = {}
+
+    def dotted(value: Any, name: str) -> Any:
+        read = (known.get(value) or _as_module(value, name)) if isinstance(value, str) else None
+        if read is None:
+            return value
+        top = read.path.partition(".")[0]
+        if found.setdefault(top, read.folder) != read.folder:
+            raise UsageError(f"{flag(name)} {value}: another {top} is in {found[top]}", "rename one of them")
+        return read.path
+
     named = {
-        name: [_dotted(item, name, found) for item in value] if isinstance(value, list) else _dotted(value, name, found)
+        name: [dotted(item, name) for item in value] if isinstance(value, list) else dotted(value, name)
         for name, value in values.items()
         if name in points
     }
     given = values.get("code_path", [])
     if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
         return {**values, **named}  # its own error says so
-    folders = dict.fromkeys([*map(str, found.values()), *(str(as_given(folder)) for folder in given)])
+    folders = dict.fromkeys([*found.values(), *(str(as_given(folder)) for folder in given)])
     return {**values, **named, **({"code_path": list(folders)} if folders else {})}
 
 
-def _dotted(value: Any, name: str, found: dict[str, Path]) -> Any:
-    """A value as a dotted path, if it is a file's.
-
-    Args:
-        found: the first part of a module's name -> the directory that it is in.
-    """
-    if not isinstance(value, str) or not re.search(r"\.py(:|$)", value):
-        return value
+def _as_module(value: str, name: str) -> FunctionFile | None:
+    """What a value of the option `name` is, if it names a file."""
+    if not re.search(r"\.py(:|$)", value):
+        return None
     shown = f"{flag(name)} {value}"
     match = _FILE.fullmatch(value)
     if match is None:
@@ -116,9 +148,7 @@ def _dotted(value: Any, name: str, found: dict[str, Path]) -> Any:
         raise UsageError(f"{shown}: {file.name} cannot be imported under its name", "rename it: letters, digits and _")
     if parts[0] in sys.stdlib_module_names or parts[0] == "hpcrl":
         raise UsageError(f"{shown}: {parts[0]} is a module of {_whose(parts[0])}", "rename the file")
-    if found.setdefault(parts[0], folder) != folder:
-        raise UsageError(f"{shown}: another {parts[0]} is in {found[parts[0]]}", "rename one of them")
-    return ".".join([*parts, match["name"]]) + (match["weight"] or "")
+    return FunctionFile(".".join([*parts, match["name"]]) + (match["weight"] or ""), str(folder))
 
 
 def _whose(name: str) -> str:

@@ -19,7 +19,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from hpcrl.config.custom_functions import ours
 from hpcrl.config.custom_settings import with_own_settings
-from hpcrl.config.module_search import with_function_files
+from hpcrl.config.module_search import FunctionFile, function_files, with_function_files
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import flag
 from hpcrl.config.plugin_points import POINTS
@@ -68,6 +68,7 @@ class Recipe:
 
     Attributes:
         text: of a recipe that was given without a file, what its file would hold; None: it is the file at `path`.
+        files: of a recipe that a run was begun with, what each FILE.py:FUNCTION was then (`files_of`).
     """
 
     name: str
@@ -76,6 +77,7 @@ class Recipe:
     prepare: tuple[tuple[str, ...], ...]
     stages: tuple[Stage, ...]
     text: str | None = None
+    files: Mapping[str, FunctionFile] = field(default_factory=dict)
 
     def prepare_commands(
         self, run: Path, overrides: Mapping[str, Any], python: str = sys.executable
@@ -228,8 +230,31 @@ def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping
     return built
 
 
+def files_of(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, FunctionFile]:
+    """What each FILE.py:FUNCTION of the stages is, by its text; for the run that is begun now, and `Recipe.files`."""
+    placed, everywhere = recipe.placed(overrides), recipe.places(places)
+    found: dict[str, FunctionFile] = {}
+    for stage in recipe.stages:
+        found |= function_files(_expand(_merged(recipe, stage, placed), everywhere), POINTS)
+    return found | dict(recipe.files)
+
+
 def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapping[str, str]) -> Options:
     """Merge and validate, without looking at what options say together.
+
+    Args:
+        placed: flags, under the stages that they count in.
+    """
+    merged = _merged(recipe, stage, placed)
+    if isinstance(merged.get("run_dir"), str):
+        check_run_dir(merged["run_dir"])
+    settled = with_own_settings(_expand(merged, places), Options.model_fields)
+    merged = with_function_files(settled, POINTS, recipe.files)
+    return build_options(merged, lambda name: f"{_origin(recipe, stage, placed, name)} {spell(merged[name])}")
+
+
+def _merged(recipe: Recipe, stage: Stage, placed: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a stage, as they are written.
 
     Args:
         placed: flags, under the stages that they count in.
@@ -238,11 +263,7 @@ def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapp
     for values in (recipe.values, stage.values, flags_of(placed, stage.name)):
         tables = {key: {**merged.get(key, {}), **values[key]} for key in ("megatron", "vllm") if key in values}
         merged |= {**values, **tables}
-    merged = {name: _own_path(name, value) for name, value in merged.items()}
-    if isinstance(merged.get("run_dir"), str):
-        check_run_dir(merged["run_dir"])
-    merged = with_function_files(with_own_settings(_expand(merged, places), Options.model_fields), POINTS)
-    return build_options(merged, lambda name: f"{_origin(recipe, stage, placed, name)} {spell(merged[name])}")
+    return {name: _own_path(name, value) for name, value in merged.items()}
 
 
 def build_options(values: Mapping[str, Any], shown: Callable[[str], str] | None = None) -> Options:

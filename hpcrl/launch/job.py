@@ -24,8 +24,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config.module_search import FunctionFile
 from hpcrl.config.options import Options
-from hpcrl.config.recipe import Recipe, Stage, load_recipe, resolve_stages
+from hpcrl.config.recipe import Recipe, Stage, files_of, load_recipe, resolve_stages
 from hpcrl.config.rules.run import check_run_dir
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.launch.attempts.attempt import LOOK, Backend
@@ -80,8 +81,11 @@ class RunJob:
     @cached_property
     def stages(self) -> tuple[Options, ...]:
         """The options of every stage, with placeholders filled in: resolved once, when they are first asked for."""
-        places = {"run": str(self.root), "prepared": str(self.root / "prepared")}
-        return resolve_stages(self.recipe, self.overrides, places)
+        return resolve_stages(self.recipe, self.overrides, self.places)
+
+    @property
+    def places(self) -> dict[str, str]:
+        return {"run": str(self.root), "prepared": str(self.root / "prepared")}
 
     def directory(self, stage: Stage) -> Path:
         return self.root / stage.name if stage.name else self.root
@@ -227,9 +231,10 @@ def begin_job(
         say(f"note: user {found[1]} can replace {root}: {found[0]} belongs to that user")
     try:
         begin_code(root, job.stages, recipe.prepare_commands(root, job.overrides), pythonpath, runs_here)
-        write_recipe_file(
-            root, RecipeFile(job.identity, str(recipe.path), job.overrides, commit_of(recipe.path.parent)), recipe.text
-        )
+        files = files_of(recipe, job.overrides, job.places)
+        commit = commit_of(recipe.path.parent)
+        begun = RecipeFile(job.identity, str(recipe.path), job.overrides, commit, files)  # type: ignore[arg-type]
+        write_recipe_file(root, begun, recipe.text)
     except BaseException:
         _discard(root, made)
         raise
@@ -281,7 +286,8 @@ def reopen_job(root: Path) -> RunJob:
     """
     refuse_of_another(root)
     begun = read_recipe_file(root)
-    recipe = load_recipe(root / COPY, origin=Path(begun.path))
+    files = {text: FunctionFile(*file) for text, file in begun.files.items()}
+    recipe = replace(load_recipe(root / COPY, origin=Path(begun.path)), files=files)
     return RunJob(recipe, recipe.spread(begun.overrides), as_given(root), begun.identity)
 
 

@@ -38,12 +38,14 @@ class RecipeFile(msgspec.Struct, frozen=True):
         overrides: what the flags set, by option, or by STAGE.option where it counts in that stage alone.
         identity: of this run alone.
         commit: that is checked out around the recipe, "" for none.
+        files: FILE.py:FUNCTION, as recipe or flags have it -> (dotted path, its directory).
     """
 
     identity: str
     path: str
     overrides: dict[str, Any] = {}
     commit: str = ""
+    files: dict[str, tuple[str, str]] = {}
 
 
 def is_run(root: Path) -> bool:

@@ -15,11 +15,13 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.launch.batch_run import batch_main, run_in_job, stopped
+from hpcrl.launch.code.snapshot import resume_code
 from hpcrl.launch.job import reopen_job
 from hpcrl.launch.scheduler import AlreadyRequeued, SchedulerSilent
 from hpcrl.plan import Host
@@ -118,12 +120,13 @@ def _failure(answer: CommandResult, *words: str) -> HpcrlError:
 
 
 def run_directory(root: str) -> dict[str, Any]:
-    """What hpcrl submit has submitit call in the job: continue the run in the directory that it made.
+    """What hpcrl submit has submitit call in the job: continue the run in the directory that it made, and say which
+    files of custom functions have changed since it was submitted.
 
     A run that was stopped ends its job as it would end `hpcrl run`, so that accounting shows it, and no job that waits
     for its success begins.
     """
-    found = run_in_job(reopen_job(Path(root)), SlurmAllocation())
+    found = run_in_job(reopen_job(Path(root)), SlurmAllocation(), partial(resume_code, Path(root), None))
     if stopped(found):  # submitit keeps the result of what succeeds alone, and ends with 0 then
         atexit.register(os._exit, Stopped.exit_code)
     return found

@@ -16,7 +16,8 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, missing_functions
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
-from hpcrl.launch.code.snapshot import begin_code
+from hpcrl.launch.code.snapshot import begin_code, resume_code
+from hpcrl.launch.job import begin_job, reopen_job
 from hpcrl.run.code_files import CODE
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import LIVE
@@ -120,6 +121,49 @@ def test_a_run_imports_the_file(own: Path, tmp_path: Path, live: bool) -> None:
     said = subprocess.run(command, env=place, capture_output=True, text=True, check=True).stdout.split()
     there = own if live else root / CODE
     assert said == [str(there / "mine.py"), str(there / "helper.py")]
+
+
+def test_a_resumed_run_means_the_same_file(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stage that has not begun is resolved again at a resume: from another directory, with another file at the same
+    relative path, and with the package's directory changed or away, it is the function that was submitted, imported
+    from its copy.  What has changed, or cannot be read, is said."""
+    (own / "pack" / "sub" / "deep.py").write_text("where = __file__\ndef f(options, sample):\n    return 1\n")
+    monkeypatch.chdir(own)
+    (own / "recipe.toml").write_text(
+        "".join(f"{key} = {value!r}\n" for key, value in GRPO.items() if key != "rm_type")
+        + '[[stage]]\nname = "first"\n[[stage]]\nname = "last"\nrm_type = "{recipe}/pack/sub/deep.py:f"\n'
+    )
+    flags = {"first.custom_rm_path": "./pack/sub/deep.py:f", "run_dir": str(tmp_path / "run")}
+    job = begin_job(load_recipe("recipe.toml"), flags, here=False)
+    decoy = tmp_path / "elsewhere"
+    (decoy / "pack" / "sub").mkdir(parents=True)
+    (decoy / "pack" / "sub" / "deep.py").write_text("def f(): ...\n")
+    monkeypatch.chdir(decoy)
+    capsys.readouterr()
+
+    def resumed() -> str:
+        """What a resume says."""
+        stages = reopen_job(job.root).stages
+        assert [stage.code_path for stage in stages] == [[str(own)], [str(own)]]
+        assert (stages[0].custom_rm_path, stages[1].rm_type) == ("pack.sub.deep.f",) * 2
+        resume_code(job.root, None)
+        return capsys.readouterr().err
+
+    assert resumed() == ""
+    (own / "pack" / "__init__.py").unlink()
+    (own / "pack" / "sub" / "deep.py").write_text("other = 1\n")
+    said = resumed()
+    assert f"{own}/pack/sub/deep.py changed" in said and f"{own}/pack/__init__.py cannot be read" in said
+    (own / "pack").rename(own / "away")
+    said = resumed()
+    assert "changed" not in said and f"{own}/pack/sub/deep.py" in said and f"{job.root / CODE}" in said
+    code = f"from pathlib import Path; from hpcrl.run.code_files import use_code; use_code(Path({str(job.root)!r}), " \
+        f"[{str(own)!r}]); from pack.sub.deep import where; print(where)"  # fmt: skip
+    place = {**os.environ, "PYTHONPATH": str(REPO)}
+    there = subprocess.run([sys.executable, "-c", code], env=place, capture_output=True, text=True, check=True)
+    assert there.stdout.strip() == str(job.root / CODE / "pack" / "sub" / "deep.py")
 
 
 def test_two_stages_with_files_of_one_name(tmp_path: Path) -> None:

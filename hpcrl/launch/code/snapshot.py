@@ -184,14 +184,18 @@ def _digest(path: Path) -> str:
         return ""
 
 
-def changed_files(root: Path, copied: bool) -> list[str]:
-    """The originals that are not any more what the run was begun with.
+def changed_files(root: Path, copied: bool) -> tuple[list[str], list[str]]:
+    """The originals that are not any more what the run was begun with, and those that are not there.
 
     Args:
         copied: of the modules in RUN/code; or else of the scripts of the prepare commands.
     """
-    files = (file for file in read_code_record(root).files if bool(file.place) == copied and file.sha256)
-    return [file.source for file in files if _digest(Path(file.source)) != file.sha256]
+    changed: list[str] = []
+    absent: list[str] = []
+    for file in read_code_record(root).files:
+        if bool(file.place) == copied and file.sha256 and (now := _digest(Path(file.source))) != file.sha256:
+            (changed if now else absent).append(file.source)
+    return changed, absent
 
 
 def resume_code(root: Path, live: bool | None) -> None:
@@ -211,12 +215,16 @@ def resume_code(root: Path, live: bool | None) -> None:
         touch(mark)
     elif live is False:
         mark.unlink(missing_ok=True)
-    changed = [] if mark.exists() else changed_files(root, copied=True)
+    if mark.exists():
+        return
+    changed, absent = changed_files(root, copied=True)
     if changed:
         say(
             f"{_some(changed)} changed since the run was begun: it imports the copies in {folder}, as before; "
             "hpcrl resume --live-code imports what is there now"
         )
+    if absent:
+        say(f"{_some(absent)} cannot be read here: the run imports the copies in {folder}, as before")
 
 
 @contextlib.contextmanager
@@ -237,5 +245,6 @@ def switched_code(root: Path, live: bool | None) -> Iterator[None]:
 
 def note_changed_scripts(root: Path) -> None:
     """Say which scripts of the prepare commands are not what they were when the run was begun: they run as they are."""
-    if changed := changed_files(root, copied=False):
+    changed, absent = changed_files(root, copied=False)
+    if changed := [*changed, *absent]:
         say(f"{_some(changed)} changed since the run was begun: it prepares with what is there now")
