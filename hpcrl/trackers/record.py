@@ -1,9 +1,10 @@
 """What a tracker is sent of a stage of a run: options, the metrics since the last time, samples, the report.
 
     RUN/sync.json     tracker -> stage -> time of the last record that was sent
+    RUN/sync.lock     locked by the process that sends (`sending.py`)
 
 Invariants: a record is counted as sent after the tracker has taken it, so that one that fails is sent again; of the run
-sync.json alone is written here, whatever files a tracker keeps; no value of an environment variable, of an option that
+these two alone are written here, whatever files a tracker keeps; no value of an environment variable, of an option that
 is named like a secret or of a password in an address is sent.
 """
 
@@ -27,6 +28,7 @@ from hpcrl.report.sample_records import read_looks, steps_of
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.started_runs import read_recipe_file
 from hpcrl.toolbox.plugins import PluginFolder
+from hpcrl.trackers.sending import sending
 
 TRACKERS = PluginFolder(Path(__file__).parent, "send")
 SENT = "sync.json"
@@ -66,7 +68,7 @@ def sync(run: Run, tracker: str, report: Path | None) -> Iterator[tuple[str, int
 
     Raises:
         UsageError: for a tracker that there is not, or that is not installed.
-        HpcrlError: if it refuses what it is sent.
+        HpcrlError: if it refuses what it is sent, or another process is sending the run.
     """
     if tracker not in TRACKERS:
         raise UsageError(f"--to {tracker} is not a tracker", TRACKERS.hint(tracker))
@@ -74,20 +76,21 @@ def sync(run: Run, tracker: str, report: Path | None) -> Iterator[tuple[str, int
     if lacking := [name for name in needed if not _installed(name)]:
         raise UsageError(f"{', '.join(lacking)} is not installed here", f"pip install 'hpcrl[{tracker}]'")
     send = importlib.import_module(f"hpcrl.trackers.{tracker}").send
-    sent = load_json(run.root / SENT, dict[str, dict[str, float]], run.notes) or {}
-    for stage in run.stages:
-        before = sent.get(tracker, {}).get(stage.name, 0.0)
-        rows = [row for row in read_metrics(stage.root / "metrics.jsonl") if _time(row) > before]
-        if not rows:
-            continue
-        found = _tracked(run, stage, rows, report)
-        try:
-            place = send(found)
-        except Exception as error:
-            raise HpcrlError(f"{tracker} has not taken {found.name}: {type(error).__name__}: {error}") from error
-        sent.setdefault(tracker, {})[stage.name] = max(map(_time, rows))
-        write_atomic(run.root / SENT, msgspec.json.encode(sent))
-        yield found.name, len(rows), place
+    with sending(run.root):
+        sent = load_json(run.root / SENT, dict[str, dict[str, float]], run.notes) or {}
+        for stage in run.stages:
+            before = sent.get(tracker, {}).get(stage.name, 0.0)
+            rows = [row for row in read_metrics(stage.root / "metrics.jsonl") if _time(row) > before]
+            if not rows:
+                continue
+            found = _tracked(run, stage, rows, report)
+            try:
+                place = send(found)
+            except Exception as error:
+                raise HpcrlError(f"{tracker} has not taken {found.name}: {type(error).__name__}: {error}") from error
+            sent.setdefault(tracker, {})[stage.name] = max(map(_time, rows))
+            write_atomic(run.root / SENT, msgspec.json.encode(sent))
+            yield found.name, len(rows), place
 
 
 def _installed(name: str) -> bool:
