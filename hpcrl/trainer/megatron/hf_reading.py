@@ -96,24 +96,34 @@ def exchange(readings: Sequence[TensorReading], files: SafetensorsDirectory, ran
 
     Raises:
         DataError: the same on all ranks, names a file that cannot be read.
+        HpcrlError: likewise, if a rank has too little memory.
     """
-    read = agree(lambda: {r.names: [files.tensor(name) for name in r.names] for r in readings if r.reader == rank})
-    works = []
-    received: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for tag, (reading, parameter, number, ranks) in enumerate(_parts(readings)):
-        if reading.reader == rank:
-            part = parameter.cut(read[reading.names], number).contiguous()
-            works += [dist.isend(part, to, group=group, tag=tag) for to in ranks if to != rank]
-            if rank in ranks and parameter.mine is not None:
-                parameter.mine.copy_(part)
-        elif rank in ranks and parameter.mine is not None:
-            buffer = torch.empty(parameter.mine.shape, dtype=parameter.mine.dtype)
-            works.append(dist.irecv(buffer, reading.reader, group=group, tag=tag))
-            received.append((parameter.mine, buffer))
+    sends, receives = agree(lambda: _prepare(readings, files, rank))
+    works = [dist.isend(part, to, group=group, tag=tag) for part, to, tag in sends]
+    works += [dist.irecv(buffer, reader, group=group, tag=tag) for _, buffer, reader, tag in receives]
     for work in works:
         work.wait()
-    for mine, buffer in received:
+    for mine, buffer, *_ in receives:
         mine.copy_(buffer)
+
+
+def _prepare(
+    readings: Sequence[TensorReading], files: SafetensorsDirectory, rank: int
+) -> tuple[list[tuple[torch.Tensor, int, int]], list[tuple[torch.Tensor, torch.Tensor, int, int]]]:
+    """Read what this rank reads, keep its own part, and take the memory of a round before any other rank waits for it:
+    ([(part, rank to send it to, tag)], [(parameter, buffer, rank that sends it, tag)])."""
+    read = {r.names: [files.tensor(name) for name in r.names] for r in readings if r.reader == rank}
+    sends, receives = [], []
+    for tag, (reading, parameter, number, ranks) in enumerate(_parts(readings)):
+        mine = parameter.mine if rank in ranks else None
+        if reading.reader == rank:
+            part = parameter.cut(read[reading.names], number).contiguous()
+            sends += [(part, to, tag) for to in ranks if to != rank]
+            if mine is not None:
+                mine.copy_(part)
+        elif mine is not None:
+            receives.append((mine, torch.empty(mine.shape, dtype=mine.dtype), reading.reader, tag))
+    return sends, receives
 
 
 def _parts(readings: Iterable[TensorReading]) -> Iterator[tuple[TensorReading, Parameter, int, tuple[int, ...]]]:

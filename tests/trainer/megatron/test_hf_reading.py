@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcrl.config.options import Options
-from hpcrl.errors import DataError
+from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.safetensors_files import SafetensorsDirectory
 from hpcrl.trainer.megatron.hf_reading import Parameter, divide, rounds
 from tests.support.ranks import run_ranks
@@ -35,12 +35,13 @@ def test_every_tensor_has_one_reader_and_all_read() -> None:
     assert rounds([], 90) == []
 
 
-def side(options: Options, breaks: int | None) -> dict[str, Any]:
+def side(options: Options, breaks: int | None, memory: bool = False) -> dict[str, Any]:
     """On a rank: what it has read, by itself and by the kernel's account, and whether it has what a reading of its own
     part alone would have given it.
 
     Args:
         breaks: the rank that cannot read.
+        memory: for want of memory, in the middle of a round.
     """
     from hpcrl.model_files import safetensors_files
     from hpcrl.models.slicing import CUTS
@@ -52,7 +53,15 @@ def side(options: Options, breaks: int | None) -> dict[str, Any]:
     policy = model.build(options, initialize(options))
     for _, parameter in hf_weights._own(policy).values():
         parameter.data.fill_(7)
-    if policy.ranks.rank == breaks:
+    if policy.ranks.rank == breaks and memory:
+        parts = hf_reading._parts
+
+        def short(readings: Any) -> Any:
+            yield next(rest := parts(readings))
+            raise MemoryError(f"cannot allocate for {next(rest)[0].names}")
+
+        hf_reading._parts = short
+    elif policy.ranks.rank == breaks:
 
         def broken(*_: Any) -> Any:
             raise DataError("model.safetensors cannot be read", "copy it again")
@@ -61,7 +70,7 @@ def side(options: Options, breaks: int | None) -> dict[str, Any]:
     before = counted()
     try:
         read = hf_weights.load_hf(policy, directory)
-    except DataError as error:
+    except HpcrlError as error:
         return {"error": str(error)}
     found = {"read": read, "kernel": counted() - before, "different": []}
     with contextlib.ExitStack() as stack:
@@ -121,8 +130,10 @@ def test_four_ranks_read_a_model_once(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_one_rank_that_cannot_read_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", [False, True], ids=["files", "memory"])
+def test_one_rank_that_cannot_read_ends_all(memory: bool, tmp_path: Path) -> None:
     """With its own error, at once: no other rank is left waiting for what it would have sent."""
     options, _ = given(tmp_path, "copies")
-    found = run_ranks(4, side, options, 2, timeout=120)
-    assert {one.get("error") for one in found} == {found[2]["error"]} and "model.safetensors" in found[2]["error"]
+    found = run_ranks(4, side, options, 2, memory, timeout=120)
+    said = "cannot allocate" if memory else "model.safetensors"
+    assert {one.get("error") for one in found} == {found[2]["error"]} and said in found[2]["error"]
