@@ -20,6 +20,7 @@ import msgspec
 
 from hpcrl.commands.find_run import ASK, Ending, Jobs, all_runs, find_run, find_sweep, look_at_run, look_at_runs
 from hpcrl.commands.sweep import look_at_sweep, watch_sweep
+from hpcrl.errors import Interrupted
 from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run
@@ -102,9 +103,12 @@ def watch(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.port is not None and not args.web:
         parser.error("--port has no effect without --web")
-    with _served(args.run, args.port or 0) if args.web else contextlib.nullcontext():
-        sweep = find_sweep(args.run)
-        return watch_sweep(sweep) if sweep else watch_run(find_run(args.run).root)
+    try:
+        with _served(args.run, args.port or 0) if args.web else contextlib.nullcontext():
+            sweep = find_sweep(args.run)
+            return watch_sweep(sweep) if sweep else watch_run(find_run(args.run).root)
+    except KeyboardInterrupt:
+        raise Interrupted("the run itself continues", f"to end it: hpcrl stop {strip_control(args.run)}") from None
 
 
 def _served(word: str, port: int) -> LivePages:

@@ -28,7 +28,7 @@ from hpcrl.config.module_search import FunctionFile
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, files_of, load_recipe, resolve_stages
 from hpcrl.config.rules.run import check_run_dir
-from hpcrl.errors import HpcrlError, Stopped, UsageError
+from hpcrl.errors import HpcrlError, Interrupted, Stopped, UsageError
 from hpcrl.launch.attempts.attempt import LOOK, Backend
 from hpcrl.launch.attempts.headway import check_headway
 from hpcrl.launch.attempts.loop import Leave, StageAttempts, stay
@@ -59,6 +59,7 @@ from hpcrl.run.owners import (
     refuse_of_another,
     swappable_by_group,
 )
+from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import adopt_orphans, end_descendants, keep_private, set_limits
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import FOLDERS, HALF, RunDir, write_atomic
@@ -117,17 +118,17 @@ def run_job(
     Raises:
         HpcrlError: says what went wrong.
     """
-    say(f"run directory: {job.root}")
     adopt_orphans()
     set_limits()
-    remember(job.root)
     with (
+        StopRequest() as stop,  # before anything is said of the run: from here on Ctrl-C ends in order
         swept(),
         held(job.root, begin),
         closing(launcher_timeline(job.root)) as timeline,
         JobStateFile(job.root, restarts, ends, judged) as state,
-        StopRequest() as stop,
     ):
+        say(f"run directory: {job.root}")
+        remember(job.root)
         forget_old_requests(job.root, restarts, max(age, process_age()))
         if not judged:
             check_headway(job.root, 0)
@@ -135,10 +136,11 @@ def run_job(
 
         def turn(rundir: RunDir | None = None) -> None:
             if stop.requests and state.phase != "saving":
-                say(
-                    f"stopping{f' ({stop.why})' if stop.why else ''}: ends after a checkpoint; "
-                    "a second signal ends it at once"
+                what = (
+                    "ends after a checkpoint" if rundir and find(rundir, TrainerPeer) else "nothing is to be saved yet"
                 )
+                why = f" ({stop.why})" if stop.why else ""
+                say(f"stopping{why}: {what}; a second signal ends it at once")
             state.beat("saving" if stop.requests else None)
             timeline.alive()
             if looked.due(LOOK) and (job.root / STOP).exists():
@@ -361,10 +363,12 @@ def run_stage(
         attempts = StageAttempts(options, backend, run_id, job.root, stop, observed, turn, leave)
         summary = attempts.run(rundir)
     except Stopped as error:
-        raise type(error)(error.what, error.hint or f"continue with {backend.again(job.root)}") from error
+        kind = Interrupted if stop.requests > 1 else type(error)
+        raise kind(error.what, error.hint or f"continue with {backend.again(job.root)}") from error
     finally:
-        with contextlib.suppress(Exception):  # a picture must never hide how the run ended
-            draw(rundir, " / ".join(filter(None, [job.root.name, stage.name])))
+        with contextlib.suppress(Exception):  # a picture must never hide how the run ended, nor keep who waits for it
+            if stop.requests < 2:
+                draw(rundir, " / ".join(filter(None, [job.root.name, stage.name])))
     if not summary.finished:
         where = f"after {summary.rollout_id} of {summary.total} rollouts"
         reason = f" ({stop.why})" if stop.why else ""

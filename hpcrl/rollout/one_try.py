@@ -28,7 +28,7 @@ from hpcrl.rollout.samplers.custom import started
 from hpcrl.rollout.samplers.sampler import ResponseRequest, Sampler, SingleTurnSampler
 from hpcrl.run.code_files import use_code
 from hpcrl.run.peers import publish
-from hpcrl.run.process import set_limits
+from hpcrl.run.process import die_with_parent, set_limits
 from hpcrl.run.role import RoleContext, read_options, read_plan
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import Sample
@@ -145,6 +145,7 @@ def _indented(text: str, by: int = 2) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
+    die_with_parent()
     set_limits()
     rundir = RunDir(argv[0], 0)
     try:

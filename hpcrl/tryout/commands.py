@@ -18,7 +18,7 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.rules.layout import split_address
 from hpcrl.config.value_types import Kind
 from hpcrl.engines.served import KEY_TO, OURS
-from hpcrl.errors import DeadlineError, PeerError, UsageError
+from hpcrl.errors import DeadlineError, Interrupted, PeerError, UsageError
 from hpcrl.launch.engines.standalone import PROGRAM, borrow, prepare
 from hpcrl.plain_text import strip_control
 from hpcrl.plan import Location, Plan
@@ -135,9 +135,12 @@ def try_recipe(argv: list[str]) -> int:
             raise UsageError(f"--{name} {value} is less than 1", "give 1 or more")
     target = of_recipe(Path(word), overrides, own.get("stage"))
     engine = at_hand(target.options, target.folder)
-    print(f"{strip_control(target.said)}: {target.options.hf_checkpoint}", flush=True)
-    with scratch("try") as folder:
-        return _sample(target, engine, folder / "run", counts)
+    try:
+        print(f"{strip_control(target.said)}: {target.options.hf_checkpoint}", flush=True)
+        with scratch("try") as folder:
+            return _sample(target, engine, folder / "run", counts)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted: the engine stays up for a while, for the next hpcrl try") from None
 
 
 def _sample(target: TriedModel, engine: KeptEngine, root: Path, counts: dict[str, int]) -> int:
@@ -162,14 +165,20 @@ def _sample(target: TriedModel, engine: KeptEngine, root: Path, counts: dict[str
     write_atomic(rundir.options_file, options.model_dump_json().encode())
     write_atomic(rundir.plan_file, msgspec.json.encode(plan))
     lock = borrow(rundir, plan, options)
+    words = [str(rundir.root), str(counts["prompts"]), str(counts["responses"])]
+    # in a session of its own: Ctrl-C is for this process, and no traceback of the other one is on the screen
+    command = [sys.executable, "-m", "hpcrl.rollout.one_try", *words]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    limit = options.rollout_timeout
     try:
-        words = [str(rundir.root), str(counts["prompts"]), str(counts["responses"])]
-        limit = options.rollout_timeout
         with engine.in_use():
-            return subprocess.call([sys.executable, "-m", "hpcrl.rollout.one_try", *words], timeout=limit)
+            return process.wait(limit)
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"it took more than --rollout-timeout {limit:.0f} s", "raise it") from None
     finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10.0)
         if lock is not None:
             lock.close()
 

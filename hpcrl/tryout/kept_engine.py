@@ -30,7 +30,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.layout import split_address
 from hpcrl.engines.http import HEALTH_SECONDS, Address, ask, realm_of, status
 from hpcrl.engines.served import IDLE_SECONDS, USED_FILE, note_use
-from hpcrl.errors import DeadlineError, HpcrlError
+from hpcrl.errors import DeadlineError, HpcrlError, Interrupted
 from hpcrl.launch.engines.standalone import PROGRAM, prepare
 from hpcrl.queue.auth import HTTP_KEY, key_of_engine
 from hpcrl.run.role import last_error
@@ -179,8 +179,10 @@ def _start(options: Options, place: Path) -> str:
         ask(
             where, "POST", "/update_weight_version", options.update_timeout, {"new_version": "0"}
         )  # as a run names them
-    except BaseException:  # Ctrl-C as well: it is not to stay up unused
+    except BaseException as error:  # Ctrl-C as well: it is not to stay up unused
         process.terminate()
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted("interrupted: the engine that was starting is ended") from None
         raise
     write_atomic(place / "address", listen.encode())
     return listen

@@ -6,9 +6,12 @@ import fcntl
 import os
 import pty
 import re
+import select
+import signal
 import struct
 import subprocess
 import termios
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -35,6 +38,32 @@ def run_on_terminal(
         pass
     os.close(ours)
     return process.wait(seconds), data.decode()
+
+
+def ctrl_c(
+    argv: Sequence[str], when: Sequence[str], cwd: Path, env: Mapping[str, str], seconds: float = 180.0
+) -> tuple[int, str]:
+    """(exit status, what was written): a command in the foreground of a terminal of its own, at which Ctrl-C is pressed
+    each time that the next of `when` has been written, wherever it stands."""
+    pid, ours = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execve(argv[0], list(argv), {**os.environ, "TERM": "xterm", **env})
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+    data, awaited, end = b"", list(when), time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            if select.select([ours], [], [], 0.1)[0]:
+                data += os.read(ours, 1 << 16)
+            if awaited and awaited[0].encode() in data:
+                awaited.pop(0)
+                os.write(ours, b"\x03")
+    except OSError:  # EIO: the other end is closed
+        pass
+    else:
+        os.kill(pid, signal.SIGKILL)
+    os.close(ours)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), data.decode(errors="replace")
 
 
 def screen(text: str, columns: int) -> list[str]:

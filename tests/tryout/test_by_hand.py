@@ -24,6 +24,7 @@ from hpcrl.tryout.conversation import Chat
 from hpcrl.tryout.kept_engine import at_hand
 from hpcrl.tryout.target import of_model
 from tests.support.quick_start import QuickStart
+from tests.support.screens import ctrl_c
 
 pytestmark = pytest.mark.vllm
 HPCRL = Path(sys.executable).with_name("hpcrl")
@@ -87,6 +88,20 @@ def test_a_recipe_is_tried_twice_with_one_engine(place: Path) -> None:
     assert second.count("response ") == 3
     shown = first.splitlines()[1:3]
     assert shown == second.splitlines()[1:3], "the same prompt comes first"
+
+
+def test_ctrl_c_leaves_the_engine_alone(place: Path) -> None:
+    """At a terminal, while it samples: 130, no traceback of the sampling process, which is gone; the engine serves the
+    next try."""
+    status, text = ctrl_c([str(HPCRL), "try", "recipe.toml"], ["recipe.toml: "], place, environment(place))
+    assert status == 130 and "Traceback" not in text and "engine stays up" in text, text
+    assert not [line for line in _commands() if "one_try" in line and str(place) in line]
+    status, _, said = typed(place, "try", "recipe.toml", "--prompts", "1")
+    assert status == 0 and "starting" not in said, said
+
+
+def _commands() -> list[str]:
+    return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
 
 
 def test_a_reward_that_raises_is_shown(place: Path) -> None:

@@ -30,6 +30,7 @@ from hpcrl.toolbox.deadline import Deadline
 
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
 PAUSING = GRACE + 20.0  #: seconds until they have noticed that, looked into the kernel's log, and ended what is to end
+AT_ONCE = 0.5  #: seconds between SIGTERM and SIGKILL after a second signal
 LOOK = 0.2  #: seconds between two looks for hosts that are paused
 
 
@@ -179,14 +180,23 @@ class HeldHosts:
         hand_over(self._paused, rundir, self.carried)
         self._paused = self.carried = None
 
-    def end(self, rundir: RunDir, poll: Callable[[], None]) -> None:
+    def end(self, rundir: RunDir, poll: Callable[[], None], at_once: Callable[[], bool] = lambda: False) -> None:
         """End all of it everywhere: hosts are told through the run directory, what is left after that is ended
-        here."""
+        here.
+
+        Args:
+            at_once: whether a user who waits does not want to wait for that; asked again and again. Only where all of
+                it is below this process: a scheduler's step that is killed here may stay there.
+        """
         if any(m.status is None for m in self.members):
             with contextlib.suppress(OSError):  # a file system that takes nothing must not hide why it has ended
                 (self._paused or rundir).request_end()
         deadline = Deadline(PARTING)
+        here = all(m.memory is not None for m in self.members)
         while any(m.status is None for m in self.members) and not deadline.over:
+            if here and at_once():
+                end_descendants(AT_ONCE)
+                break
             poll()
             time.sleep(0.05)
         for member in self.members:

@@ -96,7 +96,7 @@ class StageAttempts:
                         self._continue_after(error, rundir)
                     rundir = RunDir(rundir.root, rundir.attempt + 1)
             finally:
-                self.held.end(rundir, lambda: self.turn(rundir))
+                self.held.end(rundir, lambda: self.turn(rundir), lambda: self.stop.requests > 1)
 
     @property
     def _outlives(self) -> bool:
@@ -145,7 +145,7 @@ class StageAttempts:
             self.held.carry(plan)
         else:
             tell_followed(rundir)
-            self.held.end(rundir, turn)
+            self.held.end(rundir, turn, lambda: self.stop.requests > 1)
         self._end(error, "")
         if options is not self.options:
             say(f"--elastic: {what_changed(self.options, options)}")

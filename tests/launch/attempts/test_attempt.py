@@ -16,7 +16,7 @@ from hpcrl.config.recipe import Recipe, Stage
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError
 from hpcrl.heartbeat import Silent
 from hpcrl.launch import batch_run
-from hpcrl.launch.attempts import attempt
+from hpcrl.launch.attempts import attempt, held_hosts
 from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.job import RunJob, held
 from hpcrl.launch.stop_signals import StopRequest
@@ -295,3 +295,19 @@ def test_stopped_run_ends_its_job_as_stopped(
         mark = nodes = lambda *_: None
 
     assert batch_run.batch_main(["r.toml", "--run-dir", str(tmp_path)], lambda: Here(False)) == code  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_second_signal_ends_hosts_at_once(here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all of the run is below the launcher, the host's own end is not waited for; a scheduler's step has its time."""
+    rundir, polls, killed = RunDir.create(tmp_path / "run"), list[int](), list[float]()
+    member = SimpleNamespace(status=None, memory=object() if here else None, end=lambda: None)
+    monkeypatch.setattr(held_hosts, "PARTING", 0.5)
+
+    def end_descendants(grace: float) -> None:
+        killed.append(grace)
+        member.status = -9
+
+    monkeypatch.setattr(held_hosts, "end_descendants", end_descendants)
+    HeldHosts(members=[member]).end(rundir, lambda: polls.append(1), lambda: len(polls) > 1)  # type: ignore[list-item]
+    assert (len(polls) == 2) == here and killed[0] == held_hosts.AT_ONCE

@@ -55,7 +55,7 @@ class Job:
             def carry(self, plan: Plan) -> None:
                 self.carried = CarriedOver(engines={0: 0})
 
-            def end(self, rundir: RunDir, poll: Callable[[], None]) -> None:
+            def end(self, rundir: RunDir, poll: Callable[[], None], at_once: Callable[[], bool]) -> None:
                 job.ended.append(rundir.attempt)
                 self.members, self.carried = [], None
 
