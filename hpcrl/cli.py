@@ -98,7 +98,7 @@ def command(argv: list[str]) -> int:
         raise UsageError(f"{argv[0]} is not a command", f"{hint}; see hpcrl --help" if not near else hint)
     module, _, name = COMMANDS[argv[0]].partition(":")
     function = getattr(importlib.import_module(module), name)
-    return function(argv[1:], list(COMMANDS), HELP) if argv[0] == "completion" else function(argv[1:])
+    return function(argv[1:], COMMANDS, HELP) if argv[0] == "completion" else function(argv[1:])
 
 
 #: command -> module:function that does it

@@ -86,9 +86,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
             ("torch", "vllm", "megatron", "transformers", "zmq", "aiohttp"),
         ),
         (["fit", "--help"], ("torch", "vllm", "megatron", "transformers")),
+        (["completion", "bash"], ("torch", "vllm", "megatron", "transformers")),  # imports every command
         (["status"], ("torch", "numpy", "pydantic", "zmq", "aiohttp", "asyncio")),
     ],
-    ids=["help", "run help", "dry run", "unknown flag", "fit", "status"],
+    ids=["help", "run help", "dry run", "unknown flag", "fit", "completion", "status"],
 )
 def test_nothing_heavy_is_imported(argv: list[str], spared: tuple[str, ...], recipe: Path) -> None:
     code = (

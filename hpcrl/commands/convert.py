@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Sequence
 
 from hpcrl.errors import UsageError
+from hpcrl.toolbox.arguments import declare
 
 #: conversion -> the module whose main(argv) does it
 CONVERSIONS = {
@@ -20,6 +21,7 @@ CONVERSIONS = {
 
 def convert(argv: Sequence[str]) -> int:
     """`hpcrl convert`: weights from one format to another; each conversion has its own flags."""
+    declare({}, CONVERSIONS)
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: hpcrl convert WHAT [--help] ...\n\nWHAT: {', '.join(CONVERSIONS)}")
         return 0

@@ -36,16 +36,14 @@ from hpcrl.toolbox.arguments import RUN, Parser
 
 def engines(argv: list[str]) -> int:
     """`hpcrl engines RUN`, `hpcrl engines add RUN`, `hpcrl engines remove RUN INDEX`."""
-    if argv[:1] == ["remove"]:
-        return _remove(argv[1:])
-    if argv[:1] == ["add"]:
-        return _add(argv[1:])
-    if argv[:1] == ["serve"]:
-        return serve(argv[1:])
+    verbs = {"add": _add, "remove": _remove, "serve": serve}
+    if argv and argv[0] in verbs:
+        return verbs[argv[0]](argv[1:])
     parser = Parser(
         "engines",
         "The engines of a run and their states. hpcrl engines add RUN: start more; hpcrl engines remove RUN INDEX: let "
         "one finish and end; hpcrl engines serve RECIPE: start one outside of a run.",
+        verbs,
     )
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")

@@ -46,7 +46,7 @@ def import_script(argv: list[str]) -> int:
     if "-h" in before or "--help" in before:
         print(USAGE)
         return 0
-    overrides, own, words = parse_flags(before, {"models-dir": Kind("str"), "help": Kind("bool")})
+    overrides, own, words = parse_flags(before, {"models-dir": Kind("str"), "help": Kind("bool")}, only=())
     if overrides:
         raise UsageError(
             f"--{next(iter(overrides)).replace('_', '-')} has no effect here", "write it into the recipe, or after --"

@@ -22,7 +22,6 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.job import RunJob, finished, held, reopen_job
 from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.launch.submission import submit_again
-from hpcrl.model_files.torch_dist import step
 from hpcrl.run.job_files import UNQUEUED, read_job
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import CHOSEN, TRACKER, RunDir, write_atomic
@@ -74,6 +73,8 @@ def rewind_run(job: RunJob, number: int) -> None:
     Raises:
         UsageError: if it has none of that number.
     """
+    from hpcrl.model_files.torch_dist import step  # with torch, which no other way to resume needs
+
     stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
     if stage is None or not (job.directory(stage) / "options.json").is_file():
         raise UsageError(f"{job.root} has no stage that could resume from a checkpoint", "leave --ckpt-step out")
@@ -114,8 +115,9 @@ def resume(argv: list[str]) -> int:
         "chain": Kind("int", bounds=">= 1"),
         "help": Kind("bool"),
     }
-    overrides, own, words = parse_flags(argv, flags)
-    if len(words) != 1 or overrides.keys() - {"num_rollout", "ckpt_step", "live_code"}:
+    taken = {"num_rollout", "ckpt_step", "live_code"}
+    overrides, own, words = parse_flags(argv, flags, only=taken)
+    if len(words) != 1 or overrides.keys() - taken:
         raise UsageError(
             "hpcrl resume takes one run directory",
             "a run keeps the options that it began with, but for --num-rollout, --ckpt-step and --live-code",

@@ -45,7 +45,9 @@ def run(argv: list[str]) -> int:
     from hpcrl.slime.verbatim import recipe_of, split_arguments
 
     before, arguments = split_arguments(argv)
-    overrides, own, words = parse_flags(before, {"resume": Kind("str"), "dry-run": Kind("bool")})
+    overrides, own, words = parse_flags(
+        before, {"resume": Kind("str"), "dry-run": Kind("bool"), "help-all": Kind("bool")}
+    )
     if "resume" in own:
         return _resume(Path(own["resume"]), overrides, [*words, *(arguments or [])], own)
     if not words and arguments is None:

@@ -75,7 +75,7 @@ def selftest(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(HELP)
         return 0
-    options, own, words = parse_flags(argv, OWN)
+    options, own, words = parse_flags(argv, OWN, only=())
     if words or options:
         extra = words[0] if words else f"--{next(iter(options)).replace('_', '-')}"
         raise UsageError(f"{extra} has no effect on a self-test", "see hpcrl selftest --help")

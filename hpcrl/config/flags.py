@@ -6,7 +6,7 @@ Invariant: every word has been understood: what is unknown, refused or mistyped 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,21 +15,26 @@ from hpcrl.config.setting_names import find_flag, find_in, put
 from hpcrl.config.stage_flags import TABLES, split_name, stage_flag
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
+from hpcrl.toolbox.arguments import declare
 
 _NUMBER = re.compile(r"-\.?\d")
 
 
 def parse_flags(
-    argv: Sequence[str], extra: Mapping[str, Kind] | None = None
+    argv: Sequence[str], extra: Mapping[str, Kind] | None = None, only: Collection[str] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A command line -> (options that flags set, the command's own flags named in `extra`, the other words).
 
     Options come by name, Megatron's and vLLM's in the tables "megatron" and "vllm"; those of one stage (--grpo.lr) as
     "grpo.lr" and "grpo.megatron"; of a flag given twice the later counts, unless both add up.
 
+    Args:
+        only: the options that completion is to propose here; None: all. The command itself refuses the others.
+
     Raises:
         UsageError: unknown flags, missing, superfluous or mistyped values, all that there are.
     """
+    declare({f"--{name}": [*map(str, kind.choices)] for name, kind in (extra or {}).items()}, options=only)
     by_stage: dict[str, dict[str, Any]] = {"": {}}
     command: dict[str, Any] = {}
     rest: list[str] = []

@@ -3,48 +3,48 @@
     eval "$(hpcrl completion bash)"            in ~/.bashrc; zsh likewise
     hpcrl completion fish > ~/.config/fish/completions/hpcrl.fish
 
-Invariant: the script is made from the table of options and the commands of `hpcrl/cli.py`, and starts no hpcrl while
-one types.
+Invariant: the script is made from the table of options, the commands of `hpcrl/cli.py` and what each of these declares
+to its parser, so that a new one is completed with no other edit; it starts no hpcrl while one types.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hpcrl.commands.first_steps.options import facts
-from hpcrl.toolbox.arguments import Parser
+from hpcrl.config.passthrough import dashed
+from hpcrl.toolbox.arguments import Parser, declared
 
 SHELLS = ("bash", "zsh", "fish")
-#: commands that take a recipe and options of a run
-OF_A_RECIPE = ("run", "submit", "plan", "rehearse", "fit", "launch", "eval", "doctor")
-#: those that take a run
-OF_A_RUN = ("status", "watch", "logs", "samples", "engines", "report", "trace", "bill", "stop", "cancel", "resume")
-_OWN = {
-    "run": ["--dry-run", "--resume", "--help", "--help-all"],
-    "submit": [
-        *("--site", "--time", "--layout", "--set", "--chain", "--after", "--sweep", "--seeds", "--at-once"),
-        *("--dry-run", "--print", "--help"),
-    ],
-    "plan": ["--hostfile", "--gpu", "--gpu-memory", "--host-memory", "--link-rate", "--help"],
-    "rehearse": ["--site", "--gpu", "--gpu-memory", "--ranks", "--at-once", "--on-node", "--help"],
-    "fit": [
-        *("--site", "--time", "--layout", "--set", "--max-nodes", "--rehearse", "--apply", "--output", "--force"),
-        *("--gpus-per-node", "--gpu", "--gpu-memory", "--host-memory", "--link-rate", "--json", "--help"),
-    ],
-    "launch": ["--hostfile", "--dry-run", "--print", "--help"],
-    "eval": ["--site", "--dry-run", "--help"],
-    "doctor": ["--site", "--nodes", "--help"],
-}
 _WORD = re.compile(r"[A-Za-z0-9._-]+")  #: a choice that no shell reads as anything else
 
 
-def completion(argv: list[str], commands: Sequence[str], summary: str) -> int:
+@dataclass(frozen=True)
+class Completed:
+    """What is proposed after one command.
+
+    Attributes:
+        flags: its own, each with its choices; those of the run's options that it takes alone among them.
+        words: subcommands, or choices of its first word.
+        options: whether it takes every option of a run.
+        of_a_run: whether it takes a run.
+    """
+
+    flags: dict[str, list[str]]
+    words: tuple[str, ...]
+    options: bool
+    of_a_run: bool
+
+
+def completion(argv: list[str], commands: Mapping[str, str], summary: str) -> int:
     """The command.
 
     Args:
-        commands: all of hpcrl's.
+        commands: all of hpcrl's, with module:function of each.
         summary: the text of hpcrl --help.
     """
     parser = Parser("completion", "Print the script by which a shell completes hpcrl's commands and options.")
@@ -53,17 +53,39 @@ def completion(argv: list[str], commands: Sequence[str], summary: str) -> int:
     return 0
 
 
-def script(shell: str, commands: Sequence[str], summary: str) -> str:
+def completed(commands: Mapping[str, str], summary: str) -> dict[str, Completed]:
+    """What each command itself declares, and its help says of the words that it takes."""
+    found = {}
+    for name, place in commands.items():
+        module, _, function = place.partition(":")
+        of = getattr(importlib.import_module(module), function)
+        takes = declared((lambda argv: completion(argv, {}, "")) if name == "completion" else of)
+        some = [f"--{dashed(option)}" for option in sorted(takes.options or ())]
+        flags = {flag: list(choices) for flag, choices in takes.flags.items()} | {flag: [] for flag in some}
+        usage = re.search(rf"hpcrl {name}\b(.*?)(?:  |;|>|$)", summary, re.MULTILINE)
+        of_a_run = bool(usage and re.search(r"\bRUN\b", usage[1]))
+        found[name] = Completed({"--help": []} | flags, takes.words, takes.options is None, of_a_run)
+    return found
+
+
+def script(shell: str, commands: Mapping[str, str], summary: str) -> str:
     """What the shell reads."""
+    found = completed(commands, summary)
     if shell == "fish":
-        return _fish(commands, summary)
+        return _fish(found, summary)
+    chosen = {f"*:{flag}": own for flag, own, _ in _flags() if own}
+    for name, each in found.items():  # what a command says of a flag comes before what the options say
+        chosen = {f"{name}:{flag}": own for flag, own in each.flags.items() if own} | chosen
     words = {
-        "@COMMANDS@": " ".join(commands),
-        "@RECIPE@": "|".join(OF_A_RECIPE),
-        "@RUN@": "|".join(OF_A_RUN),
+        "@COMMANDS@": " ".join(found),
+        "@RECIPE@": "|".join(name for name, each in found.items() if each.options) or "-",
+        "@RUN@": "|".join(name for name, each in found.items() if each.of_a_run) or "-",
         "@OPTIONS@": " ".join(flag for flag, _, _ in _flags()),
-        "@OWN@": "\n".join(f'        {name}) own="{" ".join(flags)}" ;;' for name, flags in _OWN.items()),
-        "@CHOICES@": "\n".join(f'        {flag}) values="{" ".join(own)}" ;;' for flag, own, _ in _flags() if own),
+        "@OWN@": "\n".join(
+            f'        {name}) own="{" ".join(each.flags)}" first="{" ".join(each.words)}" ;;'
+            for name, each in found.items()
+        ),
+        "@CHOICES@": "\n".join(f'        {which}) values="{" ".join(own)}" ;;' for which, own in chosen.items()),
     }
     text = _BASH if shell == "bash" else f"autoload -Uz compinit bashcompinit; compinit; bashcompinit\n{_BASH}"
     for mark, value in words.items():
@@ -84,59 +106,68 @@ def _flags() -> list[tuple[str, list[str], str]]:
 
 _BASH = """\
 _hpcrl() {
-    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" verb="${COMP_WORDS[1]}" own="" values=""
+    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" verb="${COMP_WORDS[1]}"
+    local own="" first="" values="" found=""
     COMPREPLY=()
     if [ "$COMP_CWORD" -eq 1 ]; then
         COMPREPLY=($(compgen -W "@COMMANDS@ --help --version" -- "$word"))
         return
     fi
-    case "$before" in
-@CHOICES@
-    esac
     case "$verb" in
 @OWN@
     esac
     case "$verb" in
-        @RECIPE@)
-            if [ -n "$values" ]; then
-                COMPREPLY=($(compgen -W "$values" -- "$word"))
-            elif [[ "$word" == -* ]]; then
-                COMPREPLY=($(compgen -W "$own @OPTIONS@" -- "$word"))
-            else
-                COMPREPLY=($(compgen -f -- "$word"))
-            fi ;;
-        @RUN@)
-            # names of directories are never expanded: another user may have made one there
-            while IFS= read -r found; do
-                COMPREPLY+=("$found")
-            done < <(cd runs 2> /dev/null && compgen -d -- "$word"; compgen -d -- "$word") ;;
-        completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$word")) ;;
-        *) COMPREPLY=($(compgen -f -- "$word")) ;;
+        @RECIPE@) own="$own @OPTIONS@" ;;
     esac
+    case "$verb:$before" in
+@CHOICES@
+    esac
+    if [ "$COMP_CWORD" -eq 2 ] && [[ "$word" != -* ]]; then
+        COMPREPLY=($(compgen -W "$first" -- "$word"))
+    fi
+    if [ -n "$values" ] && [[ " $own " == *" $before "* ]]; then
+        COMPREPLY=($(compgen -W "$values" -- "$word"))
+    elif [[ "$word" == -* ]]; then
+        COMPREPLY=($(compgen -W "$own" -- "$word"))
+    else
+        case "$verb" in
+            @RUN@)
+                # names of directories are never expanded: another user may have made one there
+                while IFS= read -r found; do
+                    COMPREPLY+=("$found")
+                done < <(cd runs 2> /dev/null && compgen -d -- "$word"; compgen -d -- "$word") ;;
+            *)
+                while IFS= read -r found; do
+                    COMPREPLY+=("$found")
+                done < <(compgen -f -- "$word") ;;
+        esac
+    fi
 }
 complete -o filenames -F _hpcrl hpcrl
 """
 
 
-def _fish(commands: Sequence[str], summary: str) -> str:
+def _fish(found: Mapping[str, Completed], summary: str) -> str:
     """One `complete` for each command and option."""
     said = _summaries(summary)
     lines = [
         f"complete -c hpcrl -n __fish_use_subcommand -f -a {name} -d {shlex.quote(said.get(name, ''))}"
-        for name in commands
+        for name in found
     ]
-    inside = f"-n '__fish_seen_subcommand_from {' '.join(OF_A_RECIPE)}'"
+    inside = f"-n '__fish_seen_subcommand_from {' '.join(name for name, each in found.items() if each.options)}'"
     for flag, choices, text in _flags():
-        values = f" -x -a {shlex.quote(' '.join(choices))}" if choices else ""
-        lines.append(f"complete -c hpcrl {inside} -l {flag.removeprefix('--')}{values} -d {_quoted(text)}")
-    for name, flags in _OWN.items():
-        of = f"-n '__fish_seen_subcommand_from {name}'"
-        lines += [f"complete -c hpcrl {of} -l {flag.removeprefix('--')}" for flag in flags]
-    runs = f"-n '__fish_seen_subcommand_from {' '.join(OF_A_RUN)}'"
-    lines.append(f"complete -c hpcrl {runs} -a '(test -d runs; and ls runs)'")
-    return "\n".join(
-        [*lines, "complete -c hpcrl -n '__fish_seen_subcommand_from completion' -x -a 'bash zsh fish'", ""]
-    )
+        lines.append(f"complete -c hpcrl {inside} -l {flag.removeprefix('--')}{_values(choices)} -d {_quoted(text)}")
+    for name, each in found.items():
+        of = f"complete -c hpcrl -n '__fish_seen_subcommand_from {name}'"
+        lines += [f"{of} -l {flag.removeprefix('--')}{_values(choices)}" for flag, choices in each.flags.items()]
+        if each.words:
+            lines.append(f"{of} -a {shlex.quote(' '.join(each.words))}")
+    runs = f"-n '__fish_seen_subcommand_from {' '.join(name for name, each in found.items() if each.of_a_run)}'"
+    return "\n".join([*lines, f"complete -c hpcrl {runs} -a '(test -d runs; and ls runs)'", ""])
+
+
+def _values(choices: Sequence[str]) -> str:
+    return f" -x -a {shlex.quote(' '.join(choices))}" if choices else ""
 
 
 def _quoted(text: str) -> str:

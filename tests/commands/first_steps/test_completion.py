@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hpcrl.cli import COMMANDS, HELP, main
-from hpcrl.commands.first_steps.completion import script
+from hpcrl.commands.first_steps import completion as module
+from hpcrl.commands.first_steps.completion import completed, script
 from hpcrl.commands.first_steps.options import facts, schema
 from hpcrl.config.options import Options
 
@@ -33,7 +34,7 @@ BASH = 'COMP_WORDS=({words}); COMP_CWORD={last}; _hpcrl; printf "%s\\n" "${{COMP
 
 def asked(shell: str, line: str, folder: Path) -> set[str]:
     """What a shell proposes for a line, in `folder`."""
-    (folder / "script").write_text(script(shell, list(COMMANDS), HELP))
+    (folder / "script").write_text(script(shell, COMMANDS, HELP))
     if shell == "fish":
         text = f"source script; complete -C '{line}'"
     else:
@@ -60,6 +61,46 @@ def test_what_is_proposed(shell: str, tmp_path: Path) -> None:
         found = asked(shell, line, tmp_path)
         assert wanted <= found and not absent & found, (line, found)
         assert all(word.startswith(line.rpartition(" ")[2]) for word in found), (line, found)
+
+
+def test_each_option_is_completed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In bash itself: after a command that takes a run's options, each of `hpcrl options --json`; after each command,
+    the flags that it declares and, where they are few, their choices."""
+    assert main(["options", "--json"]) == 0
+    flags = {row["flag"] for row in json.loads(capsys.readouterr().out)}
+    assert flags <= asked("bash", "hpcrl run --", tmp_path)
+    assert not (flags - {"--num-rollout", "--ckpt-step", "--live-code"}) & asked("bash", "hpcrl resume --", tmp_path)
+    (tmp_path / "script").write_text(script("bash", COMMANDS, HELP))
+    lines = [f"COMP_WORDS=(hpcrl {name} --); COMP_CWORD=2; _hpcrl; echo {name} ${{COMPREPLY[@]}}" for name in COMMANDS]
+    done = subprocess.run(
+        ["bash", "--norc", "-c", "\n".join(["source ./script", *lines])], cwd=tmp_path, capture_output=True, text=True
+    )
+    proposed = {line.split()[0]: {*line.split()[1:]} for line in done.stdout.splitlines()}
+    assert proposed.keys() == COMMANDS.keys() and not done.stderr
+    for name, each in completed(COMMANDS, HELP).items():
+        assert {"--help", *each.flags} <= proposed[name], name
+        assert each.options == (flags <= proposed[name]), name
+    assert {"--web", "--port"} <= proposed["watch"] and "--help-all" in proposed["run"]
+    assert {"math", "sft"} <= asked("bash", "hpcrl init x --task ", tmp_path)
+    assert {"add", "remove"} <= asked("bash", "hpcrl engines ", tmp_path)
+    assert {"to-hf"} <= asked("bash", "hpcrl convert to", tmp_path)
+
+
+def test_a_new_command_and_option_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but its line in the command table and its own parser; of an option nothing but its declaration."""
+    (tmp_path / "new_command.py").write_text(
+        "from hpcrl.toolbox.arguments import Parser\ndef new(argv):\n    parser = Parser('new', 'x')\n"
+        "    parser.add_argument('--colour', choices=['red', 'blue'])\n    parser.parse_args(argv)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(COMMANDS, "new", "new_command:new")
+    row = {"flag": "--quite-new", "choices": ["a1", "b1"], "help": "x", "type": "str", "name": "quite_new"}
+    monkeypatch.setattr(module, "facts", lambda: [*facts(), row])
+    assert asked("bash", "hpcrl ne", tmp_path) == {"new"}
+    assert asked("bash", "hpcrl new --", tmp_path) == {"--help", "--colour"}
+    assert asked("bash", "hpcrl new --colour ", tmp_path) == {"red", "blue"}
+    assert asked("bash", "hpcrl plan --quite-new ", tmp_path) == {"a1", "b1"}
+    assert "-l colour -x -a 'red blue'" in script("fish", COMMANDS, HELP)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
