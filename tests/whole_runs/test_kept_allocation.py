@@ -55,8 +55,8 @@ def test_slurm_job_is_kept(cluster: Cluster, tmp_path: Path, task: Path, undistu
     """A rank, the rollout process and the process of a trainer host are killed in a heterogeneous job: it was never
     queued again, the engine lives through the first two, and no number differs.  With a copy of every step in the memory
     of two hosts, and none on disk, one step at most is made again, also where one host's memory is lost."""
-    recipe = policy(tmp_path, task, save_interval=None, non_persistent_save_interval=1, **KEPT, **LONGER)
-    job = submit(cluster, recipe, tmp_path / "run")
+    memory = {"save_interval": None, "non_persistent_save_interval": 1}
+    job = submit(cluster, policy(tmp_path, task, **memory, **KEPT, **LONGER, custom_rm_path=SLOW), tmp_path / "run")
     engines = []
     for attempt, module in enumerate(("hpcrl.trainer.main", "hpcrl.rollout.main", "hpcrl.launch.host")):
         # before its second step an attempt may have no copy: the disk has what it began with
@@ -73,6 +73,7 @@ def test_slurm_job_is_kept(cluster: Cluster, tmp_path: Path, task: Path, undistu
             for part in copies(cluster, node):
                 shutil.rmtree(part)
         resumes_in(job, attempt + 1, steps)
+    (job.root / HURRY).touch()
     job.ends()
     assert metrics(job.root) == metrics(undisturbed) and samples(job.root) == samples(undisturbed)
     assert cluster.job(job.number)["Restarts"] == "0"
@@ -140,7 +141,7 @@ def test_mpirun_is_kept(cluster: Cluster, tmp_path: Path, task: Path, kind: str)
     the memory of its hosts, of which one was lost the first time."""
     hosts = cluster.hostfile(kind, ["node1", "node2"], path=tmp_path / "hosts")
     found = {}
-    memory = {"save_interval": None, "non_persistent_save_interval": 1, "num_rollout": 12}
+    memory = {"save_interval": None, "non_persistent_save_interval": 1, "num_rollout": 24}
     for name, faults in (("whole", ()), ("cut", ("hpcrl.trainer.main", "hpcrl.launch.host"))):
         run = SubmittedRun(tmp_path / name / "run")
         command = [
@@ -168,4 +169,4 @@ def test_mpirun_is_kept(cluster: Cluster, tmp_path: Path, task: Path, kind: str)
             launched.kill()
         assert launched.returncode == 0, said
         found[name] = metrics(run.root)
-    assert found["cut"] == found["whole"] and len(found["cut"]) == 12
+    assert found["cut"] == found["whole"] and len(found["cut"]) == 24
