@@ -57,9 +57,9 @@ examples
   hpcrl run examples/quickstart.toml --grpo.num-rollout 20 --eval-interval 5 --run-dir runs/short
   hpcrl run examples/quickstart.toml --recompute-granularity selective --vllm-max-num-seqs 64
 
-A recipe is a TOML file whose keys are options; a flag overrides it, --STAGE.option in that stage. Ctrl-C or SIGTERM
-saves a checkpoint and ends; a second one ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130
-interrupted, 143 stopped and saved."""
+A recipe is a TOML file whose keys are options; a flag overrides it, --STAGE.option in that stage. Without one, run,
+plan, submit and launch take recipe.toml of this directory. Ctrl-C or SIGTERM saves a checkpoint and ends; a second one
+ends at once. Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 stopped and saved."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

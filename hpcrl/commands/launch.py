@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpcrl.commands.first_steps.recipe_here import choose_recipe
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.value_types import Kind
@@ -20,8 +21,8 @@ from hpcrl.mpi.mpirun import call_mpirun, under_mpi
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 
 USAGE = """\
-usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch RECIPE.toml --hostfile FILE [--option value ...]
-       hpcrl launch RECIPE.toml --hostfile FILE [--mpirun COMMAND] [--agent COMMAND] [--option value ...]
+usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch [RECIPE.toml] --hostfile FILE [--option value ...]
+       hpcrl launch [RECIPE.toml] --hostfile FILE [--mpirun COMMAND] [--agent COMMAND] [--option value ...]
        hpcrl launch --resume RUN --hostfile FILE [--live-code] [...]
        hpcrl launch --hostfile FILE [...] -- ARGUMENTS     slime's or vime's, as its scripts give them to train.py
 
@@ -32,7 +33,7 @@ usage: mpirun --hostfile FILE [mpirun's options] hpcrl launch RECIPE.toml --host
   --print            print the command alone
 
 The second form looks first whether every host answers, then calls mpirun, one process a host (with --rank-launcher
-ranks: one a slot). Options are those of hpcrl run."""
+ranks: one a slot). Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there."""
 
 OWN = {
     "hostfile": Kind("str"),
@@ -59,6 +60,8 @@ def launch(argv: list[str]) -> int:
 
         hosts = list(read_hostfile(own["hostfile"]).hosts) if "hostfile" in own else None
         return run_ranks(recipe, overrides, resume, hosts)
+    if recipe is not None and not words and arguments is None:  # every rank is told which
+        argv = [recipe.path.name, *argv]
     return call_mpirun(argv, recipe, overrides, resume, own)
 
 
@@ -72,7 +75,6 @@ def _recipe(
                 "leave recipe and options out",
             )
         return None
-    if len(words) + (arguments is not None) != 1:
-        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl launch RECIPE.toml --hostfile FILE")
-    recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
+    word = choose_recipe(words, arguments, "hpcrl launch", quiet=under_mpi(os.environ))
+    recipe = load_recipe(word) if arguments is None else recipe_of(arguments, overrides)
     return replace(recipe, name=overrides.get("name", recipe.name))

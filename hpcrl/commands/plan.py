@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hpcrl.commands.first_steps.recipe_here import choose_recipe
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, changed, load_recipe, resolve_stages
@@ -32,7 +33,7 @@ from hpcrl.speed.cards import DEFAULT, named
 from hpcrl.speed.estimate import estimate, speed_lines
 
 USAGE = """\
-usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]
+usage: hpcrl plan [RECIPE.toml] [--hostfile FILE] [--option value ...]
        hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     slime's or vime's, as its scripts give them
 
   --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
@@ -42,8 +43,9 @@ usage: hpcrl plan RECIPE.toml [--hostfile FILE] [--option value ...]
   --link-rate GBIT   Gb/s of a card's network link, for the seconds of a weight update; default: 400
   --mean-response-length TOKENS   for the speed; default: half of --rollout-max-response-len
 
-Memory is estimated where config.json of --hf-checkpoint can be read. Options are those of hpcrl run. Of arguments that
-cannot all be honoured, the plan of the others is shown, then what is wrong."""
+Memory is estimated where config.json of --hf-checkpoint can be read. Options are those of hpcrl run; without a recipe
+it is recipe.toml of this directory, as there. Of arguments that cannot all be honoured, the plan of the others is
+shown, then what is wrong."""
 
 OWN = {
     "hostfile": Kind("str"),
@@ -63,14 +65,13 @@ def plan(argv: list[str]) -> int:
         print(USAGE)
         return 0
     overrides, own, words = parse_flags(before, OWN)
-    if len(words) + (arguments is not None) != 1:
-        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl plan RECIPE.toml [--hostfile FILE]")
+    word = choose_recipe(words, arguments, "hpcrl plan")
     hosts = _hosts(own["hostfile"]) if "hostfile" in own else None
     gpu = own.get("gpu", DEFAULT)
     memory = own.get("gpu-memory", named(gpu).memory)
     card = GpuCard(gpu, memory, own.get("link-rate", LINK), own.get("mean-response-length"), own.get("host-memory"))
     if arguments is None:
-        show(load_recipe(words[0]), overrides, hosts, card)
+        show(load_recipe(word), overrides, hosts, card)
         return 0
     recipe, refused = recipe_and_refusals(arguments, overrides)
     try:

@@ -11,8 +11,6 @@ from typing import Any
 
 from hpcrl.errors import UsageError
 
-RECIPE_HERE = "recipe.toml"
-
 RUN_HELP = """\
 usage: hpcrl run [RECIPE.toml] [--option value ...] [--dry-run]
        hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them
@@ -39,6 +37,7 @@ def run(argv: list[str]) -> int:
         print(RUN_HELP)
         print(run_help("--help-all" in argv))
         return 0
+    from hpcrl.commands.first_steps.recipe_here import choose_recipe
     from hpcrl.config.flags import parse_flags
     from hpcrl.config.recipe import load_recipe
     from hpcrl.config.value_types import Kind
@@ -50,14 +49,8 @@ def run(argv: list[str]) -> int:
     )
     if "resume" in own:
         return _resume(Path(own["resume"]), overrides, [*words, *(arguments or [])], own)
-    if not words and arguments is None:
-        words = [_recipe_of_here()]
-    if len(words) + (arguments is not None) > 1:
-        raise UsageError(
-            f"more than one recipe: {' '.join([*words, *(['--'] if arguments is not None else [])])}",
-            "a flag that takes one value takes one word only",
-        )
-    recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
+    word = choose_recipe(words, arguments, "hpcrl run")
+    recipe = load_recipe(word) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
     if own.get("dry-run"):
         from hpcrl.commands.plan import preview
@@ -67,18 +60,6 @@ def run(argv: list[str]) -> int:
     from hpcrl.launch.local import run_recipe
 
     return run_recipe(recipe, overrides, None)
-
-
-def _recipe_of_here() -> str:
-    """recipe.toml of the current directory, unless that is a run's own copy."""
-    from hpcrl.run.started_runs import is_run
-
-    if not Path(RECIPE_HERE).is_file() or is_run(Path.cwd()):
-        raise UsageError(
-            "no recipe given, and there is no recipe.toml here",
-            "name it first: hpcrl run RECIPE.toml [--option value ...]; hpcrl init NAME writes one to start from",
-        )
-    return RECIPE_HERE
 
 
 def _resume(directory: Path, overrides: dict[str, Any], words: list[str], own: dict[str, Any]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpcrl.commands.first_steps.recipe_here import choose_recipe
 from hpcrl.config.flags import flag_words, parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.sweep import GridRun, grid, read_axis, seed_axis
@@ -28,7 +29,7 @@ from hpcrl.slime.verbatim import recipe_of, split_arguments
 from hpcrl.untrusted_files import read_system
 
 USAGE = """\
-usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY=VALUE ...] [--option value ...]
+usage: hpcrl submit [RECIPE.toml] [--site NAME] [--time T] [--layout L] [--set KEY=VALUE ...] [--option value ...]
        hpcrl submit RECIPE.toml --sweep OPTION=V1,V2,... [--sweep ...] [--seeds N] [--at-once K]
        hpcrl submit RECIPE.toml --dry-run       print the plan, the script and the command; submit nothing
        hpcrl submit RECIPE.toml --print         print the script of one job, for you to edit and submit (sbatch)
@@ -47,8 +48,8 @@ usage: hpcrl submit RECIPE.toml [--site NAME] [--time T] [--layout L] [--set KEY
   --seeds N          N runs of each, with the seeds S, S+1, ... from --seed on (and --rollout-seed with them)
   --at-once K        not more than K of these runs at a time
 
-Options are those of hpcrl run. One job is submitted, to Slurm unless the profile names another scheduler; it trains to
-the end, over as many requeues as that takes."""
+Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there. One job is submitted, to
+Slurm unless the profile names another scheduler; it trains to the end, over as many requeues as that takes."""
 
 OWN = {
     **FLAGS,
@@ -70,20 +71,16 @@ def submit(argv: list[str]) -> int:
         return 0
     before, arguments = split_arguments(argv)
     overrides, own, words = parse_flags(before, OWN)
-    if len(words) + (arguments is not None) != 1:
-        raise UsageError(
-            f"{len(words) + (arguments is not None)} recipes given",
-            "name one: hpcrl submit RECIPE.toml [--option value ...]",
-        )
+    word = choose_recipe(words, arguments, "hpcrl submit")
     if arguments is not None and own.get("print"):
         raise UsageError(
             "--print writes a script that starts a recipe's file", "hpcrl import -- ARGUMENTS > RECIPE.toml first"
         )
-    recipe = load_recipe(words[0]) if arguments is None else recipe_of(arguments, overrides)
+    recipe = load_recipe(word) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
     if "after" in own:
         own["set"] = [*own.get("set", []), f"after={':'.join(own['after'])}"]
-    return submit_recipe(recipe, overrides, own, words[0] if words else "")
+    return submit_recipe(recipe, overrides, own, word)
 
 
 def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, Any], word: str) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.commands import launch
 from hpcrl.commands.first_steps import init as module
 from hpcrl.commands.first_steps.init import TASKS, not_installed, write_folder
 from hpcrl.config.options import Options
@@ -101,10 +102,29 @@ def test_what_is_not_installed_is_named(
     assert "vllm" in line and "hpcrl[gpu]" in line and "make env" in line
 
 
-def test_run_takes_the_recipe_that_is_here(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """recipe.toml of the current directory, but not the copy in a run directory."""
-    assert main(["run"]) == 2 and "hpcrl init NAME" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words",
+    [["run", "--dry-run"], ["plan"], ["submit", "--dry-run"], ["launch", "--hostfile", "hosts", "--print"]],
+    ids=lambda words: words[0],
+)
+def test_the_recipe_that_is_here_is_taken(home: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """recipe.toml of the current directory, said in one line, but not the copy in a run directory; never besides one that
+    is named."""
+    assert main(words) == 2
+    assert f"hpcrl {words[0]} RECIPE.toml" in (said := capsys.readouterr().err) and "hpcrl init NAME" in said
     (home / "recipe.toml").write_text("lr = 1\nnot_an_option = 2\n")
-    assert main(["run", "--dry-run"]) == 2 and "recipe.toml: not_an_option" in capsys.readouterr().err
+    assert main(words) == 2
+    told, wrong = capsys.readouterr().err.splitlines()
+    assert told.startswith("hpcrl: the recipe is recipe.toml") and "recipe.toml: not_an_option" in wrong
+    assert main([*words, "a.toml", "b.toml"]) == 2 and "more than one recipe: a.toml b.toml" in capsys.readouterr().err
     (home / RECIPE).write_text("{}")
-    assert main(["run", "--dry-run"]) == 2 and "no recipe given" in capsys.readouterr().err
+    assert main(words) == 2 and "no recipe given" in capsys.readouterr().err
+
+
+def test_ranks_are_told_the_recipe(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What mpirun gets names it: what directory a rank is in is another's affair."""
+    (home / "recipe.toml").write_text("lr = 1.0\n")
+    called = list[list[str]]()
+    monkeypatch.setattr(launch, "call_mpirun", lambda argv, *_: called.append(argv) or 0)
+    assert main(["launch", "--hostfile", "hosts"]) == 0
+    assert called == [["recipe.toml", "--hostfile", "hosts"]]

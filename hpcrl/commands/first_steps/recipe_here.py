@@ -1,0 +1,44 @@
+"""Which recipe a command means: the one that is named, or recipe.toml of the current directory.
+
+Invariant: the commands that start a run, or show what one would do, all choose it here; a run's own copy of its recipe
+is never taken for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcrl.errors import UsageError
+
+RECIPE_HERE = "recipe.toml"
+
+
+def choose_recipe(words: Sequence[str], arguments: Sequence[str] | None, command: str, quiet: bool = False) -> str:
+    """The recipe's file; "" where arguments of slime's take its place.
+
+    Args:
+        words: those of the command line that are no flags.
+        arguments: what came after `--`; None: there was none.
+        command: for the error, such as `hpcrl run`.
+        quiet: say nothing of a recipe that was not named: another process has.
+
+    Raises:
+        UsageError: if there is none, or more than one.
+    """
+    given = [*words, *(["--"] if arguments is not None else [])]
+    if len(given) > 1:
+        raise UsageError(f"more than one recipe: {' '.join(given)}", "a flag that takes one value takes one word only")
+    if given:
+        return "" if arguments is not None else words[0]
+    from hpcrl.report.progress import say
+    from hpcrl.run.started_runs import is_run
+
+    if not Path(RECIPE_HERE).is_file() or is_run(Path.cwd()):
+        raise UsageError(
+            "no recipe given, and there is no recipe.toml here",
+            f"name it first: {command} RECIPE.toml [--option value ...]; hpcrl init NAME writes one to start from",
+        )
+    if not quiet:
+        say(f"the recipe is {RECIPE_HERE} of this directory")
+    return RECIPE_HERE
