@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.run.attempt_log import faults_of, read_attempts
+from tests.documents.texts import printed
 from tests.support.cluster import Cluster
 from tests.support.runs import KEPT, SubmittedRun, metrics, policy, samples, sft
 from tests.support.slurm import HURRY, hpcrl, submit
@@ -86,13 +87,12 @@ def test_slurm_job_is_kept(cluster: Cluster, tmp_path: Path, task: Path, undistu
 
 
 def test_spare_host_takes_a_place(cluster: Cluster, tmp_path: Path, task: Path, undisturbed: Path) -> None:
-    """The power of a trainer's host is cut: a spare host of the same job trains on, with the engine that lives, and no
-    number differs.  Then that of the launcher's: the job is queued again, and holds no node until its limit."""
-    job = submit(
-        cluster,
-        policy(tmp_path, task, **KEPT, **LONGER, spares=1, hang_timeout=15, custom_rm_path=SLOW),
-        tmp_path / "run",
-    )
+    """Submitted with the flags that the page prints.  The power of a trainer's host is cut: a spare host of the same job
+    trains on, with the engine that lives, and no number differs.  Then that of the launcher's: the job is queued again, and holds no node until its limit."""
+    (flags,) = {tuple(line.words[3:]) for line in printed() if line.verb == "submit" and "--spares" in line.words}
+    assert flags[-2:] == ("--spares", "1")
+    recipe = policy(tmp_path, task, **KEPT, **LONGER, hang_timeout=15, custom_rm_path=SLOW)
+    job = submit(cluster, recipe, tmp_path / "run", *flags)
     job.until(lambda: job.steps() > 0)
     first, last = (trainers := json.loads((job.root / "attempts/0/plan.json").read_text())["trainers"])[0], trainers[-1]
     engines = find(cluster, "hpcrl.engine.server")

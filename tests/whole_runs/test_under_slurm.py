@@ -65,7 +65,38 @@ def test_submitits_job_knows_state_output_and_result(cluster: Cluster, het: Job)
     assert result["status"] == "finished" and result["rollout_id"] == 5
 
 
-def test_the_python_of_the_document_runs(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+#: before the page's code, and after it
+BEFORE = """
+import json, time, hpcrl
+long = hpcrl.submit(RECIPE, site="mine", set={"trainer.mem": "8G"}, run_dir="runs/long", num_rollout=100000)
+"""
+AFTER = """
+trained = lambda run: len([row for row in run.metrics(frame=False) if "train/loss" in row])
+run = hpcrl.open("runs/one")
+found = {"one": [run.status.phase, run.status.step, trained(run), len(run.checkpoints)]}
+second = hpcrl.open(job.job_id)
+found["by_number"] = str(second.root) == str(run.root)
+other = hpcrl.open(HET)
+found["het"] = [other.status.phase, trained(other), len(other.checkpoints), other.samples()]
+run = hpcrl.open("runs/long")
+until = time.monotonic() + 200
+while (run.status.step or 0) < 2:
+    assert time.monotonic() < until, run.status
+    time.sleep(0.2)
+found["working"] = [run.status.phase, long.state]
+run.stop()
+ended = run.wait(200)
+while not long.done():
+    assert time.monotonic() < until, long.state
+    time.sleep(0.2)
+found["stopped"] = [ended.phase, ended.step, trained(run), [path.name for path in run.checkpoints]]
+print(json.dumps(found))
+"""
+
+
+def test_the_python_of_the_document_runs(cluster: Cluster, het: Job, tmp_path: Path, task: Path) -> None:
+    """`hpcrl.submit` returns submitit's Job, which waits for the run's summary; `hpcrl.open` says of that run, of one
+    with samples, and of one that trains meanwhile what became of them, and `stop` has the last save and end."""
     page = (Path(__file__).parents[2] / "docs/slurm.md").read_text()
     code = page.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "mine.toml").write_text('[trainer]\nmem = "8G"\ngpus_per_node = 0\n')
@@ -73,13 +104,25 @@ def test_the_python_of_the_document_runs(cluster: Cluster, tmp_path: Path, task:
         [
             sys.executable,
             "-c",
-            code.replace('"recipe.toml"', repr(str(sft(tmp_path, task)))).replace("num_rollout=100", "num_rollout=2"),
+            f"HET = {str(het.root)!r}\n"
+            + (BEFORE + code + AFTER)
+            .replace('"recipe.toml"', "RECIPE")
+            .replace("num_rollout=100\n", "num_rollout=2\n")
+            .replace("RECIPE", repr(str(sft(tmp_path, task)))),
         ],
         env=ENV | {"HPCRL_SITES": str(tmp_path)},
         cwd=tmp_path,
     )
     assert "'status': 'finished'" in done.stdout and len(metrics(tmp_path / "runs/one")) == 2
     assert "--gpus-per-node" not in (tmp_path / "runs/one/job.sbatch").read_text()
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["one"] == ["finished", 2, 2, 1] and found["by_number"]
+    phase, steps, checkpoints, samples = found["het"]
+    assert (phase, steps) == ("finished", 5) and checkpoints
+    assert samples and {"prompt", "response", "reward"} <= samples[0].keys()
+    assert found["working"] == ["running", "RUNNING"]
+    phase, step, steps, names = found["stopped"]
+    assert phase == "stopped" and step == steps >= 2 and names[-1] == f"iter_{step:07d}"
 
 
 def test_status_of_a_finished_job(cluster: Cluster, het: Job) -> None:
