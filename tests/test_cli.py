@@ -85,11 +85,12 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
             ["run", "RECIPE", "--dry-run", "--num-rolout", "3"],
             ("torch", "vllm", "megatron", "transformers", "zmq", "aiohttp"),
         ),
+        (["submit", "RECIPE", "--dry-run"], ("torch", "vllm", "megatron", "transformers", "numpy", "aiohttp")),
         (["fit", "--help"], ("torch", "vllm", "megatron", "transformers")),
         (["completion", "bash"], ("torch", "vllm", "megatron", "transformers")),  # imports every command
         (["status"], ("torch", "numpy", "pydantic", "zmq", "aiohttp", "asyncio")),
     ],
-    ids=["help", "run help", "dry run", "unknown flag", "fit", "completion", "status"],
+    ids=["help", "run help", "dry run", "unknown flag", "submit", "fit", "completion", "status"],
 )
 def test_nothing_heavy_is_imported(argv: list[str], spared: tuple[str, ...], recipe: Path) -> None:
     code = (

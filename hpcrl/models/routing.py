@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.models.family import Config, find_family
+
+if TYPE_CHECKING:  # a fifth of the time in which a command or a launcher starts, and neither has an array
+    import numpy as np
 
 R2 = "--use-routing-replay"
 R3 = "--use-rollout-routing-replay"
@@ -46,10 +47,14 @@ class Routing:
     @property
     def dtype(self) -> np.dtype:
         """In which `Sample.extra["routed_experts"]` holds the number of an expert."""
+        import numpy as np
+
         return np.dtype("u1") if self.experts <= 256 else np.dtype("<u2")
 
     def column(self, experts: np.ndarray) -> np.ndarray:
         """Experts [tokens, layers with experts, experts a token] of any integers as that column."""
+        import numpy as np
+
         return np.ascontiguousarray(experts, self.dtype).view(np.uint8)
 
     def read(self, column: np.ndarray) -> np.ndarray:

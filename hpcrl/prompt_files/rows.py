@@ -13,13 +13,15 @@ import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import msgspec
-import numpy as np
 
 from hpcrl.config.prompt_words import KINDS, PromptWord
 from hpcrl.errors import DataError, HpcrlError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BOM = b"\xef\xbb\xbf"
 
@@ -145,6 +147,8 @@ def _index(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, int, str]:
             lines.append(number)
         at += len(text)
     begins.append(at)
+    import numpy as np  # not where nothing is read: it takes as long as much of a command's start
+
     return np.asarray(begins, np.int64), np.asarray(lines, np.int64), at, digest.hexdigest()
 
 

@@ -18,13 +18,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from hpcrl.run.rundir import write_atomic
 from hpcrl.untrusted_files import open_regular
+
+if TYPE_CHECKING:
+    import numpy as np
 
 T = TypeVar("T")
 
@@ -210,6 +212,7 @@ def write_tokens(stage: Path, step: int, rank: int, columns: dict[str, np.ndarra
     Raises:
         HpcrlError: if the disk does not take it.
     """
+    import numpy as np
     from safetensors.numpy import save
 
     path = tokens_file(stage, step, rank)
@@ -220,6 +223,7 @@ def write_tokens(stage: Path, step: int, rank: int, columns: dict[str, np.ndarra
 def read_tokens(stage: Path, step: int, wanted: int) -> dict[str, np.ndarray] | None:
     """The token columns of the sample at the place `wanted` of a step, without `own`; None where there are none, or
     they are damaged."""
+    import numpy as np
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
