@@ -24,7 +24,7 @@ FLOORS = (
     {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},
-    {"engines", "redistribution", "rendezvous"},
+    {"compiled", "engines", "redistribution", "rendezvous"},
     {"weights"},
     {"memory", "trackers"},
     {"speed"},
@@ -45,6 +45,7 @@ LIGHT = {
     "untrusted_files",
     "cli",
     "commands",
+    "compiled",
     "config",
     "doctor",
     "errors",
@@ -81,6 +82,7 @@ READERS = {
     "slime/launcher_values.py": "inside the sandbox, the script itself",
     "untrusted_files.py": "the one reader",
     "trainer/checkpoint/forked_writer.py": "/proc",
+    "compiled/store.py": "archives of compiled code, with the same flags, in a directory that it holds open",
     "engine/loading/disk_weights.py": "safetensors files, as large as a model",
     "model_files/torch_dist.py": "checkpoints, as large as a model",
     "prompt_files/rows.py": "prompt files, read row by row",
@@ -89,6 +91,8 @@ READERS = {
 #: modules that write files past `write_atomic`, `write_first`, `open_append` and `touch`, and what they write
 WRITERS = {
     "cli.py": "/dev/null",
+    "compiled/archive.py": "what it unpacks into a directory that is moved into place, file by file, once it is whole",
+    "compiled/store.py": "archives as large as compiled code, next to what they take the place of, then renamed",
     "commands/first_steps/options.py": "what --write names",
     "commands/selftest.py": "what --report names",
     "convert/to_fp8.py": "a model's directory, which is put into its place as a whole",

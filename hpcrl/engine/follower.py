@@ -42,7 +42,8 @@ class Follower(EngineSupervisor):
         """Nothing to do: the first part reports when the engine is up."""
 
     def publish(self) -> None:
-        """Nothing to do: the first part publishes the engine."""
+        """The first part publishes the engine."""
+        self._keep_code()
 
     def watch(self) -> None:
         """Return when told to stop.

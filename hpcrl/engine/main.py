@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from hpcrl.compiled.kept_code import NOT_KEPT, KeptCode
 from hpcrl.engine import start_phases
 from hpcrl.engine.health import CoreWatchdog, ServerLog, StoppedProcess, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, REALM, read_key
@@ -33,10 +34,10 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
 from hpcrl.queue.auth import HTTP_KEY
-from hpcrl.report.timeline.spans import Timeline, role_timeline
+from hpcrl.report.timeline.spans import UNPACK, Timeline, role_timeline
 from hpcrl.run.engine_files import first_incarnation, record_end, restart_limit, was_up
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended
-from hpcrl.run.gpu_environment import compile_caches, overruled
+from hpcrl.run.gpu_environment import overruled
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
@@ -50,7 +51,13 @@ POLL = 0.5
 
 
 class EngineSupervisor:
-    """One server of this host, from its socket to its end."""
+    """One server of this host, from its socket to its end.
+
+    Attributes:
+        keeps_code: whether what it compiles is kept next to its run.
+    """
+
+    keeps_code = True
 
     def __init__(self, context: RoleContext) -> None:
         self.context = context
@@ -71,6 +78,7 @@ class EngineSupervisor:
         self.standing = StoppedProcess()
         self.shared: set[Path] = set()
         self.child: subprocess.Popen[bytes] | None = None
+        self.code: KeptCode | None = None
 
     def _realm(self) -> str:
         """The name under which the engine's key is derived."""
@@ -104,12 +112,16 @@ class EngineSupervisor:
             fds: that it gets from us.
         """
         base = dict(os.environ) | {"TMPDIR": str(self.scratch), "VLLM_RPC_BASE_PATH": str(self.scratch), **also}
-        base |= compile_caches(base, spare=self.scratch)
         base[start_phases.FILE] = str(self.phases)
         options = self.context.options
         plan = self.context.plan
         index = self.context.index
         rundir = self.context.rundir
+        begun = start_phases.now()
+        kept = options if self.keeps_code or options.compile_cache else options.model_copy(update=NOT_KEPT)
+        self.code = KeptCode(kept, rundir, "engine", (node,), base, self.scratch)
+        start_phases.tell(UNPACK, begun, start_phases.now(), self.phases)
+        base |= self.code.variables
         for line in overruled(gpu_wishes(options, plan, index, self.found, node), base):
             say(line)
         command = [
@@ -175,10 +187,20 @@ class EngineSupervisor:
         )
         self.shared |= leftovers(descendants())
         self.made.name(self.shared)  # for the process that cleans up after a supervisor that was killed
+        self._keep_code(compiled=True)
         self._leave_the_gpus()
         publish(self.context.rundir, peer, self.context.index)
         version = ask(self.address, "GET", "/version", 60)["version"]
         say(f"{self.name} is up: vLLM {version}, weights by {self.backend}, {peer}")
+
+    def _keep_code(self, compiled: bool = False) -> None:
+        """Have what is compiled packed, by one engine of all.
+
+        Args:
+            compiled: whether the start has compiled all that it does.
+        """
+        if self.code and not self.context.index:
+            self.code.watch(compiled)
 
     def _leave_the_gpus(self) -> None:
         """With --colocate: sleep before the engine is published, so that the trainer finds the GPUs free."""
@@ -246,6 +268,8 @@ class EngineSupervisor:
 
     def end(self) -> None:
         """End the server and all that it started, and remove what it left on this host."""
+        if self.code and self.stopped.is_set():
+            self.code.end()
         self.shared |= leftovers(descendants())
         if self.child is not None:
             end(
@@ -255,6 +279,8 @@ class EngineSupervisor:
         for path in self.shared:
             path.unlink(missing_ok=True)
         self.made.remove()
+        if self.code and self.stopped.is_set():
+            self.code.finish()
 
 
 def _short_temporary() -> Path:

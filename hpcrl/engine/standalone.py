@@ -28,7 +28,10 @@ LOOK = 2.0  #: seconds between two looks at whether it is used
 
 
 class ServedEngine(EngineSupervisor):
-    """One server at the address that its plan names as the only external one."""
+    """One server at the address that its plan names as the only external one.  Its directory ends with it, and so it
+    keeps compiled code only where --compile-cache says."""
+
+    keeps_code = False
 
     def _realm(self) -> str:
         return secrets.token_hex(16)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.report.timeline.spans import CONFIGURE, IMPORT, LOAD, PROFILE, WARM_UP, Timeline, process_began
+from hpcrl.report.timeline.spans import CONFIGURE, IMPORT, LOAD, PROFILE, UNPACK, WARM_UP, Timeline, process_began
 from hpcrl.untrusted_files import Damaged, open_append, read_regular
 
 #: the variable that names the file
@@ -39,11 +39,15 @@ def now() -> int:
     return time.time_ns() // 1000
 
 
-def tell(name: str, begin: int, end: int) -> None:
-    """Add a phase to the file, if there is one."""
-    if path := os.environ.get(FILE):
-        with contextlib.suppress(OSError), open_append(Path(path)) as file:
-            file.write(msgspec.json.encode(Phase(name, begin, end)) + b"\n")
+def tell(name: str, begin: int, end: int, file: Path | None = None) -> None:
+    """Add a phase to the file, if there is one.
+
+    Args:
+        file: the supervisor's own; None: what FILE names.
+    """
+    if path := file or os.environ.get(FILE):
+        with contextlib.suppress(OSError), open_append(Path(path)) as out:
+            out.write(msgspec.json.encode(Phase(name, begin, end)) + b"\n")
 
 
 def imported() -> None:
@@ -89,5 +93,5 @@ def _read(path: Path) -> Iterator[Phase]:
     for line in lines:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             phase = msgspec.json.decode(line, type=Phase)
-            if phase.name in (IMPORT, *METHODS.values()) and phase.begin <= phase.end:
+            if phase.name in (UNPACK, IMPORT, *METHODS.values()) and phase.begin <= phase.end:
                 yield phase

@@ -190,20 +190,29 @@ CACHES = {
 }
 
 
-def compile_caches(base: Mapping[str, str], spare: Path | None = None) -> dict[str, str]:
+def cache_directory(shape: str = "") -> Path | None:
+    """The directory of compiled code of this node and user, or of a shape (hpcrl/compiled) below it; None if it could
+    not be made ours alone."""
+    root = Path(tempfile.gettempdir()) / f"hpcrl-cache-{os.getuid()}"
+    if not private_directory(root):
+        return None
+    place = root / shape
+    return place if not shape or private_directory(place) else None
+
+
+def compile_caches(base: Mapping[str, str], spare: Path | None = None, root: Path | None = None) -> dict[str, str]:
     """CACHES that the environment `base` does not set, on this node, kept from run to run; with HF_HOME its own
     modules' as well.
 
     Args:
         spare: where they are instead if the directory for them is not ours alone; None: a new directory.
+        root: where they are, None: in `cache_directory()`.
     """
     said = {*base} | ({"HF_MODULES_CACHE"} if "HF_HOME" in base else set())
     wanted = {name: folder for name, folder in CACHES.items() if name not in said}
     if not wanted:
         return {}
-    root = Path(tempfile.gettempdir()) / f"hpcrl-cache-{os.getuid()}"
-    if not private_directory(root):
-        root = spare or Path(tempfile.mkdtemp(prefix="hpcrl-cache-"))
+    root = root or cache_directory() or spare or Path(tempfile.mkdtemp(prefix="hpcrl-cache-"))
     return {name: str(root / folder) for name, folder in wanted.items()}
 
 

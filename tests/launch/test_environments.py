@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.compiled.kept_code import ALSO
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.roles import devices
@@ -150,7 +151,15 @@ def test_threads_of_a_rank_whose_adam_is_on_the_cpu() -> None:
 
 def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opts = options(tensor_model_parallel_size=2, train_env_vars={"NCCL_DEBUG": "INFO"})
-    for name in (*CACHES, *DUMPS, "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"):
+    for name in (
+        *CACHES,
+        *ALSO,
+        *DUMPS,
+        "PYTORCH_ALLOC_CONF",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_DEBUG",
+    ):
         monkeypatch.setenv(name, "mine")  # so that all are put back
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
@@ -160,12 +169,13 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     context = RoleContext(
         RunDir.create(tmp_path / "run"), opts, make_plan(opts, [Host("a", 4, "10.0.0.1", "ib0")], "run"), 0
     )
-    prepare_environment(context, (0, 1))
+    code = prepare_environment(context, (0, 1))
+    assert code.where and code.where.here.parent == tmp_path / f"hpcrl-cache-{os.getuid()}"
     expected = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         "OMP_NUM_THREADS": "5",
         "TRITON_CACHE_DIR": "/fast/triton",
-        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/hpcrl-cache-{os.getuid()}/inductor",
+        "TORCHINDUCTOR_CACHE_DIR": f"{code.where.here}/inductor",
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "=ib0",
         "NCCL_DEBUG": "INFO",

@@ -65,6 +65,14 @@ def check_run_dir(template: str, name: str = "") -> None:
         raise UsageError(f"--run-dir {template}: only {{name}} and {{time}} may be in braces")
 
 
+def check_compile_cache(o: Options) -> None:
+    """Raise UsageError for a directory of compiled code that would be another one for each process."""
+    if (given := o.compile_cache) is not None and given != "none" and not given.startswith("/"):
+        raise UsageError(
+            f"--compile-cache {given} is no absolute path", "name a directory that all nodes see, or write none"
+        )
+
+
 def check_loop(o: Options) -> None:
     """Raise UsageError for the first thing that --loop does not go with."""
     if not o.runs_ahead:

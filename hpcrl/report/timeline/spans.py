@@ -43,8 +43,9 @@ BUILD = "build the model"
 READ = "read the weights"
 OTHERS = "prepare other models"
 ENGINES = "wait for engines"
-#: and of an engine: from its server's imports to its worker; the model with its weights; how much room is left for the
-#: cache; compiling, capturing graphs, a first pass
+#: and of an engine: what earlier starts have compiled; from its server's imports to its worker; the model with its
+#: weights; how much room is left for the cache; compiling, capturing graphs, a first pass
+UNPACK = "unpack compiled code"
 CONFIGURE = "configure"
 LOAD = "load the model"
 PROFILE = "measure memory"

@@ -28,6 +28,7 @@ from hpcrl.report.timeline.spans import (
     SECOND,
     START,
     TRAIN,
+    UNPACK,
     UPDATE,
     WAIT,
     WARM_UP,
@@ -36,7 +37,7 @@ from hpcrl.report.timeline.spans import (
 #: role -> the spans of its start, in their order; of those in FIRST the first alone counts
 PHASES: dict[str, tuple[str, ...]] = {
     "launcher": (PREPARE,),
-    "engine": (IMPORT, CONFIGURE, LOAD, PROFILE, WARM_UP, START),
+    "engine": (UNPACK, IMPORT, CONFIGURE, LOAD, PROFILE, WARM_UP, START),
     "rollout": (IMPORT, START, MAKE),
     "trainer": (IMPORT, MEET, BUILD, READ, OTHERS, ENGINES, START, UPDATE, WAIT, TRAIN),
 }

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import os
 
+from hpcrl.compiled.kept_code import KeptCode
 from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role
-from hpcrl.trainer.start.torchrun import prepare_environment
+from hpcrl.trainer.start.torchrun import prepare_environment, watch
 
 
-def join(context: RoleContext) -> object:
-    """Set torchrun's variables; returns the store's server, if it is here: it must live as long as rank 0 does."""
+def join(context: RoleContext) -> tuple[KeptCode, object]:
+    """Set torchrun's variables; returns the compiled code of this host's ranks, and the store's server, if it is here:
+    it must live as long as rank 0 does."""
     rank = context.index
     world = len(context.plan.trainers)
     here = context.plan.ranks_on(context.plan.trainers[rank].host)
-    prepare_environment(context, here)
+    code = prepare_environment(context, here)
+    if rank == here[0]:
+        watch(context, here, code)
     from hpcrl.trainer.start.rendezvous import open_store
 
     server = open_store(context) if rank == 0 else None
@@ -30,18 +34,21 @@ def join(context: RoleContext) -> object:
         LOCAL_WORLD_SIZE=str(len(here)),
         TORCHELASTIC_RESTART_COUNT="0",
     )
-    return server
+    return code, server
 
 
 def main() -> int:
     die_with_parent(forks=True)
     context = open_role()
-    kept: list[object] = []
+    kept: list[tuple[KeptCode, object]] = []
     if status := act("trainer", context, context.index, lambda: kept.append(join(context))):
         return status
     from hpcrl.trainer.main import work
 
-    return work(context, context.index)
+    status = work(context, context.index)
+    if not status:
+        kept[0][0].finish()
+    return status
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import os
 import sys
 from pathlib import Path
 
+from hpcrl.compiled.kept_code import KeptCode
+from hpcrl.compiled.shape import pipeline_stages
 from hpcrl.config.options import Options
 from hpcrl.errors import EXITED, PeerError
 from hpcrl.processors import cores
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended, signal_name
-from hpcrl.run.gpu_environment import Where, compile_caches, missing, overruled, wanted
+from hpcrl.run.gpu_environment import Where, missing, overruled, wanted
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.scratch import scratch
@@ -69,7 +71,8 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
     Raises:
         SystemExit: with the exit code of one that has not.
     """
-    prepare_environment(context, ranks)
+    code = prepare_environment(context, ranks)
+    watch(context, ranks, code)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -81,6 +84,7 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
     try:
         with scratch("torchrun") as logs:
             torchrun(command(context, logs))
+        code.finish()
     except SignalException as error:
         host = context.plan.trainer_hosts[context.index]
         name = signal_name(error.sigval)
@@ -102,17 +106,32 @@ def run(context: RoleContext, ranks: tuple[int, ...]) -> None:
 DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
-def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> None:
-    """Set the environment of these ranks, which share a host; what the user has set stays, and is logged."""
+def prepare_environment(context: RoleContext, ranks: tuple[int, ...]) -> KeptCode:
+    """Set the environment of these ranks, which share a host; what the user has set stays, and is logged.
+
+    Returns:
+        The compiled code of the ranks.
+    """
     threads = cpu_threads(context.options, cores(os.sched_getaffinity(0), os.environ), len(ranks))
     wishes = wanted("trainer", Where(context.options, context.plan.trainers[ranks[0]].interface, threads))
     base = {**os.environ, **context.options.train_env_vars}
     for line in overruled(wishes, base):
         say(line)
-    os.environ.update(missing(wishes, base) | compile_caches(base))
+    stages = pipeline_stages(context.options, context.plan, context.plan.trainers[ranks[0]].host)
+    code = KeptCode(context.options, context.rundir, "trainer", stages, base)
+    os.environ.update(missing(wishes, base) | code.variables)
     if not base.keys() & DUMPS:  # a node's /tmp may go with the job
         os.environ[DUMPS[0]] = str(context.rundir.logs / "nccl-trace-rank-")
     os.environ.update(context.options.train_env_vars)
+    return code
+
+
+def watch(context: RoleContext, ranks: tuple[int, ...], code: KeptCode) -> None:
+    """Have compiled code packed on the first of the hosts that hold the same pipeline stages."""
+    stages = lambda host: pipeline_stages(context.options, context.plan, host)  # noqa: E731
+    here = context.plan.trainers[ranks[0]].host
+    if here == next(host for host in context.plan.trainer_hosts if stages(host) == stages(here)):
+        code.watch()
 
 
 def cpu_threads(options: Options, count: int, ranks: int) -> int:

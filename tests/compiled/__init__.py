@@ -1,0 +1,1 @@
+"""What runs keep of the code that they have compiled."""
