@@ -1,9 +1,9 @@
 """Metrics of a run: one JSON line a record in metrics.jsonl, the same numbers as TensorBoard events, and how long a
 stage still takes, from the steps that it has logged.
 
-Invariants: only trainer rank 0 writes; a step is in metrics.jsonl once, whatever was killed and resumed, and a
-reader sees whole lines only.  An estimate uses the last WINDOW steps only, and medians, so that neither a slow start, a
-restart nor one long checkpoint moves it much.
+Invariants: only trainer rank 0 writes; a step is in metrics.jsonl once, whatever was killed and resumed, and a reader
+sees whole lines only; what cannot be written for TensorBoard ends no run. An estimate uses the last WINDOW steps only,
+and medians, so that neither a slow start, a restart nor one long checkpoint moves it much.
 """
 
 from __future__ import annotations
@@ -105,17 +105,31 @@ class MetricsLog:
         values = {name: float(value) for name, value in metrics.items()}
         told = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"rollout_id": rollout_id, "time": round(time.time(), 3)} | told) + "\n"
-        at = self.path
         try:
             retry_while_passing(lambda: self._add(line.encode()))
-            at = self.rundir.tensorboard
-            if self.events is None:
-                self.events = open_events(at, self.rundir.attempt, self._purge)
-            self.events.add(rollout_id + 1, values)
         except OSError as error:
             raise HpcrlError(
-                f"cannot write {at}: {describe(error, at)}", f"{remedy(error)}, then continue with --resume"
+                f"cannot write {self.path}: {describe(error, self.path)}",
+                f"{remedy(error)}, then continue with --resume",
             ) from error
+        self._add_event(rollout_id + 1, values)
+
+    def _add_event(self, step: int, values: dict[str, float]) -> None:
+        """The same for TensorBoard. What fails there is said once, and costs the rest of this attempt's events."""
+        try:
+            if self.events is None:
+                self.events = open_events(self.rundir.tensorboard, self.rundir.attempt, self._purge)
+            self.events.add(step, values)
+        except Exception as error:  # noqa: BLE001  (whatever a package has against it, the run is worth more)
+            why = describe(error, self.rundir.tensorboard) if isinstance(error, OSError) else repr(error)
+            _note(
+                f"cannot write {self.rundir.tensorboard}: {why}; it has no more steps of this attempt, "
+                f"{self.path.name} has them all"
+            )
+            if isinstance(self.events, EventFile):
+                with contextlib.suppress(Exception):
+                    self.events.close()
+            self.events = NoEvents()
 
     def _add(self, line: bytes) -> None:
         """A line at the end, or nothing.  OSError."""

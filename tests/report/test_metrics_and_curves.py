@@ -22,6 +22,7 @@ from hpcrl.report.progress import Progress
 from hpcrl.run import storage_errors
 from hpcrl.run.peers import EnginePeer, MeetingPeer, StorePeer, TrainerPeer, publish
 from hpcrl.run.rundir import TRACKER, RunDir
+from tests.support.runs import events
 
 REPO = Path(__file__).parents[2]
 
@@ -73,9 +74,7 @@ def test_an_evaluation_that_is_logged_is_known(rundir: RunDir) -> None:
 
 
 def scalars(rundir: RunDir, tag: str) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    return [(e.step, e.value) for e in EventAccumulator(str(rundir.tensorboard)).Reload().Scalars(tag)]
+    return events(rundir.root)[tag]
 
 
 def test_tensorboard_without_torch(rundir: RunDir) -> None:
@@ -119,20 +118,39 @@ def test_a_number_that_is_none_is_still_json(rundir: RunDir) -> None:
     assert series(list(read_metrics(rundir.metrics_file)), {"": "train/grad_norm"}) == {}
 
 
-@pytest.mark.parametrize("full", ["metrics.jsonl", "tensorboard"])
-def test_a_full_disk_is_one_error_that_names_the_file(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, full: str
-) -> None:
+def test_a_full_disk_is_one_error_that_names_the_file(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_errors, "PATIENCE", 0.0)
-    if full == "metrics.jsonl":
-        monkeypatch.setattr(metrics, "open_append", lambda path: Path("/dev/full").open("ab"))  # noqa: SIM115
-    else:
-        plain = Path.open
-        monkeypatch.setattr(
-            Path, "open", lambda path, mode="r": plain(Path("/dev/full") if "tfevents" in path.name else path, mode)
-        )
-    with pytest.raises(HpcrlError, match=f"cannot write .*{full}: .*full .No space left on device.*; free space"):
+    monkeypatch.setattr(metrics, "open_append", lambda path: Path("/dev/full").open("ab"))  # noqa: SIM115
+    with pytest.raises(HpcrlError, match="cannot write .*metrics.jsonl: .*full .No space left on device.*; free space"):
         MetricsLog(rundir).append(0, {"train/loss": 1.0})
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), TypeError("of its package")])
+def test_tensorboard_that_fails_ends_no_run(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    """In the middle, with a disk that is full or an error of the package: said once; metrics.jsonl has every step, and
+    the next attempt continues the series."""
+    log = MetricsLog(rundir)
+    log.truncate(0)
+    log.append(0, {"train/loss": 0.0})
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(metrics.EventFile, "_write", fails)
+        for step in (1, 2):
+            log.append(step, {"train/loss": float(step)})
+    log.append(3, {"train/loss": 3.0})
+    log.close()
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.startswith("note: cannot write") and str(rundir.tensorboard) in told and error.args[-1] in told
+    assert [row["train/loss"] for row in read_metrics(rundir.metrics_file)] == [0.0, 1.0, 2.0, 3.0]
+    again = MetricsLog(RunDir(rundir.root, 1))
+    again.truncate(4)
+    again.append(4, {"train/loss": 4.0})
+    assert scalars(rundir, "train/loss") == [(1, 0.0), (5, 4.0)]
 
 
 def test_the_closing_line(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

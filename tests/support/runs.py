@@ -265,6 +265,24 @@ def metrics(root: Path) -> dict[int, dict[str, float]]:
     return kept
 
 
+def events(root: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a stage: tag -> (step, value), each step once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(root / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def series(root: Path) -> dict[str, list[tuple[int, float]]]:
+    """The same of metrics.jsonl."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows(root):
+        for name, value in row.items():
+            if name not in ("rollout_id", "time"):
+                found.setdefault(name, []).append((row["rollout_id"] + 1, value))
+    return found
+
+
 def samples(root: Path) -> dict[str, bytes]:
     """file name -> content of every sample file."""
     return {path.name: path.read_bytes() for path in sorted((root / "samples").glob("*.jsonl"))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,12 +17,14 @@ import psutil
 import pytest
 
 from hpcrl.cli import main
+from hpcrl.trackers import record, wandb
+from hpcrl.trackers.record import TrackedStage
 from tests.support.faults.attack_kinds import attack_kinds
 from tests.support.faults.campaign import Campaign
 from tests.support.faults.checks import Reference
 from tests.support.faults.kinds import HANG, local_kinds
 from tests.support.faults.local import LocalBed
-from tests.support.runs import NO_AGENT, SFT, Run, all_gone, metrics, recipe, samples
+from tests.support.runs import NO_AGENT, SFT, Run, all_gone, events, metrics, recipe, samples, series
 
 pytestmark = pytest.mark.process
 
@@ -97,6 +100,15 @@ def test_killed_during_a_save(tmp_path: Path, task: Path, uncut: Path) -> None:
     assert (run.root / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
     resume(run.root)
     same_as(uncut, run.root)
+    for root in (uncut, run.root):
+        tracked_alike(root)
+
+
+def tracked_alike(root: Path) -> None:
+    """TensorBoard has each number of metrics.jsonl, and each step once, also of a run that was killed and resumed."""
+    told = events(root)
+    for tag, points in series(root).items():
+        assert told[tag] == [(step, pytest.approx(value, rel=1e-6)) for step, value in points], tag
 
 
 def test_faults_in_a_row(tmp_path: Path, task: Path) -> None:
@@ -136,10 +148,15 @@ def test_a_finished_run_is_not_run_again(uncut: Path) -> None:
     assert metrics(uncut) == before
 
 
-def test_finished_run_is_extended(tmp_path: Path, uncut: Path) -> None:
-    """A finished run trains on when it is told how far."""
+def test_finished_run_is_extended(tmp_path: Path, uncut: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished run trains on when it is told how far; a tracker gets the steps of both parts in one series, the
+    options, samples and the report."""
     root = tmp_path / "moved"
     shutil.copytree(uncut, root, symlinks=True)
+    sent = list[TrackedStage]()
+    monkeypatch.setattr(wandb, "send", lambda stage: sent.append(stage) or "here")
+    monkeypatch.setattr(record, "_installed", lambda name: True)
+    assert main(["sync", str(root), "--to", "wandb"]) == 0
     for number, words in ((3, "6 rollouts are done"), (8, "")):
         done = subprocess.run(
             [sys.executable, "-m", "hpcrl", "resume", str(root), "--num-rollout", str(number)],
@@ -151,6 +168,15 @@ def test_finished_run_is_extended(tmp_path: Path, uncut: Path) -> None:
         assert (done.returncode, words in done.stderr) == (2 if words else 0, True), done.stderr
     longer = metrics(root)
     assert list(longer) == list(range(8)) and {step: longer[step] for step in range(6)} == metrics(uncut)
+    tracked_alike(root)
+    assert main(["report", str(root)]) == 0 and main(["sync", str(root), "--to", "wandb"]) == 0
+    first, second = sent
+    assert {step for step, _ in first.rows} == {*range(1, 7)} and {step for step, _ in second.rows} == {7, 8}
+    logged = series(root)
+    assert all((step, value) in logged[tag] for step, row in first.rows + second.rows for tag, value in row.items())
+    assert first.identity == second.identity and first.options["lr"] == 1e-3 and second.report is not None
+    last = [json.loads(line) for line in samples(root)[max(samples(root))].splitlines()]
+    assert [row[2] for row in second.samples] == [sample["response"] for sample in last][: len(second.samples)]
     assert main(["convert", "to-hf", str(root)]) == 0 and (root / "hf" / "model.safetensors").is_file()
 
 
