@@ -7,13 +7,12 @@
 A process that is forked from one with threads has none of them: a lock that one of them held at that moment is held for
 ever, in whatever library.  So it does as little as it can: it writes, answers, and is gone.
 
-Invariants: it dies with the rank; it starts no process; one that was killed, or that does nothing for `patience`
-seconds, has failed, and training learns of it.
+Invariants: it dies with the rank; it starts no process; one that was killed, or whose threads all wait for locks for
+PATIENCE seconds, has failed, and all ranks learn of it together.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -32,14 +31,12 @@ from hpcrl.trainer.checkpoint.writers import private, transforms, write_files
 
 ENDING: Final = 10.0  #: seconds that a writer which has written may take to end
 LOOK: Final = 1.0  #: seconds between two looks whether a writer stands still
-#: seconds after which one that does nothing does: there are file systems that answer after minutes, and for which one
-#: waits as for a lock
-PATIENCE: Final = 300.0
+PATIENCE = 30.0  #: seconds after which one whose threads all wait for locks does
 LOOKS: Final = 5  #: and looks that it takes: a job that was suspended for an hour has not stood still for one
 
 
 class Activity:
-    """Whether a process computes, reads, writes, or waits for a disk.
+    """Whether a process does anything but wait for locks; waiting for a disk, however long, is doing something.
 
     Args:
         process: its directory in /proc.
@@ -58,7 +55,7 @@ class Activity:
         """Whether it has done nothing for so long; looks once in a while only."""
         if not self._looked.due(LOOK):
             return False
-        seen = self._signs()
+        seen = self._spent()
         self._alike += 1
         if seen is None or seen != self._seen:
             self._seen = seen
@@ -66,23 +63,16 @@ class Activity:
             self._last.heard()
         return self._last.silence > self.patience and self._alike >= LOOKS
 
-    def _signs(self) -> tuple[object, ...] | None:
-        """What grows while it is active; None: a thread of it waits for a disk, or it has ended."""
+    def _spent(self) -> list[tuple[str, str]] | None:
+        """The processor time of each thread; None: one does not wait for a lock, or the kernel does not tell."""
         try:
-            threads = [path.read_text().rpartition(")")[2].split() for path in self._process.glob("task/*/stat")]
-            return (*((t[11], t[12]) for t in threads), self._read_and_written()) if all(map(_idle, threads)) else None
+            threads = list(self._process.glob("task/*"))
+            if not all("futex" in (thread / "wchan").read_text() for thread in threads):
+                return None
+            stats = ((thread / "stat").read_text().rpartition(")")[2].split() for thread in threads)
+            return [(stat[11], stat[12]) for stat in stats]
         except OSError:
             return None
-
-    def _read_and_written(self) -> str:
-        with contextlib.suppress(OSError):  # some kernels do not tell
-            return (self._process / "io").read_text()
-        return ""
-
-
-def _idle(thread: list[str]) -> bool:
-    """Whether a thread sleeps as for a lock, or was stopped; one that waits for a disk does neither."""
-    return thread[0] in "STt"
 
 
 class CheckpointWriter:
@@ -106,12 +96,13 @@ class CheckpointWriter:
         self.process.start()
         theirs.close()
         self.answer: Any = None
-        self._activity = Activity(Path(f"/proc/{self.process.pid}"), patience)
+        self._activity = Activity(Path(f"/proc/{self.process.pid}"), PATIENCE)
         self._stood_still = False
+        self._garbled: Exception | None = None
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
-        if self._heard() or not self.process.is_alive():
+        if self._heard() or self._garbled is not None or not self.process.is_alive():
             return True
         if self._activity.ceased():
             self._stood_still = True
@@ -127,9 +118,11 @@ class CheckpointWriter:
 
     def _heard(self) -> bool:
         """Whether it has said what it wrote."""
-        if self.answer is None and self.mine.poll():
-            with contextlib.suppress(EOFError):  # it died: hand_over says how
+        if self.answer is None and self._garbled is None and self.mine.poll():
+            try:
                 self.answer = self.mine.recv()
+            except Exception as error:  # noqa: BLE001  (it died, maybe while it sent this: hand_over says how)
+                self._garbled = error
         return self.answer is not None
 
     def hand_over(self) -> None:
@@ -146,9 +139,11 @@ class CheckpointWriter:
         self.mine.close()
         if not heard and self._stood_still:
             raise HpcrlError(
-                f"the process that wrote it did nothing for {self._activity.patience:.0f} s, and was ended",
-                "if the file system was stuck, see whether it is well; else leave out --async-save",
+                f"the process that wrote it waited {self._activity.patience:.0f} s for a lock that nothing releases",
+                "it was ended; if that comes again, leave out --async-save",
             )
+        if not heard and self.process.exitcode == 0:
+            raise HpcrlError(f"what the process that wrote it has answered cannot be read: {self._garbled}")
         if not heard:
             raise HpcrlError(f"the process that wrote it {how_it_ended(self.process.exitcode or 0)}")
         self.results.put(self.answer)

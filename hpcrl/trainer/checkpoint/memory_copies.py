@@ -52,7 +52,6 @@ from hpcrl.trainer.parallel_state import Ranks
 
 POSITION = "position.json"  #: of rank 0's part: the record of the checkpoint
 ENDING = 30.0  #: seconds for which the end of a run waits for a copy that is on its way
-STANDSTILL = 20.0  #: seconds after which a writer that does nothing is given up: memory answers at once
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ class MemoryCopies:
             self._also(directory)
             state = save_load.everything(self._policy, self._ranks, position)
             request = save_load.plan(state, directory, self._division)
-            writer = agree(lambda: CheckpointWriter(request, STANDSTILL) if request.async_fn else None)
+            writer = agree(lambda: CheckpointWriter(request) if request.async_fn is not None else None)
             return PendingCopy(position, directory, writer, request.finalize_fns)
 
         self._pending = self._guarded(position.rollout_id, take)

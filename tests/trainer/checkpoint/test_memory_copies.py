@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(opts: Options, root: Path) -> list[float]:
     """Train, save, train, copy, train; the losses after the checkpoint."""
-    from hpcrl.trainer.checkpoint import forked_writer, memory_copies
+    from hpcrl.trainer.checkpoint import forked_writer
     from hpcrl.trainer.checkpoint.memory_copies import CopyOrigin, MemoryCopies
     from hpcrl.trainer.checkpoint.save_load import Position, save
 
@@ -61,7 +61,7 @@ def train(opts: Options, root: Path) -> list[float]:
     copies.finish()
     here = root / HOSTS[ranks.rank]
     assert copies.newest == MEMORY and not (here / f"{END}").exists(), "what fails is left out, and not left there"
-    memory_copies.STANDSTILL = 1.0
+    forked_writer.PATIENCE = 1.0
     vars(copies).pop("_write_position", None)
     if ranks.rank == 1:
         forked_writer.write_files = lambda *_: threading.Event().wait()

@@ -457,7 +457,12 @@ def background(opts: Options, directory: Path, kill: str) -> dict[str, Any]:
     saver = Saver(policy, policy.ranks, directory, "run", opts)
     saver.save(Position(1, 1), wait=True)
     if kill == "lock" and policy.ranks.rank == 1:
+        forked_writer.PATIENCE = 1.0
         forked_writer.write_files = lambda *_: threading.Event().wait()
+    if kill == "writer" and policy.ranks.rank == 1:
+        forked_writer.write_files = lambda *_: time.sleep(60)
+    if kill == "answer" and policy.ranks.rank == 1:
+        forked_writer.write_files = lambda *_: threading.Timer(1, os.kill, (os.getpid(), 9)).start() or "x" * (1 << 20)
     losses(policy, opts, 2)
     weight = next(policy.modules[0].parameters())
     before = weight.detach().clone()
@@ -468,8 +473,8 @@ def background(opts: Options, directory: Path, kill: str) -> dict[str, Any]:
     first = tracker.read_text()
     with torch.no_grad():
         weight.zero_()
-    if kill == "lock" and policy.ranks.rank == 1:
-        saver.pending.writer._activity.patience = 1.0
+    if kill == "answer" and policy.ranks.rank == 1:
+        saver.pending.writer.process.join(30)
     if kill == "writer" and policy.ranks.rank == 1:
         os.kill(saver.pending.writer.process.pid, signal.SIGKILL)
     if kill == "trainer":
@@ -545,28 +550,43 @@ def test_writer_that_stands_still(tmp_path: Path, models: dict[str, Path]) -> No
     opts = options(models["dense"], 2, async_save=True)
     answers = run_ranks(2, background, opts, tmp_path / "c", "lock", timeout=60)
     assert alike(answers)
-    assert re.search("iter_0000002 was not saved.*did nothing for 1 s", answers[0]["error"])
+    assert re.search("iter_0000002 was not saved.*waited 1 s for a lock", answers[0]["error"])
     assert answers[0]["tracker"] == "1" and not (tmp_path / "c" / "iter_0000002").exists()
 
 
 @pytest.mark.parametrize(
-    ("state", "grows", "ceased"), [("S", "", True), ("S", "time", False), ("S", "io", False), ("D", "", False)]
+    ("waits", "grows", "ceased"),
+    [
+        ("futex_do_wait", False, True),
+        ("futex_do_wait", True, False),
+        ("cl_sync_io_wait", False, False),
+        ("0", False, False),
+    ],
 )
-def test_a_disk_is_waited_for(tmp_path: Path, state: str, grows: str, ceased: bool) -> None:
-    """A process of which one thread waits for a disk, computes or writes is active, whatever the others wait for."""
+def test_a_disk_is_waited_for(tmp_path: Path, waits: str, grows: bool, ceased: bool) -> None:
+    """A process of which one thread waits for a disk, or computes, is active, whatever the others wait for; and where
+    the kernel does not tell what for."""
     from hpcrl.trainer.checkpoint import forked_writer
 
     activity = forked_writer.Activity(tmp_path, patience=0.0)
     found = []
     for number in range(forked_writer.LOOKS + 1):
-        for thread, letter in (("1", "S"), ("2", state)):
+        for thread, wait in (("1", "futex_do_wait"), ("2", waits)):
             (tmp_path / "task" / thread).mkdir(parents=True, exist_ok=True)
-            spent = number if grows == "time" and thread == "2" else 0
-            (tmp_path / "task" / thread / "stat").write_text(f"{thread} (a) b) {letter} {'0 ' * 10} {spent} 0 0")
-        (tmp_path / "io").write_text(f"wchar: {number if grows == 'io' else 0}")
+            spent = number if grows and thread == "2" else 0
+            (tmp_path / "task" / thread / "stat").write_text(f"{thread} (a) b) S {'0 ' * 10} {spent} 0 0")
+            (tmp_path / "task" / thread / "wchan").write_text(wait)
         activity._looked = forked_writer.LastSign(ago=forked_writer.LOOK)
         found.append(activity.ceased())
     assert found == [False] * (len(found) - 1) + [ceased]
+
+
+def test_writer_killed_while_it_answers(tmp_path: Path, models: dict[str, Path]) -> None:
+    """Half an answer is none: all ranks are told of the end of the process, and none is left alone."""
+    opts = options(models["dense"], 2, async_save=True)
+    answers = run_ranks(2, background, opts, tmp_path / "c", "answer", timeout=60)
+    assert alike(answers)
+    assert re.search("iter_0000002 was not saved.*killed by SIGKILL", answers[0]["error"])
 
 
 def write_what_rank_0_cannot(opts: Options, beside: Path, name: str) -> tuple[str, str]:
