@@ -75,6 +75,8 @@ class StopRequest(SignalFlags):
             self.nudges += 1
         else:
             self.requests += 1
+        if number == signal.SIGINT and self.requests > 2:  # nothing has looked at the second one yet, or it takes long
+            raise KeyboardInterrupt
 
     def ask(self, why: str, seconds: float = 0.0) -> None:
         """Ask to save and end, once.

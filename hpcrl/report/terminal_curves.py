@@ -50,11 +50,11 @@ class DrawnRows:
                 self._rows.clear()
             for row in filter(None, map(parse_record, lines)):
                 self._add(row)
-        return list(self._rows.values())
+        return [self._rows[at] for at in sorted(self._rows)]
 
     def _add(self, row: dict[str, Any]) -> None:
         now = row["rollout_id"]
-        if step_rows([row]) and now in self._rows and now < next(reversed(self._rows)):
+        if step_rows([row]) and now in self._rows and now < max(self._rows):
             self._rows = {at: kept for at, kept in self._rows.items() if at < now}
         kept = {name: value for name, value in row.items() if number(value) and _drawn(name)}
         self._rows[now] = self._rows.get(now, {"rollout_id": now}) | kept

@@ -21,7 +21,7 @@ from typing import Any
 
 from hpcrl.errors import HpcrlError, Stopped
 from hpcrl.launch.batch_run import batch_main, run_in_job, stopped
-from hpcrl.launch.code.snapshot import resume_code
+from hpcrl.launch.code.snapshot import tell_changed_code
 from hpcrl.launch.job import reopen_job
 from hpcrl.launch.scheduler import AlreadyRequeued, SchedulerSilent
 from hpcrl.plan import Host
@@ -126,7 +126,7 @@ def run_directory(root: str) -> dict[str, Any]:
     A run that was stopped ends its job as it would end `hpcrl run`, so that accounting shows it, and no job that waits
     for its success begins.
     """
-    found = run_in_job(reopen_job(Path(root)), SlurmAllocation(), partial(resume_code, Path(root), None))
+    found = run_in_job(reopen_job(Path(root)), SlurmAllocation(), partial(tell_changed_code, Path(root)))
     if stopped(found):  # submitit keeps the result of what succeeds alone, and ends with 0 then
         atexit.register(os._exit, Stopped.exit_code)
     return found

@@ -1,7 +1,7 @@
 """RUN/sync.lock: one process at a time sends a run to trackers.
 
-Invariants: what was sent is read and noted by the process that holds the lock, so that no record is sent twice; the
-kernel lets go of it however the process ends, and a file that is left says nothing.
+Invariants: what was sent is read and noted by the process that holds the lock, so that no record is sent twice where
+locks count for all hosts; the kernel lets go of it however the process ends, and a file that is left says nothing.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Invariant: nothing is left behind but an engine that ends by itself, and what is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from hpcrl.errors import DeadlineError, Interrupted, PeerError, UsageError
 from hpcrl.launch.engines.standalone import PROGRAM, borrow, prepare
 from hpcrl.plain_text import strip_control
 from hpcrl.plan import Location, Plan
+from hpcrl.run.process import PARENT
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.scratch import scratch
 from hpcrl.tryout.conversation import Chat
@@ -168,7 +170,8 @@ def _sample(target: TriedModel, engine: KeptEngine, root: Path, counts: dict[str
     words = [str(rundir.root), str(counts["prompts"]), str(counts["responses"])]
     # in a session of its own: Ctrl-C is for this process, and no traceback of the other one is on the screen
     command = [sys.executable, "-m", "hpcrl.rollout.one_try", *words]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    environment = os.environ | {PARENT: str(os.getpid())}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
     limit = options.rollout_timeout
     try:
         with engine.in_use():
@@ -178,7 +181,8 @@ def _sample(target: TriedModel, engine: KeptEngine, root: Path, counts: dict[str
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(10.0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
         if lock is not None:
             lock.close()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hpcrl.config.module_search import with_function_files
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, missing_functions
 from hpcrl.config.recipe import load_recipe, resolve_stages
-from hpcrl.errors import UsageError
+from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.code.snapshot import begin_code, resume_code
 from hpcrl.launch.job import begin_job, reopen_job
 from hpcrl.run.code_files import CODE
@@ -176,3 +177,25 @@ def test_two_stages_with_files_of_one_name(tmp_path: Path) -> None:
     root = RunDir.create(tmp_path / "run").root
     with pytest.raises(UsageError, match="reward is in .*/a and in .*/b"):
         begin_code(root, stages, [], None, False)
+
+
+def test_a_job_does_not_wait_for_originals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where they are may hang on a compute node; and what is wrong with the record of them is said, and ends nothing."""
+    from hpcrl.launch.code import snapshot
+
+    ended = threading.Event()
+    monkeypatch.setattr(snapshot, "ORIGINALS", 0.05)
+    monkeypatch.setattr(snapshot, "changed_files", lambda *_, **__: (ended.wait(60), ([], []))[1])
+    snapshot.tell_changed_code(tmp_path)
+    assert not ended.is_set() and capsys.readouterr().err == ""
+    ended.set()
+
+    def damaged(*_: object, **__: object) -> None:
+        raise HpcrlError("code.json is damaged")
+
+    monkeypatch.setattr(snapshot, "ORIGINALS", 60.0)
+    monkeypatch.setattr(snapshot, "changed_files", damaged)
+    snapshot.tell_changed_code(tmp_path)
+    assert "note: code.json is damaged" in capsys.readouterr().err

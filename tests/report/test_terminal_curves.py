@@ -67,8 +67,10 @@ def test_steps_that_come_again_are_drawn_once(tmp_path: Path) -> None:
     log(tmp_path, *rising(4), {"rollout_id": 1, "eval/a/accuracy": 0.5, "other": 1.0})
     assert [row["rollout_id"] for row in rows.read()] == [0, 1, 2, 3]
     assert rows.read()[1]["eval/a/accuracy"] == 0.5 and "other" not in rows.read()[1]
+    log(tmp_path, {"rollout_id": -1, "eval/a/accuracy": 0.4})
+    assert [row["rollout_id"] for row in rows.read()] == [-1, 0, 1, 2, 3], "an evaluation that came late"
     log(tmp_path, rising(1, first=1)[0] | {"rollout/reward": 0.9})
-    assert [row.get("rollout/reward") for row in rows.read()] == [0.0, 0.9]
+    assert [row.get("rollout/reward") for row in rows.read()] == [None, 0.0, 0.9]
     file.write_text("")
     log(tmp_path, *rising(1))
     assert len(rows.read()) == 1

@@ -11,6 +11,7 @@ import hashlib
 import os
 import stat
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from hpcrl.untrusted_files import as_given, read_regular, touch
 
 MANY = 5000  #: files, and
 MUCH = 1 << 26  #: bytes, above which the size of a copy is worth a word
+ORIGINALS = 5.0  #: seconds for which the start of a job waits for a look at the originals of copied files
 SCRIPTS = (".py", ".sh")
 SHOWN = 3  #: names in a note
 
@@ -225,6 +227,21 @@ def resume_code(root: Path, live: bool | None) -> None:
         )
     if absent:
         say(f"{_some(absent)} cannot be read here: the run imports the copies in {folder}, as before")
+
+
+def tell_changed_code(root: Path) -> None:
+    """Say what `resume_code` says, of a job that starts; it waits a moment at most, since where the originals are may
+    hang on a compute node, which needs them for nothing else."""
+
+    def tell() -> None:
+        try:
+            resume_code(root, None)
+        except HpcrlError as error:
+            say(f"note: {error}")
+
+    thread = threading.Thread(target=tell, name="changed code", daemon=True)
+    thread.start()
+    thread.join(ORIGINALS)
 
 
 @contextlib.contextmanager
