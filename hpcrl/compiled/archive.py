@@ -2,7 +2,8 @@
 
 Invariants: whatever an archive holds, nothing is written outside of the directory that it is unpacked into, no link is
 made, and no more is written than was allowed; a file appears there only after all of the archive was read and its
-checksum held, whole, and never in place of one that is there, which a process may have in use.
+checksum held, whole, and never in place of one that is there, which a process may have in use; a file that changes
+while it is packed is left out.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import re
 import shutil
 import stat
 import tarfile
 import tempfile
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -31,6 +34,9 @@ MOST_FILES = 200_000
 CHUNK = 1 << 20
 LEVEL = 1  #: of gzip, the fastest
 HALF = ".unpacking-"  #: what a directory is called until what is in it has been checked
+ABANDONED = 600.0  #: seconds after which such a directory is of a process that was killed
+TIME = "HPCRL.mtime_ns"  #: a header of ours: a tar's own has a float, and ninja compares nanoseconds
+A_TIME = re.compile(r"-?[0-9]{1,19}")
 #: what only serves while something is compiled
 PASSING_FOLDERS = {"locks", "__pycache__"}
 PASSING_ENDS = (".lock", ".tmp", ".pyc")
@@ -40,7 +46,7 @@ class CompiledFile(NamedTuple):
     """A file, as it is on the node."""
 
     size: int
-    mtime: int  #: in seconds
+    mtime: int  #: in nanoseconds
 
 
 def listing(directory: Path) -> dict[str, CompiledFile]:
@@ -59,35 +65,45 @@ def listing(directory: Path) -> dict[str, CompiledFile]:
                 with contextlib.suppress(OSError):
                     seen = path.lstat()
                     if stat.S_ISREG(seen.st_mode):
-                        found[path.relative_to(directory).as_posix()] = CompiledFile(seen.st_size, int(seen.st_mtime))
+                        found[path.relative_to(directory).as_posix()] = CompiledFile(seen.st_size, seen.st_mtime_ns)
     return found
 
 
-def pack(directory: Path, names: Iterable[str], out: BinaryIO, deadline: Deadline) -> int:
-    """Write an archive of these files; how many are in it: of those that are gone, or change meanwhile, none is.
+def pack(
+    directory: Path, files: Mapping[str, CompiledFile], out: BinaryIO, deadline: Deadline
+) -> dict[str, CompiledFile]:
+    """Write an archive of these files; those that are in it: none that is gone, or is not what it was when listed.
 
     Raises:
         DeadlineError, OSError.
     """
-    count = 0
+    taken: dict[str, CompiledFile] = {}
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=out, compresslevel=LEVEL, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
     ):
-        for name in sorted(names):
+        for name, listed in sorted(files.items()):
             _check(deadline)
             try:
                 with open_regular(directory / name) as file:
-                    data, seen = file.read(), os.fstat(file.fileno())
+                    before = _seen(file)
+                    data, mode = file.read(), os.fstat(file.fileno()).st_mode
+                    after = _seen(file)
             except OSError:
                 continue
-            if len(data) != seen.st_size:
+            if not before == after == listed or len(data) != listed.size:
                 continue
             about = tarfile.TarInfo(name)
-            about.size, about.mtime, about.mode = len(data), seen.st_mtime, 0o600 | seen.st_mode & 0o100
+            about.size, about.mtime, about.mode = len(data), listed.mtime // 10**9, 0o600 | mode & 0o100
+            about.pax_headers = {TIME: str(listed.mtime)}
             tar.addfile(about, _Slow(data, deadline))
-            count += 1
-    return count
+            taken[name] = listed
+    return taken
+
+
+def _seen(file: BinaryIO) -> CompiledFile:
+    found = os.fstat(file.fileno())
+    return CompiledFile(found.st_size, found.st_mtime_ns)
 
 
 class _Slow:
@@ -115,8 +131,10 @@ def unpack(file: BinaryIO, directory: Path, deadline: Deadline, most: int = MOST
         Damaged: if it is no whole archive of plain files below FOLDERS; OSError: if a file cannot be written;
             DeadlineError.
     """
-    for path in directory.glob(f"{HALF}*"):  # of a process that was killed; who unpacks holds the directory's lock
-        shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob(f"{HALF}*"):  # not a fresh one, of another process where no lock can be held
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > ABANDONED:
+                shutil.rmtree(path, ignore_errors=True)
     half = Path(tempfile.mkdtemp(prefix=HALF, dir=directory))
     try:
         found = _extract(file, half, deadline, most)
@@ -168,8 +186,11 @@ def _write(path: Path, source: BinaryIO, member: tarfile.TarInfo, deadline: Dead
             out.write(data)
     if path.stat().st_size != member.size:
         raise Damaged(f"{member.name[:200]!r} is cut off")
-    os.utime(path, (member.mtime, member.mtime))  # which ninja compares
-    return CompiledFile(member.size, int(member.mtime))
+    told = member.pax_headers.get(TIME, str(int(member.mtime) * 10**9))
+    if not A_TIME.fullmatch(told):
+        raise Damaged(f"{member.name[:200]!r} has no time")
+    os.utime(path, ns=(int(told), int(told)))
+    return CompiledFile(member.size, int(told))
 
 
 def _place(half: Path, directory: Path, names: Iterable[str]) -> None:
@@ -177,10 +198,15 @@ def _place(half: Path, directory: Path, names: Iterable[str]) -> None:
     for name in names:
         path = directory / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
+        try:
             os.link(half / name, path)
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without hard links; who unpacks holds the directory's lock
+            if not os.path.lexists(path):
+                os.rename(half / name, path)
 
 
 def _check(deadline: Deadline) -> None:
     if deadline.over:
-        raise DeadlineError(f"it takes longer than {deadline.seconds:.0f} s")
+        raise DeadlineError("it takes too long")

@@ -5,64 +5,78 @@
     code.watch()                    # a thread, on the one node that packs
     code.finish()                   # at a good end
 
-Invariants: nothing here ends a run, or keeps it waiting beyond a deadline: what cannot be read or written is one line
-in the role's log, and the role compiles for itself; of all nodes of a shape one packs, and of the processes of a node
-one unpacks at a time.
+Invariants: nothing here ends a run: what cannot be read or written is one line in the role's log, and the role
+compiles for itself.  A deadline is looked at between two reads or writes; one that the file system does not answer
+has none.  Nothing is packed while files change.  Of all nodes of a shape one packs, and, where the file system has
+locks, of the processes of a node one unpacks at a time.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import fcntl
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
-
-import msgspec
+from typing import BinaryIO, NamedTuple
 
 from hpcrl.compiled.archive import MOST_BYTES, CompiledFile, listing, pack, unpack
+from hpcrl.compiled.node_directory import Unpacked, clear, known, locked, note_known, remove_unused, use
 from hpcrl.compiled.shape import machine_facts, role_facts, shape_of
 from hpcrl.compiled.store import ArchiveDirectory, identity
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.run.gpu_environment import CACHES, Role, cache_directory, compile_caches
 from hpcrl.run.role import say
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import is_run
 from hpcrl.run.sweep_file import is_sweep
-from hpcrl.toolbox.deadline import Deadline, poll
-from hpcrl.untrusted_files import Damaged, open_append, read_json
+from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.retry import Pauses
+from hpcrl.untrusted_files import Damaged
 
 NONE = "none"  #: value of --compile-cache
 NOT_KEPT = {"compile_cache": NONE}  #: the option
 DEFAULT = ".hpcrl-compiled"  #: its name next to a run's directory
-LOCK = ".lock"  #: in a directory of compiled code: held by the process that unpacks there
-KNOWN = ".unpacked.json"  #: there: what was unpacked last
 UNPACK = 120.0  #: seconds that unpacking may take, a wait for another process of the node included
 PACK = 300.0  #: seconds that packing may take,
-LAST = 5.0  #: and at the end of a role, which its host ends by force a little later
+LAST = 5.0  #: and at the end of a role, which its host ends by force a little later,
+TO_CLEAR = 0.8  #: of that to pack; the rest is to remove what is half packed
+ABORT = 2.0  #: seconds for that, where the role ends otherwise
 FIRST_LOOK = 10.0  #: seconds until the first look for new files,
 LONGEST = 600.0  #: and between two of them at most; each pause is twice the last
-QUIET = 5.0  #: seconds without a new file before new ones are packed: more are to come otherwise
+QUIET = 5.0  #: seconds in which no file has changed before new ones are packed: one may be half written otherwise
 NICE = 19
 #: torch would compile its C++ headers first, 150 MB for the processor alone, into the process's temporary directory:
 #: an engine's own goes with the engine, and what is there would be compiled again at every start
 ALSO = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 
 
-class Unpacked(msgspec.Struct, frozen=True):
-    """What a directory has from an archive, and from which."""
+JOB = re.compile(r"[A-Z]+_JOB_?ID")
+NUMBER = re.compile(r"[0-9]+")
 
-    identity: str = ""
-    files: dict[str, CompiledFile] = {}
+
+class Packing(Deadline):
+    """PACK seconds, and less if the role ends before."""
+
+    __slots__ = ("_late",)
+
+    def __init__(self, late: Callable[[], bool]) -> None:
+        super().__init__(PACK)
+        self._late = late
+
+    @property
+    def over(self) -> bool:
+        """Whether none are left."""
+        return self._late() or super().over
 
 
 class CodePlaces(NamedTuple):
-    """CodePlaces a role's compiled code is.
+    """Where a role's compiled code is.
 
     Attributes:
         shape: name of the archive.
@@ -94,6 +108,9 @@ class KeptCode:
         self._known = Unpacked()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
+        self._last: Deadline | None = None  # once the role ends
+        self._used: BinaryIO | None = None
+        self._earlier = False  # whether code of earlier starts is here
         self.where: CodePlaces | None = None
         try:
             self.where = _where(options, rundir, role, part, base)
@@ -102,7 +119,7 @@ class KeptCode:
         self.variables = compile_caches(base, spare, self.where.here if self.where else None)
         if self.where:
             self.variables |= {name: value for name, value in ALSO.items() if name not in base}
-            self._noted(self._unpack)
+            self._noted(self._begin)
 
     def watch(self, compiled: bool = False) -> None:
         """Have a thread look for new code, and pack it.
@@ -113,9 +130,11 @@ class KeptCode:
         if self.where and self._thread is None:
             self._thread = threading.Thread(target=self._watch, args=(compiled,), name="compiled code", daemon=True)
             self._thread.start()
+            atexit.register(self._abort)
 
     def end(self) -> None:
         """The role is about to end: what it compiled last is packed meanwhile."""
+        self._last = self._last or Deadline(LAST * TO_CLEAR)
         self._ending.set()
 
     def finish(self) -> None:
@@ -123,6 +142,22 @@ class KeptCode:
         self.end()
         if self._thread is not None:
             self._thread.join(LAST)
+
+    def discard(self) -> None:
+        """The role died before it was up: code of earlier starts, which may be why, goes."""
+        if self.where and self._earlier:
+            self._noted(self._discard)
+
+    def _abort(self) -> None:
+        """The process ends, well or not: what is half packed is removed."""
+        self._last = Deadline(0.0)
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(ABORT)
+
+    def _late(self) -> bool:
+        """Whether the role ends, and there is no time left to pack."""
+        return self._last is not None and self._last.over
 
     # ---- one at a time
 
@@ -136,6 +171,28 @@ class KeptCode:
             return False
         return True
 
+    def _begin(self) -> None:
+        assert self.where
+        here = self.where.here
+        self._used = use(here)
+        try:
+            self._unpack()
+        finally:
+            self._earlier = bool(listing(here))
+            remove_unused(here.parent)
+
+    def _discard(self) -> None:
+        assert self.where
+        shape, here, kept = self.where
+        with contextlib.suppress(FileNotFoundError), ArchiveDirectory(kept) as archives:
+            archives.remove(shape)
+        with locked(here, Deadline(LAST)):
+            clear(here)
+        say(
+            "compile cache: this role died before it was up, perhaps by code that earlier ones compiled: the archive "
+            f"and the files on this node are removed, and the next start compiles for itself ({kept}, {shape})"
+        )
+
     def _unpack(self) -> None:
         assert self.where
         begun = time.monotonic()
@@ -146,7 +203,7 @@ class KeptCode:
         except FileNotFoundError:
             say(f"compile cache: nothing kept for this shape yet ({kept}, {shape})")
             return
-        with archives, _locked(here, deadline):
+        with archives, locked(here, deadline):
             try:
                 file = archives.open(shape)
             except FileNotFoundError:
@@ -154,15 +211,16 @@ class KeptCode:
                 return
             with file:
                 found = identity(os.fstat(file.fileno()))
-                self._known = _known(here)
-                if self._known.identity != found:
+                self._known = known(here)
+                if self._known.identity != found or self._known.files.keys() - listing(here).keys():
                     try:
                         self._known = Unpacked(found, unpack(file, here, deadline))
                     except Damaged as error:
                         archives.remove(shape)
                         raise Damaged(f"the archive is damaged, and removed: {error}") from error
-                    write_atomic(here / KNOWN, msgspec.json.encode(self._known))
+                    note_known(here, self._known)
             archives.used(shape)
+            archives.trim(shape)
         size = sum(entry.size for entry in self._known.files.values())
         say(
             f"compile cache: {len(self._known.files)} files, {size / 2**20:.1f} MiB, unpacked in "
@@ -170,39 +228,52 @@ class KeptCode:
         )
 
     def _watch(self, compiled: bool) -> None:
+        assert self.where
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        pause = 0.0 if compiled else FIRST_LOOK
+        pauses = iter(Pauses(FIRST_LOOK, LONGEST))
+        pause = 0.0 if compiled else next(pauses)
         while True:
             ending = self._ending.wait(pause)
-            found = listing(self.where.here) if self.where else {}
+            if self._late():
+                return
+            found = listing(self.where.here)
             newest = max((entry.mtime for entry in found.values()), default=0)
-            settled = compiled or ending or not 0 <= time.time() - newest < QUIET
-            new = settled and found.items() - self._known.files.items()
-            if new and not self._noted(partial(self._pack, found, Deadline(LAST if ending else PACK))):
+            age = time.time() - newest / 1e9
+            quiet = not 0 <= age < QUIET
+            new = _sizes(found) - _sizes(self._known.files)
+            if new and quiet and not self._noted(partial(self._pack, found, Packing(self._late))):
                 return
-            if ending:
+            if ending and self._last:
+                if new and not quiet:
+                    if QUIET - age < self._last.left:
+                        time.sleep(QUIET - age)
+                        continue
+                    say(f"compile cache: files still change: they are not packed ({self.where.here})")
                 return
-            compiled, pause = False, min(2 * pause or FIRST_LOOK, LONGEST)
+            pause = QUIET if new and not quiet else next(pauses)
 
     def _pack(self, found: dict[str, CompiledFile], deadline: Deadline) -> None:
         """Pack these files, and what another run of the shape has packed meanwhile."""
         assert self.where
         shape, here, kept = self.where
+        gone = self._known.files.keys() - found.keys()
         with ArchiveDirectory(kept, make=True) as archives:
             with contextlib.suppress(FileNotFoundError), archives.open(shape) as file:
-                if identity(os.fstat(file.fileno())) != self._known.identity:
-                    with contextlib.suppress(Damaged), _locked(here, deadline):
+                if gone or identity(os.fstat(file.fileno())) != self._known.identity:
+                    with contextlib.suppress(Damaged), locked(here, deadline):
                         found = unpack(file, here, deadline) | found
             size = sum(entry.size for entry in found.values())
             if size > MOST_BYTES:
                 raise HpcrlError(f"{size >> 20} MiB are more than the {MOST_BYTES >> 20} that an archive may have")
             begun = time.monotonic()
-            made = archives.put(shape, lambda out: pack(here, found, out, deadline))
-        self._known = Unpacked(made, found)
-        write_atomic(here / KNOWN, msgspec.json.encode(self._known))
+            taken: dict[str, CompiledFile] = {}
+            made = archives.put(shape, lambda out: taken.update(pack(here, found, out, deadline)))
+        self._known = Unpacked(made, taken)
+        note_known(here, self._known)
+        size = sum(entry.size for entry in taken.values())
         say(
-            f"compile cache: {len(found)} files, {size / 2**20:.1f} MiB, packed in {time.monotonic() - begun:.1f} s "
+            f"compile cache: {len(taken)} files, {size / 2**20:.1f} MiB, packed in {time.monotonic() - begun:.1f} s "
             f"({kept}, {shape})"
         )
 
@@ -216,9 +287,23 @@ def _where(
     root = cache_directory()
     if root is None:
         return None
-    shape = shape_of(role_facts(role, options, part) | machine_facts(root))
+    if named_after_job(root, base):
+        say(f"compile cache: {root} has another path in each job, where compiled code is of no use: none is kept")
+        return None
+    shape = shape_of(role_facts(role, options, part) | machine_facts(root, base))
     here = cache_directory(shape)
     return here and CodePlaces(shape, here, kept_directory(options.compile_cache, rundir.root))
+
+
+def named_after_job(root: Path, base: Mapping[str, str]) -> bool:
+    """Whether a path has the number of the batch job, which every scheduler's environment has by such a name."""
+    jobs = [found[0] for name in base if JOB.fullmatch(name) and (found := NUMBER.match(base[name]))]
+    return any(job in NUMBER.findall(str(root)) for job in jobs)
+
+
+def _sizes(files: Mapping[str, CompiledFile]) -> set[tuple[str, int]]:
+    """What tells new code from old: not its times, or two nodes that compile the same would pack in turns for ever."""
+    return {(name, entry.size) for name, entry in files.items()}
 
 
 def kept_directory(given: str | None, root: Path) -> Path:
@@ -226,32 +311,3 @@ def kept_directory(given: str | None, root: Path) -> Path:
     whole = root.parent if is_run(root.parent) and not is_run(root) else root
     whole = whole.parent if is_sweep(whole.parent) else whole
     return Path(given) if given else whole.parent / DEFAULT
-
-
-def _known(here: Path) -> Unpacked:
-    """What was unpacked there last."""
-    try:
-        return read_json(here / KNOWN, Unpacked)
-    except (OSError, Damaged):
-        return Unpacked()
-
-
-@contextlib.contextmanager
-def _locked(here: Path, deadline: Deadline) -> Iterator[None]:
-    """While no other process of the node unpacks there.
-
-    Raises:
-        DeadlineError.
-    """
-    with open_append(here / LOCK) as file:
-
-        def held() -> bool:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            return True
-
-        if not poll(held, deadline, 0.1):
-            raise DeadlineError(f"another process has unpacked for {deadline.seconds:.0f} s")
-        yield

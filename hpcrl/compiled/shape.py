@@ -3,8 +3,9 @@
 What compilers' own caches look up is inside an archive: each of them names its files by a digest of source, flags and
 versions, so that an archive for too many would cost time to unpack and never be wrong.  What they do not look at has to
 be in the shape: for what processor `-march=native` was (code of another one dies of an illegal instruction), the C
-library, the driver, and where this directory and the Python environment are, since vLLM's and inductor's files name
-others by their full path. The rest keeps archives apart that have little in common: role, versions, model, layout.
+library, the driver, which compilers the node has, and where this directory and the Python environment are, since
+vLLM's and inductor's files name others by their full path. The rest keeps archives apart that have little in common:
+role, versions, model, layout.
 
 Not in it: settings of engines and trainer that change from run to run (memory, batch, learning rate): they would cost
 every hit, and what they do change in the code is told apart by the caches.
@@ -17,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import platform
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -49,6 +51,9 @@ INCIDENTAL = {"_name_or_path", "transformers_version"}
 CPU = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
 #: where NVIDIA's and AMD's drivers say what they drive
 NVIDIA = Path("/proc/driver/nvidia")
+#: variables that choose a compiler, or what it makes
+CHOICES = ("CXX", "CC", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")
+CUDA = "/usr/local/cuda"  #: where torch looks for nvcc in the end
 AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
@@ -82,11 +87,12 @@ def role_facts(role: Role, options: Options, part: Sequence[int]) -> dict[str, A
     return {"role": role, "part": list(part), "config": config, "sizes": sizes, "bf16": options.bf16}
 
 
-def machine_facts(directory: Path) -> dict[str, Any]:
+def machine_facts(directory: Path, base: Mapping[str, str]) -> dict[str, Any]:
     """What of a node, and of what is installed there, decides whether compiled code can be used there.
 
     Args:
         directory: where the compiled code is.
+        base: the role's environment.
     """
     return {
         "machine": platform.machine(),
@@ -97,7 +103,27 @@ def machine_facts(directory: Path) -> dict[str, Any]:
         "prefix": sys.prefix,
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "directory": str(directory),
+        "chosen": {name: base[name] for name in CHOICES if name in base},
+        "compilers": compilers(base),
     }
+
+
+def compilers(base: Mapping[str, str]) -> list[str]:
+    """The compilers that a role with this environment would call: place, size and time of each, links followed.
+
+    None is started to ask for its version.
+    """
+    homes = [base[name] for name in ("CUDA_HOME", "CUDA_PATH") if base.get(name)]
+    words = [*(base.get("CXX") or "g++").split(), *(base.get("CC") or "gcc").split(), "nvcc"]
+    words += [f"{home}/bin/nvcc" for home in (*homes, CUDA)]
+    found = set()
+    for word in words:
+        with contextlib.suppress(OSError):
+            if place := shutil.which(word, path=base.get("PATH")):
+                path = Path(place).resolve()
+                seen = path.stat()
+                found.add(f"{path} {seen.st_size} {int(seen.st_mtime)}")
+    return sorted(found)
 
 
 def gpu_kinds(nvidia: Path = NVIDIA, amd: Path = AMD) -> list[str]:

@@ -91,7 +91,7 @@ class ArchiveDirectory:
             with contextlib.suppress(OSError):
                 os.unlink(half, dir_fd=self._fd)
             raise
-        self._trim(shape + END)
+        self.trim(shape)
         return made
 
     def remove(self, shape: str) -> None:
@@ -108,13 +108,15 @@ class ArchiveDirectory:
             finally:
                 os.close(file)
 
-    def _trim(self, new: str) -> None:
-        """Remove what killed processes have left, and the archives used longest ago beyond the bound."""
+    def trim(self, shape: str) -> None:
+        """Remove what killed processes have left, and the archives used longest ago beyond the bound, but not this."""
+        new = shape + END
         total = 0
         for name, found in sorted(self._files(), key=lambda one: (one[0] != new, -one[1].st_atime)):
-            total += found.st_size
+            half = name.startswith(".")
+            total += 0 if half else found.st_size
             late = time.time() - found.st_mtime > ABANDONED
-            if (NAME.fullmatch(name) and total > self._most and name != new) or (name.startswith(".") and late):
+            if (half and late) or (NAME.fullmatch(name) and total > self._most and name != new):
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=self._fd)
 

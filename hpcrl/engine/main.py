@@ -48,6 +48,8 @@ from hpcrl.weights.route import backend
 SERVER = "hpcrl.engine.server"
 GRACE = 5.0  #: seconds between SIGTERM and SIGKILL of the server
 POLL = 0.5
+#: statuses of a server that was ended from outside, which its compiled code is no reason for
+TOLD = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL)
 
 
 class EngineSupervisor:
@@ -79,6 +81,7 @@ class EngineSupervisor:
         self.shared: set[Path] = set()
         self.child: subprocess.Popen[bytes] | None = None
         self.code: KeptCode | None = None
+        self.died = False
 
     def _realm(self) -> str:
         """The name under which the engine's key is derived."""
@@ -253,6 +256,7 @@ class EngineSupervisor:
         if (code := self.child.poll()) is None:
             self._check_standing()
             return
+        self.died = code not in TOLD
         self.log.finish(2)
         raise PeerError(f"{self.name}: its vLLM server {how_it_ended(code, self.memory)}; {self.log.explain()}")
 
@@ -281,6 +285,8 @@ class EngineSupervisor:
         self.made.remove()
         if self.code and self.stopped.is_set():
             self.code.finish()
+        elif self.code and self.died and not was_up(self.context.rundir, self.context.index, self.context.incarnation):
+            self.code.discard()
 
 
 def _short_temporary() -> Path:

@@ -8,15 +8,19 @@ import io
 import os
 import random
 import tarfile
+import time
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from hpcrl.compiled import archive
-from hpcrl.compiled.archive import HALF, listing, pack, unpack
+from hpcrl.compiled.archive import HALF, CompiledFile, listing, pack, unpack
 from hpcrl.errors import DeadlineError
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged
+
+ODD = 1_600_000_000_123_456_789  #: nanoseconds that no float holds
 
 
 def fill(directory: Path) -> Path:
@@ -35,7 +39,7 @@ def fill(directory: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     (directory / "triton/X/kernel.cubin").chmod(0o755)
-    os.utime(directory / "triton/X/kernel.cubin", (1_600_000_000, 1_600_000_000.5))
+    os.utime(directory / "triton/X/kernel.cubin", ns=(1_600_000_000 * 10**9, ODD))
     (directory / "inductor/link").symlink_to("/etc/passwd")
     return directory
 
@@ -86,7 +90,7 @@ def test_what_is_packed_comes_out(tmp_path: Path) -> None:
         assert path.read_bytes() == (source / name).read_bytes()
         assert path.stat().st_mode & 0o777 == (0o700 if name.endswith("cubin") else 0o600)
         assert path.parent.stat().st_mode & 0o077 == 0
-    assert (target / "triton/X/kernel.cubin").stat().st_mtime == 1_600_000_000.5
+    assert (target / "triton/X/kernel.cubin").stat().st_mtime_ns == ODD
 
 
 def test_same_code_same_archive(tmp_path: Path) -> None:
@@ -177,18 +181,67 @@ def test_no_more_is_unpacked_than_allowed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_deadline_and_what_a_killed_process_left(tmp_path: Path) -> None:
-    """Nothing is placed after the deadline; the next who unpacks removes what a killed process has left."""
+    """Nothing is placed after the deadline; the next who unpacks removes what a killed process has left, and
+    not what another one is at, as where no lock can be held."""
     data = packed(fill(tmp_path / "a"))
     target = tmp_path / "b"
-    (target / f"{HALF}killed").mkdir(parents=True)
+    for name, age in (("killed", archive.ABANDONED + 5), ("at work", 0)):
+        (half := target / f"{HALF}{name}").mkdir(parents=True)
+        os.utime(half, (0, time.time() - age))
     with pytest.raises(DeadlineError):
         unpack(io.BytesIO(data), target, Deadline(0))
     with pytest.raises(DeadlineError):
-        pack(tmp_path / "a", NAMES, io.BytesIO(), Deadline(0))
-    assert not list(target.iterdir())
+        pack(tmp_path / "a", listing(tmp_path / "a"), io.BytesIO(), Deadline(0))
+    assert [path.name for path in target.iterdir()] == [f"{HALF}at work"]
 
 
 def test_files_that_go_meanwhile_are_left_out(tmp_path: Path) -> None:
     source = fill(tmp_path / "a")
-    out = io.BytesIO()
-    assert pack(source, [*listing(source), "triton/gone"], out, Deadline(60)) == len(NAMES)
+    found = listing(source)
+    assert pack(source, found | {"triton/gone": CompiledFile(1, 1)}, io.BytesIO(), Deadline(60)) == found
+
+
+@pytest.mark.parametrize("what", ["before it is read", "while it is read", "its time alone"])
+def test_files_that_change_meanwhile_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A file that is written in its place after it was listed, or while it is read, is not packed half written."""
+    source = fill(tmp_path / "a")
+    found = listing(source)
+    path = source / "triton/X/kernel.cubin"
+    if what == "while it is read":
+        real = archive._seen
+
+        def seen(file: BinaryIO) -> CompiledFile:
+            first = real(file)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                path.write_bytes(b"KERNEL")
+            return first
+
+        monkeypatch.setattr(archive, "_seen", seen)
+    else:
+        path.write_bytes(b"half" if what == "before it is read" else b"KERNEL")
+    taken = pack(source, found, io.BytesIO(), Deadline(60))
+    assert "triton/X/kernel.cubin" not in taken and set(taken) < NAMES
+
+
+def test_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where links are refused, files are moved, and still not in place of one that is there."""
+
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError("no links here")
+
+    data = packed(fill(tmp_path / "a"))
+    (target := tmp_path / "b/triton/X").mkdir(parents=True)
+    (target / "kernel.cubin").write_bytes(b"in use")
+    monkeypatch.setattr(archive.os, "link", refuse)
+    unpack(io.BytesIO(data), tmp_path / "b", Deadline(60))
+    assert files(tmp_path / "b") == NAMES and (target / "kernel.cubin").read_bytes() == b"in use"
+
+
+@pytest.mark.parametrize("told", ["1.5", "9" * 30, "nan"])
+def test_bad_time_is_damage(tmp_path: Path, told: str) -> None:
+    """A time that is no whole number of nanoseconds is one of the errors."""
+    about = made("triton/a", tarfile.REGTYPE)
+    about.pax_headers = {archive.TIME: told}
+    with pytest.raises(Damaged):
+        unpack(io.BytesIO(of(about)), tmp_path, Deadline(60))
+    assert not list(tmp_path.iterdir())

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from hpcrl.compiled import kept_code
+from hpcrl.compiled import kept_code, node_directory
 from hpcrl.compiled.kept_code import ALSO, DEFAULT, KeptCode, kept_directory
 from hpcrl.config.options import Options
 from hpcrl.config.rules.run import check_compile_cache
-from hpcrl.errors import UsageError
+from hpcrl.engine import main
+from hpcrl.engine.main import EngineSupervisor
+from hpcrl.errors import PeerError, UsageError
 from hpcrl.run import gpu_environment
 from hpcrl.run.gpu_environment import CACHES
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.deadline import Deadline, poll
 
 Node = Callable[..., KeptCode]
 
@@ -27,6 +32,8 @@ Node = Callable[..., KeptCode]
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     """A role on a node whose temporary directory has the path of every node's; `new`: that is empty."""
     (place := tmp_path / "node").mkdir()
+    for name, value in {"LAST": 60.0, "NICE": 0, "QUIET": 0.0}.items():
+        monkeypatch.setattr(kept_code, name, value)
     monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(place))
     (model := tmp_path / "model").mkdir()
     (model / "config.json").write_text("{}")
@@ -83,8 +90,150 @@ def test_nothing_new_writes_nothing(node: Node, tmp_path: Path) -> None:
     compiles(node())
     assert (archive.stat().st_mtime_ns, archive.stat().st_ino) == before
     third = node(new=False)
-    (Path(third.variables["TRITON_CACHE_DIR"]) / "a/kernel").unlink()
-    assert has(node(new=False)) == {} != has(node())
+    os.utime(Path(third.variables["TRITON_CACHE_DIR"]) / "a/kernel")  # as another node that compiles the same
+    compiles(third)
+    assert (archive.stat().st_mtime_ns, archive.stat().st_ino) == before
+
+
+def test_cleaner_of_the_node_costs_nothing(node: Node) -> None:
+    """Where something removes old files of the node, the next start unpacks them again, and an archive never has less
+    than it had."""
+    compiles(node(), a=b"1", b=b"2")
+    remove = lambda code: (Path(code.variables["TRITON_CACHE_DIR"]) / "a/kernel").unlink()  # noqa: E731
+    remove(node(new=False))
+    again = node(new=False)
+    assert has(again) == {"a": b"1", "b": b"2"}
+    remove(again)
+    compiles(again, c=b"3")
+    assert has(node()) == {"a": b"1", "b": b"2", "c": b"3"}
+
+
+@pytest.mark.parametrize("ending", [False, True])
+def test_nothing_is_packed_while_files_change(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], ending: bool
+) -> None:
+    """Neither at the first look nor at the end of a role is code packed that was written just now; later it is."""
+    monkeypatch.setattr(kept_code, "QUIET", 600.0)
+    code = node()
+    if ending:
+        code.watch()
+    compiles(code, a=b"half")
+    assert not (tmp_path / "runs").exists() and "still change" in capfd.readouterr().err
+    os.utime(Path(code.variables["TRITON_CACHE_DIR"]) / "a/kernel", (1, 1))
+    compiles(node(new=False))
+    assert has(node()) == {"a": b"half"}
+
+
+def test_end_waits_until_files_rest(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written shortly before a role ends is packed once it rests, if the end leaves time for that."""
+    monkeypatch.setattr(kept_code, "QUIET", 1.0)
+    compiles(node(), a=b"1")
+    assert has(node()) == {"a": b"1"}
+
+
+def test_code_with_which_a_role_died_goes(node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """After a role that had code of earlier starts died before it was up, neither archive nor node has it; one that had
+    none removes nothing."""
+    first = node()
+    compiles(first, a=b"1")
+    first.discard()
+    second = node()
+    assert has(second) == {"a": b"1"}
+    capfd.readouterr()
+    second.discard()
+    assert "before it was up" in capfd.readouterr().err
+    assert not list((tmp_path / "runs" / DEFAULT).iterdir()) and has(node(new=False)) == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "up", "discarded"), [(-11, False, 1), (1, False, 1), (-11, True, 0), (-15, False, 0), (None, False, 0)]
+)
+def test_engine_that_dies_early_discards_code(
+    monkeypatch: pytest.MonkeyPatch, status: int | None, up: bool, discarded: int
+) -> None:
+    """An engine whose server dies before it was ever up discards kept code; one that was up, or was ended from outside,
+    does not."""
+    engine = EngineSupervisor.__new__(EngineSupervisor)
+    names = ("context", "memory", "log", "standing", "made", "code")
+    vars(engine).update({name: MagicMock() for name in names})
+    vars(engine).update(name="engine 0", died=False, stopped=threading.Event(), shared=set(), child=MagicMock())
+    engine.child.poll.return_value = status
+    engine.standing.longest.return_value = None
+    engine.context.options.engine_hang_timeout = 60.0
+    for name in ("leftovers", "descendants", "end", "end_descendants"):
+        monkeypatch.setattr(main, name, lambda *_: set())
+    monkeypatch.setattr(main, "was_up", lambda *_: up)
+    monkeypatch.setattr(main.psutil, "Process", MagicMock())
+    monkeypatch.setattr(main, "how_it_ended", lambda *_: "died")
+    with contextlib.suppress(PeerError):
+        engine._check_child()
+    engine.end()
+    assert engine.code.discard.call_count == discarded and not engine.code.finish.called
+
+
+def test_packing_stops_with_its_role(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A role that ends while it packs leaves no half of an archive."""
+    begun = threading.Event()
+    told: list[bool | None] = []
+    real = kept_code.pack
+
+    def slow(here: Path, found: Any, out: Any, deadline: Any) -> Any:
+        out.write(b"half")
+        begun.set()
+        told.append(poll(lambda: deadline.over, Deadline(30), 0.01))
+        return real(here, found, out, deadline)
+
+    monkeypatch.setattr(kept_code, "pack", slow)
+    code = node()
+    (path := Path(code.variables["TRITON_CACHE_DIR"]) / "a/kernel").parent.mkdir(parents=True)
+    path.write_bytes(b"1")
+    code.watch(compiled=True)
+    assert begun.wait(60)
+    assert [path.name[0] for path in (tmp_path / "runs" / DEFAULT).iterdir()] == ["."]
+    monkeypatch.setattr(kept_code, "ABORT", 60.0)
+    code._abort()
+    assert told == [True] and not list((tmp_path / "runs" / DEFAULT).iterdir())
+
+
+def test_directory_named_after_the_job(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where the node's directory has the job's number, no archive is made that the next job could not use, which is
+    said."""
+    (place := tmp_path / "job.471100").mkdir()
+    monkeypatch.setattr(gpu_environment.tempfile, "gettempdir", lambda: str(place))
+    code = node(base={"SLURM_JOB_ID": "471100"})
+    assert code.where is None and set(code.variables) == set(CACHES)
+    assert capfd.readouterr().err.count("another path in each job") == 1
+    assert node(base={"SLURM_JOB_ID": "4711"}).where
+
+
+def test_unused_directories_of_the_node_go(node: Node) -> None:
+    """A role removes other shapes' directories that none has used for long, but none that one uses."""
+    where = node().where
+    assert where
+    root = where.here.parent
+    gone, held, fresh = (root / f"engine-{letter * 24}" for letter in "abc")
+    for path in (gone, held, fresh):
+        path.mkdir(mode=0o700)
+        (path / node_directory.IN_USE).touch()
+    user = node_directory.use(held)
+    for path in (gone, held):
+        os.utime(path, (1, 1))
+    node(new=False)
+    assert [path.exists() for path in (gone, held, fresh)] == [False, True, True]
+    user.close()
+
+
+def test_file_system_without_locks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no file can be locked, code is unpacked and packed all the same."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(node_directory.fcntl, "flock", refuse)
+    compiles(node(), a=b"1")
+    assert has(node()) == {"a": b"1"}
 
 
 def test_another_shape_is_not_used(node: Node) -> None:
@@ -204,9 +353,9 @@ def test_waits_no_longer_than_its_deadline(
     code = node()
     shutil.rmtree(code.variables["TRITON_CACHE_DIR"])
     assert code.where
-    (code.where.here / kept_code.KNOWN).unlink()
+    (code.where.here / node_directory.KNOWN).unlink()
     monkeypatch.setattr(kept_code, "UNPACK", 0.3)
-    with kept_code._locked(code.where.here, kept_code.Deadline(10)):
+    with node_directory.locked(code.where.here, kept_code.Deadline(10)):
         assert has(node(new=False)) == {}
     assert "note: compile cache" in capfd.readouterr().err
     assert has(node(new=False)) == {"a": b"1"}

@@ -19,10 +19,12 @@ pytestmark = pytest.mark.process
 ROLE = """
 import os, sys
 from pathlib import Path
+from hpcrl.compiled import kept_code
 from hpcrl.compiled.kept_code import KeptCode
 from hpcrl.config.options import Options
 from hpcrl.run.rundir import RunDir
 
+kept_code.LAST, kept_code.QUIET = 60.0, 0.0
 code = KeptCode(Options(hf_checkpoint=sys.argv[1]), RunDir(sys.argv[2]), "trainer", (0,), os.environ)
 os.environ |= code.variables
 code.watch()

@@ -24,9 +24,16 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def name(model: Path, role: Any = "engine", part: tuple[int, ...] = (0,), at: str = "/tmp/c", **values: Any) -> str:
+def name(
+    model: Path,
+    role: Any = "engine",
+    part: tuple[int, ...] = (0,),
+    at: str = "/tmp/c",
+    base: dict[str, str] | None = None,
+    **values: Any,
+) -> str:
     options = Options(hf_checkpoint=str(model), **values)
-    return shape_of(role_facts(role, options, part) | machine_facts(Path(at)))
+    return shape_of(role_facts(role, options, part) | machine_facts(Path(at), base or {}))
 
 
 def test_what_decides_compiled_code_is_in_the_shape(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +63,20 @@ def test_what_decides_compiled_code_is_in_the_shape(model: Path, monkeypatch: py
         others.append(name(model))
     assert len({first, *others, *trainer}) == 1 + len(others) + len(trainer)
     assert name(model) == first
+
+
+def test_compilers_are_in_the_shape(model: Path, tmp_path: Path) -> None:
+    """Which compilers a role would call, by its variables and on its PATH, and what CUDA code they make."""
+    (folder := tmp_path / "bin").mkdir()
+    found = [name(model, base={"PATH": str(folder)})]
+    for compiler, text in (("g++", "12"), ("g++", "12.3"), ("nvcc", "12"), ("gcc-9", "9")):
+        (path := folder / compiler).write_text(text)
+        path.chmod(0o755)
+        found.append(name(model, base={"PATH": str(folder), "CC": "gcc-9"}))
+    for also in ({"CXX": "clang++"}, {"CUDA_HOME": "/opt/cuda"}, {"TORCH_CUDA_ARCH_LIST": "9.0"}):
+        found.append(name(model, base={"PATH": str(folder), **also}))
+    assert len(set(found)) == len(found)
+    assert name(model, base={"PATH": str(folder), "CC": "gcc-9", "USER": "a"}) == found[4]
 
 
 def test_what_does_not_is_not(model: Path) -> None:

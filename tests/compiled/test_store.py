@@ -155,9 +155,13 @@ def test_those_used_longest_ago_go(tmp_path: Path) -> None:
             (place / name).touch(mode=0o600)
             if not name.endswith("2"):
                 os.utime(place / name, (long_ago, long_ago))
+        (place / ".engine-a.tar.gz.n.2").write_bytes(bytes(9000))  # being written: no archive yet
         put(archives, "engine-d", bytes(1000))
         assert {path.name for path in place.iterdir()} == {
             *("engine-a.tar.gz", "engine-d.tar.gz", "trainer-c.tar.gz", ".engine-a.tar.gz.n.2", "notes", ".notes")
         }
+        os.utime(place / ".engine-a.tar.gz.n.2", (long_ago, long_ago))
+        archives.trim("engine-a")
+        assert not (place / ".engine-a.tar.gz.n.2").exists() and (place / "engine-d.tar.gz").exists()
         put(archives, "engine-e", bytes(9000))
         assert {path.name for path in place.glob("[a-z]*.gz")} == {"engine-e.tar.gz"}

@@ -27,7 +27,7 @@ def test_second_run_compiles_nothing(tmp_path: Path, task: Path, agent: dict[str
         (path := tmp_path / name).mkdir()
         root = tmp_path / "runs" / name
         root.parent.mkdir(exist_ok=True)
-        values = POLICY | agent | {"run_dir": str(root), "num_rollout": 3, "engine_start_timeout": 600}
+        values = POLICY | agent | {"run_dir": str(root), "num_rollout": 12, "engine_start_timeout": 600}
         environment = compiler.environment | {"TMPDIR": str(node), "TORCHDYNAMO_DISABLE": "0"}
         run = Run(recipe(path, task, **values), "--vllm-no-enforce-eager", root=root, **environment)
         status, out = run.end(1200)
