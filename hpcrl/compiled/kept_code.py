@@ -41,7 +41,7 @@ from hpcrl.untrusted_files import Damaged
 
 NONE = "none"  #: value of --compile-cache
 NOT_KEPT = {"compile_cache": NONE}  #: the option
-DEFAULT = ".hpcrl-compiled"  #: its name next to a run's directory
+DEFAULT = f".hpcrl-compiled-{os.getuid()}"  #: its name next to a run's directory, where other users may have runs too
 UNPACK = 120.0  #: seconds that unpacking may take, a wait for another process of the node included
 PACK = 300.0  #: seconds that packing may take,
 LAST = 5.0  #: and at the end of a role, which its host ends by force a little later,

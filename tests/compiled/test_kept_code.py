@@ -270,7 +270,7 @@ def test_directory_of_archives(tmp_path: Path) -> None:
     absolute."""
     run = tmp_path / "runs/a"
     run.mkdir(parents=True)
-    assert kept_directory(None, run) == tmp_path / "runs" / DEFAULT
+    assert kept_directory(None, run) == tmp_path / "runs" / DEFAULT and DEFAULT.endswith(f"-{os.getuid()}")
     (run / "recipe.json").touch()
     assert kept_directory(None, run) == kept_directory(None, run / "stage") == tmp_path / "runs" / DEFAULT
     (tmp_path / "runs/sweep.json").touch()

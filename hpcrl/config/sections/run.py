@@ -75,7 +75,7 @@ class RunOptions(Base):
     compile_cache: str | None = opt(
         None,
         "directory of archives of compiled code, which all nodes see and runs share: an absolute path; default: "
-        ".hpcrl-compiled next to the run directory; none: nothing is kept",
+        ".hpcrl-compiled-UID next to the run directory; none: nothing is kept",
     )
     rollout_timeout: float = opt(3600.0, "seconds the samples of one step may take", gt=0)
     update_timeout: float = opt(600.0, "seconds one weight update may take", gt=0)
