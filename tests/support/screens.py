@@ -47,6 +47,7 @@ def ctrl_c(
     each time that the next of `when` has been written, wherever it stands."""
     pid, ours = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as a shell has it at a terminal; the tests may run behind nohup
         os.chdir(cwd)
         os.execve(argv[0], list(argv), {**os.environ, "TERM": "xterm", **env})
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
