@@ -231,9 +231,11 @@ def race(user: SecondUser, key: bytes, manner: str) -> tuple[list[tuple[str, flo
 @pytest.mark.parametrize("manner", ["answer", "silent"])
 def test_another_user_gets_no_place_in_a_group(second_user: SecondUser, manner: str) -> None:
     """Who connects to gloo's ports before the ranks do is sent a proof and nothing else, and ends the run in words that
-    name the user; otherwise the ranks add up what they hold."""
+    name the user; otherwise the ranks add up what they hold.  On a busy machine it may come too late a few times."""
     named = 0
-    for _ in range(3):
+    for number in range(12):
+        if number >= 3 and named:
+            break
         found, reached = race(second_user, KEY, manner)
         assert reached["made"] > 0
         assert reached["bytes"] <= 4 * 32, "no more than a proof for each connection"
