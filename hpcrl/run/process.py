@@ -110,8 +110,8 @@ def die_with_parent(forks: bool = False) -> None:
     importing, is noticed too. What we start ourselves finds our own id there.
 
     Args:
-        forks: so are processes that are forked from this one's main thread, and theirs: one writes a checkpoint,
-            another holds Megatron's queue of results.
+        forks: so are processes that are forked from this one's main thread, and theirs: one writes a checkpoint, and
+            libraries may fork others.
     """
     if forks:
         os.register_at_fork(after_in_child=die_with_parent)
