@@ -30,6 +30,7 @@ from hpcrl.run.role import say
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.scratch import is_own_directory
 from hpcrl.toolbox.deadline import Deadline, poll
+from hpcrl.toolbox.locks import try_lock
 from hpcrl.untrusted_files import Damaged, open_append, open_regular, read_json
 
 LOCK = ".lock"
@@ -68,16 +69,10 @@ def locked(here: Path, deadline: Deadline) -> Iterator[None]:
     """
     with open_append(here / LOCK) as file:
 
-        def held() -> bool:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                say(f"note: compile cache: {here} cannot be locked ({error.strerror})")
-            return True
+        def without(why: str) -> None:
+            say(f"note: compile cache: {here} cannot be locked ({why})")
 
-        if not poll(held, deadline, 0.1):
+        if not poll(lambda: try_lock(file, without), deadline, 0.1):
             raise DeadlineError(f"another process has unpacked for {deadline.seconds:.0f} s")
         try:
             yield

@@ -11,7 +11,6 @@ last.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shlex
 import shutil
@@ -66,6 +65,7 @@ from hpcrl.run.rundir import FOLDERS, HALF, RunDir, write_atomic
 from hpcrl.run.scratch import swept
 from hpcrl.run.started_runs import COPY, LIVE, RecipeFile, is_run, read_recipe_file, remember, write_recipe_file
 from hpcrl.run.summary import read_summary
+from hpcrl.toolbox.locks import try_lock
 from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import as_given, open_append, touch
 
@@ -181,14 +181,10 @@ def held(root: Path, begin: Callable[[], None] | None = None) -> Iterator[None]:
         UsageError: if another process runs in it. The kernel lets go when we end, however.
     """
     with open_append(root / "lock") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file, lambda why: say(f"note: {root} cannot be locked ({why}); start nothing else in it")):
             file.seek(0)
             holder = file.read(20).decode(errors="replace").strip() or "?"
-            raise UsageError(f"{root} is in use by process {holder}", "wait for it, or stop it first") from None
-        except OSError as error:  # a file system without locks, such as Lustre mounted so
-            say(f"note: {root} cannot be locked ({error.strerror}); start nothing else in it")
+            raise UsageError(f"{root} is in use by process {holder}", "wait for it, or stop it first")
         file.truncate(0)
         file.write(str(os.getpid()).encode())
         file.flush()

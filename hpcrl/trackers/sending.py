@@ -7,7 +7,6 @@ locks count for all hosts; the kernel lets go of it however the process ends, an
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from hpcrl.errors import DeadlineError
 from hpcrl.plain_text import strip_control
 from hpcrl.report.progress import say
 from hpcrl.toolbox.deadline import Deadline, poll
+from hpcrl.toolbox.locks import try_lock
 from hpcrl.untrusted_files import open_append
 
 LOCK = "sync.lock"
@@ -49,13 +49,11 @@ def sending(root: Path, seconds: float = WAIT) -> Iterator[None]:
 
 def _taken(file: BinaryIO, root: Path) -> bool:
     """Whether the lock is ours now; on a file system without locks, which is said, nothing is waited for."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        say(f"note: {root} cannot be locked ({error.strerror}): send it from nowhere else meanwhile")
-    return True
+
+    def without(why: str) -> None:
+        say(f"note: {root} cannot be locked ({why}): send it from nowhere else meanwhile")
+
+    return try_lock(file, without)
 
 
 def _holder(file: BinaryIO) -> str:
