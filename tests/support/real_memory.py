@@ -7,24 +7,29 @@ rehearsal's count is held against (tests/rehearsal/test_real_memory.py).
 Both take the same functions of the trainer through the same phases, with the choices that Megatron and hpcrl make on a
 CPU; attention is torch's flash kernel for CPUs on both sides.  `allocate` knows nothing of how `count` counts: torch's
 profiler records every call of the allocator.  Left out is what gloo copies for a collective, which NCCL has no use for.
+The profiler does not see what gloo's own threads give back, so none of them is left to be the last to hold a tensor.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch._C._profiler import _EventType
+from torch.utils._pytree import tree_leaves
 
 from hpcrl.config.options import Options
 from hpcrl.rehearsal.batch import micro_batches, rehearsed
+from hpcrl.toolbox.deadline import Deadline, poll
 
 GLOO = ("c10d::", "gloo:")  #: operations within which gloo makes copies
+COLLECTIVES = ("allreduce", "allgather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "broadcast")
 
 
 def count(options: Options, rank: int) -> dict[str, int]:
@@ -60,7 +65,7 @@ def allocate(options: Options) -> dict[str, int]:
 
     recorded = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     joined = partial(parallel_state.initialize, small)
-    with recorded as profile, attention():
+    with recorded as profile, attention(), gloo_lets_go():
         one_rank.take_step(small, lengths, joined, phase, lambda *_: nullcontext(), lambda: 0)
     return peaks(list(calls_of(profile.profiler.kineto_results.experimental_event_tree())), spans)
 
@@ -73,13 +78,12 @@ def calls_of(roots: list[Any]) -> Iterator[tuple[int, int]]:
         left += [(child, inside or event.name.startswith(GLOO)) for child in event.children]
         if event.tag == _EventType.Allocation:
             found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, inside))
-    copies: set[int] = set()
+    counted: dict[int, int] = {}  # place -> bytes
     for when, place, size, inside in sorted(found):
-        if size > 0 and inside:
-            copies.add(place)
-        elif size < 0 and place in copies:
-            copies.remove(place)
-        else:
+        if place in counted:  # given back, here or unseen
+            yield when, -counted.pop(place)
+        if size > 0 and not inside:
+            counted[place] = size
             yield when, size
 
 
@@ -100,6 +104,39 @@ def peaks(calls: list[tuple[int, int]], spans: list[tuple[str, int, int]]) -> di
                 most = max(most, now)
         found[name] = max(found.get(name, 0), most)
     return found
+
+
+class Done(dist.Work):
+    """A collective that is over."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+@contextmanager
+def gloo_lets_go() -> Iterator[None]:
+    """Within, when a collective's call returns it is over, and only its caller holds its tensors."""
+
+    def waiting(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(group: Any, *args: Any, **named: Any) -> Any:
+            tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, torch.Tensor)]
+            holders = [holders_of(tensor) for tensor in tensors]
+            stock(group, *args, **named).wait()
+            poll(partial(let_go, tensors, holders), Deadline(60), 0.0005)
+            return Done()
+
+        return collective
+
+    def holders_of(tensor: torch.Tensor) -> int:  # of its memory: gloo has views of it
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+    def let_go(tensors: list[torch.Tensor], holders: list[int]) -> bool | None:
+        return all(holders_of(tensor) <= n for tensor, n in zip(tensors, holders, strict=True)) or None
+
+    with ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(mock.patch.object(dist.ProcessGroup, name, waiting(getattr(dist.ProcessGroup, name))))
+        yield
 
 
 @contextmanager
