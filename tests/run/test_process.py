@@ -24,7 +24,7 @@ print(out.decode().strip())
 """
 
 
-def gone(pid: int, seconds: float = 5) -> bool:
+def gone(pid: int, seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
