@@ -28,34 +28,44 @@ class Declared(BaseException):
         flags: each with its choices, if it has any.
         words: that may come first, such as the name of a subcommand.
         options: those of a run that it takes as well, by name; None: all.
+        verbs: of the words those that the command, given one alone, says more of.
     """
 
     def __init__(
-        self, flags: Mapping[str, Sequence[str]], words: Iterable[str] = (), options: Collection[str] | None = ()
+        self,
+        flags: Mapping[str, Sequence[str]],
+        words: Iterable[str] = (),
+        options: Collection[str] | None = (),
+        verbs: Iterable[str] = (),
     ) -> None:
         super().__init__("asked what a command takes")
         self.flags = dict(flags)
         self.words = tuple(words)
         self.options = options
+        self.verbs = tuple(verbs)
 
 
 _asking = False
 
 
 def declare(
-    flags: Mapping[str, Sequence[str]], words: Iterable[str] = (), options: Collection[str] | None = ()
+    flags: Mapping[str, Sequence[str]],
+    words: Iterable[str] = (),
+    options: Collection[str] | None = (),
+    verbs: Iterable[str] = (),
 ) -> None:
     """Say what the command takes, if that is what is asked; see `Declared`."""
     if _asking:
-        raise Declared(flags, words, options)
+        raise Declared(flags, words, options, verbs)
 
 
-def declared(command: Callable[[list[str]], object]) -> Declared:
-    """What a command takes, without running it: whatever it calls first is one of the parsers, or `declare`."""
+def declared(command: Callable[[list[str]], object], *words: str) -> Declared:
+    """What a command takes after these words, without running it: whatever it calls first is one of the parsers, or
+    `declare`."""
     global _asking
     _asking = True
     try:
-        command([])
+        command([*words])
     except Declared as found:
         return found
     finally:
@@ -79,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         """argparse's, once what the command takes was said."""
         flags = {f: [*map(str, a.choices or ())] for a in self._actions for f in a.option_strings if f[:2] == "--"}
         named = [str(word) for action in self._actions if not action.option_strings for word in action.choices or ()]
-        declare(flags, [*self.verbs, *named])
+        declare(flags, [*self.verbs, *named], verbs=self.verbs)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

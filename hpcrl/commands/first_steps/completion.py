@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hpcrl.commands.first_steps.options import facts
 from hpcrl.config.passthrough import dashed
-from hpcrl.toolbox.arguments import Parser, declared
+from hpcrl.toolbox.arguments import Declared, Parser, declared
 
 SHELLS = ("bash", "zsh", "fish")
 _WORD = re.compile(r"[A-Za-z0-9._-]+")  #: a choice that no shell reads as anything else
@@ -54,18 +54,24 @@ def completion(argv: list[str], commands: Mapping[str, str], summary: str) -> in
 
 
 def completed(commands: Mapping[str, str], summary: str) -> dict[str, Completed]:
-    """What each command itself declares, and its help says of the words that it takes."""
-    found = {}
+    """What each command itself declares, and its help says of the words that it takes; a subcommand such as `engines
+    add` comes before its command."""
+    found: dict[str, Completed] = {}
     for name, place in commands.items():
         module, _, function = place.partition(":")
         of = getattr(importlib.import_module(module), function)
         takes = declared((lambda argv: completion(argv, {}, "")) if name == "completion" else of)
-        some = [f"--{dashed(option)}" for option in sorted(takes.options or ())]
-        flags = {flag: list(choices) for flag, choices in takes.flags.items()} | {flag: [] for flag in some}
-        usage = re.search(rf"hpcrl {name}\b(.*?)(?:  |;|>|$)", summary, re.MULTILINE)
-        of_a_run = bool(usage and re.search(r"\bRUN\b", usage[1]))
-        found[name] = Completed({"--help": []} | flags, takes.words, takes.options is None, of_a_run)
+        found |= {f"{name} {verb}": _completed(f"{name} {verb}", declared(of, verb), summary) for verb in takes.verbs}
+        found[name] = _completed(name, takes, summary)
     return found
+
+
+def _completed(name: str, takes: Declared, summary: str) -> Completed:
+    some = [f"--{dashed(option)}" for option in sorted(takes.options or ())]
+    flags = {flag: list(choices) for flag, choices in takes.flags.items()} | {flag: [] for flag in some}
+    usage = re.search(rf"hpcrl {name}\b(.*?)(?:  |;|>|$)", summary, re.MULTILINE)
+    of_a_run = bool(usage and re.search(r"\bRUN\b", usage[1]))
+    return Completed({"--help": []} | flags, takes.words, takes.options is None, of_a_run)
 
 
 def script(shell: str, commands: Mapping[str, str], summary: str) -> str:
@@ -75,14 +81,13 @@ def script(shell: str, commands: Mapping[str, str], summary: str) -> str:
         return _fish(found, summary)
     chosen = {f"*:{flag}": own for flag, own, _ in _flags() if own}
     for name, each in found.items():  # what a command says of a flag comes before what the options say
-        chosen = {f"{name}:{flag}": own for flag, own in each.flags.items() if own} | chosen
+        chosen = {f"{_pattern(name)}:{flag}": own for flag, own in each.flags.items() if own} | chosen
     words = {
-        "@COMMANDS@": " ".join(found),
-        "@RECIPE@": "|".join(name for name, each in found.items() if each.options) or "-",
-        "@RUN@": "|".join(name for name, each in found.items() if each.of_a_run) or "-",
+        "@COMMANDS@": " ".join(commands),
         "@OPTIONS@": " ".join(flag for flag, _, _ in _flags()),
         "@OWN@": "\n".join(
-            f'        {name}) own="{" ".join(each.flags)}" first="{" ".join(each.words)}" ;;'
+            f'        {_pattern(name)}) own="{" ".join(each.flags)}" first="{" ".join(each.words)}"'
+            f" options={int(each.options)} run={int(each.of_a_run)} ;;"
             for name, each in found.items()
         ),
         "@CHOICES@": "\n".join(f'        {which}) values="{" ".join(own)}" ;;' for which, own in chosen.items()),
@@ -91,6 +96,11 @@ def script(shell: str, commands: Mapping[str, str], summary: str) -> str:
     for mark, value in words.items():
         text = text.replace(mark, value)
     return text
+
+
+def _pattern(name: str) -> str:
+    """What the shell compares the command and the word after it with."""
+    return name.replace(" ", r"\ ") if " " in name else rf"{name}\ *"
 
 
 def _flags() -> list[tuple[str, list[str], str]]:
@@ -107,19 +117,18 @@ def _flags() -> list[tuple[str, list[str], str]]:
 _BASH = """\
 _hpcrl() {
     local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" verb="${COMP_WORDS[1]}"
-    local own="" first="" values="" found=""
+    local own="" first="" options=0 run=0 values="" found="" second=""
     COMPREPLY=()
     if [ "$COMP_CWORD" -eq 1 ]; then
         COMPREPLY=($(compgen -W "@COMMANDS@ --help --version" -- "$word"))
         return
     fi
-    case "$verb" in
+    [ "$COMP_CWORD" -gt 2 ] && second="${COMP_WORDS[2]}"
+    case "$verb $second" in
 @OWN@
     esac
-    case "$verb" in
-        @RECIPE@) own="$own @OPTIONS@" ;;
-    esac
-    case "$verb:$before" in
+    [ "$options" -eq 1 ] && own="$own @OPTIONS@"
+    case "$verb $second:$before" in
 @CHOICES@
     esac
     if [ "$COMP_CWORD" -eq 2 ] && [[ "$word" != -* ]]; then
@@ -129,18 +138,15 @@ _hpcrl() {
         COMPREPLY=($(compgen -W "$values" -- "$word"))
     elif [[ "$word" == -* ]]; then
         COMPREPLY=($(compgen -W "$own" -- "$word"))
+    elif [ "$run" -eq 1 ]; then
+        # names of directories are never expanded: another user may have made one there
+        while IFS= read -r found; do
+            COMPREPLY+=("$found")
+        done < <(cd runs 2> /dev/null && compgen -d -- "$word"; compgen -d -- "$word")
     else
-        case "$verb" in
-            @RUN@)
-                # names of directories are never expanded: another user may have made one there
-                while IFS= read -r found; do
-                    COMPREPLY+=("$found")
-                done < <(cd runs 2> /dev/null && compgen -d -- "$word"; compgen -d -- "$word") ;;
-            *)
-                while IFS= read -r found; do
-                    COMPREPLY+=("$found")
-                done < <(compgen -f -- "$word") ;;
-        esac
+        while IFS= read -r found; do
+            COMPREPLY+=("$found")
+        done < <(compgen -f -- "$word")
     fi
 }
 complete -o filenames -F _hpcrl hpcrl
@@ -153,17 +159,30 @@ def _fish(found: Mapping[str, Completed], summary: str) -> str:
     lines = [
         f"complete -c hpcrl -n __fish_use_subcommand -f -a {name} -d {shlex.quote(said.get(name, ''))}"
         for name in found
+        if " " not in name
     ]
-    inside = f"-n '__fish_seen_subcommand_from {' '.join(name for name, each in found.items() if each.options)}'"
+    takers = [name for name, each in found.items() if each.options]
     for flag, choices, text in _flags():
-        lines.append(f"complete -c hpcrl {inside} -l {flag.removeprefix('--')}{_values(choices)} -d {_quoted(text)}")
+        lines += [
+            f"complete -c hpcrl {inside} -l {flag.removeprefix('--')}{_values(choices)} -d {_quoted(text)}"
+            for inside in _after(takers)
+        ]
     for name, each in found.items():
-        of = f"complete -c hpcrl -n '__fish_seen_subcommand_from {name}'"
+        of = f"complete -c hpcrl {_after([name])[0]}"
         lines += [f"{of} -l {flag.removeprefix('--')}{_values(choices)}" for flag, choices in each.flags.items()]
         if each.words:
             lines.append(f"{of} -a {shlex.quote(' '.join(each.words))}")
-    runs = f"-n '__fish_seen_subcommand_from {' '.join(name for name, each in found.items() if each.of_a_run)}'"
-    return "\n".join([*lines, f"complete -c hpcrl {runs} -a '(test -d runs; and ls runs)'", ""])
+    runs = _after([name for name, each in found.items() if each.of_a_run])
+    return "\n".join([*lines, *(f"complete -c hpcrl {after} -a '(test -d runs; and ls runs)'" for after in runs), ""])
+
+
+def _after(names: Sequence[str]) -> list[str]:
+    """The conditions under which a line of fish's is for one of these commands; a subcommand has its own."""
+    seen = "__fish_seen_subcommand_from"
+    plain = [name for name in names if " " not in name]
+    conditions = [f"{seen} {' '.join(plain)}"] if plain else []
+    conditions += ["; and ".join(f"{seen} {word}" for word in name.split()) for name in names if " " in name]
+    return [f"-n '{condition}'" for condition in conditions]
 
 
 def _values(choices: Sequence[str]) -> str:

@@ -71,18 +71,24 @@ def test_each_option_is_completed(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert flags <= asked("bash", "hpcrl run --", tmp_path)
     assert not (flags - {"--num-rollout", "--ckpt-step", "--live-code"}) & asked("bash", "hpcrl resume --", tmp_path)
     (tmp_path / "script").write_text(script("bash", COMMANDS, HELP))
-    lines = [f"COMP_WORDS=(hpcrl {name} --); COMP_CWORD=2; _hpcrl; echo {name} ${{COMPREPLY[@]}}" for name in COMMANDS]
+    lines = [
+        f"COMP_WORDS=(hpcrl {name} --); COMP_CWORD={len(name.split()) + 1}; _hpcrl; echo '{name}:' ${{COMPREPLY[@]}}"
+        for name in completed(COMMANDS, HELP)
+    ]
     done = subprocess.run(
         ["bash", "--norc", "-c", "\n".join(["source ./script", *lines])], cwd=tmp_path, capture_output=True, text=True
     )
-    proposed = {line.split()[0]: {*line.split()[1:]} for line in done.stdout.splitlines()}
-    assert proposed.keys() == COMMANDS.keys() and not done.stderr
+    proposed = {line.partition(":")[0]: {*line.partition(":")[2].split()} for line in done.stdout.splitlines()}
+    assert {name for name in proposed if " " not in name} == COMMANDS.keys() and not done.stderr
     for name, each in completed(COMMANDS, HELP).items():
         assert {"--help", *each.flags} <= proposed[name], name
         assert each.options == (flags <= proposed[name]), name
     assert {"--web", "--port"} <= proposed["watch"] and "--help-all" in proposed["run"]
     assert {"math", "sft"} <= asked("bash", "hpcrl init x --task ", tmp_path)
     assert {"add", "remove"} <= asked("bash", "hpcrl engines ", tmp_path)
+    assert {"--first-slot", "--site"} <= asked("bash", "hpcrl engines add --", tmp_path)
+    assert "--rollout-num-gpus" in asked("bash", "hpcrl engines serve --", tmp_path)
+    assert asked("bash", "hpcrl engines --", tmp_path) == {"--help", "--json"}
     assert {"to-hf"} <= asked("bash", "hpcrl convert to", tmp_path)
 
 
