@@ -32,20 +32,22 @@ from hpcrl.config.stage_flags import flags_of, split_name, stage_flag
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import directory_of
+from hpcrl.recipe_here import choose_recipe
 from hpcrl.report.metrics import read_metrics
 from hpcrl.run.owners import refuse_foreign
 from hpcrl.run.rundir import TRACKER
 from hpcrl.untrusted_files import as_given, read_regular
 
 USAGE = """\
-usage: hpcrl eval RECIPE.toml [--load CHECKPOINT] [--option value ...] [--dry-run]
+usage: hpcrl eval [RECIPE.toml] [--load CHECKPOINT] [--option value ...] [--dry-run]
        hpcrl eval RUN | CHECKPOINT [--option value ...]      a run, its checkpoints or one of them (.../iter_0000100)
        hpcrl eval HF-DIR --eval-prompt-data NAME PATH --rm-type math --input-key prompt --label-key label ...
        hpcrl eval ... --site NAME                            as a batch job, with the flags of hpcrl submit
 
 Samples and grades the held-out sets of --eval-prompt-data or --eval-config, trains nothing, and prints what it found.
 Options are those of hpcrl run; of a recipe or a run, those that say how to train are left out. Of a recipe with stages
-the last that evaluates is taken, of a run the last that has begun."""
+the last that evaluates is taken, of a run the last that has begun. Without
+one it is recipe.toml of this directory."""
 
 #: options of the sections that say how to train, and what else makes no sense without training
 _TRAINING = {
@@ -73,17 +75,13 @@ def evaluate(argv: list[str]) -> int:
         print(USAGE)
         return 0
     overrides, own, words = parse_flags(argv, SUBMIT | {"submit": Kind("bool")})
-    if len(words) != 1:
-        raise UsageError(
-            f"{len(words)} things to evaluate",
-            "name one: hpcrl eval RECIPE.toml, a checkpoint or a Hugging Face directory",
-        )
     if "print" in own:
         raise UsageError("--print has no effect here", f"see hpcrl submit --help:\n{SUBMIT_USAGE}")
-    recipe, overrides = recipe_for(Path(words[0]), overrides)
+    subject = choose_recipe(words, None, "hpcrl eval")
+    recipe, overrides = recipe_for(Path(subject), overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))
     if own.pop("submit", False) or own.keys() - {"dry-run"}:
-        return submit_recipe(recipe, overrides, own, words[0])
+        return submit_recipe(recipe, overrides, own, subject)
     if own.get("dry-run"):
         preview(recipe, overrides)
         return 0

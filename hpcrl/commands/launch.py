@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.commands.first_steps.recipe_here import choose_recipe
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.mpi.hostfile import read_hostfile
 from hpcrl.mpi.mpirun import call_mpirun, under_mpi
+from hpcrl.recipe_here import choose_recipe
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 
 USAGE = """\

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hpcrl.commands.first_steps.recipe_here import choose_recipe
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, changed, load_recipe, resolve_stages
@@ -27,6 +26,7 @@ from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import Host, Plan, local_hosts, make_plan
 from hpcrl.prompt_files.early_look import look_at
+from hpcrl.recipe_here import choose_recipe
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.slime.verbatim import recipe_and_refusals, split_arguments
 from hpcrl.speed.cards import DEFAULT, named

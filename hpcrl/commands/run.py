@@ -37,10 +37,10 @@ def run(argv: list[str]) -> int:
         print(RUN_HELP)
         print(run_help("--help-all" in argv))
         return 0
-    from hpcrl.commands.first_steps.recipe_here import choose_recipe
     from hpcrl.config.flags import parse_flags
     from hpcrl.config.recipe import load_recipe
     from hpcrl.config.value_types import Kind
+    from hpcrl.recipe_here import choose_recipe
     from hpcrl.slime.verbatim import recipe_of, split_arguments
 
     before, arguments = split_arguments(argv)

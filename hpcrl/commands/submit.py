@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.commands.first_steps.recipe_here import choose_recipe
 from hpcrl.config.flags import flag_words, parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.sweep import GridRun, grid, read_axis, seed_axis
@@ -24,6 +23,7 @@ from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_subm
 from hpcrl.launch.site import FLAGS, SiteProfile, from_flags
 from hpcrl.launch.submission import chained, preview, refuse_absent_files, refuse_unfit, submit_new
 from hpcrl.launch.sweep import Sweep, preview_sweep, submit_sweep
+from hpcrl.recipe_here import choose_recipe
 from hpcrl.report.progress import say
 from hpcrl.slime.verbatim import recipe_of, split_arguments
 from hpcrl.untrusted_files import read_system

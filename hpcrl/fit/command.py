@@ -33,13 +33,14 @@ from hpcrl.memory.fits import cheapest
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import local_hosts
+from hpcrl.recipe_here import choose_recipe
 from hpcrl.rehearsal.site_card import least
 from hpcrl.run.rundir import write_atomic, write_first
 from hpcrl.speed.cards import CARDS, DEFAULT, named
 from hpcrl.untrusted_files import read_given
 
 USAGE = """\
-usage: hpcrl fit RECIPE.toml [--site SITE] [--max-nodes N] [--rehearse K] [--apply ROW [-o FILE]] [--option value ...]
+usage: hpcrl fit [RECIPE.toml] [--site SITE] [--max-nodes N] [--rehearse K] [--apply ROW [-o FILE]] [--option value ...]
 
 The shapes that hold the run: nodes, parallel sizes, engines, shared GPUs or not; each passes the checks and the memory
 figures of hpcrl plan, the best are rehearsed; in the order of their expected end, with a rough estimate of their speed
@@ -58,7 +59,8 @@ figures of hpcrl plan, the best are rehearsed; in the order of their expected en
   --mean-response-length TOKENS   default: half of --rollout-max-response-len
   --json             for programs: one JSON object
 
-Options are those of hpcrl run; what a flag sets of the shape is in every row."""
+Options are those of hpcrl run; what a flag sets of the shape is in every row. Without a recipe it is recipe.toml of
+this directory."""
 
 UNKNOWN = "default"  #: the name of the profile where none is named
 
@@ -86,18 +88,17 @@ def fit(argv: list[str]) -> int:
         print(USAGE)
         return 0
     flags, own, words = parse_flags(["--output" if word == "-o" else word for word in argv], OWN)
-    if len(words) != 1:
-        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl fit RECIPE.toml --site SITE")
     _check_own(own)
+    source = choose_recipe(words, None, "hpcrl fit")
     count = rehearsals(own.get("rehearse"))
-    file = _free_place(Path(words[0]), own)
-    recipe, site = load_recipe(words[0]), from_flags(own)
+    file = _free_place(Path(source), own)
+    recipe, site = load_recipe(source), from_flags(own)
     if len(recipe.stages) > 1:
         named_so = ", ".join(stage.name for stage in recipe.stages)
-        raise UsageError(f"{words[0]} has several stages ({named_so})", "write a recipe of the one that asks for most")
+        raise UsageError(f"{source} has several stages ({named_so})", "write a recipe of the one that asks for most")
     base = base_options(recipe, flags, site)
     if base.debug_rollout_only:
-        raise UsageError(f"{words[0]} trains nothing (--debug-rollout-only)", "fit is about runs that train")
+        raise UsageError(f"{source} trains nothing (--debug-rollout-only)", "fit is about runs that train")
     target = _target(base, site, own)
     asks = site.name != UNKNOWN or "set" in own  # else neither partitions nor nodes are known
     site = site if asks else _with_node(site, target.node)
@@ -112,7 +113,7 @@ def fit(argv: list[str]) -> int:
     rows = rehearse_best(rows, count, target)
     _show(rows, found, target, own)
     if "apply" in own:
-        _apply(file, Path(words[0]), rows, flags, site, own)
+        _apply(file, Path(source), rows, flags, site, own)
     return 0
 
 

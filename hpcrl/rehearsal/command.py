@@ -21,6 +21,7 @@ from hpcrl.memory.training import GIB
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.plan import local_hosts
+from hpcrl.recipe_here import choose_recipe
 from hpcrl.rehearsal.findings import cache_line, engine_line, findings, lines, of_cache, of_engine, unshown
 from hpcrl.rehearsal.on_node import on_node
 from hpcrl.rehearsal.ranks import distinct, named
@@ -28,7 +29,7 @@ from hpcrl.rehearsal.runner import asking_engine, run_ranks
 from hpcrl.rehearsal.site_card import memory_of_card, memory_of_engines
 
 USAGE = """\
-usage: hpcrl rehearse RECIPE.toml [--site SITE | --gpu NAME] [--ranks WHICH] [--on-node] [--option value ...]
+usage: hpcrl rehearse [RECIPE.toml] [--site SITE | --gpu NAME] [--ranks WHICH] [--on-node] [--option value ...]
 
 Every distinct rank of the trainer builds its model and optimizer and takes a step on tensors without content: no GPU,
 no weights and hardly any memory are needed, config.json of --hf-checkpoint is. What Megatron refuses, memory that runs
@@ -42,7 +43,7 @@ out and ranks that do not fit together are errors (docs/rehearsal.md).
   --on-node          on one node of the site (of --site or $HPCRL_SITE), as a job of its own or, typed in a job, as a
                      step of it; --gpu and --gpu-memory then go with --site
 
-Options are those of hpcrl run."""
+Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there."""
 
 OWN = {
     "site": Kind("str"),
@@ -61,9 +62,8 @@ def rehearse(argv: list[str]) -> int:
         print(USAGE)
         return 0
     overrides, own, words = parse_flags(argv, OWN)
-    if len(words) != 1:
-        raise UsageError(f"{len(words)} recipes given", "name one: hpcrl rehearse RECIPE.toml")
-    recipe = load_recipe(words[0])
+    chosen = choose_recipe(words, None, "hpcrl rehearse")
+    recipe = load_recipe(chosen)
     options = resolve_stages(recipe, overrides, {"run": "{run}", "prepared": "{run}/prepared"})
     refuse_settings(options, local_hosts, packages=False)
     card = own.get("gpu-memory"), own.get("gpu")
@@ -71,7 +71,7 @@ def rehearse(argv: list[str]) -> int:
     gpu = memory_of_card(*card, site)
     engines = memory_of_engines(options, gpu, site)
     if own.get("on-node"):
-        return on_node(argv, own)
+        return on_node(argv if words else [chosen, *argv], own)
     at_once = own.get("at-once", len(os.sched_getaffinity(0)))
     wrong: list[HpcrlError] = []
     for stage, resolved in zip(recipe.stages, options, strict=True):

@@ -23,6 +23,7 @@ from hpcrl.errors import DeadlineError, Interrupted, PeerError, UsageError
 from hpcrl.launch.engines.standalone import PROGRAM, borrow, prepare
 from hpcrl.plain_text import strip_control
 from hpcrl.plan import Location, Plan
+from hpcrl.recipe_here import choose_recipe
 from hpcrl.run.process import PARENT
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.scratch import scratch
@@ -50,7 +51,7 @@ usage: hpcrl serve RUN | HF-DIR [--listen HOST:PORT] [--option value ...]
 
   --listen HOST:PORT   where (default: a free port of 127.0.0.1)"""
 TRY = """\
-usage: hpcrl try RECIPE.toml [--prompts N] [--responses N] [--stage NAME] [--option value ...]
+usage: hpcrl try [RECIPE.toml] [--prompts N] [--responses N] [--stage NAME] [--option value ...]
 
   Prompts as the model gets them, token by token, with responses from the model that the recipe starts from, the reward
   of each, what the reward function said of its parts, and how long it took. Nothing is trained. The engine stays up for
@@ -58,7 +59,9 @@ usage: hpcrl try RECIPE.toml [--prompts N] [--responses N] [--stage NAME] [--opt
 
   --prompts N     how many (default: 4)
   --responses N   to each (default: 2)
-  --stage NAME    of a recipe with stages (default: the last that samples)"""
+  --stage NAME    of a recipe with stages (default: the last that samples)
+
+Without a recipe it is recipe.toml of this directory. Other options are those of hpcrl run."""
 
 
 def chat(argv: list[str]) -> int:
@@ -128,9 +131,11 @@ def _free() -> str:
 def try_recipe(argv: list[str]) -> int:
     """`hpcrl try`."""
     flags = {"prompts": Kind("int"), "responses": Kind("int"), "stage": Kind("str")}
-    overrides, own, word = _parsed(argv, flags, TRY, "a recipe")
-    if word is None:
+    overrides, own, words = parse_flags(argv, flags | {"help": Kind("bool")})
+    if "help" in own or "-h" in words:
+        print(TRY)
         return 0
+    word = choose_recipe(words, None, "hpcrl try")
     counts = {"prompts": own.get("prompts", 4), "responses": own.get("responses", 2)}
     for name, value in counts.items():
         if value < 1:

@@ -107,8 +107,8 @@ def test_a_checkpoint_without_a_run_and_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "0 things to evaluate"),
-        (["a", "b"], "2 things to evaluate"),
+        ([], "no recipe given"),
+        (["a", "b"], "more than one recipe: a b"),
         (["absent"], "neither a recipe"),
         (["{here}"], "no Hugging Face model"),
     ],

@@ -1,2 +1,2 @@
-"""Commands of a first hour: a folder to start from (`init.py`), the recipe of the current directory (`recipe_here.py`),
-what options there are (`options.py`), and their names under the Tab key (`completion.py`)."""
+"""Commands of a first hour: a folder to start from (`init.py`), what options there are (`options.py`), and their names
+under the Tab key (`completion.py`)."""

@@ -104,7 +104,10 @@ def test_what_is_not_installed_is_named(
 
 @pytest.mark.parametrize(
     "words",
-    [["run", "--dry-run"], ["plan"], ["submit", "--dry-run"], ["launch", "--hostfile", "hosts", "--print"]],
+    [
+        *[["run", "--dry-run"], ["plan"], ["submit", "--dry-run"], ["launch", "--hostfile", "hosts", "--print"]],
+        *[["rehearse"], ["fit"], ["try"], ["eval", "--dry-run"]],
+    ],
     ids=lambda words: words[0],
 )
 def test_the_recipe_that_is_here_is_taken(home: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

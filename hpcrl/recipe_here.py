@@ -1,6 +1,6 @@
 """Which recipe a command means: the one that is named, or recipe.toml of the current directory.
 
-Invariant: the commands that start a run, or show what one would do, all choose it here; a run's own copy of its recipe
+Invariant: all commands that take a recipe choose it here; a run's own copy of its recipe
 is never taken for one.
 """
 
