@@ -30,8 +30,8 @@ PROGRAMS = {
     "ip": "iproute2",
     "shellcheck": "shellcheck",
 }
-#: for the tests of pages, which are skipped without it
-BROWSER = "chromium"
+#: program, and its package -> the tests that are skipped without it
+OPTIONAL = {"chromium": "pages", "fish": "shell completion", "zsh": "shell completion"}
 POLICY = Path("/usr/sbin/policy-rc.d")
 
 
@@ -62,9 +62,11 @@ def reason() -> str | None:
 def main(*, install: bool) -> int:
     """Say what is missing or install it.  0 if nothing is missing at the end or nothing could be done about it."""
     lacking = missing()
-    if install and shutil.which(BROWSER) is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        print(f"installing a browser for the tests of pages: {BROWSER}", flush=True)
-        install_packages(BROWSER)
+    more = [program for program in OPTIONAL if shutil.which(program) is None]
+    if install and more and os.geteuid() == 0 and shutil.which("apt-get"):
+        what = ", ".join(f"{program} ({OPTIONAL[program]})" for program in more)
+        print(f"installing what some tests are skipped without: {what}", flush=True)
+        install_packages(*more)
     if not lacking:
         return 0
     if not install or os.geteuid() != 0 or shutil.which("apt-get") is None:
