@@ -19,7 +19,7 @@ BENCHES ?= $(wildcard bench/*.py)
 CLUSTER ?= /tmp/hpcrl-cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test soak fast env-312 fast-312 trainer-312 lint docs sbatch lock sbom bench cluster packages
+.PHONY: help env quickstart test soak fast env-312 fast-312 trainer-312 trackers lint docs sbatch lock sbom bench cluster packages
 
 help:
 	@echo "make quickstart   make the environment, then run $(RECIPE)"
@@ -28,6 +28,7 @@ help:
 	@echo "make soak         the long campaigns, which make test leaves out"
 	@echo "make fast-312     the fast tests on Python 3.12, with the newer Megatron-core (.venv-312, 6 GB)"
 	@echo "make trainer-312  the tests of trainer ranks and conversions there"
+	@echo "make trackers     hpcrl sync with the real wandb, trackio and mlflow, each on this machine"
 	@echo "make lint         ruff: rules and format"
 	@echo "make docs         write docs/options.md again"
 	@echo "make sbatch       write the scripts of sbatch/ again"
@@ -123,6 +124,16 @@ fast-312: env-312
 
 trainer-312: env-312
 	.venv-312/bin/python -m pytest -m "process and not vllm and not cluster and not soak" tests/trainer tests/convert
+
+# Their packages bring some hundred others, so they have an environment of their own, which sees this one's.
+TRACKERS := $(HPCRL_VENV)/trackers
+$(TRACKERS): $(ENV)
+	$(BIN)/python -m venv --without-pip $@
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $@/lib/python3.*/site-packages)/above.pth
+	$(BIN)/python -m pip --python $@/bin/python install --quiet --disable-pip-version-check --editable .[wandb,trackio,mlflow]
+
+trackers: $(TRACKERS)
+	$(TRACKERS)/bin/python -m pytest -rs tests/trackers
 
 packages: $(ENV)
 	@$(BIN)/python -m tools.cluster packages --install || true

@@ -108,7 +108,7 @@ def test_a_checkpoint_without_a_run_and_a_model(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         ([], "no recipe given"),
-        (["a", "b"], "more than one recipe: a b"),
+        (["a", "b"], "recipe: a b"),
         (["absent"], "neither a recipe"),
         (["{here}"], "no Hugging Face model"),
     ],
