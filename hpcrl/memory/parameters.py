@@ -150,7 +150,7 @@ def layer_rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Ite
     seen: set[Sequence[str]] = set()
     kinds = ("all", "experts" if experts else "dense")
     for rule in family.rules:
-        mine = "{layer}" in rule.megatron and rule.layers in kinds and (not rule.needs or fields.get(rule.needs))
+        mine = "{layer}" in rule.megatron and rule.layers in kinds and rule.fits(fields)
         if mine and rule.hf not in seen and not rule.megatron.endswith("expert_bias"):  # which is a buffer
             seen.add(rule.hf)
             yield rule
@@ -159,7 +159,8 @@ def layer_rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Ite
 def hidden_norms(family: Family, fields: Mapping[str, Any], experts: bool) -> int:
     """Norms of a layer over the hidden size."""
     return sum(
-        rule.kind == "same" and rule.hf[0].endswith("layernorm.weight") for rule in layer_rules(family, fields, experts)
+        rule.kind == "same" and rule.hf[0].endswith("layernorm.weight") and ".self_attn." not in rule.hf[0]
+        for rule in layer_rules(family, fields, experts)
     )
 
 
@@ -204,6 +205,8 @@ def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: 
     hidden = fields["hidden_size"]
     head = fields["kv_channels"]
     name = rule.megatron
+    if fields.get("multi_latent_attention") and (found := _latent_shape(name, fields, tp)):
+        return found
     double = 2 if rule.kind in ("gate_up", "fused_gate_up") else 1
     if rule.kind == "vocab":
         return (-(-vocab // tp), hidden)
@@ -223,3 +226,24 @@ def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: 
     else:
         width = fields["moe_shared_expert_intermediate_size" if "shared_experts" in name else "ffn_hidden_size"] // tp
     return (hidden, width) if rule.kind == "row" else (double * width, hidden)
+
+
+def _latent_shape(name: str, fields: Mapping[str, Any], tp: int) -> tuple[int, ...] | None:
+    """Of a matrix or norm of multi-head latent attention; None of any other parameter."""
+    hidden = fields["hidden_size"]
+    query = fields["q_lora_rank"] or hidden
+    latent = fields["kv_lora_rank"]
+    heads = fields["num_attention_heads"] // tp
+    whole = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"]
+    shapes = {
+        "linear_q_proj.weight": (heads * whole, hidden),
+        "linear_q_down_proj.weight": (query, hidden),
+        "q_layernorm.weight": (query,),
+        "linear_q_up_proj.layer_norm_weight": (query,),
+        "linear_q_up_proj.weight": (heads * whole, query),
+        "linear_kv_down_proj.weight": (latent + fields["qk_pos_emb_head_dim"], hidden),
+        "kv_layernorm.weight": (latent,),
+        "linear_kv_up_proj.layer_norm_weight": (latent,),
+        "linear_kv_up_proj.weight": (heads * (fields["qk_head_dim"] + fields["v_head_dim"]), latent),
+    }
+    return shapes.get(name.partition(".self_attention.")[2])

@@ -39,7 +39,8 @@ class Rule:
             gate_up  two tensors, each cut by rows, stacked; fused_gate_up: one that holds the two, one below the other
         hf: names of the tensors, with {layer} and {expert}.
         layers: those that have it: all, only the dense ones, or only those with experts.
-        needs: a field of TransformerConfig without which no layer has it, such as qk_layernorm.
+        needs: a field of TransformerConfig without which no layer has it, such as qk_layernorm; behind a "!" one with
+            which none has it.
         expert: the number of the expert that it belongs to, filled in by `Family.tensors`; None: to no expert.
     """
 
@@ -49,6 +50,11 @@ class Rule:
     layers: Literal["all", "dense", "experts"] = "all"
     needs: str = ""
     expert: int | None = None
+
+    def fits(self, fields: Mapping[str, Any]) -> bool:
+        """Whether layers of a model with these fields of TransformerConfig may have it."""
+        name = self.needs.removeprefix("!")
+        return not name or bool(fields.get(name)) != self.needs.startswith("!")
 
     def filled(self, layer: int, expert: int | None = None) -> Rule:
         """The rule with {layer} and {expert} replaced by numbers (a large model has 60,000 of them: no str.format)."""
@@ -88,7 +94,7 @@ class Family:
     def tensors(self, config: Config) -> list[tuple[str, Rule]]:
         """(Megatron name, rule with names filled in) of every parameter, layer by layer in the order of the model."""
         fields = self.transformer(config)
-        rules = [rule for rule in self.rules if not rule.needs or fields.get(rule.needs)]
+        rules = [rule for rule in self.rules if rule.fits(fields)]
         found = [(rule.megatron, rule) for rule in rules if "{layer}" not in rule.megatron]
         experts = fields.get("num_moe_experts") or 0
         sparse = fields["moe_layer_freq"] if experts else [0] * fields["num_layers"]

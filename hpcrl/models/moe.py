@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcrl.errors import DataError
 from hpcrl.models.dense import H, M
-from hpcrl.models.family import Config, Rule
+from hpcrl.models.family import Config, Rule, refuse
 
 #: weights over the chosen experts add up to the scaling factor, in Megatron only if there are several
 FEWEST = 2
@@ -39,6 +39,61 @@ def settings(config: Config, experts: int, sparse: Sequence[bool]) -> dict[str, 
     }
 
 
+#: settings of config.json that `sigmoid_settings` reads
+SIGMOID = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "routed_scaling_factor",
+)
+
+
+def sigmoid_settings(config: Config, sparse: Sequence[bool]) -> dict[str, Any]:
+    """Fields of TransformerConfig for experts chosen by sigmoid scores with a correction bias, and shared experts
+    (DeepSeek-V3, arXiv:2412.19437).
+
+    Raises:
+        DataError: if there are no shared experts, or if the choice is not Megatron's.
+    """
+    refuse(config, {"norm_topk_prob": [True]})
+    if config["n_shared_experts"] < 1:
+        raise DataError(
+            f"config.json of this {config['model_type']} model has n_shared_experts = 0", "one at least is supported"
+        )
+    return (
+        settings(config, config["n_routed_experts"], sparse)
+        | {
+            "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * config["n_shared_experts"],
+            "moe_router_score_function": "sigmoid",
+            "moe_router_pre_softmax": True,  # unread with sigmoid; slime's flags for these models say so
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
+        }
+        | _groups(config)
+    )
+
+
+def _groups(config: Config) -> dict[str, Any]:
+    """Routing limited to the best groups of experts.
+
+    A group's score is the sum of its best 2 experts here, of its best (chosen / groups) in Megatron: DataError if
+    these are not the same.
+    """
+    groups = config.get("n_group", 1)
+    best = config.get("topk_group", 1)
+    chosen = config["num_experts_per_tok"]
+    if groups == 1:
+        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    if config["n_routed_experts"] % groups or chosen != 2 * best:
+        raise DataError(
+            f"config.json of this {config['model_type']} model has n_group = {groups}, topk_group = {best}, "
+            f"num_experts_per_tok = {chosen}",
+            "with groups that divide the experts, twice as many experts as groups must be chosen",
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+
+
 def _experts(fc: int, kind: Any, hf: tuple[str, ...]) -> tuple[Rule, ...]:
     """One of the two linear layers of every expert, under the names of both of Megatron's implementations."""
     names = tuple(f"{H}mlp.experts.{{expert}}.{name}.weight" for name in hf)
@@ -51,3 +106,17 @@ def _experts(fc: int, kind: Any, hf: tuple[str, ...]) -> tuple[Rule, ...]:
 
 ROUTER = Rule(M + "mlp.router.weight", "same", (H + "mlp.gate.weight",), layers="experts")
 EXPERTS = (*_experts(1, "gate_up", ("gate_proj", "up_proj")), *_experts(2, "row", ("down_proj",)))
+_SHARED = M + "mlp.shared_experts."
+#: of `sigmoid_settings`
+SIGMOID_RULES = (
+    ROUTER,
+    Rule(M + "mlp.router.expert_bias", "same", (H + "mlp.gate.e_score_correction_bias",), layers="experts"),
+    *EXPERTS,
+    Rule(
+        _SHARED + "linear_fc1.weight",
+        "gate_up",
+        (H + "mlp.shared_experts.gate_proj.weight", H + "mlp.shared_experts.up_proj.weight"),
+        layers="experts",
+    ),
+    Rule(_SHARED + "linear_fc2.weight", "row", (H + "mlp.shared_experts.down_proj.weight",), layers="experts"),
+)

@@ -34,6 +34,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
 
 #: model_type -> fields of the plain and of the odd model
 SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -102,8 +112,78 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope_parameters": GLM_ROPE,
         },
     ),
+    "deepseek_v3": (
+        {
+            "tied": False,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        {
+            "tied": False,
+            "num_key_value_heads": 6,
+            "q_lora_rank": 22,
+            "kv_lora_rank": 18,
+            "qk_nope_head_dim": 14,
+            "qk_rope_head_dim": 12,
+            "v_head_dim": 10,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 22,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+            "rope_parameters": YARN,
+        },
+    ),
+    "glm4_moe_lite": (
+        {
+            "tied": False,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,  # what transformers has in the two inner norms whatever the config says
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+        },
+        {
+            "tied": True,
+            "num_key_value_heads": 6,
+            "rms_norm_eps": 1e-6,
+            "q_lora_rank": None,
+            "kv_lora_rank": 22,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 14,
+            "v_head_dim": 26,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 22,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1,
+        },
+    ),
 }
-EXPERTS = ("qwen3_moe", "glm4_moe")
+EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite")
 
 
 def make(directory: str | Path, model_type: str, odd: bool = False, **more: Any) -> Path:

@@ -82,6 +82,7 @@ def install(device: str = CPU) -> None:
             _megatron_on_cpu()
     _without_waits()
     _router_repair()
+    _latent_repair()
     _checkpoint_repairs()
 
 
@@ -272,6 +273,16 @@ def _router_repair() -> None:
         moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe, "te_general_gemm"):
         moe.te_general_gemm = None
+
+
+def _latent_repair() -> None:
+    """0.16 takes Transformer Engine for installed wherever its wrappers can be imported, and asks each projection
+    whether it is of a class that is none: TypeError in every layer of multi-head latent attention."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    if not isinstance(getattr(latent, "TELinear", None), type):
+        latent.HAVE_TE = False
 
 
 # ---- checkpoints of Megatron's optimizers whose Adam is torch.optim.AdamW (no Transformer Engine, no apex)

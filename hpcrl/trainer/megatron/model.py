@@ -41,7 +41,7 @@ from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.trainer.megatron.fusions import NOTHING, Fusions
 from hpcrl.trainer.megatron.output_head import give_values
 from hpcrl.trainer.megatron.packed_attention import block_spec
-from hpcrl.trainer.megatron.settings import Settings, construct, refusals, resolve_settings
+from hpcrl.trainer.megatron.settings import Settings, config_class, construct, refusals, resolve_settings
 from hpcrl.trainer.parallel_state import Ranks, check_layout
 
 PROVIDER = "custom_model_provider_path"
@@ -140,7 +140,7 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
         settings.transformer["perform_initialization"] = (
             False  # every weight comes from a file, and no gradient is taken
         )
-    config = construct(TransformerConfig, settings.transformer)
+    config = construct(config_class(settings.transformer), settings.transformer)
     stages = config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)  # some of Megatron asks here, some the config
     module = partial(_module, options, config, family, hf_config, gpt, ranks)

@@ -13,10 +13,10 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from hpcrl.model_files.torch_dist import SANDWICH
 from hpcrl.trainer.megatron import thd
+from hpcrl.trainer.megatron.latent_attention import LATENT_NAMES, LatentAttention
 
 
 @dataclass
@@ -80,7 +81,9 @@ def block_spec(
     if not engine:
         plans = thd.PlanCache()  # one for the layers of this chunk
         for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = partial(PackedAttention, plans=plans)
+            layer.submodules.self_attention.submodules.core_attention = ModuleSpec(PackedAttention, {"plans": plans})
+            if config.multi_latent_attention:
+                layer.submodules.self_attention.module = LatentAttention
             for owner in (layer.submodules, layer.submodules.self_attention.submodules):
                 _replace_norms(owner)
         block = TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)
@@ -88,12 +91,12 @@ def block_spec(
         for layer in block.layer_specs:
             adapt(layer, block.layer_norm, config)
     for layer in block.layer_specs:
-        name_as_elsewhere(layer)
+        name_as_elsewhere(layer, config.multi_latent_attention)
     return block
 
 
 def _replace_norms(submodules: Any) -> None:
-    for name in ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm"):
+    for name in ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm"):
         found: ModuleSpec | type | None = getattr(submodules, name, None)
         if found is WrappedTorchNorm:
             setattr(submodules, name, RMSNorm)
@@ -144,12 +147,19 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Boundaries | None = None,
     ) -> torch.Tensor:
-        """query [t, heads, d], key and value [t, groups, d] of this CP rank's rows -> [t, heads * d]."""
+        """query [t, heads, d], key [t, groups, d] and value [t, groups, v] of this CP rank's rows -> [t, heads * v].
+
+        Where values and keys differ in size the smaller get columns of zeros: the kernels know one size of head.
+        """
         assert packed_seq_params is not None, "sequences are always packed"
         size = self.cp_group.size()
         rank = self.cp_group.rank()
+        width = value.size(-1)
+        if width != query.size(-1):
+            query, key, value = (F.pad(x, (0, max(width, query.size(-1)) - x.size(-1))) for x in (query, key, value))
         if size == 1 and use_flash_attention(query):
-            return _flash(query, key, value, packed_seq_params, self.scale, self.config.deterministic_mode)
+            out = _flash(query, key, value, packed_seq_params, self.scale, self.config.deterministic_mode)
+            return out[..., :width].flatten(1)
         if size > 1:
             # forward: everybody's keys and values; backward: their gradients, summed over the ranks
             both = tensor_parallel.gather_from_sequence_parallel_region(
@@ -157,7 +167,7 @@ class PackedAttention(MegatronModule):
             )
             key, value = both.split([key.size(-1), value.size(-1)], dim=-1)
         plan = self.plans.get(packed_seq_params.ends, query.size(1) * query.size(2), size, rank, query.device)
-        return thd.attend(query, key, value, plan, self.scale).flatten(1)
+        return thd.attend(query, key, value, plan, self.scale)[..., :width].flatten(1)
 
 
 def _flash(
@@ -167,15 +177,20 @@ def _flash(
 
     cu = packed.cu_seqlens_q
     longest = packed.max_seqlen_q
-    out = flash_attn_varlen_func(
+    return flash_attn_varlen_func(
         query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True, deterministic=deterministic
     )
-    return out.flatten(1)
 
 
-def name_as_elsewhere(layer: Any) -> None:
-    """Set the names of one layer's spec (a ModuleSpec of a TransformerLayer), in place."""
+def name_as_elsewhere(layer: Any, latent: bool = False) -> None:
+    """Set the names of one layer's spec (a ModuleSpec of a TransformerLayer), in place.
+
+    Args:
+        latent: its attention is multi-head latent, of which Megatron's own table is empty.
+    """
     names = dict(layer.submodules.sharded_state_dict_keys_map)
+    if latent:
+        names |= LATENT_NAMES
     mlp = layer.submodules.mlp  # a ModuleSpec, or since Megatron-core 0.19 a partial
     if MoELayer in (getattr(mlp, "module", None), getattr(mlp, "func", None)):
         # Megatron's table means a dense layer, whose norm Transformer Engine fuses into the MLP

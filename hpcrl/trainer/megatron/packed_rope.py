@@ -62,13 +62,15 @@ def rotate_packed(
 ) -> torch.Tensor:
     """Packed rows t [t, heads, d], rotated.
 
-    The arguments for multi-latent attention have one name up to Megatron-core 0.18, and another from 0.19 on.
+    The arguments for multi-latent attention have one name up to Megatron-core 0.18, and another from 0.19 on: its
+    columns lie in pairs (0, 1), (2, 3), ..., and come out as halves.
 
     Args:
         cu_seqlens: boundaries with padding, not split by CP.
         freqs: [longest, 1, 1, rotary d].
     """
-    assert not (multi_latent_attention or mla_rotary_interleaved), "multi-latent attention takes another path"
+    if multi_latent_attention or mla_rotary_interleaved:
+        t = torch.cat((t[..., ::2], t[..., 1::2]), dim=-1)
     rows = positions(cu_seqlens, len(t), cp_group.size(), cp_group.rank())
     cos, sin = ((f(freqs[:, 0]) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))  # [longest, 1, rotary d]
     rotated = t[..., : cos.size(-1)]

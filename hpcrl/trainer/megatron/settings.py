@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from hpcrl.config.options import Options
@@ -41,7 +41,7 @@ from hpcrl.trainer.megatron import capabilities
 from hpcrl.trainer.megatron.capabilities import Machine
 from hpcrl.trainer.megatron.fusions import Fusions, check_replay, choose_fusions
 
-CLASSES = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+CLASSES = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 ACTIVATIONS: dict[str, Callable] = {"silu": F.silu, "gelu": F.gelu}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
@@ -81,7 +81,13 @@ def resolve_settings(
             raise UsageError(f"{as_flag(name, given[name])} cannot be: hpcrl needs {fixed[name]}")
     merged = {**_defaults(machine, given), **model, **given, **fusions.settings, **fixed}
     merged["activation_func"] = ACTIVATIONS[merged["activation_func"]]
-    return Settings(*({k: v for k, v in merged.items() if k in _fields(cls)} for cls in CLASSES), fusions)
+    classes = (config_class(merged), *CLASSES[1:])
+    return Settings(*({k: v for k, v in merged.items() if k in _fields(cls)} for cls in classes), fusions)
+
+
+def config_class(fields: Mapping[str, Any]) -> type[TransformerConfig]:
+    """Of a model's configuration: with multi-head latent attention a subclass that has its sizes."""
+    return MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
 
 
 def construct(cls: type, values: Mapping[str, Any]) -> Any:

@@ -1,0 +1,30 @@
+"""GLM-4.7-Flash: the layers of DeepSeek-V3, of which a list says which have experts.
+
+transformers reads that list, or takes the first layer alone for dense; vLLM reads first_k_dense_replace.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcrl.errors import DataError
+from hpcrl.models import mla
+from hpcrl.models.family import Config, Family, require
+
+
+def transformer(config: Config) -> dict[str, Any]:
+    """config.json -> fields of Megatron's MLATransformerConfig."""
+    require(config, ("num_hidden_layers",))
+    layers = config["num_hidden_layers"]
+    first = config.get("first_k_dense_replace", 1)
+    sparse = [layer >= first for layer in range(layers)]
+    kinds = config.get("mlp_layer_types") or ["sparse" if has else "dense" for has in sparse]
+    if [kind == "sparse" for kind in kinds] != sparse:
+        raise DataError(
+            f"config.json of this glm4_moe_lite model has first_k_dense_replace = {first} and mlp_layer_types = {kinds}",
+            "they must say the same of all its layers",
+        )
+    return mla.settings(config, sparse)
+
+
+FAMILY = Family(model_type="glm4_moe_lite", transformer=transformer, gpt=mla.gpt, rules=mla.RULES)

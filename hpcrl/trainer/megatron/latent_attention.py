@@ -1,0 +1,55 @@
+"""Megatron's multi-head latent attention without Transformer Engine.
+
+Its local layers split the two down projections over tensor-parallel ranks and gather what they give; each rank then
+sees of the rotated keys' gradient only what its own heads say, and nothing adds these up.  Transformer Engine's hold
+the projections whole on every rank.  So do ours, on a rank's own rows of a sequence: Megatron gathers the keys, and
+their gradients are added on the way back.
+
+Invariants: parameters and names in checkpoints are those of Transformer Engine's layers; with tensor parallelism rows
+are split over the ranks (sequence parallelism), which every model with experts needs (`parallel_state.check_layout`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+#: local name -> Transformer Engine's, which puts a norm into the layer that follows it
+LATENT_NAMES = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """x @ weight^T with the whole weight on every rank; its gradient is summed over tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, like: torch.Tensor, rows: int) -> None:
+        super().__init__()
+        whole = torch.empty(rows, like.size(1), dtype=like.dtype, device=like.device)
+        if config.perform_initialization:
+            assert config.init_method is not None
+            config.init_method(whole)
+        self.weight = torch.nn.Parameter(whole)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """x [rows, 1, columns] -> [rows, 1, rows of the weight], and no bias."""
+        return F.linear(x, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """MLASelfAttention whose down projections are whole on every rank."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        sizes = {"linear_kv_down_proj": config.kv_lora_rank + config.qk_pos_emb_head_dim}
+        if config.q_lora_rank is not None:
+            sizes["linear_q_down_proj"] = config.q_lora_rank
+        for name, rows in sizes.items():
+            setattr(self, name, ReplicatedLinear(config, getattr(self, name).weight, rows))
