@@ -27,6 +27,7 @@ CLASSES: dict[Table, tuple[tuple[str, str], ...]] = {
     "megatron": (
         ("megatron.core.model_parallel_config", "ModelParallelConfig"),
         ("megatron.core.transformer.transformer_config", "TransformerConfig"),
+        ("megatron.core.transformer.transformer_config", "MLATransformerConfig"),
         ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
         ("megatron.core.distributed.distributed_data_parallel_config", "DistributedDataParallelConfig"),
     ),

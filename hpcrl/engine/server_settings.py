@@ -105,11 +105,14 @@ def check_drafts(options: Options, found: Build) -> None:
 def kv_cache_bytes(config: Mapping[str, Any], sequences: int, length: int, item: int, available: int) -> int:
     """Bytes of KV cache for `sequences` full contexts, at least 64 MiB, at most a quarter of the available memory.
 
-    Two (K and V) x layers x KV heads x head size x `item` bytes a token, in whole blocks (vLLM's own layout).
+    Two (K and V) x layers x KV heads x head size x `item` bytes a token, in whole blocks (vLLM's own layout); of
+    multi-head latent attention layers x (latent vector and rotated key).
     """
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width * item
+    if latent := config.get("kv_lora_rank"):
+        token = config["num_hidden_layers"] * (latent + config["qk_rope_head_dim"]) * item
     wanted = sequences * -(-length // BLOCK) * BLOCK * token
     return max(64 * 1024**2, min(wanted, available // 4))
 

@@ -112,10 +112,13 @@ def layer_bytes(
     split = _split(layout)
     heads, groups, head = (fields[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
     normed = 0 if "normed" in spared else 2 * split * hidden
-    # rotated queries and keys; what the matrix gave, of which the values are a part; what attention gives
-    attention = ((heads + groups) + (heads + 2 * groups) + heads) * head / layout.tp
     statistics = 4 * heads / layout.tp + 4 * norms * split  # of each row, in fp32
-    if fields.get("qk_layernorm"):
+    if fields.get("multi_latent_attention"):
+        attention = latent_elements(fields, layout)
+        statistics += 4 * split * (1 + bool(fields["q_lora_rank"]))
+    else:  # rotated queries and keys; what the matrix gave, of which the values are a part; what attention gives
+        attention = ((heads + groups) + (heads + 2 * groups) + heads) * head / layout.tp
+    if fields.get("qk_layernorm") and not fields.get("multi_latent_attention"):
         attention += heads * head / layout.tp if groups > layout.tp else 0.0  # of several groups queries are copied out
         statistics += 4 * (heads + groups) / layout.tp
     inner, activated = _mlp(fields, layout, experts)
@@ -124,6 +127,16 @@ def layer_bytes(
     if experts:
         statistics += split * (3 * 4 * fields["num_moe_experts"] / 2 + 12 * fields["moe_router_topk"])
     return item * (norms * split * hidden + normed + attention + inner + activated) + statistics
+
+
+def latent_elements(fields: Mapping[str, Any], layout: Layout) -> float:
+    """Elements a token that multi-head latent attention keeps: queries, keys, values and what attention gives; of the
+    vectors that they come from what the norms take and give; four tables of the rotation."""
+    rotated = fields["qk_pos_emb_head_dim"]
+    query = 2 * (fields["q_lora_rank"] or 0)
+    latent = 2 * fields["kv_lora_rank"] + rotated
+    each = 2 * (fields["qk_head_dim"] + rotated + fields["v_head_dim"])
+    return fields["num_attention_heads"] * each / layout.tp + _split(layout) * (query + latent) + 4 * rotated
 
 
 def backward_bytes(fields: Mapping[str, Any], layout: Layout, experts: bool, item: int) -> float:

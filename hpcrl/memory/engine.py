@@ -127,8 +127,10 @@ def model_bytes(options: Options, family: Family, config: Config) -> float:
 
 def token_bytes(options: Options, family: Family, config: Config) -> float:
     """Bytes of one token in the KV cache of one GPU: keys and values of every layer; with fewer heads than GPUs each
-    holds one."""
+    holds one.  Of multi-head latent attention each holds the one vector that they come from, and the rotated key."""
     fields = family.transformer(served(options, config))
     heads = max(1.0, fields["num_query_groups"] / options.engine_tensor_parallel_size)
     item = _ITEMS.get(str(options.vllm.get("kv_cache_dtype")), 2 if options.bf16 else 4)
+    if fields.get("multi_latent_attention"):
+        return 1.0 * fields["num_layers"] * (fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]) * item
     return 2.0 * fields["num_layers"] * heads * fields["kv_channels"] * item

@@ -20,11 +20,14 @@ from hpcrl.errors import UsageError
 #: fields that change the architecture -> what they are in a model that has no such thing
 WITHOUT: dict[str, Any] = {
     "activation_func_clamp_value": None,
+    "beta_fast": None,
+    "beta_slow": None,
     "apply_layernorm_1p": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,
     "glu_linear_offset": 0.0,
     "heterogeneous_block_specs": False,
+    "kv_lora_rank": None,
     "layernorm_zero_centered_gamma": False,
     "moe_apply_probs_on_input": False,
     "moe_ffn_hidden_size": None,
@@ -39,19 +42,30 @@ WITHOUT: dict[str, Any] = {
     "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_gate": False,
     "moe_shared_expert_intermediate_size": None,
+    "mscale": None,
+    "mscale_all_dim": None,
     "mtp_num_layers": None,
     "multi_latent_attention": False,
     "no_rope_freq": None,
     "num_moe_experts": None,
+    "original_max_position_embeddings": None,
     "post_mlp_layernorm": False,
     "post_self_attn_layernorm": False,
+    "q_lora_rank": None,
+    "qk_head_dim": None,
     "qk_l2_norm": False,
+    "qk_pos_emb_head_dim": None,
     "rope_scaling": False,
     "rope_scaling_factor": 1.0,
+    "rope_type": None,
+    "rotary_scaling_factor": None,
     "softmax_scale": None,
     "softmax_type": "vanilla",
+    "v_head_dim": None,
     "window_size": None,
 }
+#: what Megatron's multi-head latent attention does not read, and slime's flags for such models give in several ways
+UNREAD = ("kv_channels", "add_qkv_bias")
 MOST = 10_000  #: repetitions in --moe-layer-freq
 #: how many positions a sequence may have: a flag may say fewer than config.json
 BOUNDS = ("max_position_embeddings", "seq_length")
@@ -75,6 +89,8 @@ def check_model_args(given: Mapping[str, Any], fields: Mapping[str, Any], gpt: M
     for field, value in given.items():
         if field in BOUNDS:
             _check_bound(field, value, facts.get("max_position_embeddings"))
+        elif field in UNREAD and facts["multi_latent_attention"]:
+            continue
         elif field == "group_query_attention":
             _check_grouped(value, facts)
         elif field in facts:

@@ -16,9 +16,10 @@ not counted: these are the operations that the mathematics needs, as in MFU (Cho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from hpcrl.memory.parameters import layer_rules, part_shape
 from hpcrl.models.family import Config, Family
@@ -60,8 +61,15 @@ def model_flops(family: Family, config: Config) -> ModelFlops:
     sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
     each = {has: _met(family, config, bool(has)) for has in set(sparse)}
     met = sum(each[has] for has in sparse)
-    pair = 4 * fields["num_attention_heads"] * fields["kv_channels"] * fields["num_layers"]
+    pair = 2 * fields["num_attention_heads"] * _columns(fields) * fields["num_layers"]
     return ModelFlops(met, config["vocab_size"] * fields["hidden_size"], pair)
+
+
+def _columns(fields: Mapping[str, Any]) -> int:
+    """Of a key and a value of one head together."""
+    if fields.get("multi_latent_attention"):
+        return fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
+    return 2 * fields["kv_channels"]
 
 
 def _met(family: Family, config: Config, experts: bool) -> int:

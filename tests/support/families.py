@@ -120,7 +120,7 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "kv_lora_rank": 24,
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
+            "v_head_dim": 24,
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
@@ -189,7 +189,10 @@ EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite")
 def make(directory: str | Path, model_type: str, odd: bool = False, **more: Any) -> Path:
     """Save a random model, and a tokenizer, in `directory`; returns it.  more: fields of the config that replace those
     above."""
-    return make_family(directory, model_type, **{**(ODD if odd else PLAIN), **SIZES[model_type][odd], **more})
+    fields = {**(ODD if odd else PLAIN), **SIZES[model_type][odd], **more}
+    if "kv_lora_rank" in fields:  # every head has keys and values of its own
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    return make_family(directory, model_type, **fields)
 
 
 def apart(tensors: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:

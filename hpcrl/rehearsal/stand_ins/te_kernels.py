@@ -102,7 +102,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], value.size(-1))
         rows = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, out, rows)
         return out

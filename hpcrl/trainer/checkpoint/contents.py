@@ -48,6 +48,18 @@ SAME = (
     "sequence_parallel",
     "bf16",
 )
+#: of multi-head latent attention, likewise
+LATENT = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+)
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
@@ -60,6 +72,8 @@ def megatron_args(policy: Any, padded_vocab_size: int) -> Namespace:
     """
     config = policy.config
     values = {name: getattr(config, name) for name in SAME if isinstance(getattr(config, name, None), PLAIN)}
+    if config.multi_latent_attention:
+        values |= {name: getattr(config, name) for name in LATENT}
     gpt = policy.family.gpt(policy.hf_config)
     return Namespace(
         **values,

@@ -83,7 +83,7 @@ def choose_fusions(
     Raises:
         UsageError: for a setting of the user's that lacks what it needs.
     """
-    why = {ROPE: _no_rope(bool(model.get("rotary_interleaved")), machine)}
+    why = {ROPE: _no_rope(model, machine)}
     if model.get("num_moe_experts"):
         why[PERMUTE] = _no_permute(machine)
         why[ROUTER] = _no_router(given, bool(model.get("moe_router_enable_expert_bias")), machine, replay)
@@ -105,10 +105,15 @@ def choose_fusions(
     return Fusions(settings, layers=fused, output=fused and not of_output, off=off)
 
 
-def _no_rope(interleaved: bool, machine: Machine) -> str:
+def _no_rope(model: Mapping[str, Any], machine: Machine) -> str:
+    if model.get("multi_latent_attention"):
+        return (
+            "Megatron-core's kernel for multi-head latent attention rotates with YaRN alone, and was compared with "
+            "nothing here"
+        )
     if reason := _no_kernel(machine, kernels.ROPE, "for packed sequences it has no rotary embedding"):
         return reason
-    if interleaved and kernels.INTERLEAVED not in machine.kernels:
+    if model.get("rotary_interleaved") and kernels.INTERLEAVED not in machine.kernels:
         return (
             "for packed sequences Megatron-core's kernel rotates halves of a head, this model neighbouring columns "
             "(Megatron-core 0.19 with Transformer Engine 2.3 can)"
