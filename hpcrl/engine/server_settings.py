@@ -204,7 +204,12 @@ def engine_seed(options: Options, index: int) -> int:
 def _cpu_flags(options: Options, config: Mapping[str, Any], length: int) -> dict[str, Any]:
     sequences = min(options.rollout_server_concurrency, CPU_SEQUENCES)
     available = psutil.virtual_memory().available // max(1, options.num_engines)
-    return {
+    ours: dict[str, Any] = {}
+    if config.get("kv_lora_rank"):
+        # the kernel that rotates does so wrongly for [tokens, heads, columns], torch's operations do not; and on CPUs
+        # with AMX the matrix of keys and values would be gone after loading, so that no update could bring it
+        ours = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_backend": "CPU_MLA"}
+    return ours | {
         "enforce_eager": True,  # compiling takes longer than it saves, and needs a C++ compiler
         "max_num_seqs": sequences,
         # a prompt in two chunks kills a request with a seed: vLLM rewinds its generator, which a CPU's cannot

@@ -10,8 +10,8 @@ Invariant: `pieces` covers every parameter of the model, or names the modules wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
@@ -105,11 +105,35 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
             cuts |= coded_cuts(path, layer, {} if f"{path}.weight" in names else packed, names) | coded_expert_cuts(
                 path, layer, names
             )
-        else:
+        elif not hasattr(layer, "W_UV"):  # whose own are made of another layer's, see _absorbed
             pieces |= _plain(path, layer, opaque)
+    pieces |= _absorbed(modules, pieces)
     prefixes = tuple(dict.fromkeys(opaque))
     unseen = {n: e for n, e in names.items() if n not in pieces and n.startswith(prefixes or "\0")}
     return Holdings(pieces, prefixes, unseen, {name: cut for name, cut in cuts.items() if name in unseen})
+
+
+def _absorbed(modules: Mapping[str, nn.Module], pieces: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
+    """The matrices that turn the latent vectors of multi-head latent attention into keys and values, shown as decoding
+    multiplies with them.
+
+    vLLM's layer multiplies with the matrix itself while it reads a prompt, afterwards with two that it has made of it.
+    """
+    paths = {id(layer): path for path, layer in modules.items()}
+    found = {}
+    for attention in modules.values():
+        name = f"{paths.get(id(getattr(attention, 'kv_b_proj', None)))}.weight"
+        if hasattr(attention, "W_UV") and (piece := pieces.get(name)):
+            found[name] = replace(piece, show=partial(_decoding, attention, piece.show))
+    return found
+
+
+def _decoding(attention: nn.Module, show: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The matrix; where what was made of it is not what it says, what was made of it."""
+    matrix = show()
+    # [heads, rows of a key, latent] and [heads, latent, rows of a value]
+    made = torch.cat([attention.W_UK_T, attention.W_UV.transpose(1, 2)], dim=1).flatten(0, 1)
+    return matrix if torch.equal(made, matrix) else made.contiguous()
 
 
 def _ids(modules: Mapping[str, nn.Module], layer: nn.Module) -> set[int]:

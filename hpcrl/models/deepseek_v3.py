@@ -12,7 +12,8 @@ from hpcrl.models.family import Config, Family, refuse, require
 
 def transformer(config: Config) -> dict[str, Any]:
     """config.json -> fields of Megatron's MLATransformerConfig."""
-    require(config, ("num_hidden_layers", "first_k_dense_replace"))
+    # transformers and Megatron take the choice of experts for granted; without the two names vLLM chooses otherwise
+    require(config, ("num_hidden_layers", "first_k_dense_replace", "scoring_func", "topk_method"))
     refuse(config, {"moe_layer_freq": [1]})
     return mla.settings(
         config, [layer >= config["first_k_dense_replace"] for layer in range(config["num_hidden_layers"])]

@@ -47,7 +47,7 @@ ODD = {
     "num_hidden_layers": 3,
 }
 ODD |= {"moe_intermediate_size": 40, "head_dim": 64, "first_k_dense_replace": 2, "n_shared_experts": 2}
-SPARSE = [("qwen3_moe", False, {}), ("glm4_moe", False, ODD)]
+SPARSE = [("qwen3_moe", False, {}), ("glm4_moe", False, ODD), ("deepseek_v3", False, {}), ("glm4_moe_lite", False, {})]
 
 
 def label(case: tuple[str, bool, dict[str, object]]) -> str:

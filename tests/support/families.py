@@ -115,6 +115,8 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepseek_v3": (
         {
             "tied": False,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
             "num_key_value_heads": 4,
             "q_lora_rank": None,
             "kv_lora_rank": 24,
@@ -132,6 +134,8 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {
             "tied": False,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
             "num_key_value_heads": 6,
             "q_lora_rank": 22,
             "kv_lora_rank": 18,

@@ -109,9 +109,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "q_lora_rank": 24,
-        "kv_lora_rank": 32,
+        "kv_lora_rank": 512,  # vLLM's kernel for CPUs knows 512 and 64 alone
         "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
+        "qk_rope_head_dim": 64,
         "v_head_dim": 32,
         "moe_intermediate_size": 32,
         "n_routed_experts": 8,
@@ -122,19 +122,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
     },
     "glm4_moe_lite": {
         "num_key_value_heads": 4,
         "q_lora_rank": 24,
-        "kv_lora_rank": 32,
+        "kv_lora_rank": 512,
         "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
+        "qk_rope_head_dim": 64,
         "v_head_dim": 32,
         "moe_intermediate_size": 32,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+        "rms_norm_eps": 1e-6,  # transformers has it in the two inner norms whatever the config says
     },
 }
 

@@ -27,16 +27,19 @@ from tests.trainer.step.test_invariance import PACKINGS, RECOMPUTE, equal, gradi
 
 pytestmark = pytest.mark.process
 
-FAMILIES = ("qwen3_moe", "glm4_moe")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite")
 EXPERTS = {
     "qwen3_moe": (6, 3, (0, 2, 3)),
     "glm4_moe": (12, 4, (1, 2, 3)),
+    "deepseek_v3": (12, 4, (1, 2, 3)),
+    "glm4_moe_lite": (6, 3, (1, 2, 3)),
 }  # experts, chosen of them, layers that have them
 R3 = whole.LOSSES["grpo"] | {"use_rollout_routing_replay": True}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one rank, softmax": ("qwen3_moe", 1, {"megatron": RECOMPUTE["uniform"]}),
     "one rank, sigmoid and bias": ("glm4_moe", 1, {}),
+    "one rank, latent attention": ("deepseek_v3", 1, {}),
     "tp2 sp ep2": (
         "glm4_moe",
         2,
