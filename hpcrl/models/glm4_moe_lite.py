@@ -21,7 +21,7 @@ def transformer(config: Config) -> dict[str, Any]:
     kinds = config.get("mlp_layer_types") or ["sparse" if has else "dense" for has in sparse]
     if [kind == "sparse" for kind in kinds] != sparse:
         raise DataError(
-            f"config.json of this glm4_moe_lite model has first_k_dense_replace = {first} and mlp_layer_types = {kinds}",
+            f"config.json of this glm4_moe_lite model has first_k_dense_replace = {first}, mlp_layer_types = {kinds}",
             "they must say the same of all its layers",
         )
     return mla.settings(config, sparse)

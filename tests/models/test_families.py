@@ -9,7 +9,7 @@ import pytest
 
 import hpcrl.models
 from hpcrl.errors import DataError, UsageError
-from hpcrl.models import family, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from hpcrl.models import deepseek_v3, family, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
 
 CONFIG = {
     "model_type": "qwen3",
@@ -91,6 +91,66 @@ def test_names_of_all_layers_and_of_tied_embeddings(tied: bool) -> None:
 def test_helpers_are_no_families() -> None:
     known = {"qwen2", "qwen3", "llama", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"}
     assert set(family.registry()) == known
+
+
+# ---- multi-head latent attention
+
+LATENT = CONFIG | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+YARN = {"type": "yarn", "factor": 8, "original_max_position_embeddings": 64}
+
+
+def test_yarn_scales_as_transformers_do() -> None:
+    """Without both scales cos and sin grow by m(1), scores by m(mscale_all_dim)^2."""
+
+    def scales(**more: float) -> tuple[float, float]:
+        fields = deepseek_v3.transformer(LATENT | {"rope_scaling": YARN | more})
+        assert (fields["rope_type"], fields["rotary_scaling_factor"]) == ("yarn", 8.0)
+        return fields["mscale"], fields["mscale_all_dim"]
+
+    assert scales() == (1.0, 0.0)
+    assert scales(mscale=0.7) == (1.0, 0.0)
+    assert scales(mscale=0.7, mscale_all_dim=0.9) == (0.7, 0.9)
+    assert deepseek_v3.transformer(LATENT)["rope_type"] == "rope"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"rope_interleave": False}, "rope_interleave = False"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"scoring_func": None}, "lacks scoring_func"),
+        ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "truncate = False"),
+        ({"rope_scaling": YARN | {"attention_factor": 2.0}}, "attention_factor = 2.0"),
+        ({"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim = 1.0"),
+        ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse", "sparse"]}, "mlp_layer_types"),
+    ],
+)
+def test_latent_settings_that_are_refused(change: dict[str, object], told: str) -> None:
+    config = LATENT | change
+    with pytest.raises(DataError, match=told):
+        family.find_family(config, "x").transformer(config)
 
 
 # ---- Llama's rotary scaling

@@ -182,6 +182,49 @@ def test_expert_layout_does_not_matter(models: dict[str, Path], one_rank: dict[s
             assert found[name] == pytest.approx(one_rank[name], rel=1e-5), name
 
 
+def test_latent_attention_across_context_ranks(models: dict[str, Path]) -> None:
+    """The shared rotated keys' gradient is added up over every rank that used them."""
+
+    def run(n: int, fields: dict[str, Any]) -> dict[str, float]:
+        opts = invariance.options(models["deepseek_v3 odd"], n, micro_batch_size=2, use_rollout_logprobs=True, **fields)
+        return run_ranks(n, invariance.train_on_rank, [opts])[0][0]
+
+    whole = run(1, {})
+    found = run(2, {**CP2, **EP2})
+    for name in ("train/loss", "train/grad_norm", "second/train/loss", "second/train/grad_norm"):
+        assert found[name] == pytest.approx(whole[name], rel=1e-5), name
+
+
+def with_a_leak(opts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of packed sequences, and of the same rows taken for one sequence."""
+    policy = parity.start(opts)
+    apart = parity.logits(policy)
+    stock = parity.pack
+    try:
+        parity.pack = lambda parts, *where: stock([torch.cat(parts)], *where)  # type: ignore[assignment]
+        joined = parity.logits(policy)
+    finally:
+        parity.pack = stock  # type: ignore[assignment]
+    assert apart is not None and joined is not None
+    return apart[1], joined[1]
+
+
+def test_sequences_of_latent_attention_are_apart(
+    models: dict[str, Path], wanted: dict[str, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    """A row that saw the sequence before its own would show; Kimi-K2 is DeepSeek-V3 under another name."""
+    source = models["deepseek_v3 odd"]
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    ((apart, joined),) = run_ranks(1, with_a_leak, parity.options(tmp_path, 1, {}))
+    first, second, *_ = wanted["deepseek_v3 odd"]
+    start = -(-len(first) // parity.PAD) * parity.PAD
+    rows = slice(start, start + len(second))
+    assert float((apart[rows] - second).abs().max()) <= 1e-4
+    assert float((joined[len(first) : len(first) + len(second)] - second).abs().max()) > 0.05
+
+
 def test_correction_biases_stay_in_full_precision(models: dict[str, Path]) -> None:
     opts = parity.options(models["glm4_moe odd"], 2, EP2).model_copy(update={"bf16": True})
     found = run_ranks(2, parity.on_each, "exported", [opts])[0][0]

@@ -37,6 +37,22 @@ GLM4_MOE = (
     f"{MOE} --add-qkv-bias --rotary-percent 0.5 --moe-router-pre-softmax --moe-router-score-function sigmoid"
     " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 --moe-router-load-balancing-type seq_aux_loss"
 )
+LATENT = (
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --swiglu"
+    f"{UNTIED} --multi-latent-attention --kv-lora-rank 512 --qk-pos-emb-head-dim 64 --qk-layernorm --no-rope-fusion"
+    " --moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    " --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0 --moe-router-bias-update-rate 0"
+    " --moe-grouped-gemm --moe-router-dtype fp32 --moe-permute-fusion"
+)
+DEEPSEEK = (
+    f"{LATENT} --qk-head-dim 128 --v-head-dim 128 --mscale 1.0 --mscale-all-dim 1.0 --attention-softmax-in-fp32"
+    " --moe-token-dispatcher-type alltoall"
+)
+KIMI = (
+    f"{DEEPSEEK} --q-lora-rank 1536 --kv-channels 64 --rotary-base 50000 --num-experts 384 --moe-ffn-hidden-size 2048"
+    " --moe-shared-expert-intermediate-size 2048 --moe-router-topk 8 --moe-router-group-topk 1"
+    " --moe-router-num-groups 1 --moe-router-topk-scaling-factor 2.827 --moe-layer-freq [0]*1+[1]*60"
+)
 MOE_REST = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_grouped_gemm": True,
@@ -46,6 +62,16 @@ MOE_REST = {
 }
 QWEN3_MOE_REST = MOE_REST | {"moe_token_drop_policy": "probs"}
 GLM4_MOE_REST = MOE_REST | {"moe_router_bias_update_rate": 0, "moe_router_load_balancing_type": "seq_aux_loss"}
+LATENT_REST = {
+    "apply_rope_fusion": False,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0,
+    "moe_router_bias_update_rate": 0,
+    "moe_grouped_gemm": True,
+    "moe_router_dtype": "fp32",
+    "moe_permute_fusion": True,
+}
+DEEPSEEK_REST = LATENT_REST | {"attention_softmax_in_fp32": True, "moe_token_dispatcher_type": "alltoall"}
 
 
 def flags(sizes: str, more: str) -> str:
@@ -100,6 +126,35 @@ def glm4_moe(sizes: str, experts: int, size: int, dense: int, factor: float, nor
     more |= {"norm_topk_prob": True, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1}
     more |= {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
     return config("glm4_moe", sizes, 1e-5, 1e6, 131072, False, **more)
+
+
+def latent_flags(sizes: str, more: str) -> str:
+    """sizes: layers, hidden, MLP, heads, vocabulary; more: the other flags."""
+    names = [name for name in SIZES if name != "num-query-groups"]
+    return f"{more} " + " ".join(f"--{name} {size}" for name, size in zip(names, sizes.split(), strict=True))
+
+
+def deepseek(
+    model_type: str, sizes: str, epsilon: float, theta: float, positions: int, experts: str, factor: float, **more: Any
+) -> Config:
+    """experts: how many, chosen of them, size, shared ones, groups, best groups, dense layers."""
+    names = "n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts n_group topk_group"
+    found = dict(zip([*names.split(), "first_k_dense_replace"], map(int, experts.split()), strict=True))
+    own = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1}
+    own |= {"routed_scaling_factor": factor, "norm_topk_prob": True, "attention_bias": False}
+    own |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return config(model_type, sizes, epsilon, theta, positions, False, **(found | own | more))
+
+
+def yarn(factor: float, fast: float) -> dict[str, Any]:
+    scaling = {"type": "yarn", "factor": factor, "beta_fast": fast, "beta_slow": 1.0, "mscale": 1.0}
+    return scaling | {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+
+
+def kimi_k2(epsilon: float, positions: int, factor: float) -> Config:
+    sizes = "61 7168 18432 64 64 163840"
+    more = {"q_lora_rank": 1536, "rope_scaling": yarn(factor, 1.0)}
+    return deepseek("kimi_k2", sizes, epsilon, 5e4, positions, "384 8 2048 1 1 1 1", 2.827, **more)
 
 
 MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
@@ -219,5 +274,82 @@ MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
         ),
         glm4_moe("92 5120 12288 96 8 151552", 160, 1536, 3, 2.5, True),
         GLM4_MOE_REST,
+    ),
+    "DeepSeek-R1": (
+        latent_flags(
+            "61 7168 18432 128 129280",
+            f"{DEEPSEEK} --q-lora-rank 1536 --kv-channels 128 --norm-epsilon 1e-06 --rotary-scaling-factor 40"
+            " --rotary-base 10000 --num-experts 256 --moe-ffn-hidden-size 2048 --moe-router-topk 8"
+            " --moe-shared-expert-intermediate-size 2048 --moe-router-group-topk 4 --moe-router-num-groups 8"
+            " --moe-router-topk-scaling-factor 2.5 --moe-layer-freq [0]*3+[1]*58",
+        ),
+        deepseek(
+            "deepseek_v3",
+            "61 7168 18432 128 128 129280",
+            1e-6,
+            1e4,
+            163840,
+            "256 8 2048 1 8 4 3",
+            2.5,
+            q_lora_rank=1536,
+            rope_scaling=yarn(40, 32),
+            num_nextn_predict_layers=1,
+        ),
+        DEEPSEEK_REST,
+    ),
+    "Moonlight-16B-A3B": (
+        latent_flags(
+            "27 2048 11264 16 163840",
+            f"{DEEPSEEK} --kv-channels 128 --norm-epsilon 1e-05 --rotary-percent 1.0 --no-masked-softmax-fusion"
+            " --rotary-scaling-factor 1 --rotary-base 50000 --num-experts 64 --moe-ffn-hidden-size 1408"
+            " --moe-router-topk 6 --moe-shared-expert-intermediate-size 2816 --moe-router-group-topk 1"
+            " --moe-router-num-groups 1 --moe-router-topk-scaling-factor 2.446 --moe-token-drop-policy probs"
+            " --moe-layer-freq [0]*1+[1]*26",
+        ),
+        deepseek(
+            "deepseek_v3",
+            "27 2048 11264 16 16 163840",
+            1e-5,
+            5e4,
+            8192,
+            "64 6 1408 2 1 1 1",
+            2.446,
+            q_lora_rank=None,
+            num_nextn_predict_layers=0,
+        ),
+        DEEPSEEK_REST | {"masked_softmax_fusion": False, "moe_token_drop_policy": "probs"},
+    ),
+    "Kimi-K2-Instruct": (
+        latent_flags("61 7168 18432 64 163840", f"{KIMI} --norm-epsilon 1e-06 --rotary-scaling-factor 32.0"),
+        kimi_k2(1e-6, 131072, 32.0),
+        DEEPSEEK_REST,
+    ),
+    "Kimi-K2-Thinking": (
+        latent_flags("61 7168 18432 64 163840", f"{KIMI} --norm-epsilon 1e-05 --rotary-scaling-factor 64.0"),
+        kimi_k2(1e-5, 262144, 64.0),
+        DEEPSEEK_REST,
+    ),
+    "GLM-4.7-Flash": (  # with slime's --add-qkv-bias, of which Megatron's attention has none here
+        latent_flags(
+            "47 2048 10240 20 154880",
+            f"{LATENT} --qk-head-dim 192 --v-head-dim 256 --q-lora-rank 768 --kv-channels 192 --add-qkv-bias"
+            " --rotary-base 1000000 --num-experts 64 --moe-ffn-hidden-size 1536 --moe-router-topk 4"
+            " --moe-shared-expert-intermediate-size 1536 --moe-router-topk-scaling-factor 1.8"
+            " --moe-layer-freq [0]*1+[1]*46",
+        ),
+        deepseek(
+            "glm4_moe_lite",
+            "47 2048 10240 20 20 154880",
+            1e-5,
+            1e6,
+            202752,
+            "64 4 1536 1 1 1 1",
+            1.8,
+            q_lora_rank=768,
+            qk_nope_head_dim=192,
+            v_head_dim=256,
+            num_nextn_predict_layers=1,
+        ),
+        LATENT_REST,
     ),
 }

@@ -192,6 +192,7 @@ def _megatron_on_cpu() -> None:
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
     embedding = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    yarn = importlib.import_module("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
 
     # For a CPU tensor the stock function forgets as_numpy: all_to_all_single gets tensors for split sizes, TypeError.
@@ -203,7 +204,8 @@ def _megatron_on_cpu() -> None:
     mappings._reduce_scatter_along_first_dim = _unless_equal(scatter, collectives.reduce_scatter_uneven)
 
     # The stock function pins memory, which needs CUDA.
-    rope.get_pos_emb_on_this_cp_rank = embedding.get_pos_emb_on_this_cp_rank = packed_rope.rotary_table_of_cp_rank
+    for module in (rope, embedding, yarn):
+        module.get_pos_emb_on_this_cp_rank = packed_rope.rotary_table_of_cp_rank  # type: ignore[attr-defined]
 
 
 def _unless_equal(stock: Callable[..., Any], unequal: Callable[..., Any]) -> Callable[..., Any]:
