@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         4,
         {"context_parallel_size": 2, "use_kl_loss": True, "kl_loss_coef": 0.1, "megatron": {"nccl_ub": True}},
     ),
+    "cp2 latent attention": ("deepseek_v3", 2, {"context_parallel_size": 2}),
     "tp2 ep2": ("glm4_moe", 2, TP2 | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
 }
 
