@@ -217,6 +217,8 @@ def test_size_of_the_kv_cache() -> None:
     assert kv_cache_bytes(CONFIG, 10**6, 10**6, 4, 2**34) == 2**32
     bare = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     assert kv_cache_bytes(bare, 1000, 1280, 2, 2**40) == 1000 * 1280 * 2 * 2 * 64 * 2
+    latent = bare | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert kv_cache_bytes(latent, 1000, 1280, 2, 2**40) == 1000 * 1280 * 2 * 576 * 2
 
 
 def test_environment_of_a_server(model: str) -> None:

@@ -504,3 +504,13 @@ def test_samples_of_slimes_functions_fill_the_context(tmp_path: Path, monkeypatc
         for name in ("slimes_agent", "own_agent")
     }
     assert lengths == {"slimes_agent": 32768, "own_agent": 5120}
+
+
+def test_latent_attention_of_a_published_model() -> None:
+    """DeepSeek-V3 has 671 billion parameters, and keeps 576 numbers a token and layer on every GPU of an engine."""
+    config = MODELS["DeepSeek-R1"][1]
+    family = find_family(config, "")
+    assert whole_model(family, config).all == pytest.approx(671.0e9, rel=1e-3)
+    for wide in (1, 8):
+        options = Options(hf_checkpoint="x", rollout_num_gpus=8, rollout_num_gpus_per_engine=wide)
+        assert token_bytes(options, family, config) == 61 * 576 * 2
