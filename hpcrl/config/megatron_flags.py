@@ -70,7 +70,7 @@ _TOGETHER = {
     _PLAN: "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release",
     "the loss is computed by hpcrl, of the rows that are trained "
     "on": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
-    "multi-token prediction is not trained": "mtp_standalone",
+    "layers that predict further tokens are where the output layer is": "mtp_standalone",
 }
 #: a setting that is on or differs from its default -> why it has no place here
 NEVER: dict[str, str] = {name: why for why, names in _TOGETHER.items() for name in names.split()} | {

@@ -10,7 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.config.sections import Base, opt
-from hpcrl.config.sections.algorithm import AlgorithmOptions, DistillationOptions, OffPolicyOptions, OptimizerOptions
+from hpcrl.config.sections.algorithm import (
+    AlgorithmOptions,
+    DistillationOptions,
+    FurtherTokenOptions,
+    OffPolicyOptions,
+    OptimizerOptions,
+)
 from hpcrl.config.sections.data import DataOptions, EvalOptions, RewardOptions
 from hpcrl.config.sections.layout import BatchOptions, ClusterOptions, ModelOptions
 from hpcrl.config.sections.run import InspectOptions, RunOptions, WeightOptions
@@ -31,6 +37,7 @@ class Options(
     AlgorithmOptions,
     OffPolicyOptions,
     DistillationOptions,
+    FurtherTokenOptions,
     BatchOptions,
     OptimizerOptions,
     WeightOptions,
@@ -80,6 +87,11 @@ class Options(
         if not stages and not self.megatron.get("pipeline_model_parallel_layout"):
             return 1
         return self.megatron.get("microbatch_group_size_per_vp_stage") or self.pipeline_model_parallel_size
+
+    @property
+    def trained_heads(self) -> int:
+        """Layers that predict further tokens and are trained."""
+        return (self.mtp_num_layers or 0) if self.enable_mtp_training else 0
 
     @property
     def expert_tensor_size(self) -> int:

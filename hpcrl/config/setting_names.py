@@ -135,11 +135,16 @@ def _as_key(flag: str) -> str:
     return flag.replace("-", "_")
 
 
+#: names of Megatron's whose words are all in a name of ours, so that they would be taken for slips of it
+ALSO_MEGATRON = ("num-layers",)
+
+
 def _taken_for_ours(flag: str, table: passthrough.Table, mine: Collection[str]) -> bool:
     """Whether an unknown name must be a slip, although the package is not installed here that could tell."""
     return (
         table == "megatron"
         and passthrough.settings(table) is None
+        and flag not in ALSO_MEGATRON
         and bool(nearest(flag, mine) or elsewhere(flag, mine))
     )
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 from typing import Any
@@ -39,6 +39,7 @@ from hpcrl.run.started_runs import is_run
 from hpcrl.toolbox.arguments import Parser
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
+_HEAD = re.compile(r"mtp\.layers\.(\d+)\.")
 #: an expert's weight by the name of the layer that holds each expert as a module, or of the one that groups them
 _EXPERT = re.compile(
     r"(.*\.experts)\.(?:local_experts\.(\d+)\.(linear_fc[12])\.(\w+?)|(linear_fc[12])\.(weight|bias)(\d+))"
@@ -163,7 +164,9 @@ def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
     jobs = []
     used = set()
     written = set()
-    for name, rule in family.tensors(config):
+    heads = _heads(stored)
+    rules = family.tensors(config, heads)
+    for name, rule in rules:
         place = _place(stored, name)
         if place is None or written.issuperset(rule.hf):  # a name of the other kind of layer, or a tied copy
             used |= {place[0]} if place else set()
@@ -179,7 +182,7 @@ def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
         _check_rows(stored, key, rule, found.shape[len(at) :], shapes)
         used.add(key)
         written.update(rule.hf)
-    wanted = {n for _, rule in family.tensors(config) for n in rule.hf if not family.ignores(n, config)}
+    wanted = {n for _, rule in rules for n in rule.hf}
     if missing := sorted(wanted - written):
         raise DataError(f"{stored.path} has no {_some(missing)}", "is it a checkpoint of --origin-hf-dir's model?")
     if extra := sorted(stored.tensors.keys() - used):
@@ -188,7 +191,14 @@ def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
             "is it a checkpoint of --origin-hf-dir's model?",
         )
     _check_counts(stored, config)
-    return jobs
+    return jobs + _copies(jobs, family.copied(config, heads))
+
+
+def _copies(jobs: Sequence[Conversion], copied: Mapping[str, str]) -> list[Conversion]:
+    """What a checkpoint holds twice."""
+    alone = {job.tensors[0].name: job for job in jobs if len(job.tensors) == 1}
+    pairs = [(name, alone[original]) for name, original in copied.items()]
+    return [replace(job, tensors=(replace(job.tensors[0], name=name),)) for name, job in pairs]
 
 
 def _place(stored: TorchDist, name: str) -> tuple[str, tuple[int, ...]] | None:
@@ -211,6 +221,11 @@ def _place(stored: TorchDist, name: str) -> tuple[str, tuple[int, ...]] | None:
     if (layer := _LAYER.fullmatch(name)) and (key := layer[1] + layer[3]) in stored.tensors:
         return key, (int(layer[2]), *at)
     return None
+
+
+def _heads(stored: TorchDist) -> int:
+    """Layers behind the last one that the checkpoint holds."""
+    return len({found[1] for key in stored.tensors if (found := _HEAD.match(key))})
 
 
 def _check_rows(stored: TorchDist, key: str, rule: Rule, shape: tuple[int, ...], s: Shapes) -> None:

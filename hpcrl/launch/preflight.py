@@ -35,6 +35,7 @@ from hpcrl.model_files.config_json import CONFIG, read_config, read_object, read
 from hpcrl.models.divisions import undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.model_args import check_model_args
+from hpcrl.models.mtp import check_heads
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at, prompt_files
@@ -232,9 +233,10 @@ def check_layout(options: Options) -> None:
     except UsageError:
         return  # `check_model` says so
     if found:
-        config, _, fields = found
+        config, family, fields = found
         wrong = list(undivided(options, fields, config.get("max_position_embeddings")))
-        raise_together([*wrong, *failures((lambda o: check_draft_layers(o, config),), options)])
+        rules = (lambda o: check_draft_layers(o, config), lambda o: check_heads(o, family, config))
+        raise_together([*wrong, *failures(rules, options)])
 
 
 def check_quantization(options: Options) -> None:

@@ -67,6 +67,9 @@ def activation_bytes(
     passing = max((tokens * backward_bytes(fields, layout, bool(sparse[layer]), item) for layer in layers), default=0.0)
     entry = tokens * fields["hidden_size"] * item * _split(layout)
     gathered = tokens * fields["hidden_size"] * item if layout.sequence_parallel else 0.0  # Megatron's one buffer
+    if stage == layout.pp - 1 and layers:  # a layer like the last one, and its joined input; never computed again
+        joined = 6 * tokens * fields["hidden_size"] * item * _split(layout)
+        gathered += options.trained_heads * (whole[-1] + joined)
     if told.get("recompute_granularity") != "full":
         return gathered + sum(whole) * micro_batches(layout, stage), passing
     each = told.get("recompute_num_layers") or 1

@@ -7,7 +7,7 @@ shape.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,6 +26,7 @@ class Layout:
     Attributes:
         copies: ranks that hold the same dense weights, over which their optimizer state is spread (DP x CP).
         expert_copies: the same for the weights of experts.
+        heads: layers that predict further tokens, on the last stage.
     """
 
     tp: int
@@ -37,6 +38,7 @@ class Layout:
     expert_copies: int
     sequence_parallel: bool
     virtual_stages: int
+    heads: int = 0
 
     @classmethod
     def of(cls, options: Options, layers: int) -> Layout:
@@ -58,6 +60,7 @@ class Layout:
             expert_copies=options.world_size // (etp * ep * pp),
             sequence_parallel=options.sequence_parallel and tp > 1,
             virtual_stages=stages,
+            heads=options.mtp_num_layers or 0,
         )
 
 
@@ -100,6 +103,8 @@ def on_stage(family: Family, config: Config, layout: Layout, stage: int, megatro
     sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
     each = {has: _layer(family, config, layout, bool(has)) for has in {sparse[layer] for layer in layers}}
     found = [each[sparse[layer]] for layer in layers]
+    if stage == layout.pp - 1:
+        found += [_of_rules(head_rules(family, fields), config, fields, layout)] * layout.heads
     dense = sum(count.dense for count in found) + _ends(config, fields, layout, stage)
     return Count(dense, sum(count.expert for count in found))
 
@@ -119,8 +124,12 @@ def _ends(config: Config, fields: Mapping[str, Any], layout: Layout, stage: int)
 
 def _layer(family: Family, config: Config, layout: Layout, experts: bool) -> Count:
     fields = family.transformer(config)
+    return _of_rules(layer_rules(family, fields, experts), config, fields, layout)
+
+
+def _of_rules(rules: Iterable[Rule], config: Config, fields: Mapping[str, Any], layout: Layout) -> Count:
     dense = expert = 0
-    for rule in layer_rules(family, fields, experts):
+    for rule in rules:
         size = prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
         if ".experts." in rule.megatron:
             expert += fields["num_moe_experts"] // layout.ep * size
@@ -147,9 +156,18 @@ def largest_module(family: Family, config: Config) -> int:
 
 def layer_rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Iterator[Rule]:
     """Rules of a layer, each tensor once: Transformer Engine's names and the local layers' stand for the same one."""
+    yield from _each_once(family.rules, fields, experts)
+
+
+def head_rules(family: Family, fields: Mapping[str, Any]) -> Iterator[Rule]:
+    """The same of a layer that predicts a further token, which is like the model's last one."""
+    yield from _each_once(family.heads, fields, bool(fields.get("num_moe_experts")))
+
+
+def _each_once(rules: Iterable[Rule], fields: Mapping[str, Any], experts: bool) -> Iterator[Rule]:
     seen: set[Sequence[str]] = set()
     kinds = ("all", "experts" if experts else "dense")
-    for rule in family.rules:
+    for rule in rules:
         mine = "{layer}" in rule.megatron and rule.layers in kinds and rule.fits(fields)
         if mine and rule.hf not in seen and not rule.megatron.endswith("expert_bias"):  # which is a buffer
             seen.add(rule.hf)
@@ -194,6 +212,11 @@ def _in_layers(
             times = fields["num_moe_experts"] // layout.ep if ".experts." in rule.megatron else 1
             size = prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
             yield from itertools.repeat((rule, size), times)
+    for rule in list(head_rules(family, fields)) * (layout.heads if stage == layout.pp - 1 else 0):
+        times = fields["num_moe_experts"] // layout.ep if ".experts." in rule.megatron else 1
+        yield from itertools.repeat(
+            (rule, prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))), times
+        )
 
 
 def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: int) -> tuple[int, ...]:
@@ -210,6 +233,8 @@ def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: 
     double = 2 if rule.kind in ("gate_up", "fused_gate_up") else 1
     if rule.kind == "vocab":
         return (-(-vocab // tp), hidden)
+    if "eh_proj" in name:
+        return (hidden // tp, 2 * hidden)
     if rule.kind == "same":
         if ".q_layernorm." in name or ".k_layernorm." in name:
             return (head,)

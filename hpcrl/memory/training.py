@@ -18,7 +18,7 @@ from hpcrl.memory.activations import activation_bytes, logits_bytes, weight_byte
 from hpcrl.memory.host import FP32, STATES, converted, host_bytes, offloaded, own
 from hpcrl.memory.nccl import nccl_bytes, pieces_from_gpu
 from hpcrl.memory.parameters import Count, Layout, halved_on_stage, on_stage, sizes_on_stage
-from hpcrl.models.family import Config, Family
+from hpcrl.models.family import Config, Family, tied
 
 GIB = 1024**3
 #: bytes of a CUDA context and the libraries' workspaces: not computed, an allowance
@@ -90,6 +90,13 @@ def most_resumed(options: Options, family: Family, config: Config) -> float:
     return max(rank_on(options, family, config, layout, stage).resumed for stage in range(layout.pp))
 
 
+def _embedding_copy(options: Options, config: Config, layout: Layout, stage: int) -> float:
+    """What layers that predict further tokens need of an embedding that another stage has."""
+    last = 0 < stage == layout.pp - 1
+    rows = -(-config["vocab_size"] // layout.tp) if options.trained_heads and last and not tied(config) else 0
+    return rows * config["hidden_size"] * weight_bytes(options)
+
+
 def rank_on(options: Options, family: Family, config: Config, layout: Layout, stage: int) -> MemoryTerms:
     """The terms of a rank on one pipeline stage."""
     count = on_stage(family, config, layout, stage, options.megatron)
@@ -99,12 +106,12 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
     sizes = list(sizes_on_stage(family, config, layout, stage, options.megatron))
     critic = 2 if needs(options).critic else 1  # a model of the same size in addition to the policy
     gpu = {
-        "weights": critic * count.all * weight_bytes(options),
+        "weights": critic * count.all * weight_bytes(options) + _embedding_copy(options, config, layout, stage),
         "gradients": critic * count.all * gradient_bytes(options),
         "optimizer": critic * on_gpu,
         "activations": kept,
         "one layer": passing,
-        "logits": logits_bytes(options, config, layout) if stage == layout.pp - 1 else 0.0,
+        "logits": (1 + options.trained_heads) * logits_bytes(options, config, layout) * (stage == layout.pp - 1),
         "update buffers": kept_buffers(options),
         "weight update": update_bytes(options, config, fields),
         "save": save_bytes(options, count, layout),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from hpcrl.toolbox.plugins import PluginFolder
 
 Config = Mapping[str, Any]
 SCALES = (".weight_scale", ".weight_scale_inv")  #: how the names of a quantised matrix's scales end
-Kind = Literal["same", "row", "column", "qkv", "gate_up", "fused_gate_up", "vocab"]
+Kind = Literal["same", "row", "column", "column_swapped", "qkv", "gate_up", "fused_gate_up", "vocab"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Rule:
             column   rows are cut (ColumnParallelLinear) vocab   rows are cut, after padding to a multiple of TP
             qkv      three tensors, interleaved by key-value group, rows cut
             gate_up  two tensors, each cut by rows, stacked; fused_gate_up: one that holds the two, one below the other
+            column_swapped  rows are cut, and the left and the right half of the columns change places
         hf: names of the tensors, with {layer} and {expert}.
         layers: those that have it: all, only the dense ones, or only those with experts.
         needs: a field of TransformerConfig without which no layer has it, such as qk_layernorm; behind a "!" one with
@@ -76,6 +77,9 @@ class Family:
         gpt: arguments of Megatron's GPTModel beyond them.
         rules: see Rule; a rule that no stage holds is not used, so names of both the local and Transformer Engine's
             layers may be here.
+        heads: rules of the layers behind the last one (`mtp.py`), with {layer} for the number among those.
+        heads_before_norm: these take the hidden states as they are before the model's last norm, not behind it.
+        copies: tensors that a checkpoint has for each of those once more -> the model's own of which they are copies.
         ignored: patterns of tensors that files may hold in excess.
         adapt: changes a layer's spec in place, given the spec, the norm class and the TransformerConfig.
         facts: what Megatron's own flags may say of the model beyond these fields (`model_args.py` compares them).
@@ -90,9 +94,16 @@ class Family:
     adapt: Callable[[Any, type, Any], None] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     specs: tuple[tuple[str, ...], ...] = ()
+    heads: tuple[Rule, ...] = ()
+    heads_before_norm: bool = False
+    copies: Mapping[str, str] = field(default_factory=dict)
 
-    def tensors(self, config: Config) -> list[tuple[str, Rule]]:
-        """(Megatron name, rule with names filled in) of every parameter, layer by layer in the order of the model."""
+    def tensors(self, config: Config, heads: int = 0) -> list[tuple[str, Rule]]:
+        """(Megatron name, rule with names filled in) of every parameter, layer by layer in the order of the model.
+
+        Args:
+            heads: layers behind the last one that the model is made with.
+        """
         fields = self.transformer(config)
         rules = [rule for rule in self.rules if rule.fits(fields)]
         found = [(rule.megatron, rule) for rule in rules if "{layer}" not in rule.megatron]
@@ -105,7 +116,25 @@ class Family:
         if tied(config):  # the last pipeline stage holds a copy of the embedding
             embedding = next(rule for name, rule in found if name == "embedding.word_embeddings.weight")
             found = [(n, Rule(n, "vocab", embedding.hf) if n == "output_layer.weight" else r) for n, r in found]
-        return found
+        return found + [(rule.megatron, rule) for rule in self._of_heads(fields, heads)]
+
+    def copied(self, config: Config, heads: int) -> dict[str, str]:
+        """`copies` of so many layers, by their own names."""
+        once = {"lm_head.weight": "model.embed_tokens.weight"} if tied(config) else {}
+        layers = config["num_hidden_layers"]
+        return {
+            name.replace("{behind}", str(layers + layer)): once.get(original, original)
+            for layer in range(heads)
+            for name, original in self.copies.items()
+        }
+
+    def _of_heads(self, fields: Mapping[str, Any], heads: int) -> Iterator[Rule]:
+        for layer in range(heads):
+            behind = str(fields["num_layers"] + layer)
+            for rule in self.heads:
+                if rule.fits(fields):
+                    for filled in _every(rule, layer, fields.get("num_moe_experts") or 0):
+                        yield replace(filled, hf=tuple(name.replace("{behind}", behind) for name in filled.hf))
 
     def not_trained(self, names: Iterable[str], config: Config) -> set[str]:
         """Of the tensors of a checkpoint those that trainers neither hold nor make (scales of their matrices), and that

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.models import dense, moe
+from hpcrl.models import dense, moe, mtp
 from hpcrl.models.family import Config, Family
 
 NEEDED = (*moe.SIGMOID, "first_k_dense_replace", "attention_bias")
+BEHIND = "model.layers.{behind}."
 
 
 def transformer(config: Config) -> dict[str, Any]:
@@ -29,9 +30,16 @@ def gpt(config: Config) -> dict[str, Any]:
     return dense.gpt(config, share=0.5)
 
 
+RULES = (*dense.RULES, *moe.SIGMOID_RULES)
+
 FAMILY = Family(
     model_type="glm4_moe",
     transformer=transformer,
     gpt=gpt,
-    rules=(*dense.RULES, *moe.SIGMOID_RULES),
+    rules=RULES,
+    heads=mtp.heads(RULES, "experts", BEHIND, ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    copies={
+        BEHIND + "embed_tokens.weight": "model.embed_tokens.weight",
+        BEHIND + "shared_head.head.weight": "lm_head.weight",
+    },
 )

@@ -44,7 +44,6 @@ WITHOUT: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": None,
     "mscale": None,
     "mscale_all_dim": None,
-    "mtp_num_layers": None,
     "multi_latent_attention": False,
     "no_rope_freq": None,
     "num_moe_experts": None,

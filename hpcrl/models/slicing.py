@@ -47,13 +47,15 @@ class SourceRectangle:
     Attributes:
         tensor: which of the rule's.
         rows, columns: [start, end) in that tensor (columns None: all).
-        at: the row of the part where it begins. In the part it has all columns.
+        at: the row of the part where it begins.
+        left: the column of the part where it begins; None: it has all columns of the part.
     """
 
     tensor: int
     rows: tuple[int, int]
     columns: tuple[int, int] | None
     at: int
+    left: int | None = None
 
     @property
     def index(self) -> tuple[slice, ...]:
@@ -62,9 +64,12 @@ class SourceRectangle:
         return (rows,) if self.columns is None else (rows, slice(*self.columns))
 
     @property
-    def inside(self) -> slice:
-        """Its rows in the part."""
-        return slice(self.at, self.at + self.rows[1] - self.rows[0])
+    def inside(self) -> tuple[slice, ...]:
+        """Its index in the part."""
+        rows = slice(self.at, self.at + self.rows[1] - self.rows[0])
+        if self.left is None or self.columns is None:
+            return (rows,)
+        return (rows, slice(self.left, self.left + self.columns[1] - self.columns[0]))
 
 
 class Cut:
@@ -129,6 +134,20 @@ class ColumnParallel(Cut):
 
     def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
         return [SourceRectangle(0, (rank * shape[0], (rank + 1) * shape[0]), None, 0)]
+
+
+class ColumnSwapped(ColumnParallel):
+    """Rows are cut; the left half of the columns is the right half of the part's."""
+
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
+        rows = (rank * shape[0], (rank + 1) * shape[0])
+        half = shape[1] // 2
+        return [SourceRectangle(0, rows, (start, start + half), 0, half - start) for start in (half, 0)]
+
+    def part(self, tensors: Sequence[HfTensors], rank: int, shape: Shape, s: Shapes) -> torch.Tensor:
+        import torch
+
+        return torch.cat([tensors[0][place.index] for place in self.places(rank, shape, s)], 1)
 
 
 class Vocab(Cut):
@@ -198,6 +217,7 @@ CUTS: dict[str, Cut] = {
     "same": Same(),
     "row": RowParallel(),
     "column": ColumnParallel(),
+    "column_swapped": ColumnSwapped(),
     "vocab": Vocab(),
     "gate_up": GateUp(),
     "fused_gate_up": FusedGateUp(),

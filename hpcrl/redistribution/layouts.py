@@ -109,8 +109,9 @@ def sources(places: Sequence[SourceRectangle], tensor: int, area: Rectangle) -> 
         end = min(right, place.columns[1] if place.columns else right)
         if place.tensor == tensor and first < last and begin < end:
             row = place.at + first - place.rows[0]
+            shift = (place.left or 0) - start
             yield (
-                (slice(row, row + last - first), slice(begin - start, end - start)),
+                (slice(row, row + last - first), slice(begin + shift, end + shift)),
                 (slice(first - top, last - top), slice(begin - left, end - left)),
             )
 

@@ -112,7 +112,8 @@ def _training(
     work = samples * (prompt + response), samples * pairs([prompt + response]), samples * response
     wanted = needs(options)
     passes = wanted.reference + wanted.old_logprobs + wanted.teacher_model + wanted.critic
-    needed = passes * model.forward(*work) + (1 + wanted.critic) * model.training(*work)
+    trained = model_flops(family, config, options.trained_heads)  # only an optimizer step goes through those
+    needed = passes * model.forward(*work) + trained.training(*work) + wanted.critic * model.training(*work)
     again = options.megatron.get("recompute_granularity") == "full"
     computed = needed + again * (1 + wanted.critic) * model.forward(work[0], work[1], 0)
     rated = named(card).tflops * 1e12 * options.world_size

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from hpcrl.memory.parameters import layer_rules, part_shape
-from hpcrl.models.family import Config, Family
+from hpcrl.memory.parameters import head_rules, layer_rules, part_shape
+from hpcrl.models.family import Config, Family, Rule
 
 BACKWARD = 2  #: a backward pass is two products for each of the forward pass's
 
@@ -55,14 +55,18 @@ class ModelFlops:
         return (1 + BACKWARD) * self.forward(tokens, pairs, rows)
 
 
-def model_flops(family: Family, config: Config) -> ModelFlops:
-    """What the passes of a model multiply."""
+def model_flops(family: Family, config: Config, heads: int = 0) -> ModelFlops:
+    """What the passes of a model multiply.
+
+    Args:
+        heads: layers that predict further tokens; each has a pass through the output layer too.
+    """
     fields = family.transformer(config)
     sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
     each = {has: _met(family, config, bool(has)) for has in set(sparse)}
-    met = sum(each[has] for has in sparse)
-    pair = 2 * fields["num_attention_heads"] * _columns(fields) * fields["num_layers"]
-    return ModelFlops(met, config["vocab_size"] * fields["hidden_size"], pair)
+    met = sum(each[has] for has in sparse) + heads * _of_rules(head_rules(family, fields), config, fields)
+    pair = 2 * fields["num_attention_heads"] * _columns(fields) * (fields["num_layers"] + heads)
+    return ModelFlops(met, (1 + heads) * config["vocab_size"] * fields["hidden_size"], pair)
 
 
 def _columns(fields: Mapping[str, Any]) -> int:
@@ -75,8 +79,12 @@ def _columns(fields: Mapping[str, Any]) -> int:
 def _met(family: Family, config: Config, experts: bool) -> int:
     """Elements of a layer's matrices that a token meets."""
     fields = family.transformer(config)
+    return _of_rules(layer_rules(family, fields, experts), config, fields)
+
+
+def _of_rules(rules: Iterable[Rule], config: Config, fields: Mapping[str, Any]) -> int:
     found = 0
-    for rule in layer_rules(family, fields, experts):
+    for rule in rules:
         shape = part_shape(rule, fields, config["vocab_size"], 1, 1)
         if len(shape) > 1:
             times = fields["moe_router_topk"] if ".experts." in rule.megatron else 1

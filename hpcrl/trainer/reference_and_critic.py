@@ -131,6 +131,8 @@ def critic_options(options: Options) -> Options:
         "lr_warmup_iters": options.critic_lr_warmup_iters,
         "lr_warmup_fraction": None,
         "lr_warmup_init": 0.0,
+        "mtp_num_layers": None,
+        "enable_mtp_training": False,
     }
     return options.model_copy(update=own)
 

@@ -139,7 +139,7 @@ class WeightStream:
     def _gathered(self) -> Pairs:
         self._begun = True
         self._say("gather")
-        yield from export(self.exporter.policy, self.exporter.patient)
+        yield from export(self.exporter.policy, self.exporter.patient, heads=False)
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         self._say("describe")
@@ -187,7 +187,7 @@ class WeightStream:
             if word == "end":
                 return
             if word == "gather":
-                deque(export(self.exporter.policy, self.exporter.patient), maxlen=0)
+                deque(export(self.exporter.policy, self.exporter.patient, heads=False), maxlen=0)
             elif word == "join":
                 plan = broadcast_bytes(None, group=self.exporter.patient)
                 command = msgspec.convert(what, JoinCommand)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.model_files.hf_writer import SafetensorsWriter, TensorHeader, directory, split
+from tests.support.mtp_models import MAKERS
 from tests.support.ranks import run_ranks
 from tests.support.tiny import FAMILIES, make_family, make_model
 
@@ -126,6 +127,20 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, models: dict[str, Path], 
         assert index["weight_map"].keys() == read(path).keys()
         assert (back / "config.json").read_text() == (path / "config.json").read_text()
         assert (back / "tokenizer.json").is_file()
+
+
+@pytest.mark.process
+def test_layers_that_predict_further_tokens(tmp_path: Path) -> None:
+    """Both ways bit for bit where they are asked for, in halves over TP too; else not lost where the origin has them."""
+    mimo, glm = (MAKERS[name](tmp_path / name, num_hidden_layers=2) for name in ("mimo", "glm4_moe"))
+    pairs = [(path, tmp_path / f"{path.name}-td") for path in (mimo, glm)]
+    to_torch_dist(2, *pairs, flags=["--tensor-model-parallel-size", "2", "--mtp-num-layers", "1"])
+    for path, saved in pairs:
+        assert same(path, to_hf(saved, tmp_path / f"{path.name}-back", path)), path.name
+    to_torch_dist(1, (mimo, tmp_path / "without"))
+    left = read(mimo).keys() - read(to_hf(tmp_path / "without", tmp_path / "a", mimo)).keys()
+    assert len(left) == 16 and all(name.startswith("model.mtp_layers.0.") for name in left)
+    assert same(mimo, to_hf(tmp_path / "without", tmp_path / "b", mimo, add_missing=True))
 
 
 @pytest.mark.process

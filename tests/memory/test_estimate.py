@@ -24,6 +24,7 @@ from hpcrl.memory.report import ASLEEP, SAMPLES, TRAINS, memory_lines, refuse_mi
 from hpcrl.memory.training import BAND, GIB, fullest_rank, gradient_bytes, optimizer_bytes, rank_on
 from hpcrl.models.family import find_family
 from hpcrl.slime.arguments import translate
+from hpcrl.speed.flops import model_flops
 from hpcrl.weights import fp8
 from tests.slime.guides import GUIDES
 from tests.support.published_models import MODELS
@@ -328,6 +329,22 @@ def test_data_parallel_engine_parts() -> None:
     count = whole_model(family, config)
     assert gpu_weights(options, family, config) == pytest.approx(2 * (count.expert / 32 + count.dense / 8))
     assert token_bytes(options, family, config) == 2 * 92 * 1 * 128 * 2
+
+
+def test_layers_that_are_trained_along_are_counted() -> None:
+    """Each tensor of MiMo's layer once, on the last stage; an optimizer step's operations grow by it and a further
+    output layer."""
+    family, config = of("MiMo-7B-RL")
+
+    def held(stage: int, heads: int) -> int:
+        layout = Layout(1, 2, 1, 1, 1, 1, 1, False, 1, heads=heads)
+        return on_stage(family, config, layout, stage, {}).all
+
+    hidden, width, biases = 4096, 11008, 4096 + 2 * 1024
+    matrices = 2 * hidden * hidden + hidden * biases + hidden * hidden + 3 * hidden * width
+    assert held(1, 1) - held(1, 0) == matrices + biases + 5 * hidden and held(0, 1) == held(0, 0)
+    without, along = model_flops(family, config), model_flops(family, config, 1)
+    assert (along.met - without.met, along.head - without.head) == (matrices, 151680 * hidden)
 
 
 def test_layers_that_draft_are_weights_of_an_engine() -> None:

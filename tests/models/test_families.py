@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import hpcrl.models
+from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
-from hpcrl.models import deepseek_v3, family, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from hpcrl.models import deepseek_v3, family, glm4, glm4_moe, llama, mimo, mtp, qwen2, qwen3, qwen3_moe
 
 CONFIG = {
     "model_type": "qwen3",
@@ -89,7 +90,18 @@ def test_names_of_all_layers_and_of_tied_embeddings(tied: bool) -> None:
 
 
 def test_helpers_are_no_families() -> None:
-    known = {"qwen2", "qwen3", "llama", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"}
+    known = {
+        "qwen2",
+        "qwen3",
+        "llama",
+        "glm4",
+        "qwen3_moe",
+        "glm4_moe",
+        "deepseek_v3",
+        "kimi_k2",
+        "glm4_moe_lite",
+        "mimo",
+    }
     assert set(family.registry()) == known
 
 
@@ -268,6 +280,39 @@ def test_unsupported_routing_is_refused(config: dict, fields: dict, text: str) -
     """Routing that Megatron does otherwise is refused."""
     with pytest.raises(DataError, match=text):
         family.find_family(config, "x").transformer(config | fields)
+
+
+def test_layers_that_predict_further_tokens() -> None:
+    """Only where they are asked for; GLM-4.5's is numbered behind the last, MiMo's by itself."""
+    few = {name for _, rule in glm4_moe.FAMILY.tensors(GLM4_MOE) for name in rule.hf}
+    more = {name for _, rule in glm4_moe.FAMILY.tensors(GLM4_MOE, 1) for name in rule.hf} - few
+    assert {"model.layers.3.shared_head.norm.weight", "model.layers.3.mlp.experts.7.down_proj.weight"} < more
+    assert all(glm4_moe.FAMILY.ignores(name, GLM4_MOE) for name in more), "without them a file may hold them"
+    for tied, head in ((False, "lm_head.weight"), (True, "model.embed_tokens.weight")):
+        copied = glm4_moe.FAMILY.copied(GLM4_MOE | {"tie_word_embeddings": tied}, 1)
+        assert copied["model.layers.3.shared_head.head.weight"] == head
+    config = CONFIG | {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1}
+    rules = dict(mimo.FAMILY.tensors(config, 1))
+    assert rules["mtp.layers.0.eh_proj.weight"].kind == "column_swapped"
+    assert rules["mtp.layers.0.transformer_layer.mlp.linear_fc2.weight"].hf == (
+        "model.mtp_layers.0.mlp.down_proj.weight",
+    )
+    with pytest.raises(DataError, match="attention_bias = False"):
+        mimo.transformer(config | {"attention_bias": False})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "asked", "text"),
+    [
+        ("qwen3", {}, 1, "--mtp-num-layers 1: config.json of this qwen3 model has no layers"),
+        ("glm4_moe", {"num_nextn_predict_layers": 0}, 1, "--mtp-num-layers 1: .* has no layers"),
+        ("glm4_moe", {}, 2, "--mtp-num-layers 2: 1 is the most"),
+    ],
+)
+def test_layers_that_a_model_has_not(name: str, change: dict, asked: int, text: str) -> None:
+    config = (GLM4_MOE if name == "glm4_moe" else CONFIG) | change
+    with pytest.raises(UsageError, match=text):
+        mtp.check_heads(Options(mtp_num_layers=asked), family.registry()[name], config)
 
 
 def test_groups_of_experts() -> None:

@@ -85,7 +85,6 @@ def test_flags_that_a_login_node_took_as_they_are(model: str, monkeypatch: pytes
         ("Qwen3-4B", "--position-embedding-type none", "--position-embedding-type none: .* says rope"),
         ("Qwen3-4B", "--num-query-groups 4", "--num-query-groups 4: the model's config.json says 8"),
         ("Qwen3-4B", "--post-mlp-layernorm", "--post-mlp-layernorm: the model's config.json says False"),
-        ("Qwen3-4B", "--mtp-num-layers 1", "--mtp-num-layers 1: the model's config.json says no such thing"),
         ("Qwen3-30B-A3B", "--moe-router-topk 4", "--moe-router-topk 4: the model's config.json says 8"),
         ("Qwen3-30B-A3B", "--moe-layer-freq 2", r"--moe-layer-freq 2: the model's config.json says \[1\]\*48"),
         (

@@ -17,6 +17,7 @@ def tensors(kind: str, s: Shapes) -> list[torch.Tensor]:
         "same": [(7,)],
         "row": [(6, 24)],
         "column": [(24, 6)],
+        "column_swapped": [(24, 6)],
         "vocab": [(s.vocab, 6)],
         "gate_up": [(24, 6)] * 2,
         "fused_gate_up": [(48, 6)],
@@ -31,6 +32,7 @@ def part_shape(kind: str, s: Shapes) -> tuple[int, ...]:
         "same": (7,),
         "row": (6, 24 // s.tp),
         "column": (24 // s.tp, 6),
+        "column_swapped": (24 // s.tp, 6),
         "vocab": (-(-s.vocab // s.tp), 6),
         "gate_up": (48 // s.tp, 6),
         "fused_gate_up": (48 // s.tp, 6),
@@ -48,6 +50,13 @@ def test_join_is_the_inverse_of_part(kind: str, tp: int, groups: int) -> None:
     joined = CUTS[kind].join(parts, s)
     assert [tuple(x.shape) for x in joined] == CUTS[kind].full(shape, s)
     assert all(torch.equal(a, b) for a, b in zip(joined, whole, strict=True))
+
+
+def test_halves_of_the_columns_change_places() -> None:
+    s = shapes(2)
+    (whole,) = tensors("column_swapped", s)
+    part = CUTS["column_swapped"].part([whole], 1, part_shape("column_swapped", s), s)
+    assert torch.equal(part, whole[12:].roll(3, 1)) and not torch.equal(part, whole[12:])
 
 
 def test_biases_are_cut_as_their_weights() -> None:

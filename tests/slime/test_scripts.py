@@ -58,6 +58,7 @@ HONOURED: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
     "run-moonlight-16B-A3B": ((8, 1, 8), {"expert_model_parallel_size": 8}),
     "run-kimi-k2-Thinking": ((256, 16, 16), {"engine_data_parallel_size": 8, "use_tis": True}),
     "run-kimi-k2-Instruct": ((256, 16, 16), {"colocate": True}),
+    "run-mimo-7B-rl-eagle": ((8, 8, 1), {"mtp_num_layers": 1, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.2}),
 }  # fmt: skip
 #: script -> what is told of it, the beginning of each line
 REFUSED: dict[str, list[str]] = {
@@ -74,12 +75,11 @@ REFUSED: dict[str, list[str]] = {
     "run-minimax-m2": ["--spec slime_plugins.models.minimax_m2 "],
     "run-deepseek-r1": ["--sglang-enable-ep-moe, --sglang-enable-deepep-moe: ", "--sglang-deepep-mode auto: "],
     "run-glm4.5-355B-A32B": ["--save-debug-rollout-data /mnt/data.pt is one file for all rollouts"],
-    "run-glm4.7-30B-A3B": ["--mtp-num-layers 1, --enable-mtp-training: multi-token prediction is not trained"],
+    "run-glm4.7-30B-A3B": ["--enable-mtp-training and --optimizer-cpu-offload exclude each other"],
     "run-glm5-744B-A40B": [
         "--spec slime_plugins.models.glm5.glm5 ", "--allgather-cp: ", "--prefill-num-servers 1: ", "--sglang-nsa-decode-backend ",
         "--sglang-attention-backend nsa: ",
     ],
-    "run-mimo-7B-rl-eagle": ["--mtp-num-layers 1, --enable-mtp-training: multi-token prediction is not trained"],
     "run-qwen3.5-35B-A3B-sft": ["--spec slime_plugins.models.qwen3_5 ", "--use-gated-attention: "],
     "run-qwen3-next-80B-A3B": ["--spec slime_plugins.models.qwen3_next ", "--use-gated-attention: "],
     "low_precision/run-qwen3-235B-A22B-int4": ["--int4-params-rollout: no update can bring "],

@@ -26,6 +26,7 @@ Models and data
     options, shares    the least options of a run; samples, and shares of the queue made of them
     two_ways, answers, tiny_verifiers_env    a tokenizer of several ways to write a text; answers with their truth; an
                        environment of the verifiers package
+    mtp_models         models whose checkpoints have a layer that predicts a further token
     fp8                what an engine multiplies with: the values of FP8 codes and scales
 
 Stand-ins where the real part cannot be had, or must misbehave

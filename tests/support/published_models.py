@@ -237,6 +237,24 @@ MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
         qwen3_moe("94 4096 12288 64 4 151936", 1536),
         QWEN3_MOE_REST,
     ),
+    "MiMo-7B-RL": (
+        flags(
+            "36 4096 11008 32 8 151680",
+            f"{DENSE} --add-qkv-bias --norm-epsilon 1e-05 --rotary-base 640000 --max-position-embeddings 32768{UNTIED}",
+        ),
+        config(
+            "mimo",
+            "36 4096 11008 32 8 151680",
+            1e-5,
+            640000,
+            32768,
+            False,
+            head_dim=128,
+            attention_bias=True,
+            num_nextn_predict_layers=1,
+        ),
+        {},
+    ),
     "Llama-3.1-8B": (
         flags("32 4096 14336 32 8 128256", f"{DENSE}{LLAMA} --rotary-scaling-factor 8.0{UNTIED}"),
         llama("32 4096 14336 32 8 128256", 8.0, False),

@@ -26,7 +26,7 @@ READ = {
 def check_algorithm(o: Options) -> None:
     """Raise UsageError for all that an algorithm lacks, or that excludes one another."""
     _known(o)
-    rules = [_custom_loss, _reference, _one_kl, _reduction, _overlong, _experts]
+    rules = [_custom_loss, _reference, _one_kl, _reduction, _overlong, _experts, _further_tokens]
     if o.loss_type == "dpo_loss":
         rules.append(_pairs)
     if o.loss_type == "policy_loss":
@@ -54,6 +54,19 @@ def _experts(o: Options) -> None:
             "experts of the engine's",
             "leave one of them out, or give --use-routing-replay, the old policy's choice",
         )
+
+
+def _further_tokens(o: Options) -> None:
+    if o.enable_mtp_training and o.mtp_num_layers is None:
+        raise UsageError("--enable-mtp-training needs layers to train", "give --mtp-num-layers")
+    for name, field, why in (
+        ("mtp_num_layers", "pipeline_model_parallel_layout", "these layers are where the output layer is"),
+        ("enable_mtp_training", "optimizer_cpu_offload", "the gradient of these layers is clipped apart"),
+    ):
+        if getattr(o, name) and o.megatron.get(field):
+            raise UsageError(
+                f"--{dashed(name)} and --{dashed(field)} exclude each other: {why}", "leave one of them out"
+            )
 
 
 #: (option, its former value) -> what says the same
@@ -211,6 +224,8 @@ def inert_in_algorithm(o: Options) -> Iterator[tuple[str, str]]:
     yield "keep_old_actor", "every rollout is trained on with the weights that it was made for"
     if o.ref_load is None:
         yield "ref_ckpt_step", "--ref-load is not given"
+    if not o.enable_mtp_training:
+        yield "mtp_loss_scaling_factor", "--enable-mtp-training is not given"
     if o.overlong_buffer_len is None:
         yield "overlong_penalty_factor", "--overlong-buffer-len is not given"
 

@@ -122,6 +122,21 @@ class OffPolicyOptions(Base):
     critic_lr_warmup_iters: int = opt(0, "optimizer steps of the critic's linear warm-up", "slime", ge=0)
 
 
+# ---- further tokens
+
+
+class FurtherTokenOptions(Base):
+    """layers that predict further tokens (docs/models.md)"""
+
+    mtp_num_layers: int | None = opt(
+        None, "layers behind the last one, which predict further tokens, that the trainer holds", "megatron", ge=1
+    )
+    enable_mtp_training: bool = opt(False, "train them, which leaves the policy as it is", "slime")
+    mtp_loss_scaling_factor: float = opt(
+        0.2, "weight of their loss (Megatron's default: 0.1; slime's is the same)", "megatron", gt=0
+    )
+
+
 # ---- distillation
 
 

@@ -32,6 +32,7 @@ from hpcrl.model_files.safetensors_files import (
     read_header,
 )
 from hpcrl.models.family import Rule
+from hpcrl.models.mtp import is_head
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.redistribution.layouts import Pattern, held_parts
 from hpcrl.trainer.collectives import agree, broadcast_json
@@ -156,7 +157,9 @@ def _some(items: list[str], between: str = ", ") -> str:
 
 
 @torch.no_grad()
-def export(policy: Policy, patient: dist.ProcessGroup | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def export(
+    policy: Policy, patient: dist.ProcessGroup | None = None, heads: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, full tensor) of every tensor, once; collective: all ranks iterate to the end.
 
     Tensors are valid on global rank 0 and only until the next is asked for; other ranks get tensors on "meta".  A tied
@@ -168,6 +171,7 @@ def export(policy: Policy, patient: dist.ProcessGroup | None = None) -> Iterator
 
     Args:
         patient: a gloo group of all ranks, in which they wait for what rank 0 does with the tensors; None: the world.
+        heads: with the layers that predict further tokens, where the model has them.
     """
     mine = _own(policy)
     rows: dict[tuple[str, ...], HeldParameter] = {}
@@ -177,6 +181,8 @@ def export(policy: Policy, patient: dist.ProcessGroup | None = None) -> Iterator
         raise HpcrlError(f"no rank holds {_some(sorted(missing))}")
     ahead = 0
     for held in rows.values():
+        if is_head(held.rule.megatron) and not heads:
+            continue
         own = mine.get(held.rule.megatron)
         if ahead >= PACE:
             _wait_for_rank_0(policy, patient)
@@ -245,7 +251,7 @@ def _table(policy: Policy) -> list[HeldParameter]:
     """
     ranks = policy.ranks
     mine = _own(policy)
-    rules = [rule for _, rule in policy.family.tensors(policy.hf_config)]
+    rules = [rule for _, rule in policy.tensors()]
     sizes = [ranks.tp_size if rule.expert is None else ranks.etp_size for rule in rules]
     numbers = torch.full(
         (len(rules), 4 + ranks.world), -1, dtype=torch.int32
@@ -279,7 +285,8 @@ def _table(policy: Policy) -> list[HeldParameter]:
 def holdings(policy: Policy) -> tuple[dict[str, HeldTensor], dict[str, OwnTensor]]:
     """(who holds which part of each Hugging Face tensor, this rank's own parts), by name; collective.
 
-    A tied output layer is one more copy of the embedding.  Own parts are the parameters themselves.
+    Of all that engines sample with: layers that predict further tokens are left out.  A tied output layer is one more
+    copy of the embedding.  Own parts are the parameters themselves.
     """
     mine = _own(policy)
     rank = policy.ranks.rank
@@ -288,6 +295,8 @@ def holdings(policy: Policy) -> tuple[dict[str, HeldTensor], dict[str, OwnTensor
     own: dict[str, OwnTensor] = {}
     for entry in _table(policy):
         rule = entry.rule
+        if is_head(rule.megatron):
+            continue
         shapes = _shapes(policy, entry.rule)
         key = (rule.kind, entry.shape, entry.copies, shapes)
         if key not in known:
@@ -318,7 +327,7 @@ def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
     Raises:
         HpcrlError: if the family has no rule for one.
     """
-    rules = dict(policy.family.tensors(policy.hf_config))
+    rules = dict(policy.tensors())
     held = {
         _in_whole_model(module, name, policy.ranks): value
         for module in policy.modules
@@ -334,21 +343,22 @@ def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
 def _in_whole_model(module: GPTModel, name: str, ranks: Ranks) -> str:
     """A parameter's name with the numbers of layer and expert in the whole model, not in its pipeline stage and EP
     rank."""
-    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    match = re.match(r"decoder\.layers\.(\d+)\.|mtp\.layers\.\d+\.transformer_layer\.", name)
     if match is None:
         return name
-    number = module.decoder.layers[int(match[1])].layer_number - 1
+    layer = match[0]
+    if match[1]:
+        layer = f"decoder.layers.{module.decoder.layers[int(match[1])].layer_number - 1}."
     rest = name[match.end() :]
     if expert := EXPERT.match(rest):
         first = ranks.ep_rank * (module.config.num_moe_experts // ranks.ep_size)
         rest = f"{expert[1]}{first + int(expert[2])}{rest[expert.end() :]}"
-    return f"decoder.layers.{number}.{rest}"
+    return layer + rest
 
 
 def _expected(policy: Policy) -> set[str]:
     """The tensors that a directory must hold and an export gives."""
-    names = {name for _, rule in policy.family.tensors(policy.hf_config) for name in rule.hf}
-    return {name for name in names if not policy.family.ignores(name, policy.hf_config)}
+    return {name for _, rule in policy.tensors() for name in rule.hf}
 
 
 def _shapes(policy: Policy, rule: Rule) -> Shapes:

@@ -36,8 +36,10 @@ from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.config.rules.schedules import check_schedules, run_steps, schedule_steps, warmup_steps
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.model_files.config_json import read_config
-from hpcrl.models.family import Config, Family, check_spec, find_family
+from hpcrl.models.family import Config, Family, Rule, check_spec, find_family
+from hpcrl.models.mtp import check_heads
 from hpcrl.models.routing import find_routing, replay_flag
+from hpcrl.trainer.megatron import mtp
 from hpcrl.trainer.megatron.fusions import NOTHING, Fusions
 from hpcrl.trainer.megatron.output_head import give_values
 from hpcrl.trainer.megatron.packed_attention import block_spec
@@ -58,6 +60,7 @@ class Policy:
         optimizer, scheduler: Megatron's; the schedule counts optimizer steps.
         value_head: it is a critic, whose output layer gives one number for each row.
         fusions: what its layers fuse.
+        heads: layers behind the last one that predict further tokens; they are trained where trains_heads says so.
     """
 
     chunks: tuple[DistributedDataParallel, ...]
@@ -69,6 +72,12 @@ class Policy:
     ranks: Ranks
     value_head: bool = False
     fusions: Fusions = NOTHING
+    heads: int = 0
+    trains_heads: bool = False
+
+    def tensors(self) -> list[tuple[str, Rule]]:
+        """(Megatron name, rule) of every parameter of the whole model."""
+        return self.family.tensors(self.hf_config, self.heads)
 
     @property
     def modules(self) -> tuple[GPTModel, ...]:
@@ -129,6 +138,7 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     check_spec(options.spec, hf_config)
     if replay_flag(options):
         find_routing(options, hf_config)
+    check_heads(options, family, hf_config)
     fields = family.transformer(hf_config)
     gpt = family.gpt(hf_config)
     if value_head:  # with its embedding it shares nothing
@@ -154,11 +164,18 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     if options.bf16:
         modules = [Float16Module(config, module) for module in modules]
     if not trainable:
-        return Policy(
+        held = Policy(
             tuple(modules), config, family, hf_config, cast(Any, NoOptimizer()), cast(Any, None), ranks, value_head
         )
+        return replace(held, heads=options.mtp_num_layers or 0)
     policy = _wrap(modules, config, family, hf_config, settings, options, ranks)
-    return replace(policy, value_head=value_head, fusions=settings.fusions)
+    return replace(
+        policy,
+        value_head=value_head,
+        fusions=settings.fusions,
+        heads=options.mtp_num_layers or 0,
+        trains_heads=options.enable_mtp_training,
+    )
 
 
 def _module(
@@ -182,9 +199,10 @@ def _module(
     }
 
     def build() -> GPTModel:
-        return GPTModel(
+        layers = block_spec(config, family.adapt, stage)
+        made = GPTModel(
             config,
-            block_spec(config, family.adapt, stage),
+            layers,
             vocab_size=padded_vocab_size(hf_config["vocab_size"], ranks.tp_size),
             max_sequence_length=hf_config.get("max_position_embeddings", 2**20),
             parallel_output=True,
@@ -192,6 +210,10 @@ def _module(
             **ends,
             **gpt,
         )
+        if options.mtp_num_layers:
+            before_norm = family.heads_before_norm
+            mtp.attach(made, layers, options.mtp_num_layers, options.enable_mtp_training, before_norm)
+        return made
 
     if (path := options.custom_model_provider_path) is None:
         return build().to(ranks.device)
@@ -233,7 +255,7 @@ def _wrap(
         chunks = [
             DistributedDataParallel(config, ddp, module, disable_bucketing=i > 0) for i, module in enumerate(modules)
         ]
-    optimizer = make_optimizer(chunks, settings.optimizer)
+    optimizer = make_optimizer(chunks, settings.optimizer, options.enable_mtp_training)
     scheduler = make_scheduler(optimizer, options)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -241,29 +263,47 @@ def _wrap(
     return Policy(tuple(chunks), config, family, hf_config, optimizer, scheduler, ranks)
 
 
-def make_optimizer(chunks: list[Any], values: dict[str, Any]) -> MegatronOptimizer:
-    """AdamW over the chunks' DDP buffers; norms and biases without weight decay (Megatron-LM's rule)."""
+def make_optimizer(chunks: list[Any], values: dict[str, Any], heads: bool = False) -> MegatronOptimizer:
+    """AdamW over the chunks' DDP buffers; norms and biases without weight decay (Megatron-LM's rule).
+
+    Args:
+        heads: layers that predict further tokens are among them, as groups of their own.
+    """
     config = construct(OptimizerConfig, values)
+    groups = get_standard_config_overrides(config) | (mtp.GROUPS if heads else {})
     with refusals("the optimizer"):
-        made = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
+        made = get_megatron_optimizer(config, chunks, groups)
     if config.optimizer_cpu_offload:
         gc.collect()  # Megatron makes one for the whole parameters first, whose copies only Python's collector finds
     return made
 
 
-def take_step(optimizer: MegatronOptimizer, norm: float) -> bool:
+def take_step(optimizer: MegatronOptimizer, norm: float, heads: float | None = None) -> bool:
     """Clip the gradients, whose norm over all ranks is `norm`, to --clip-grad and step; False if the optimizer refuses.
 
     For gradients after `prepare_grads()`: what Megatron's own `step()` does, without preparing and measuring them
     again.
+
+    Args:
+        heads: norm of the layers that predict further tokens, by which these alone are clipped; `norm` is of all
+            others then.
     """
+    if heads is None:
+        _clip(optimizer, norm)
+    else:
+        for of_heads, own in ((False, norm), (True, heads)):
+            with mtp.only(optimizer, of_heads):
+                _clip(optimizer, own)
+    return optimizer.step_with_ready_grads()
+
+
+def _clip(optimizer: MegatronOptimizer, norm: float) -> None:
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(leaf, "is_stub_optimizer", False) or leaf.config.clip_grad <= 0:
             continue
         if parameters := leaf.get_parameters():
             decoupled = leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, leaf.config.clip_grad, norm, decoupled)
-    return optimizer.step_with_ready_grads()
 
 
 def make_scheduler(optimizer: MegatronOptimizer, options: Options) -> OptimizerParamScheduler:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
+#: what every layer of a chunk is called with besides hidden states
+OF_LAYERS = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+
 
 @dataclass
 class Head:
@@ -34,10 +37,14 @@ class Head:
     Attributes:
         hidden: [r, 1, hidden size], what goes into the output layer at the rows, with its gradient; None where there is
             none.
+        whole: hidden states of all rows, detached, for layers of the chunk that predict further tokens.
+        inputs: with which its layers were called, for the same.
     """
 
     model: GPTModel
     hidden: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
+    inputs: dict[str, Any] = field(default_factory=dict)
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """[r, columns of this rank], in the model's dtype, of `hidden` [r, 1, hidden size]. Collective over TP in
@@ -67,18 +74,33 @@ def apart(model: GPTModel, rows: torch.Tensor) -> Iterator[Head]:
 
     def take(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *rest = args  # [t, 1, hidden size], of t / TP rows where they are split
+        if further and not before_norm:
+            head.whole = hidden.detach()
         if split:  # backward: each rank keeps its own rows of a gradient that the layer has summed
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         head.hidden = hidden.index_select(0, rows)
         return head.hidden.detach()[:0], *rest
 
+    def note(_: Any, __: tuple[Any, ...], given: dict[str, Any]) -> None:
+        head.inputs = {name: given[name] for name in OF_LAYERS if name in given}
+
+    def keep(_: Any, args: tuple[Any, ...]) -> None:
+        head.whole = args[0].detach()
+
+    further = hasattr(model, "mtp")
+    before_norm = further and model.mtp.before_norm
     split = model.output_layer.sequence_parallel
-    handle = model.output_layer.register_forward_pre_hook(take)
+    handles = [model.output_layer.register_forward_pre_hook(take)]
+    if further:
+        handles.append(model.decoder.register_forward_pre_hook(note, with_kwargs=True))
+    if before_norm:
+        handles.append(model.decoder.final_layernorm.register_forward_pre_hook(keep))
     try:
         with _whole_rows(model.output_layer):
             yield head
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -35,6 +35,25 @@ if TYPE_CHECKING:
     from hpcrl.trainer.parallel_state import Ranks
 
 
+@dataclass(frozen=True)
+class FurtherTokens:
+    """What layers that predict the token after the next see of a micro-batch: t rows, r of them with a label.
+
+    A row's label is the token two behind it, if that is of its own sequence and of loss mask 1.
+
+    Attributes:
+        tokens: int64 [t], the token that follows each row's in its sequence, 0 behind the last.
+        first: bool [t], the first row of each sequence.
+        rows, labels, sample: int64 [r], as those of `Packed`.
+    """
+
+    tokens: torch.Tensor
+    first: torch.Tensor
+    rows: torch.Tensor
+    labels: torch.Tensor
+    sample: torch.Tensor
+
+
 @dataclass
 class Packed:
     """One micro-batch on one rank: t rows, of which r are trained on, of m samples.
@@ -59,6 +78,7 @@ class Packed:
         longest: rows of the longest, with padding. r may be 0.
         choices: the experts of the rows that this rank's routers see, as the samples bring them or a pass has recorded
             them.
+        further: for layers that predict further tokens; None: there are none that are trained.
     """
 
     tokens: torch.Tensor
@@ -82,6 +102,7 @@ class Packed:
     returns: torch.Tensor | None = None
     choices: Choices | None = None
     trainer: torch.Tensor | None = None
+    further: FurtherTokens | None = None
 
     @property
     def samples(self) -> int:
@@ -107,12 +128,18 @@ def check_batch(batch: SampleBatch, vocab_size: int) -> None:
 
 
 def pack(
-    batch: SampleBatch, rows: Sequence[int], ranks: Ranks, sequence_parallel: bool, experts: np.ndarray | None = None
+    batch: SampleBatch,
+    rows: Sequence[int],
+    ranks: Ranks,
+    sequence_parallel: bool,
+    experts: np.ndarray | None = None,
+    further: bool = False,
 ) -> Packed:
     """Pack the samples `rows` of `batch` for this rank.
 
     Args:
         experts: the ones that the engine chose, [tokens of the batch, layers, experts a token].
+        further: with what layers that predict further tokens see.
     """
     rows = np.asarray(rows, np.int64)
     lengths = batch.rows["length"][rows].astype(np.int64)
@@ -128,10 +155,12 @@ def pack(
     places, sample, source = _trained(batch, rows, bounds[:-1] + lengths)
     columns = [tokens[places + 1], sample, source, batch.logprobs[source]]
     counts = batch.rows["trained"][rows].astype(np.int64)
+    after = _further(tokens, bounds, positions, places, sample) if further else None
     if ranks.cp_size > 1:
         part = cp_indices(bounds.tolist(), ranks.cp_size, ranks.cp_rank).numpy()
         at = np.full(len(tokens), -1)  # which of this rank's rows a row is
         at[part] = np.arange(len(part))
+        after = _of_part(after, part, at) if after else None
         kept = at[places] >= 0
         places, *columns = (column[kept] for column in (at[places], *columns))
         tokens = tokens[part]
@@ -152,7 +181,36 @@ def pack(
         tuple(bounds.tolist()),
         int(padded.max()),
         choices=choices,
+        further=FurtherTokens(*map(put, after)) if after else None,
     )
+
+
+Columns = tuple[np.ndarray, ...]  #: the fields of `FurtherTokens`
+
+
+def _further(
+    tokens: np.ndarray, bounds: np.ndarray, positions: np.ndarray, places: np.ndarray, sample: np.ndarray
+) -> Columns:
+    """Of whole sequences.
+
+    Args:
+        places: the rows that predict a token of loss mask 1 as the next one.
+    """
+    following = np.append(tokens[1:], 0)
+    following[bounds[1:] - 1] = 0  # what follows the last row of a sequence is of another
+    kept = positions[places] > 0  # else the row before is of another
+    return following, positions == 0, places[kept] - 1, tokens[places[kept] + 1], sample[kept]
+
+
+def _of_part(columns: Columns, part: np.ndarray, at: np.ndarray) -> Columns:
+    """Of a context-parallel rank.
+
+    Args:
+        part: its rows; at: which of them a row is, -1: none.
+    """
+    following, first, rows, labels, sample = columns
+    kept = at[rows] >= 0
+    return following[part], first[part], at[rows[kept]], labels[kept], sample[kept]
 
 
 def _padded(lengths: np.ndarray, ranks: Ranks, sequence_parallel: bool) -> np.ndarray:

@@ -72,11 +72,16 @@ def _shapes(policy: Policy, micro_batches: Sequence[Packed]) -> AbstractContextM
     return known_shapes([packed.tokens.size(1) // parts for packed in micro_batches], config.hidden_size)
 
 
+def vocabulary_of(policy: Policy) -> Vocabulary:
+    """Which columns this rank's logits are."""
+    group = parallel_state.get_tensor_model_parallel_group() if policy.ranks.tp_size > 1 else None
+    return Vocabulary(policy.vocab_size, group)
+
+
 def tokens_under(policy: Policy, options: Options, packed: Packed, head: Head) -> TokenScores:
     """What the model says of the tokens that are trained on."""
     assert head.hidden is not None
-    group = parallel_state.get_tensor_model_parallel_group() if policy.ranks.tp_size > 1 else None
-    vocabulary = Vocabulary(policy.vocab_size, group)
+    vocabulary = vocabulary_of(policy)
     rows = options.log_probs_chunk_size
     temperature = options.rollout_temperature
     return tokens_of(head.hidden, packed.labels, head.logits, vocabulary, temperature, rows, packed.teacher)

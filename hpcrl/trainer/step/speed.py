@@ -52,8 +52,8 @@ def operations(policy: Policy, options: Options, share: Share, trained: bool) ->
     model = model_flops(policy.family, policy.hf_config)
     wanted = needs(options)
     passes = wanted.reference + wanted.old_logprobs + wanted.teacher_model + wanted.critic  # forward alone
-    trains = trained + wanted.critic
-    return passes * model.forward(*work) + trains * model.training(*work)
+    steps = model_flops(policy.family, policy.hf_config, options.trained_heads)  # only they go through those layers
+    return passes * model.forward(*work) + trained * steps.training(*work) + wanted.critic * model.training(*work)
 
 
 def reached(

@@ -37,10 +37,11 @@ from hpcrl.run.role import say
 from hpcrl.sample import responses_of
 from hpcrl.trainer.custom_hooks import TrainerHooks
 from hpcrl.trainer.loop_schedule import steps_of
+from hpcrl.trainer.megatron import mtp
 from hpcrl.trainer.megatron.model import Policy, take_step
 from hpcrl.trainer.megatron.output_head import Head
 from hpcrl.trainer.parallel_state import Ranks
-from hpcrl.trainer.step import packing, passes
+from hpcrl.trainer.step import further_tokens, packing, passes
 from hpcrl.trainer.step.packing import Packed
 from hpcrl.trainer.step.prepare import NONE, OtherWeights, prepare
 from hpcrl.trainer.step.routing_replay import Difference, given_experts
@@ -66,6 +67,7 @@ class StepTotals:
         fresh: bool, on which of the share's response tokens, those of the current policy (None: on all).
         spread: samples a response. The loss is divided by the samples, and its weights multiplied by this: a response
             counts once.
+        embedding: the model's, for layers that predict further tokens (`mtp.embedding_of`).
     """
 
     where: str
@@ -74,6 +76,7 @@ class StepTotals:
     comparable: bool
     fresh: torch.Tensor | None = None
     spread: float = 1.0
+    embedding: torch.Tensor | None = None
 
 
 def train(
@@ -108,7 +111,7 @@ def train(
 
     def pack(some: Share) -> list[list[Packed]]:
         experts = given_experts(policy, some.batch) if whose == "engine" else None
-        args = (ranks, policy.config.sequence_parallel, experts)
+        args = (ranks, policy.config.sequence_parallel, experts, policy.trains_heads)
         return [[packing.pack(some.batch, rows, *args) for rows in step] for step in some.micro_batches]
 
     share, steps, before = prepare(policy, options, share, pack, others, hooks)
@@ -187,6 +190,8 @@ def _step(
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     model.optimizer.zero_grad()
+    if model.trains_heads:
+        step = replace(step, embedding=mtp.embedding_of(model.modules, ranks.pp_size))
     body = partial(loss, model, options, step)
     experts = "own" if replay is None else "replay"
     reports = passes.run(model, micro_batches, body, forward_only=False, experts=experts, difference=replay)
@@ -195,26 +200,31 @@ def _step(
     if totals.tokens != step.tokens:
         raise HpcrlError(f"{step.where}: the ranks train on {totals.tokens} tokens, the batch has {step.tokens}")
     metrics = _metrics(totals, options, step)
-    metrics |= {"grad_norm": _update(model, step.where), "lr": model.optimizer.param_groups[0]["lr"]}
+    metrics = further_tokens.mean_loss(metrics)
+    metrics |= _update(model, step.where) | {"lr": model.optimizer.param_groups[0]["lr"]}
     model.scheduler.step(increment=1)
     return {"perf/train_tokens": float(totals.tokens)} | {
         f"train/{prefix}{name}": value for name, value in metrics.items()
     }
 
 
-def _update(policy: Policy, where: str) -> float:
-    """The optimizer's step, with the norm of the gradient before clipping; HpcrlError instead if that is not finite.
+def _update(policy: Policy, where: str) -> dict[str, float]:
+    """The optimizer's step, with norms of the gradient before clipping; HpcrlError instead if one is not finite.
 
     Megatron's own step computes the norm too, but continues whatever it is; its check for NaN sees only what one rank
     has, and ends that rank alone.  All ranks see this norm.
     """
     policy.optimizer.prepare_grads()
-    norm = float(policy.optimizer.get_grad_norm())
-    if not math.isfinite(norm):
-        raise HpcrlError(f"{where}: the gradient norm is {norm}", NOT_FINITE)
-    if not take_step(policy.optimizer, norm):
+    if policy.trains_heads:
+        found = dict(zip(("grad_norm", "mtp_grad_norm"), mtp.norms(policy.optimizer), strict=True))
+    else:
+        found = {"grad_norm": float(policy.optimizer.get_grad_norm())}
+    for norm in found.values():
+        if not math.isfinite(norm):
+            raise HpcrlError(f"{where}: the gradient norm is {norm}", NOT_FINITE)
+    if not take_step(policy.optimizer, *found.values()):
         raise HpcrlError(f"{where}: Megatron's optimizer refused the step")
-    return norm
+    return found
 
 
 def _loss(
@@ -228,7 +238,13 @@ def _loss(
     mean over samples a token's weight depends on the sample's whole mask sum and a sample counts once, on CP rank 0. TP
     ranks compute the same loss, each the gradient of its own columns; only the last pipeline stage has counts at all.
     """
-    return _counted(policy, options, packed, compute_loss(_token_batch(policy, options, step, packed, head), options))
+    found = compute_loss(_token_batch(policy, options, step, packed, head), options)
+    if packed.further is not None:
+        assert step.embedding is not None, "of the last stage"
+        weights = counting(token_weights(packed.counts, options), options, step)
+        vocabulary = passes.vocabulary_of(policy)
+        found = further_tokens.add_loss(found, head, packed.further, step.embedding, weights, vocabulary, options)
+    return _counted(policy, options, packed, found)
 
 
 def counting(weights: torch.Tensor, options: Options, step: StepTotals) -> torch.Tensor:

@@ -176,7 +176,10 @@ def largest_values(tensor: OwnTensor, scheme: Scheme) -> torch.Tensor:
         row = place.rows[0]
         while row < place.rows[1]:  # a band of blocks at a time, so that little is widened at once
             last = min((row // high + max(1, BAND // (high * (right - left)))) * high, place.rows[1])
-            part = tensor.matrix[place.at + row - place.rows[0] : place.at + last - place.rows[0]].abs().float()
+            part = tensor.matrix[place.at + row - place.rows[0] : place.at + last - place.rows[0]]
+            if place.left is not None:
+                part = part[:, place.left : place.left + right - left]
+            part = part.abs().float()
             over = row % high
             before = left % wide
             tall = -(-(over + last - row) // high)
