@@ -69,6 +69,10 @@ def parse(values: Mapping[str, Any]) -> Namespace:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from hpcrl.engine.loading.model_types import register_model_types
+
+    register_model_types()
+
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
             raise UsageError(f"vLLM refuses its arguments: {message}", "see the --vllm-... options")

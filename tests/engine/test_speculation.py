@@ -17,6 +17,7 @@ from hpcrl.errors import UsageError
 from hpcrl.slime.arguments import translate
 from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Side, generate
 from tests.support.forked_engines import Nursery
+from tests.support.mtp_models import make_mimo
 from tests.support.tiny import make_family
 
 pytestmark = pytest.mark.vllm
@@ -86,6 +87,22 @@ def test_drafts_change_no_token_and_no_logprob(nursery: Nursery, tmp_path: Path)
         side.push(side.reference.step(seed))
     assert counted(side, "vllm:spec_decode_num_draft_tokens_total") > 200
     assert counted(side, "vllm:spec_decode_num_accepted_tokens_total") > 10
+    side.close()
+    assert engines.stop() == [0]
+
+
+def test_a_model_type_that_transformers_lacks(nursery: Nursery, tmp_path: Path) -> None:
+    """MiMo is Qwen2 but for the layer that predicts a further token, which no update brings; its own code is not run."""
+    engines = nursery.engines(
+        tmp_path / "run",
+        make_mimo(tmp_path / "mimo"),
+        check_weight_update_equal=True,
+        update_weight_buffer_size=SMALL,
+    )
+    side = Side(engines, make_family(tmp_path / "qwen2", "qwen2"))
+    for _ in range(2):
+        assert side.distance() <= CLOSE
+        side.step()
     side.close()
     assert engines.stop() == [0]
 
