@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from hpcrl.rehearsal.phases import PHASES
 from hpcrl.rehearsal.ranks import same_rows, stages
 from hpcrl.rehearsal.reports import RankReport
 from tests.support import families
+from tests.support.mtp_models import MAKERS
 from tests.support.ranks import on_fake_gpu
 
 pytestmark = pytest.mark.process
@@ -21,7 +23,11 @@ pytestmark = pytest.mark.process
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 #: name -> family, ranks, options
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "tp2 pp2": ("qwen3", 4, TP2 | {"pipeline_model_parallel_size": 2}),
+    "tp2 pp2": (
+        "mimo",
+        4,
+        TP2 | {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1, "enable_mtp_training": True},
+    ),
     "cp2 dp2": (
         "glm4",
         4,
@@ -33,7 +39,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def options(path: Path, kind: str, n: int, fields: dict[str, Any]) -> Options:
-    made = families.make(path, kind, odd=False, vocab_size=256, num_hidden_layers=2)
+    make = MAKERS[kind] if "mtp_num_layers" in fields else partial(families.make, model_type=kind)
+    made = make(path, vocab_size=256, num_hidden_layers=2)
     base = {"bf16": True, "lr": 1e-6, "rollout_max_response_len": 64, "n_samples_per_prompt": 2}
     base |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 128, "rollout_num_gpus": 1}
     return Options(hf_checkpoint=str(made), actor_num_gpus_per_node=n, **base, **fields)
