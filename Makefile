@@ -27,7 +27,7 @@ help:
 	@echo "make fast         only the tests that start no processes"
 	@echo "make soak         the long campaigns, which make test leaves out"
 	@echo "make fast-312     the fast tests on Python 3.12, with the newer Megatron-core (.venv-312, 6 GB)"
-	@echo "make trainer-312  the tests of trainer ranks and conversions there"
+	@echo "make trainer-312  the tests of trainer ranks, conversions and models there"
 	@echo "make trackers     hpcrl sync with the real wandb, trackio and mlflow, each on this machine"
 	@echo "make lint         ruff: rules and format"
 	@echo "make docs         write docs/options.md again"
@@ -123,7 +123,7 @@ fast-312: env-312
 	.venv-312/bin/python -m pytest $(FAST)
 
 trainer-312: env-312
-	.venv-312/bin/python -m pytest -m "process and not vllm and not cluster and not soak" tests/trainer tests/convert
+	.venv-312/bin/python -m pytest -m "process and not vllm and not cluster and not soak" tests/trainer tests/convert tests/models
 
 # Their packages bring some hundred others, so they have an environment of their own, which sees this one's.
 TRACKERS := $(HPCRL_VENV)/trackers

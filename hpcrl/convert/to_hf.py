@@ -245,14 +245,7 @@ def _check_counts(stored: TorchDist, config: Config) -> None:
 
 def _shapes(config: Config, family: Family) -> Shapes:
     """As of one tensor-parallel rank: what is stored describes the whole model."""
-    model = family.transformer(config)
-    return Shapes(
-        heads=model["num_attention_heads"],
-        groups=model["num_query_groups"],
-        head_size=model["kv_channels"],
-        vocab=config["vocab_size"],
-        tp=1,
-    )
+    return Shapes.of(family.transformer(config), config["vocab_size"], 1)
 
 
 def _missing(files: SafetensorsDirectory, jobs: list[Conversion], config: Config) -> list[Conversion]:

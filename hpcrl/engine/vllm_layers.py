@@ -96,8 +96,10 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
             continue
         if isinstance(layer, VocabParallelEmbedding) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
             pieces |= _embedding(path, layer, owners)
-        elif isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod):
+        elif _is_matrix(layer):
             pieces |= _linear(path, layer, {} if f"{path}.weight" in names else packed)
+        elif _is_convolution(layer) and layer.tp_size == 1:
+            pieces[f"{path}.weight"] = _whole_piece(layer, "weight", layer.weight)
         elif is_experts(layer) and (parts := experts(path, layer, _ids(modules, layer))) is not None:
             pieces |= parts
         elif getattr(layer, "quant_method", None) is not None:
@@ -134,6 +136,23 @@ def _decoding(attention: nn.Module, show: Callable[[], torch.Tensor]) -> torch.T
     # [heads, rows of a key, latent] and [heads, latent, rows of a value]
     made = torch.cat([attention.W_UK_T, attention.W_UV.transpose(1, 2)], dim=1).flatten(0, 1)
     return matrix if torch.equal(made, matrix) else made.contiguous()
+
+
+def _is_matrix(layer: nn.Module) -> bool:
+    """Whether a layer is linear and not quantised."""
+    linear = isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod)
+    return linear and not _is_convolution(layer)
+
+
+def _is_convolution(layer: nn.Module) -> bool:
+    """Whether a linear layer is how vLLM keeps the weight of a convolution over rows, [channels, 1, size]; of several
+    workers each gets all of it, for vLLM's own cut.
+    """
+    return (
+        isinstance(layer, LinearBase)
+        and isinstance(weight := getattr(layer, "weight", None), torch.Tensor)
+        and weight.dim() == 3
+    )
 
 
 def _ids(modules: Mapping[str, nn.Module], layer: nn.Module) -> set[int]:

@@ -31,7 +31,7 @@ from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.site import SiteProfile
 from hpcrl.model_files import holds_weights
-from hpcrl.model_files.config_json import CONFIG, read_config, read_object, read_quantization
+from hpcrl.model_files.config_json import CONFIG, read_config, read_object, read_quantization, with_text_part
 from hpcrl.models.divisions import undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.model_args import check_model_args
@@ -260,6 +260,7 @@ def _described(options: Options) -> tuple[Config, Family, dict[str, Any]] | None
         config = read_object(Path(directory), CONFIG)
         if config is None:
             return None
+        config = with_text_part(config)
         family = find_family(config, directory)
         return config, family, family.transformer(config)
     except DataError as error:

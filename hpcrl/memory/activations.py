@@ -15,11 +15,14 @@ from typing import Any
 from hpcrl.config.foreign_names import written_for_slime
 from hpcrl.config.options import Options
 from hpcrl.memory.parameters import Layout, hidden_norms, stage_layers
-from hpcrl.models.family import Config, Family
+from hpcrl.models.family import Config, Family, LayerKind, layer_kinds
 
 #: what TransformerConfig's recompute_modules spare, by the part of a layer (default: attention's inside, which flash
 #: never keeps)
 _SPARED = {"mlp": ("inner",), "moe": ("inner",), "moe_act": ("activated",), "layernorm": ("normed",)}
+
+
+CHUNK = 64  #: rows that a gated delta net solves together (`hpcrl/trainer/delta_net/rule.py`)
 
 
 def weight_bytes(options: Options) -> int:
@@ -56,15 +59,15 @@ def activation_bytes(
     fields = family.transformer(config)
     tokens = tokens_per_gpu(options)
     layers = stage_layers(fields["num_layers"], layout, stage, told)
-    sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
+    kinds = layer_kinds(fields)
     item = weight_bytes(options)
     spared = _spared(told)
     sizes = {
-        has: tokens * layer_bytes(fields, layout, bool(has), item, spared, hidden_norms(family, fields, bool(has)))
-        for has in set(sparse)
+        kind: tokens * layer_bytes(fields, layout, kind, item, spared, hidden_norms(family, fields, kind))
+        for kind in set(kinds)
     }
-    whole = [sizes[sparse[layer]] for layer in layers]
-    passing = max((tokens * backward_bytes(fields, layout, bool(sparse[layer]), item) for layer in layers), default=0.0)
+    whole = [sizes[kinds[layer]] for layer in layers]
+    passing = max((tokens * backward_bytes(fields, layout, kinds[layer], item) for layer in layers), default=0.0)
     entry = tokens * fields["hidden_size"] * item * _split(layout)
     gathered = tokens * fields["hidden_size"] * item if layout.sequence_parallel else 0.0  # Megatron's one buffer
     if stage == layout.pp - 1 and layers:  # a layer like the last one, and its joined input; never computed again
@@ -104,7 +107,7 @@ def _spared(told: Mapping[str, Any]) -> frozenset[str]:
 
 
 def layer_bytes(
-    fields: Mapping[str, Any], layout: Layout, experts: bool, item: int, spared: frozenset[str], norms: int
+    fields: Mapping[str, Any], layout: Layout, kind: LayerKind, item: int, spared: frozenset[str], norms: int
 ) -> float:
     """Bytes a token that one layer keeps, with attention that does not keep its scores (flash).
 
@@ -116,18 +119,23 @@ def layer_bytes(
     heads, groups, head = (fields[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
     normed = 0 if "normed" in spared else 2 * split * hidden
     statistics = 4 * heads / layout.tp + 4 * norms * split  # of each row, in fp32
-    if fields.get("multi_latent_attention"):
+    if kind.linear:  # what the matrices give and take; all between is computed again
+        attention = _delta_width(fields, layout) + _delta_values(fields, layout)
+        statistics = 4 * norms * split
+    elif fields.get("multi_latent_attention"):
         attention = latent_elements(fields, layout)
         statistics += 4 * split * (1 + bool(fields["q_lora_rank"]))
     else:  # rotated queries and keys; what the matrix gave, of which the values are a part; what attention gives
         attention = ((heads + groups) + (heads + 2 * groups) + heads) * head / layout.tp
-    if fields.get("qk_layernorm") and not fields.get("multi_latent_attention"):
+        if fields.get("attention_output_gate"):  # as it comes from the matrix, copied out, and attention before it
+            attention += (2 * heads + heads) * head / layout.tp
+    if fields.get("qk_layernorm") and not (kind.linear or fields.get("multi_latent_attention")):
         attention += heads * head / layout.tp if groups > layout.tp else 0.0  # of several groups queries are copied out
         statistics += 4 * (heads + groups) / layout.tp
-    inner, activated = _mlp(fields, layout, experts)
+    inner, activated = _mlp(fields, layout, kind.experts)
     inner = 0.0 if "inner" in spared else inner
     activated = 0.0 if spared & {"inner", "activated"} else activated
-    if experts:
+    if kind.experts:
         statistics += split * (3 * 4 * fields["num_moe_experts"] / 2 + 12 * fields["moe_router_topk"])
     return item * (norms * split * hidden + normed + attention + inner + activated) + statistics
 
@@ -142,11 +150,35 @@ def latent_elements(fields: Mapping[str, Any], layout: Layout) -> float:
     return fields["num_attention_heads"] * each / layout.tp + _split(layout) * (query + latent) + 4 * rotated
 
 
-def backward_bytes(fields: Mapping[str, Any], layout: Layout, experts: bool, item: int) -> float:
+def backward_bytes(fields: Mapping[str, Any], layout: Layout, kind: LayerKind, item: int) -> float:
     """Bytes a token that gradients of one layer's activations take at one time: the MLP's, and four of the hidden
-    size."""
-    inner, activated = _mlp(fields, layout, experts)
-    return item * (inner + activated + 4 * _split(layout) * fields["hidden_size"])
+    size; or what a gated delta net computes again, if that is more.
+    """
+    inner, activated = _mlp(fields, layout, kind.experts)
+    found = item * (inner + activated + 4 * _split(layout) * fields["hidden_size"])
+    return max(found, _delta_bytes(fields, layout, item)) if kind.linear else found
+
+
+def _delta_width(fields: Mapping[str, Any], layout: Layout) -> float:
+    """Columns that the input projection of a gated delta net has on a rank."""
+    keys = 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"] / layout.tp
+    return keys + 2 * _delta_values(fields, layout) + 2 * fields["linear_num_value_heads"] / layout.tp
+
+
+def _delta_values(fields: Mapping[str, Any], layout: Layout) -> float:
+    return fields["linear_num_value_heads"] * fields["linear_value_head_dim"] / layout.tp
+
+
+def _delta_bytes(fields: Mapping[str, Any], layout: Layout, item: int) -> float:
+    """What autograd holds of one gated delta net while it is computed again: 13 to 23 % above what was counted of six
+    sizes, in fp32 and bf16, with hooks on saved tensors.
+    """
+    heads = fields["linear_num_value_heads"] / layout.tp
+    key, value = fields["linear_key_head_dim"], fields["linear_value_head_dim"]
+    width = _delta_width(fields, layout)
+    states = 2 * key * value / CHUNK  # the state, once for each chunk of rows
+    chunks = 7 * CHUNK  # matrices of rows by rows of a chunk
+    return item * (3 * width + heads * value) + 4 * heads * (8 * key + 4 * value + chunks + states)
 
 
 def _mlp(fields: Mapping[str, Any], layout: Layout, experts: bool) -> tuple[float, float]:

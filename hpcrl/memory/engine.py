@@ -13,7 +13,7 @@ from hpcrl.config.rules.sampling import OWN_LAYERS, layers_behind
 from hpcrl.memory.activations import longest_sample
 from hpcrl.memory.parameters import largest_module, whole_model
 from hpcrl.memory.training import GIB
-from hpcrl.models.family import Config, Family
+from hpcrl.models.family import Config, Family, layer_kinds
 
 #: what vLLM's forward passes need in addition to weights and cache: not computed, an allowance
 WORKING = 3 * GIB
@@ -112,7 +112,11 @@ def served(options: Options, config: Config) -> Config:
     setting = options.vllm.get("speculative_config") or {}
     if setting.get("method") != OWN_LAYERS:
         return config
-    return {**config, "num_hidden_layers": config["num_hidden_layers"] + layers_behind(config)}
+    more = layers_behind(config)
+    longer = {**config, "num_hidden_layers": config["num_hidden_layers"] + more}
+    if kinds := config.get("layer_types"):
+        longer["layer_types"] = [*kinds, *["full_attention"] * more]
+    return longer
 
 
 def model_bytes(options: Options, family: Family, config: Config) -> float:
@@ -133,4 +137,5 @@ def token_bytes(options: Options, family: Family, config: Config) -> float:
     item = _ITEMS.get(str(options.vllm.get("kv_cache_dtype")), 2 if options.bf16 else 4)
     if fields.get("multi_latent_attention"):
         return 1.0 * fields["num_layers"] * (fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]) * item
-    return 2.0 * fields["num_layers"] * heads * fields["kv_channels"] * item
+    layers = sum(not kind.linear for kind in layer_kinds(fields))  # the state of the others does not grow
+    return 2.0 * layers * heads * fields["kv_channels"] * item

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from hpcrl.config.options import Options
-from hpcrl.models.family import Config, Family, Rule, tied
+from hpcrl.models.family import Config, Family, LayerKind, Rule, layer_kinds, tied
 
 FIRST = "num_layers_in_first_pipeline_stage"
 LAST = "num_layers_in_last_pipeline_stage"
@@ -100,9 +100,9 @@ def on_stage(family: Family, config: Config, layout: Layout, stage: int, megatro
     """Parameters of a rank on a pipeline stage."""
     fields = family.transformer(config)
     layers = stage_layers(fields["num_layers"], layout, stage, megatron)
-    sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
-    each = {has: _layer(family, config, layout, bool(has)) for has in {sparse[layer] for layer in layers}}
-    found = [each[sparse[layer]] for layer in layers]
+    kinds = layer_kinds(fields)
+    each = {kind: _layer(family, config, layout, kind) for kind in {kinds[layer] for layer in layers}}
+    found = [each[kinds[layer]] for layer in layers]
     if stage == layout.pp - 1:
         found += [_of_rules(head_rules(family, fields), config, fields, layout)] * layout.heads
     dense = sum(count.dense for count in found) + _ends(config, fields, layout, stage)
@@ -122,9 +122,9 @@ def _ends(config: Config, fields: Mapping[str, Any], layout: Layout, stage: int)
     return (width if stage == 0 else 0) + (width if output else 0) + (fields["hidden_size"] if last else 0)
 
 
-def _layer(family: Family, config: Config, layout: Layout, experts: bool) -> Count:
+def _layer(family: Family, config: Config, layout: Layout, kind: LayerKind) -> Count:
     fields = family.transformer(config)
-    return _of_rules(layer_rules(family, fields, experts), config, fields, layout)
+    return _of_rules(layer_rules(family, fields, kind), config, fields, layout)
 
 
 def _of_rules(rules: Iterable[Rule], config: Config, fields: Mapping[str, Any], layout: Layout) -> Count:
@@ -143,8 +143,8 @@ def largest_module(family: Family, config: Config) -> int:
     matrix."""
     fields = family.transformer(config)
     found = [config["vocab_size"] * fields["hidden_size"]]
-    for experts in (False, True)[: 1 + bool(fields.get("num_moe_experts"))]:
-        rules = list(layer_rules(family, fields, experts))
+    for kind in sorted(set(layer_kinds(fields))):
+        rules = list(layer_rules(family, fields, kind))
         sizes = {rule.megatron: prod(part_shape(rule, fields, config["vocab_size"], 1, 1)) for rule in rules}
         stacked = sum(size for name, size in sizes.items() if ".experts." in name)
         found += [
@@ -154,31 +154,31 @@ def largest_module(family: Family, config: Config) -> int:
     return max(found)
 
 
-def layer_rules(family: Family, fields: Mapping[str, Any], experts: bool) -> Iterator[Rule]:
-    """Rules of a layer, each tensor once: Transformer Engine's names and the local layers' stand for the same one."""
-    yield from _each_once(family.rules, fields, experts)
+def layer_rules(family: Family, fields: Mapping[str, Any], kind: LayerKind) -> Iterator[Rule]:
+    """Rules of a layer of this kind, each tensor once: Transformer Engine's names and the local layers' stand for the
+    same one."""
+    yield from _each_once(family.rules, fields, kind)
 
 
 def head_rules(family: Family, fields: Mapping[str, Any]) -> Iterator[Rule]:
     """The same of a layer that predicts a further token, which is like the model's last one."""
-    yield from _each_once(family.heads, fields, bool(fields.get("num_moe_experts")))
+    yield from _each_once(family.heads, fields, LayerKind(bool(fields.get("num_moe_experts"))))
 
 
-def _each_once(rules: Iterable[Rule], fields: Mapping[str, Any], experts: bool) -> Iterator[Rule]:
+def _each_once(rules: Iterable[Rule], fields: Mapping[str, Any], kind: LayerKind) -> Iterator[Rule]:
     seen: set[Sequence[str]] = set()
-    kinds = ("all", "experts" if experts else "dense")
     for rule in rules:
-        mine = "{layer}" in rule.megatron and rule.layers in kinds and rule.fits(fields)
+        mine = "{layer}" in rule.megatron and rule.on(kind) and rule.fits(fields)
         if mine and rule.hf not in seen and not rule.megatron.endswith("expert_bias"):  # which is a buffer
             seen.add(rule.hf)
             yield rule
 
 
-def hidden_norms(family: Family, fields: Mapping[str, Any], experts: bool) -> int:
+def hidden_norms(family: Family, fields: Mapping[str, Any], kind: LayerKind) -> int:
     """Norms of a layer over the hidden size."""
     return sum(
         rule.kind == "same" and rule.hf[0].endswith("layernorm.weight") and ".self_attn." not in rule.hf[0]
-        for rule in layer_rules(family, fields, experts)
+        for rule in layer_rules(family, fields, kind)
     )
 
 
@@ -206,9 +206,9 @@ def _in_layers(
     family: Family, config: Config, layout: Layout, stage: int, megatron: Mapping[str, Any]
 ) -> Iterator[tuple[Rule, int]]:
     fields = family.transformer(config)
-    sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
+    kinds = layer_kinds(fields)
     for layer in stage_layers(fields["num_layers"], layout, stage, megatron):
-        for rule in layer_rules(family, fields, bool(sparse[layer])):
+        for rule in layer_rules(family, fields, kinds[layer]):
             times = fields["num_moe_experts"] // layout.ep if ".experts." in rule.megatron else 1
             size = prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
             yield from itertools.repeat((rule, size), times)
@@ -230,6 +230,8 @@ def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: 
     name = rule.megatron
     if fields.get("multi_latent_attention") and (found := _latent_shape(name, fields, tp)):
         return found
+    if rule.attention == "linear" or rule.kind == "gated_qkv":
+        return _hybrid_shape(rule, fields, tp)
     double = 2 if rule.kind in ("gate_up", "fused_gate_up") else 1
     if rule.kind == "vocab":
         return (-(-vocab // tp), hidden)
@@ -240,6 +242,8 @@ def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: 
             return (head,)
         if name.endswith("expert_bias"):
             return (fields["num_moe_experts"],)
+        if name.endswith("shared_experts.gate_weight"):
+            return (1, hidden)
         return (fields["num_moe_experts"], hidden) if ".router." in name else (hidden,)
     if rule.kind == "qkv":
         rows = (fields["num_attention_heads"] + 2 * fields["num_query_groups"]) * head // tp
@@ -272,3 +276,22 @@ def _latent_shape(name: str, fields: Mapping[str, Any], tp: int) -> tuple[int, .
         "linear_kv_up_proj.weight": (heads * (fields["qk_head_dim"] + fields["v_head_dim"]), latent),
     }
     return shapes.get(name.partition(".self_attention.")[2])
+
+
+def _hybrid_shape(rule: Rule, fields: Mapping[str, Any], tp: int) -> tuple[int, ...]:
+    """As `part_shape`, of a gated delta net and of attention with an output gate."""
+    hidden = fields["hidden_size"]
+    if rule.kind == "gated_qkv":
+        return (2 * (fields["num_attention_heads"] + fields["num_query_groups"]) * fields["kv_channels"] // tp, hidden)
+    values = fields["linear_num_value_heads"] // tp
+    size = fields["linear_value_head_dim"]
+    channels = 2 * fields["linear_num_key_heads"] // tp * fields["linear_key_head_dim"] + values * size
+    if rule.kind == "delta_conv":
+        return (channels, 1, fields["linear_conv_kernel_dim"])
+    if rule.kind in ("delta_in", "delta_in_apart"):
+        return (channels + values * (size + 2), hidden)
+    if rule.kind == "row":
+        return (hidden, values * size)
+    if rule.kind == "column":
+        return (values,)
+    return (size,) if "out_norm" in rule.megatron else (hidden,)

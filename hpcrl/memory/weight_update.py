@@ -214,8 +214,7 @@ class _Held:
         key = (rule.kind, shape, home)
         if key not in self.found:
             grid, parts = (self.dense, self.layout.tp) if rule.expert is None else (self.sparse, self.layout.etp)
-            f = self.fields
-            shapes = Shapes(f["num_attention_heads"], f["num_query_groups"], f["kv_channels"], self.vocab, parts)
+            shapes = Shapes.of(self.fields, self.vocab, parts)
             copies = [tuple(grid[(*home, number)]) for number in range(parts)]
             self.found[key] = held_parts(rule.kind, shape, shapes, copies)
         return self.found[key]
@@ -244,7 +243,7 @@ class _Needed:
     def of(self, rule: Rule, which: int, shape: Shape) -> Pattern:
         """The parts of its tensor `which`; the same object for the same parts."""
         owner = rule.expert // (self.experts // self.size) if rule.expert is not None and self.spread else None
-        repeated = rule.kind == "qkv" and which > 0
+        repeated = rule.kind in ("qkv", "gated_qkv") and which > 0
         key = (rule.kind, shape, rule.expert is None, owner, repeated)
         if key not in self.found:
             self.found[key] = needed_parts(shape, self._spans(rule, shape, owner, repeated))

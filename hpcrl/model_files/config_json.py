@@ -34,7 +34,7 @@ _HINT = "name a Hugging Face model directory"
 
 
 def read_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
-    """config.json of `directory`, which `flag` names.
+    """config.json of `directory`, which `flag` names, with what its `text_config` says of a model of text.
 
     Raises:
         DataError: if it is not there or no JSON object.
@@ -42,6 +42,7 @@ def read_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[st
     found = read_object(Path(directory), CONFIG, flag)
     if found is None:
         raise DataError(f"{flag} {directory}: no {CONFIG} there", _HINT)
+    found = with_text_part(found)
     for name, most in COUNTS.items():
         value = found.get(name)
         if value is not None and not (type(value) is int and 0 <= value <= most):
@@ -51,6 +52,14 @@ def read_config(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[st
                 "download or copy the model again",
             )
     return found
+
+
+def with_text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a model that also sees images, with what its `text_config` says of the model of text; what it says
+    itself counts, such as the model type.
+    """
+    text = config.get("text_config")
+    return text | config if isinstance(text, dict) else config
 
 
 def read_object(directory: Path, name: str, flag: str = "--hf-checkpoint") -> dict[str, Any] | None:

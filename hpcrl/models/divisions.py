@@ -37,6 +37,7 @@ def undivided(o: Options, fields: Mapping[str, Any], positions: int | None) -> I
         )
         yield from _heads(fields, flag, parts if each % parts else each // parts, shown=parts if parts > 1 else each)
     yield from _exchanged_heads(o, fields)
+    yield from _linear_heads(o, fields)
     yield from _stages(o, fields["num_layers"])
     yield from _experts(o, fields)
     if positions and (o.rollout_max_context_len or 0) > positions:
@@ -58,6 +59,17 @@ def _heads(fields: Mapping[str, Any], flag: str, size: int, shown: int | None = 
     elif groups % size and size % groups:
         yield UsageError(
             f"{given}: the {groups} key-value heads of config.json are neither a multiple of {size} nor a divisor",
+            "change it",
+        )
+
+
+def _linear_heads(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageError]:
+    """Of a gated delta net tensor-parallel ranks have whole key heads."""
+    tp = o.tensor_model_parallel_size
+    if fields.get("linear_attention_freq") and (heads := fields["linear_num_key_heads"]) % tp:
+        yield UsageError(
+            f"--tensor-model-parallel-size {tp}: the {heads} key heads of linear attention of config.json cannot be "
+            f"divided by {tp}",
             "change it",
         )
 

@@ -1,7 +1,8 @@
 """What a model family is: one file next to this one that says how a Hugging Face model becomes a Megatron model.
 
-To add a family, add a file whose `FAMILY` is a `Family`; files without one are helpers, and those whose name begins
-with an underscore may import torch.  Nothing else here imports torch, so a command line can ask.
+To add a family, add a file whose `FAMILY` is a `Family` (or whose `FAMILIES` are several); files without are helpers,
+and those whose name begins with an underscore may import torch.  Nothing else here imports torch, so a command line can
+ask.
 
 Invariant: the architecture is read from the model directory's config.json alone; a setting of it that the family does
 not implement is an error, never ignored.
@@ -14,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hpcrl.config.rules.sampling import layers_behind
 from hpcrl.errors import DataError, UsageError
@@ -22,7 +23,17 @@ from hpcrl.toolbox.plugins import PluginFolder
 
 Config = Mapping[str, Any]
 SCALES = (".weight_scale", ".weight_scale_inv")  #: how the names of a quantised matrix's scales end
-Kind = Literal["same", "row", "column", "column_swapped", "qkv", "gate_up", "fused_gate_up", "vocab"]
+Kind = Literal[
+    *("same", "row", "column", "column_swapped", "qkv", "gated_qkv", "gate_up", "fused_gate_up", "vocab"),
+    *("delta_in", "delta_in_apart", "delta_conv"),
+]
+
+
+class LayerKind(NamedTuple):
+    """What sets the layers of a model apart: with experts or dense, with linear attention or softmax attention."""
+
+    experts: bool = False
+    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,10 +47,13 @@ class Rule:
             same     every rank holds the whole          row     columns are cut (RowParallelLinear)
             column   rows are cut (ColumnParallelLinear) vocab   rows are cut, after padding to a multiple of TP
             qkv      three tensors, interleaved by key-value group, rows cut
+            gated_qkv  as qkv, with a gate below the queries of each head
             gate_up  two tensors, each cut by rows, stacked; fused_gate_up: one that holds the two, one below the other
             column_swapped  rows are cut, and the left and the right half of the columns change places
+            delta_in, delta_in_apart, delta_conv  of a gated delta net, key head by key head
         hf: names of the tensors, with {layer} and {expert}.
         layers: those that have it: all, only the dense ones, or only those with experts.
+        attention: those that have it: all, only those with softmax attention, or only those with a linear one.
         needs: a field of TransformerConfig without which no layer has it, such as qk_layernorm; behind a "!" one with
             which none has it.
         expert: the number of the expert that it belongs to, filled in by `Family.tensors`; None: to no expert.
@@ -51,6 +65,14 @@ class Rule:
     layers: Literal["all", "dense", "experts"] = "all"
     needs: str = ""
     expert: int | None = None
+    attention: Literal["all", "full", "linear"] = "all"
+
+    def on(self, layer: LayerKind) -> bool:
+        """Whether a layer of this kind has it."""
+        return self.layers in ("all", "experts" if layer.experts else "dense") and self.attention in (
+            "all",
+            "linear" if layer.linear else "full",
+        )
 
     def fits(self, fields: Mapping[str, Any]) -> bool:
         """Whether layers of a model with these fields of TransformerConfig may have it."""
@@ -63,7 +85,8 @@ class Rule:
         def fill(name: str) -> str:
             return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
-        return Rule(fill(self.megatron), self.kind, tuple(map(fill, self.hf)), self.layers, self.needs, expert)
+        hf = tuple(map(fill, self.hf))
+        return Rule(fill(self.megatron), self.kind, hf, self.layers, self.needs, expert, self.attention)
 
 
 @dataclass(frozen=True)
@@ -108,10 +131,9 @@ class Family:
         rules = [rule for rule in self.rules if rule.fits(fields)]
         found = [(rule.megatron, rule) for rule in rules if "{layer}" not in rule.megatron]
         experts = fields.get("num_moe_experts") or 0
-        sparse = fields["moe_layer_freq"] if experts else [0] * fields["num_layers"]
-        for layer, has_experts in enumerate(sparse):
+        for layer, kind in enumerate(layer_kinds(fields)):
             for rule in rules:
-                if "{layer}" in rule.megatron and rule.layers in ("all", "experts" if has_experts else "dense"):
+                if "{layer}" in rule.megatron and rule.on(kind):
                     found += [(filled.megatron, filled) for filled in _every(rule, layer, experts)]
         if tied(config):  # the last pipeline stage holds a copy of the embedding
             embedding = next(rule for name, rule in found if name == "embedding.word_embeddings.weight")
@@ -157,6 +179,18 @@ class Family:
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
+def layer_kinds(fields: Mapping[str, Any]) -> list[LayerKind]:
+    """The kind of every layer.
+
+    Args:
+        fields: `Family.transformer` of config.json.
+    """
+    none = [0] * fields["num_layers"]
+    sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else none
+    linear = fields.get("linear_attention_freq") or none
+    return [LayerKind(bool(has), bool(is_linear)) for has, is_linear in zip(sparse, linear, strict=True)]
+
+
 def _every(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
     """The rule for one layer: once, or for each expert."""
     if "{expert}" not in rule.megatron:
@@ -171,6 +205,7 @@ def registry() -> dict[str, Family]:
     names = sorted(name for folder in folders for name in PluginFolder(folder).names())
     modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
     families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    families += [family for module in modules for family in getattr(module, "FAMILIES", ())]
     return {family.model_type: family for family in families}
 
 
@@ -187,12 +222,9 @@ def find_family(config: Config, directory: str | Path) -> Family:
     return known[asked]
 
 
-def named_by_spec(words: Sequence[str]) -> str | None:
-    """The model_type that the words of --spec stand for; None if no family is known by them."""
-    for family in registry().values():
-        if tuple(words) in family.specs:
-            return family.model_type
-    return None
+def named_by_spec(words: Sequence[str]) -> list[str]:
+    """The model_types that the words of --spec stand for; none if no family is known by them."""
+    return [family.model_type for family in registry().values() if tuple(words) in family.specs]
 
 
 def check_spec(words: Sequence[str], config: Config) -> None:
@@ -201,12 +233,13 @@ def check_spec(words: Sequence[str], config: Config) -> None:
         return
     named = named_by_spec(words)
     shown = f"--spec {' '.join(words)}"
-    if named is None:
+    if not named:
         known = sorted(" ".join(spec) for family in registry().values() for spec in family.specs)
         raise UsageError(f"{shown} names no model family", f"known: {'; '.join(known)}; or leave the flag out")
-    if named != config.get("model_type"):
+    if config.get("model_type") not in named:
         raise UsageError(
-            f"{shown} is a {named} model, config.json says {config.get('model_type')!r}", "leave the flag out"
+            f"{shown} is a {' or '.join(named)} model, config.json says {config.get('model_type')!r}",
+            "leave the flag out",
         )
 
 

@@ -16,18 +16,22 @@ def transformer(config: Config) -> dict[str, Any]:
     require(config, ["num_experts"])
     refuse(config, {"attention_bias": [False]})
     fields = dense.settings(config, needed=NEEDED) | {"qk_layernorm": True}
-    period = config.get("decoder_sparse_step", 1)
-    plain = config.get("mlp_only_layers") or []
-    sparse = [layer not in plain and (layer + 1) % period == 0 for layer in range(config["num_hidden_layers"])]
     return (
         fields
-        | moe.settings(config, config["num_experts"], sparse)
+        | moe.settings(config, config["num_experts"], layers_with_experts(config))
         | {
             "moe_router_score_function": "softmax",
             # softmax over the chosen experts alone is softmax over all, divided by the sum of the chosen
             "moe_router_pre_softmax": not config["norm_topk_prob"],
         }
     )
+
+
+def layers_with_experts(config: Config) -> list[bool]:
+    """Of each layer, whether it has experts: those of a period, without a list of exceptions."""
+    period = config.get("decoder_sparse_step", 1)
+    plain = config.get("mlp_only_layers") or []
+    return [layer not in plain and (layer + 1) % period == 0 for layer in range(config["num_hidden_layers"])]
 
 
 FAMILY = Family(

@@ -9,7 +9,7 @@ Invariant: join of all ranks' parts gives back the tensors bit for bit; rows tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
+#: fields of TransformerConfig, behind linear_
+DELTA = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 
 
 class HfTensors(Protocol):
@@ -31,6 +33,7 @@ class Shapes:
 
     Attributes:
         tp: ranks that the parameter is cut over.
+        delta_heads: heads of keys and of values of a gated delta net, and the sizes of one of each.
     """
 
     heads: int
@@ -38,6 +41,19 @@ class Shapes:
     head_size: int
     vocab: int
     tp: int
+    delta_heads: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], vocab: int, tp: int) -> Shapes:
+        """Those of a model.
+
+        Args:
+            fields: `Family.transformer` of config.json.
+        """
+        heads = tuple(int(fields.get(f"linear_{name}") or 0) for name in DELTA)
+        return cls(
+            fields["num_attention_heads"], fields["num_query_groups"], fields["kv_channels"], vocab, tp, heads[:4]
+        )
 
 
 @dataclass(frozen=True)
@@ -213,6 +229,113 @@ class Qkv(Cut):
                 top += rows
 
 
+class GatedQkv(Cut):
+    """As Qkv; the tensor of the queries has a gate of the same size below the queries of each head, Megatron's part
+    the queries of all heads of a group, then their gates."""
+
+    def full(self, shape: Shape, s: Shapes) -> list[Shape]:
+        rows = s.groups * s.head_size
+        return [(2 * s.heads * s.head_size, *shape[1:]), (rows, *shape[1:]), (rows, *shape[1:])]
+
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
+        return cut_rows(self._whole(s), rank * shape[0], (rank + 1) * shape[0])
+
+    def _whole(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
+        size = s.head_size
+        each = s.heads // s.groups
+        for group in range(s.groups):
+            heads = range(group * each, (group + 1) * each)
+            yield from ((0, 2 * head * size, size) for head in heads)
+            yield from ((0, (2 * head + 1) * size, size) for head in heads)
+            yield 1, group * size, size
+            yield 2, group * size, size
+
+
+def cut_rows(blocks: Iterable[tuple[int, int, int]], begin: int, end: int) -> list[SourceRectangle]:
+    """What is in rows [begin, end) of blocks of rows, one below the other.
+
+    Args:
+        blocks: (which tensor, its first row, rows) of each.
+    """
+    found = []
+    top = 0
+    for tensor, start, rows in blocks:
+        first = max(begin, top)
+        last = min(end, top + rows)
+        if last > first:
+            row = start + first - top
+            found.append(SourceRectangle(tensor, (row, row + last - first), None, first - begin))
+        top += rows
+    return found
+
+
+class DeltaIn(Cut):
+    """The input projection of a gated delta net, cut by key head: of each head the query, the key, and of its value
+    heads the values, the output gates, betas and decays.
+
+    One tensor has the first four of each key head together, one the last two: so Qwen3-Next's.
+    """
+
+    def full(self, shape: Shape, s: Shapes) -> list[Shape]:
+        keys, values, key, value = s.delta_heads
+        return [(2 * keys * key + 2 * values * value, *shape[1:]), (2 * values, *shape[1:])]
+
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
+        return cut_rows(self._whole(s), rank * shape[0], (rank + 1) * shape[0])
+
+    def _whole(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
+        keys, values, key, value = s.delta_heads
+        each = values // keys
+        wide = 2 * key + 2 * each * value
+        for head in range(keys):
+            yield 0, head * wide, wide
+            yield 1, head * 2 * each, 2 * each
+
+
+class DeltaInApart(Cut):
+    """As DeltaIn, of four tensors, as Qwen3.5 has them: queries, keys and values below one another, gates, betas,
+    decays."""
+
+    def full(self, shape: Shape, s: Shapes) -> list[Shape]:
+        keys, values, key, value = s.delta_heads
+        rows = (2 * keys * key + values * value, values * value, values, values)
+        return [(n, *shape[1:]) for n in rows]
+
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
+        return cut_rows(self._whole(s), rank * shape[0], (rank + 1) * shape[0])
+
+    def _whole(self, s: Shapes) -> Iterator[tuple[int, int, int]]:
+        keys, values, _, value = s.delta_heads
+        each = values // keys
+        for head in range(keys):
+            yield from _convolved(head, s)
+            yield 1, head * each * value, each * value
+            yield 2, head * each, each
+            yield 3, head * each, each
+
+
+class DeltaConv(Cut):
+    """The convolution over a gated delta net's queries, keys and values, which one tensor has below one another; cut by
+    key head."""
+
+    def full(self, shape: Shape, s: Shapes) -> list[Shape]:
+        keys, values, key, value = s.delta_heads
+        return [(2 * keys * key + values * value, *shape[1:])]
+
+    def places(self, rank: int, shape: Shape, s: Shapes) -> list[SourceRectangle]:
+        blocks = (block for head in range(s.delta_heads[0]) for block in _convolved(head, s))
+        return cut_rows(blocks, rank * shape[0], (rank + 1) * shape[0])
+
+
+def _convolved(head: int, s: Shapes) -> Iterator[tuple[int, int, int]]:
+    """Query, key and values of one key head in tensor 0."""
+    keys, values, key, value = s.delta_heads
+    each = values // keys * value
+    yield 0, head * key, key
+    yield 0, (keys + head) * key, key
+    yield 0, 2 * keys * key + head * each, each
+
+
 CUTS: dict[str, Cut] = {
     "same": Same(),
     "row": RowParallel(),
@@ -222,4 +345,8 @@ CUTS: dict[str, Cut] = {
     "gate_up": GateUp(),
     "fused_gate_up": FusedGateUp(),
     "qkv": Qkv(),
+    "gated_qkv": GatedQkv(),
+    "delta_in": DeltaIn(),
+    "delta_in_apart": DeltaInApart(),
+    "delta_conv": DeltaConv(),
 }

@@ -12,9 +12,9 @@ needs, cut where the holders change, and where the elements of each are.
 
 A large model has tens of thousands of tensors and few patterns, so a tensor refers to its pattern by number.
 
-Invariants: a tensor has two dimensions, (rows, columns), a vector (length, 1); the parts that are held of one are
-disjoint and together are the whole; a part that is needed is inside it; what a rank holds is what
-`hpcrl.models.slicing` cuts for it: nothing here knows a kind of cut.  What `wanted` returns is disjoint, together
+Invariants: a tensor has two dimensions, (rows, columns), a vector (length, 1), one of more (rows, all else); the parts
+that are held of one are disjoint and together are the whole; a part that is needed is inside it; what a rank holds is
+what `hpcrl.models.slicing` cuts for it: nothing here knows a kind of cut.  What `wanted` returns is disjoint, together
 exactly what is needed, and each rectangle of it is held whole by all ranks that it names; indices are of plain
 two-dimensional arrays of any library.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
@@ -190,13 +191,13 @@ class Layouts:
         return self._numbers[key]
 
     def add(self, name: str, shape: tuple[int, ...], item: int, held: int, needed: int) -> None:
-        """One more tensor of one or two dimensions.
+        """One more tensor.
 
         Args:
             item: bytes of an element as it is sent.
         """
         self.names.append(name)
-        self.shapes.append((shape[0], shape[1] if len(shape) > 1 else 1))
+        self.shapes.append((shape[0], prod(shape[1:])))
         self.items.append(item)
         self.held.append(held)
         self.needed.append(needed)
@@ -204,7 +205,7 @@ class Layouts:
 
 def whole(shape: tuple[int, ...], who: Iterable[int]) -> TensorPart:
     """All of a tensor."""
-    return TensorPart((0, shape[0]), (0, shape[1] if len(shape) > 1 else 1), tuple(who))
+    return TensorPart((0, shape[0]), (0, prod(shape[1:])), tuple(who))
 
 
 Span = Sequence[int]  #: (start, length)
@@ -224,7 +225,7 @@ def held_parts(
     parts: list[list[TensorPart]] = [[] for _ in full]
     for number, ranks in enumerate(copies):
         for place in cut.places(number, shape, shapes):
-            width = full[place.tensor][1] if len(full[place.tensor]) > 1 else 1
+            width = prod(full[place.tensor][1:])
             parts[place.tensor].append(TensorPart(place.rows, place.columns or (0, width), ranks))
     return [(wide, merged(found)) for wide, found in zip(full, parts, strict=True)]
 
@@ -252,7 +253,7 @@ def needed_parts(shape: Shape, spans: Iterable[tuple[Sequence[int], Sequence[Spa
     Args:
         spans: (workers, rows that each of them holds, their columns or None for all), as a manifest has them.
     """
-    width = shape[1] if len(shape) > 1 else 1
+    width = prod(shape[1:])
     who: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
     for workers, rows, columns in spans:
         across = (columns[0], columns[0] + columns[1]) if columns is not None else (0, width)

@@ -152,7 +152,15 @@ def estimator(flag: str, given: Given) -> FlagReading:
 
 
 #: --spec of slime's that a family here is built as (`Family.specs`)
-SPECS = tuple((f"{plugins}.models.glm4", "get_glm_spec") for plugins in ("slime_plugins", "vime_plugins"))
+SPECS = tuple(
+    (f"{plugins}.models.{module}", name)
+    for plugins in ("slime_plugins", "vime_plugins")
+    for module, name in (
+        ("glm4", "get_glm_spec"),
+        ("qwen3_5", "get_qwen3_5_spec"),
+        ("qwen3_next", "get_qwen3_next_spec"),
+    )
+)
 
 
 def spec(flag: str, given: Given) -> FlagReading:

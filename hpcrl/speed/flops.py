@@ -6,8 +6,9 @@ in it count with.
     training(...)                             # a forward and a backward pass: three times that
 
 Counted are matrix products: of every layer's matrices, of a token's experts (the chosen ones and the shared), of the
-router, of the output layer at the rows that get logits, and attention's two products over the pairs that a causal mask
-leaves.  A multiplication and its addition are two operations.
+router, of the output layer at the rows that get logits, attention's two products over the pairs that a causal mask
+leaves, and a gated delta net's three with its state at every token.  A multiplication and its addition are two
+operations.
 
 Invariants: counted from the family's own rules, tensor by tensor (`hpcrl.memory.parameters`), so a family needs no
 second place that knows its shape; what is computed again (recomputation, padding, blocks above the mask's diagonal) is
@@ -22,7 +23,7 @@ from math import prod
 from typing import Any
 
 from hpcrl.memory.parameters import head_rules, layer_rules, part_shape
-from hpcrl.models.family import Config, Family, Rule
+from hpcrl.models.family import Config, Family, LayerKind, Rule, layer_kinds
 
 BACKWARD = 2  #: a backward pass is two products for each of the forward pass's
 
@@ -62,10 +63,11 @@ def model_flops(family: Family, config: Config, heads: int = 0) -> ModelFlops:
         heads: layers that predict further tokens; each has a pass through the output layer too.
     """
     fields = family.transformer(config)
-    sparse = fields["moe_layer_freq"] if fields.get("num_moe_experts") else [0] * fields["num_layers"]
-    each = {has: _met(family, config, bool(has)) for has in set(sparse)}
-    met = sum(each[has] for has in sparse) + heads * _of_rules(head_rules(family, fields), config, fields)
-    pair = 2 * fields["num_attention_heads"] * _columns(fields) * (fields["num_layers"] + heads)
+    kinds = layer_kinds(fields)
+    each = {kind: _met(family, config, kind) for kind in set(kinds)}
+    met = sum(each[kind] for kind in kinds) + heads * _of_rules(head_rules(family, fields), config, fields)
+    softmax = sum(not kind.linear for kind in kinds) + heads
+    pair = 2 * fields["num_attention_heads"] * _columns(fields) * softmax
     return ModelFlops(met, (1 + heads) * config["vocab_size"] * fields["hidden_size"], pair)
 
 
@@ -76,10 +78,16 @@ def _columns(fields: Mapping[str, Any]) -> int:
     return 2 * fields["kv_channels"]
 
 
-def _met(family: Family, config: Config, experts: bool) -> int:
-    """Elements of a layer's matrices that a token meets."""
+def _met(family: Family, config: Config, kind: LayerKind) -> int:
+    """Elements of a layer's matrices that a token meets; the state of a gated delta net counts as three of them: what
+    it has at the key, what is added to it, and what the query reads.
+    """
     fields = family.transformer(config)
-    return _of_rules(layer_rules(family, fields, experts), config, fields)
+    found = _of_rules(layer_rules(family, fields, kind), config, fields)
+    if kind.linear:
+        sizes = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+        found += 3 * prod(fields[name] for name in sizes)
+    return found
 
 
 def _of_rules(rules: Iterable[Rule], config: Config, fields: Mapping[str, Any]) -> int:

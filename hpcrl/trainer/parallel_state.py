@@ -175,6 +175,8 @@ def check_layout(options: Options, fields: Mapping[str, Any]) -> None:
     columns = [("num_attention_heads", "attention heads")]
     if not all(fields.get("moe_layer_freq") or [0]):
         columns.append(("ffn_hidden_size", "MLP columns"))
+    if fields.get("linear_attention_freq"):
+        columns.append(("linear_num_key_heads", "key heads of linear attention"))
     if fields.get("moe_shared_expert_intermediate_size"):
         columns.append(("moe_shared_expert_intermediate_size", "columns of its shared experts"))
     for name, what in columns:

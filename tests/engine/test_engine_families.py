@@ -103,6 +103,21 @@ def test_sparse_families_after_updates(side: Side) -> None:
     check_used(side, f"model.layers.{last}.mlp.experts.")
 
 
+def test_a_gated_delta_net_after_an_update(nursery: Nursery, tmp_path: Path) -> None:
+    """vLLM's CPU build computes it in bf16 alone: the update is compared bit for bit, log-probs as near as that is."""
+    model = make_family(tmp_path / "model", "qwen3_next")
+    settings = {"enable_prefix_caching": False, "enable_chunked_prefill": True}  # with neither it did not start
+    values = {"bf16": True, "deterministic_mode": False, "vllm": settings, "update_weight_buffer_size": SMALL}
+    engines = nursery.engines(tmp_path / "run", model, check_weight_update_equal=True, **values)
+    side = Side(engines, model)
+    pairs = side.reference.step(11)
+    before = side.distance()
+    side.push(pairs)
+    assert side.distance() < 0.1 < before
+    side.close()
+    assert engines.stop() == [0]
+
+
 def check_bias(side: Side, name: str) -> None:
     """The router's correction bias, a buffer in transformers, reaches the router: it alone changes what is computed."""
     bias = side.reference.model.get_buffer(name)

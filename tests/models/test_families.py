@@ -101,6 +101,10 @@ def test_helpers_are_no_families() -> None:
         "kimi_k2",
         "glm4_moe_lite",
         "mimo",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
     }
     assert set(family.registry()) == known
 
@@ -327,7 +331,7 @@ def test_groups_of_experts() -> None:
 @pytest.mark.parametrize("plugins", ["slime_plugins", "vime_plugins"])
 def test_a_spec_names_its_family(plugins: str) -> None:
     words = [f"{plugins}.models.glm4", "get_glm_spec"]
-    assert family.named_by_spec(words) == "glm4"
+    assert family.named_by_spec(words) == ["glm4"]
     family.check_spec(words, {"model_type": "glm4"})
     family.check_spec([], {"model_type": "qwen3"})
     with pytest.raises(UsageError, match=r"--spec .*get_glm_spec is a glm4 model, config\.json says 'qwen3'"):
@@ -335,7 +339,7 @@ def test_a_spec_names_its_family(plugins: str) -> None:
 
 
 def test_an_unknown_spec_names_the_known_ones() -> None:
-    assert family.named_by_spec(["my.module", "spec"]) is None
+    assert family.named_by_spec(["my.module", "spec"]) == []
     with pytest.raises(UsageError, match="--spec my.module spec names no model.*slime_plugins"):
         family.check_spec(["my.module", "spec"], {"model_type": "glm4"})
 

@@ -34,6 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool, bool]] = {
     "tp2": (2, TP2, True, False),
     "tp2 sp": (2, SP2, True, True),
     "pp2": (2, PP2, True, True),
+    "cp2": (2, {"context_parallel_size": 2}, True, True),
     "ep2": (2, EP2, False, True),
     "tp2 sp ep2 etp1": (2, {**SP2, **EP2, **ETP1}, False, True),
     "tp2 sp ep2 etp2": (4, {**SP2, **EP2}, False, True),
@@ -86,6 +87,13 @@ def walk(every: list[Any]) -> list[Any]:
 # ---- tests
 
 
+def joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of all context-parallel ranks in order, of data-parallel ranks those of one."""
+    rows, values = (torch.cat(some) for some in zip(*parts, strict=True))
+    first = {row: at for at, row in reversed(list(enumerate(rows.tolist())))}
+    return torch.tensor(sorted(first)), values[[first[row] for row in sorted(first)]]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_weights_are_those_of_transformers(
     models: dict[str, Path], wanted: dict[str, list[torch.Tensor]], layout: str
@@ -94,7 +102,7 @@ def test_logits_and_weights_are_those_of_transformers(
     names = [name for name in models if (sparse if name.split()[0] in families.EXPERTS else dense)]
     results = run_ranks(n, walk, [parity.options(models[name], n, fields) for name in names], timeout=120)
     for i, name in enumerate(names):
-        rows, values = next(r[i][0] for r in results if r[i][0] is not None)
+        rows, values = joined([r[i][0] for r in results if r[i][0] is not None])
         place = 0
         for logits in wanted[name]:
             assert float(logits.abs().max()) > 0.5  # not all alike
@@ -108,11 +116,15 @@ def test_logits_and_weights_are_those_of_transformers(
         assert all(torch.equal(tensor, files[n]) for n, tensor in exported), name
 
 
+#: made of sums of a chunk's decays, in which transformers and we lose as much: 1.3e-5 each against fp64, row by row
+DECAYS = ("dt_bias", "A_log")
 #: layout -> models; with experts the odd ones, of the others one with biases and one with norms on both sides
 SPARSE = [f"{kind} odd" for kind in families.EXPERTS]
 GRADIENTS = {
-    "one rank": ["qwen2 odd", "llama plain", "glm4 plain", *SPARSE],
-    "tp2 sp": ["qwen2 odd", "glm4 plain", *SPARSE],
+    "one rank": ["qwen2 odd", "llama plain", "glm4 plain", *SPARSE, "qwen3_5_text odd", "qwen3_5_moe_text plain"],
+    "tp2": ["qwen3_5_text odd"],
+    "tp2 sp": ["qwen2 odd", "glm4 plain", *SPARSE, "qwen3_5_text odd"],
+    "cp2": ["qwen3_5_text odd"],
     "ep2": SPARSE,
     "tp2 sp ep2 etp1": SPARSE,
     "tp2 sp ep2 etp2": SPARSE,
@@ -150,7 +162,8 @@ def test_gradients_are_those_of_transformers(
             assert torch.equal(found[tensor], files[tensor])
         for tensor, gradient in gradients[name].items():
             error = float((found[tensor] - gradient).norm() / gradient.norm().clamp(min=1e-6))
-            assert error < 1e-5, f"{name}: {tensor}: relative error {error:.1e}"
+            most = 1e-4 if tensor.endswith(DECAYS) else 1e-5
+            assert error < most, f"{name}: {tensor}: relative error {error:.1e}"
 
 
 CP2 = {"context_parallel_size": 2}
@@ -225,6 +238,20 @@ def test_sequences_of_latent_attention_are_apart(
     assert float((joined[len(first) : len(first) + len(second)] - second).abs().max()) > 0.05
 
 
+def test_layout_of_delta_nets_does_not_matter(models: dict[str, Path]) -> None:
+    """Two optimizer steps; every rank under CP computes the same sequences, and counts only its own rows."""
+
+    def trained(n: int, fields: dict[str, Any]) -> list[dict[str, float]]:
+        packing = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "use_rollout_logprobs": True}
+        opts = invariance.options(models["qwen3_5_text odd"], n, **packing, **fields)
+        return [found for (found,) in run_ranks(n, invariance.train_on_rank, [opts])]
+
+    (one,) = trained(1, {})
+    for found in (*trained(2, TP2), *trained(2, CP2)):
+        for name in ("train/loss", "train/grad_norm", "second/train/loss", "second/train/grad_norm"):
+            assert found[name] == pytest.approx(one[name], rel=1e-5), name
+
+
 def test_correction_biases_stay_in_full_precision(models: dict[str, Path]) -> None:
     opts = parity.options(models["glm4_moe odd"], 2, EP2).model_copy(update={"bf16": True})
     found = run_ranks(2, parity.on_each, "exported", [opts])[0][0]
@@ -260,6 +287,24 @@ def test_a_file_makes_a_family(models: dict[str, Path], wanted: dict[str, list[t
     (tmp_path / "model.safetensors").write_bytes((models["qwen2 odd"] / "model.safetensors").read_bytes())
     ((_, values), _), *_ = run_ranks(1, walk_with_more_families, str(tmp_path), [parity.options(tmp_path, 1, {})])[0]
     assert torch.allclose(values[: len(wanted["qwen2 odd"][0])], wanted["qwen2 odd"][0], rtol=0, atol=1e-4)
+
+
+def test_text_inside_a_model_with_images(
+    models: dict[str, Path], wanted: dict[str, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    """The published form of Qwen3.5: settings in text_config, tensors under language_model, and what is ignored."""
+    config = json.loads((models["qwen3_5_text odd"] / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "text_config": config, "tie_word_embeddings": config["tie_word_embeddings"]}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(models["qwen3_5_text odd"] / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    more = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
+    save_file(renamed | more, tmp_path / "model.safetensors")
+    (((_, values), exported),) = run_ranks(1, walk, [parity.options(tmp_path, 1, {})])[0]
+    assert torch.allclose(
+        values[: len(wanted["qwen3_5_text odd"][0])], wanted["qwen3_5_text odd"][0], rtol=0, atol=1e-4
+    )
+    assert dict(exported).keys() == renamed.keys()
 
 
 def test_weights_of_virtual_stages_come_back(tmp_path: Path) -> None:

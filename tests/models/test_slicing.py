@@ -9,7 +9,7 @@ from hpcrl.models.slicing import CUTS, Shapes
 
 
 def shapes(tp: int, groups: int = 4, vocab: int = 13) -> Shapes:
-    return Shapes(heads=12, groups=groups, head_size=5, vocab=vocab, tp=tp)
+    return Shapes(heads=12, groups=groups, head_size=5, vocab=vocab, tp=tp, delta_heads=(12, 24, 3, 2))
 
 
 def tensors(kind: str, s: Shapes) -> list[torch.Tensor]:
@@ -22,6 +22,10 @@ def tensors(kind: str, s: Shapes) -> list[torch.Tensor]:
         "gate_up": [(24, 6)] * 2,
         "fused_gate_up": [(48, 6)],
         "qkv": [(s.heads * s.head_size, 6), (s.groups * s.head_size, 6), (s.groups * s.head_size, 6)],
+        "gated_qkv": [(2 * s.heads * s.head_size, 6), (s.groups * s.head_size, 6), (s.groups * s.head_size, 6)],
+        "delta_in": [(168, 6), (48, 6)],
+        "delta_in_apart": [(120, 6), (48, 6), (24, 6), (24, 6)],
+        "delta_conv": [(120, 1, 4)],
     }[kind]
     return [torch.arange(float(torch.tensor(size).prod())).view(size) + 1000 * i + 1 for i, size in enumerate(sizes)]
 
@@ -37,6 +41,10 @@ def part_shape(kind: str, s: Shapes) -> tuple[int, ...]:
         "gate_up": (48 // s.tp, 6),
         "fused_gate_up": (48 // s.tp, 6),
         "qkv": (rows // s.tp, 6),
+        "gated_qkv": ((rows + s.heads * s.head_size) // s.tp, 6),
+        "delta_in": (216 // s.tp, 6),
+        "delta_in_apart": (216 // s.tp, 6),
+        "delta_conv": (120 // s.tp, 1, 4),
     }[kind]
 
 
@@ -75,6 +83,32 @@ def test_queries_lie_beside_their_key_and_value() -> None:
     assert torch.equal(packed[30:35], k[:5])
     assert torch.equal(packed[35:40], v[:5])
     assert torch.equal(packed[40:70], q[30:])
+
+
+def test_both_forms_of_a_delta_net_are_one() -> None:
+    """Qwen3-Next's two tensors and Qwen3.5's four, of the same projection, become the same part."""
+    s = shapes(2)
+    keys, values, key, value = s.delta_heads
+    each = values // keys
+    four = tensors("delta_in_apart", s)
+    query, k, v = four[0].split([keys * key, keys * key, values * value])
+    heads = [x.unflatten(0, (keys, -1)) for x in (query, k, v, *four[1:])]
+    two = [torch.cat(heads[:4], dim=1).flatten(0, 1), torch.cat(heads[4:], dim=1).flatten(0, 1)]
+    shape = part_shape("delta_in", s)
+    for rank in range(2):
+        part = CUTS["delta_in"].part(two, rank, shape, s)
+        assert torch.equal(part, CUTS["delta_in_apart"].part(four, rank, shape, s))
+        assert torch.equal(part[:key], query[rank * keys // 2 * key :][:key])
+        assert torch.equal(part[-each:], four[3][(rank + 1) * values // 2 - each : (rank + 1) * values // 2])
+
+
+def test_gates_lie_below_the_queries_of_a_group() -> None:
+    s = shapes(1, groups=4)
+    q, k, v = tensors("gated_qkv", s)
+    part = CUTS["gated_qkv"].part([q, k, v], 0, part_shape("gated_qkv", s), s)
+    heads = q.view(12, 2, 5, 6)
+    assert torch.equal(part[:30], heads[:3].transpose(0, 1).flatten(0, 2))
+    assert torch.equal(part[30:40], torch.cat([k[:5], v[:5]]))
 
 
 def test_vocabulary_padding_is_zero() -> None:

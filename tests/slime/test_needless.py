@@ -49,6 +49,7 @@ ONE_WAY = (
 ).split()
 #: settings of SGLang's whose counterpart vLLM does not let one set
 OF_SGLANG = "sglang-enable-dp-attention sglang-enable-dp-lm-head sglang-moe-dense-tp-size sglang-enable-metrics".split()
+OF_SGLANG += ["sglang-mamba-scheduler-strategy"]
 #: flags that slime parses and reads nowhere; the checkout of slime's shows it
 UNREAD = ("http-proxy", "min-batch-collection-ratio", "log-probs-max-tokens-per-gpu")
 #: flag -> the test that shows its reason
@@ -57,6 +58,7 @@ SHOWN = {
     "make-vocab-size-divisible-by": "tests/models/test_slicing.py::test_vocabulary_padding_is_zero",
     "data-pad-size-multiplier": "tests/trainer/megatron/test_thd.py::test_padding_changes_nothing",
     "loss-mask-type": "tests/rollout/prompts/test_conversations.py::test_what_cannot_be_masked_exactly_is_refused",
+    "use-gated-attention": "tests/models/test_family_parity.py::test_logits_and_weights_are_those_of_transformers",
     "no-position-embedding": "tests/trainer/megatron/test_model_parity.py::test_logits_are_those_of_transformers",
     "enable-experimental": "tests/trainer/megatron/test_model_parity.py::test_logits_are_those_of_transformers",
     "update-weight-disk-keep-files": "tests/weights/test_disk.py::test_model_directory_is_removed_later",

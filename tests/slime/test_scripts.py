@@ -53,6 +53,10 @@ HONOURED: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
     "eval_multi_task/multi_task": ((8, 4, 2), {"eval_config": "/root/slime/examples/eval_multi_task/multi_task.yaml", "eval_interval": 20}),
     "fully_async/run-qwen3-4b-fully_async": ((4, 4, 1), {"loop": "fully-async", "reward_key": "score", "use_tis": True}),
     "tau-bench/run_qwen3_4B": ((2, 2, 1), {"custom_generate_function_path": "generate_with_tau.generate", "eval_top_k": 1}),
+    "coding_agent_rl/run_qwen36_35b_a3b_swe_8nodes": ((64, 8, 8), {"context_parallel_size": 4, "expert_model_parallel_size": 8}),
+    "run-qwen3.5-35B-A3B-sft": ((8, 0, 1), {"loss_type": "sft_loss", "num_epoch": 3}),
+    "run-qwen3-next-80B-A3B": ((4, 2, 2), {"advantage_estimator": "gspo", "pipeline_model_parallel_size": 4}),
+    "run-qwen3.5-27B": ((32, 16, 2), {"context_parallel_size": 4, "tensor_model_parallel_size": 4}),
     "strands_sglang/strands_qwen3_8b": ((8, 4, 2), {"custom_rm_path": "examples.strands_sglang.generate_with_strands.reward_func"}),
     "low_precision/run-moonlight-16B-A3B-int4": ((8, 2, 4), {"expert_model_parallel_size": 4}),
     "run-moonlight-16B-A3B": ((8, 1, 8), {"expert_model_parallel_size": 8}),
@@ -62,8 +66,7 @@ HONOURED: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
 }  # fmt: skip
 #: script -> what is told of it, the beginning of each line
 REFUSED: dict[str, list[str]] = {
-    "coding_agent_rl/run_qwen36_35b_a3b_swe_8nodes": ["--spec slime_plugins.models.qwen3_5 ", "--use-gated-attention: "],
-    "geo3k_vlm/run_geo3k_qwen35": ["--spec slime_plugins.models.qwen3_5_vl ", "--use-gated-attention: "],
+    "geo3k_vlm/run_geo3k_qwen35": ["--spec slime_plugins.models.qwen3_5_vl "],
     "run-glm5.2-744B-A40B": [
         "--spec slime_plugins.models.glm5.glm5 ", "--allgather-cp: ", "--sglang-nsa-decode-backend flashmla_kv, --sglang-nsa",
         "--sglang-attention-backend nsa, --sglang-speculative-draft-attention-backend nsa: ",
@@ -80,13 +83,10 @@ REFUSED: dict[str, list[str]] = {
         "--spec slime_plugins.models.glm5.glm5 ", "--allgather-cp: ", "--prefill-num-servers 1: ", "--sglang-nsa-decode-backend ",
         "--sglang-attention-backend nsa: ",
     ],
-    "run-qwen3.5-35B-A3B-sft": ["--spec slime_plugins.models.qwen3_5 ", "--use-gated-attention: "],
-    "run-qwen3-next-80B-A3B": ["--spec slime_plugins.models.qwen3_next ", "--use-gated-attention: "],
     "low_precision/run-qwen3-235B-A22B-int4": ["--int4-params-rollout: no update can bring "],
     "low_precision/run-kimi-k2-Thinking-int4": ["--int4-params-rollout: no update can bring "],
     "on_policy_distillation/run-qwen3-8B-opd": ["--advantage-estimator on_policy_distillation: it is --use-opd now"],
     "geo3k_vlm/run_geo3k_vlm": ["--multimodal-keys "],
-    "run-qwen3.5-27B": ["--spec slime_plugins.models.qwen3_5 ", "--use-gated-attention: ", "--sglang-mamba-scheduler-strategy "],
 }  # fmt: skip
 
 

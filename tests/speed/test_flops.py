@@ -12,13 +12,21 @@ from hpcrl.errors import UsageError
 from hpcrl.models.family import find_family
 from hpcrl.speed.cards import CARDS, named, of_device
 from hpcrl.speed.flops import model_flops, pairs
-from tests.support.families import SIZES, make
+from tests.support.families import DELTA_NETS, SIZES, make
 from tests.support.published_models import MODELS
 from tests.support.ranks import run_ranks
 from tests.support.shares import plain_sample, share_of
 
 #: parameters that a token meets, in billions, as the models' names or pages say (without embeddings)
-ACTIVE = {"Qwen3-30B-A3B": 3.3, "Qwen3-235B-A22B": 22.0, "GLM-4.5": 32.0, "GLM-4.5-Air": 12.0, "Qwen3-4B": 4.0}
+ACTIVE = {
+    "Qwen3-Next-80B-A3B": 3.3,
+    "Qwen3.5-35B-A3B": 3.0,
+    "Qwen3-30B-A3B": 3.3,
+    "Qwen3-235B-A22B": 22.0,
+    "GLM-4.5": 32.0,
+    "GLM-4.5-Air": 12.0,
+    "Qwen3-4B": 4.0,
+}
 
 
 @pytest.mark.parametrize("name", ACTIVE)
@@ -49,7 +57,8 @@ PROMPT = 8
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: make(root / name, name) for name in SIZES}
+    # of a gated delta net torch counts products of whole chunks, and computes them twice
+    return {name: make(root / name, name) for name in SIZES if name not in DELTA_NETS}
 
 
 def attention() -> dict[Any, Any]:
@@ -97,7 +106,7 @@ def counted(every: list[Options]) -> list[tuple[float, float, float, dict[str, f
 
 @pytest.mark.process
 def test_operations_are_those_that_torch_counts(models: dict[str, Path]) -> None:
-    """Within 1 %, of every family: torch counts attention's products over the whole square of a sample, and in
+    """Within 1 %, of every family without gated delta nets: torch counts attention's products over the whole square of a sample, and in
     its backward pass the scores once more."""
     values: dict[str, Any] = {"bf16": False, "actor_num_gpus_per_node": 1, "lr": 1e-6, "max_logprob_diff": 1e9}
     every = [Options(hf_checkpoint=str(path), **values) for path in models.values()]

@@ -45,6 +45,32 @@ YARN = {
     "mscale_all_dim": 1.3,
 }
 
+DELTA_NET = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+#: three value heads for each key head, the delta net above attention
+ODD_DELTA_NET = {
+    "head_dim": 24,
+    "layer_types": ["full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+}
+GATED_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
 #: model_type -> fields of the plain and of the odd model
 SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2": (
@@ -81,6 +107,29 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "norm_topk_prob": False,
             "mlp_only_layers": [1],
         },
+    ),
+    "qwen3_next": (
+        {
+            "tied": False,
+            **DELTA_NET,
+            **GATED_EXPERTS,
+            "norm_topk_prob": True,
+        },
+        {
+            "tied": True,
+            **ODD_DELTA_NET,
+            **GATED_EXPERTS,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_5_text": (
+        {"tied": True, **DELTA_NET},
+        {"tied": False, **ODD_DELTA_NET},
+    ),
+    "qwen3_5_moe_text": (
+        {"tied": True, **DELTA_NET, **GATED_EXPERTS},
+        {"tied": False, **ODD_DELTA_NET, **GATED_EXPERTS},
     ),
     "glm4_moe": (
         {
@@ -187,7 +236,8 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite")
+EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text")
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def make(directory: str | Path, model_type: str, odd: bool = False, **more: Any) -> Path:

@@ -44,6 +44,8 @@ def config_of(family: str, odd: bool) -> dict[str, Any]:
         "model_type": family,
     }
     fields.pop("rope_parameters", None)
+    if fields.pop("layer_types", None):
+        fields["full_attention_interval"] = 2
     tied = fields.pop("tied")
     return fields | {"tie_word_embeddings": tied, "n_shared_experts": fields.get("n_shared_experts", 1)}
 
@@ -56,6 +58,8 @@ def random_case(family: str, chance: Random) -> Case:
     heads = fields["num_attention_heads"]
     groups = fields["num_query_groups"]
     widths = [fields["ffn_hidden_size"], heads, fields.get("moe_shared_expert_intermediate_size") or 0]
+    if fields.get("linear_attention_freq"):
+        widths.append(fields["linear_num_key_heads"])
     tp = chance.choice(
         [n for n in (1, 2, 3, 4) if not any(w % n for w in widths) and (groups % n == 0 or n % groups == 0)]
     )
@@ -81,7 +85,7 @@ def random_case(family: str, chance: Random) -> Case:
         stage = spread[int(name.split(".")[2])] if ".layers." in name else pp - 1 if last else 0
         shape = part_shape(rule, fields, config["vocab_size"], tp, etp)
         parts = tp if rule.expert is None else etp
-        shapes = Shapes(heads, groups, fields["kv_channels"], config["vocab_size"], parts)
+        shapes = Shapes.of(fields, config["vocab_size"], parts)
         copies: list[list[int]] = [[] for _ in range(parts)]
         for rank in range(world):
             if stage_of[rank] != stage:

@@ -61,6 +61,18 @@ MOE_REST = {
     "moe_aux_loss_coeff": 0,
 }
 QWEN3_MOE_REST = MOE_REST | {"moe_token_drop_policy": "probs"}
+#: without --use-gated-attention, which is slime's own
+HYBRID = (
+    "--disable-bias-linear --qk-layernorm --group-query-attention --kv-channels 256 --normalization RMSNorm "
+    "--apply-layernorm-1p --position-embedding-type rope --norm-epsilon 1e-06 --rotary-percent 0.25 --swiglu "
+    "--rotary-base 10000000 --attention-output-gate --spec slime_plugins.models."
+)
+QWEN3_5 = f"{HYBRID}qwen3_5 get_qwen3_5_spec"
+GATED_EXPERTS = (
+    " --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512 --moe-router-score-function softmax "
+    "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-token-drop-policy probs --moe-router-dtype fp32 "
+    f"--moe-permute-fusion --moe-aux-loss-coeff 0 --moe-shared-expert-gate{UNTIED}"
+)
 GLM4_MOE_REST = MOE_REST | {"moe_router_bias_update_rate": 0, "moe_router_load_balancing_type": "seq_aux_loss"}
 LATENT_REST = {
     "apply_rope_fusion": False,
@@ -155,6 +167,21 @@ def kimi_k2(epsilon: float, positions: int, factor: float) -> Config:
     sizes = "61 7168 18432 64 64 163840"
     more = {"q_lora_rank": 1536, "rope_scaling": yarn(factor, 1.0)}
     return deepseek("kimi_k2", sizes, epsilon, 5e4, positions, "384 8 2048 1 1 1 1", 2.827, **more)
+
+
+def hybrid(model_type: str, sizes: str, values: int, tied: bool, **more: Any) -> Config:
+    """A model with gated delta nets; values: heads of theirs."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    more |= {"head_dim": 256, "rope_parameters": rope, "attention_bias": False, "full_attention_interval": 4}
+    more |= {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (int(sizes.split()[0]) // 4)}
+    more |= {"linear_num_key_heads": 16, "linear_num_value_heads": values, "linear_conv_kernel_dim": 4}
+    more |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    return config(model_type, sizes, 1e-6, 1e7, 262144, tied, **more)
+
+
+def gated_experts(experts: int, chosen: int) -> Config:
+    sizes = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+    return {"num_experts": experts, "num_experts_per_tok": chosen, **sizes}
 
 
 MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
@@ -254,6 +281,33 @@ MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
             num_nextn_predict_layers=1,
         ),
         {},
+    ),
+    "Qwen3-Next-80B-A3B": (
+        flags(
+            "48 2048 5120 16 2 151936",
+            f"{HYBRID}qwen3_next get_qwen3_next_spec{GATED_EXPERTS} --moe-router-topk 10 --num-experts 512 "
+            f"--moe-layer-freq [{','.join('1' * 48)}]",
+        ),
+        hybrid("qwen3_next", "48 2048 5120 16 2 151936", 32, False, norm_topk_prob=True, **gated_experts(512, 10)),
+        QWEN3_MOE_REST,
+    ),
+    "Qwen3.5-0.8B": (
+        flags("24 1024 3584 8 2 248320", QWEN3_5),
+        hybrid("qwen3_5", "24 1024 3584 8 2 248320", 16, True),
+        {},
+    ),
+    "Qwen3.5-27B": (
+        flags("64 5120 17408 24 4 248320", f"{QWEN3_5}{UNTIED}"),
+        hybrid("qwen3_5", "64 5120 17408 24 4 248320", 48, False, mtp_num_hidden_layers=1),
+        {},
+    ),
+    "Qwen3.5-35B-A3B": (  # and Qwen3.6-35B-A3B
+        flags(
+            "40 2048 512 16 2 248320",
+            f"{QWEN3_5}{GATED_EXPERTS} --moe-router-topk 8 --num-experts 256 --moe-layer-freq [1]*40",
+        ),
+        hybrid("qwen3_5_moe_text", "40 2048 512 16 2 248320", 32, False, **gated_experts(256, 8)),
+        QWEN3_MOE_REST,
     ),
     "Llama-3.1-8B": (
         flags("32 4096 14336 32 8 128256", f"{DENSE}{LLAMA} --rotary-scaling-factor 8.0{UNTIED}"),

@@ -84,12 +84,37 @@ def make_model(directory: str | Path, tied: bool = True, seed: int = 0, vocab_si
     return directory
 
 
+#: a delta net below softmax attention
+DELTA_NET = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,  # the least that vLLM computes with on a CPU
+    "linear_value_head_dim": 64,
+}
+
 #: what makes a tiny model of each family differ from the common fields of `make_family`
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1},  # vLLM on the CPU wants heads of 32 columns or more
     "llama": {"head_dim": 32},
     "qwen3": {"head_dim": 32},
     "glm4": {"head_dim": 32, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "qwen3_next": {
+        **DELTA_NET,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {
+        **DELTA_NET,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
     "glm4_moe": {
         "head_dim": 32,
@@ -178,7 +203,7 @@ def make_family(directory: str | Path, name: str, tied: bool = False, seed: int 
                 elif parameter.dim() > 1:
                     parameter.mul_(3.0)
                 elif "norm" in key:  # not all ones: a mixed-up norm would not show
-                    parameter.uniform_(0.8, 1.2)
+                    parameter.add_(torch.empty_like(parameter).uniform_(-0.2, 0.2))  # some are zero-centred
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return Path(directory)

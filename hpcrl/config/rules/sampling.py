@@ -24,7 +24,8 @@ FILTERS = Path(__file__).parents[2] / "rollout" / "filters"
 FILTER_FUNCTIONS = {"dynamic_sampling_filter_path": "keep", "buffer_filter_path": "choose"}
 SPECULATION = "--vllm-speculative-config"
 OWN_LAYERS = "mtp"  #: the method that drafts with the layers which a checkpoint has behind the model's last one
-_LAYERS_BEHIND = ("num_nextn_predict_layers", "num_mtp_layers")  #: of config.json: how many those are
+#: of config.json: how many those are
+_LAYERS_BEHIND = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _NO_ENGINE = "the prompt file is learned, and without --eval-interval no engine is used"
 #: what is said to engines, and to what grades their answers
 _OF_ENGINES = (

@@ -10,6 +10,7 @@ update to the next; after `settle` no tensor that was handed out reads a message
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -108,7 +109,7 @@ class Assembly:
             number += len(messages)
         tensors = self.receive_plan.tensors
         return frozenset(
-            tensors[index].name for index, turns in rounds.items() if len(turns) == 1 and len(tensors[index].shape) > 1
+            tensors[index].name for index, turns in rounds.items() if len(turns) == 1 and len(tensors[index].shape) == 2
         )
 
     def _tensors(self) -> dict[str, Any]:
@@ -116,9 +117,7 @@ class Assembly:
 
     def _count(self, name: str, shape: Sequence[int]) -> int:
         rows, columns = self.held[name]
-        return sum(length for _, length in rows) * (
-            columns[1] if columns is not None else (shape[1] if len(shape) > 1 else 1)
-        )
+        return sum(length for _, length in rows) * (columns[1] if columns is not None else math.prod(shape[1:]))
 
     def _in(self, name: str, piece: Sequence[int]) -> int:
         """How many elements of a piece this worker needs."""
@@ -185,7 +184,7 @@ class Assembly:
     def _shape(self, tensor: WireTensor) -> tuple[int, int]:
         """Of this worker's part: a vector has one column."""
         rows, columns = self.held[tensor.name]
-        return sum(length for _, length in rows), columns[1] if columns is not None else (*tensor.shape, 1)[1]
+        return sum(length for _, length in rows), columns[1] if columns is not None else math.prod(tensor.shape[1:])
 
     def _part(self, tensor: WireTensor) -> torch.Tensor:
         """What has come of a tensor: [rows, columns]."""
@@ -222,7 +221,8 @@ class Assembly:
         if not self.keep:
             del self.parts[tensor.name]
             self.bytes -= found.nbytes
-        return part_tensor(tensor.shape, found if len(tensor.shape) > 1 else found.view(-1), *self.held[tensor.name])
+        part = found if len(tensor.shape) == 2 else found.view(len(found), *tensor.shape[1:])
+        return part_tensor(tensor.shape, part, *self.held[tensor.name])
 
     def settle(self) -> None:
         """What loaders have kept of a round, for a layer that is not complete, gets memory of its own."""
@@ -238,7 +238,10 @@ class Assembly:
     def digests(self) -> dict[str, str]:
         """Of every part that is kept, by name."""
         shapes = {tensor.name: tensor.shape for tensor in self.receive_plan.tensors}
-        return {name: digest(part if len(shapes[name]) > 1 else part.view(-1)) for name, part in self.parts.items()}
+        return {
+            name: digest(part if len(shapes[name]) == 2 else part.view(len(part), *shapes[name][1:]))
+            for name, part in self.parts.items()
+        }
 
 
 def sizes(receive_plan: ReceivePlan, message: Message, counts: torch.Tensor) -> list[int]:

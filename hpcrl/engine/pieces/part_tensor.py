@@ -78,6 +78,7 @@ def part_tensor(
     spans: list[Sequence[Span]] = [tuple((a, n) for a, n in rows)]
     if len(shape) > 1:
         spans.append([(columns[0], columns[1]) if columns is not None else (0, shape[1])])
+    spans += [((0, size),) for size in shape[2:]]
     return _made(shape, part, spans)
 
 

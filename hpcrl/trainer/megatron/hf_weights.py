@@ -42,6 +42,7 @@ from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.weights.pieces.elements import OwnTensor
 from hpcrl.weights.pieces.planning import HeldTensor
 
+FACTS = 5  #: numbers of a parameter in the table that ranks agree on: dtype, dimensions, up to three lengths
 PACE = 1 << 30  #: bytes that rank 0 is behind the ranks that send to it, at most
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -253,21 +254,20 @@ def _table(policy: Policy) -> list[HeldParameter]:
     mine = _own(policy)
     rules = [rule for _, rule in policy.tensors()]
     sizes = [ranks.tp_size if rule.expert is None else ranks.etp_size for rule in rules]
-    numbers = torch.full(
-        (len(rules), 4 + ranks.world), -1, dtype=torch.int32
-    )  # dtype, dimensions, rows, columns, part of each
+    numbers = torch.full((len(rules), FACTS + ranks.world), -1, dtype=torch.int32)
     for row, rule in zip(numbers, rules, strict=True):
         if rule.megatron not in mine:
             continue
         parameter = mine[rule.megatron][1]
         known = [DTYPES.index(parameter.dtype), parameter.dim(), *parameter.shape]
         row[: len(known)] = torch.tensor(known)
-        row[4 + ranks.rank] = ranks.tp_rank if rule.expert is None else ranks.etp_rank
+        row[FACTS + ranks.rank] = ranks.tp_rank if rule.expert is None else ranks.etp_rank
     numbers = numbers.to(ranks.device)
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     found = []
     groups: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
-    for rule, size, (dtype, dims, rows, columns, *parts) in zip(rules, sizes, numbers.tolist(), strict=True):
+    for rule, size, (dtype, dims, *rest) in zip(rules, sizes, numbers.tolist(), strict=True):
+        parts = rest[FACTS - 2 :]
         if dtype < 0:
             continue
         key = (size, *parts)
@@ -277,7 +277,7 @@ def _table(policy: Policy) -> list[HeldParameter]:
             )
         if () in groups[key]:
             raise HpcrlError(f"no rank holds part {groups[key].index(())} of {rule.megatron}")
-        found.append(HeldParameter(rule, (rows, columns)[:dims], DTYPES[dtype], groups[key]))
+        found.append(HeldParameter(rule, tuple(rest[:dims]), DTYPES[dtype], groups[key]))
     return found
 
 
@@ -362,7 +362,6 @@ def _expected(policy: Policy) -> set[str]:
 
 
 def _shapes(policy: Policy, rule: Rule) -> Shapes:
-    c = policy.config
     ranks = policy.ranks
     parts = ranks.tp_size if rule.expert is None else ranks.etp_size
-    return Shapes(c.num_attention_heads, c.num_query_groups, c.kv_channels, policy.vocab_size, parts)
+    return Shapes.of(vars(policy.config), policy.vocab_size, parts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from hpcrl.model_files.torch_dist import SANDWICH
+from hpcrl.trainer.delta_net.layer import as_delta_net
 from hpcrl.trainer.megatron import thd
 from hpcrl.trainer.megatron.latent_attention import LATENT_NAMES, LatentAttention
 
@@ -78,8 +81,8 @@ def block_spec(
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
+    plans = thd.PlanCache()  # one for the layers of this chunk
     if not engine:
-        plans = thd.PlanCache()  # one for the layers of this chunk
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = ModuleSpec(PackedAttention, {"plans": plans})
             if config.multi_latent_attention:
@@ -87,12 +90,24 @@ def block_spec(
             for owner in (layer.submodules, layer.submodules.self_attention.submodules):
                 _replace_norms(owner)
         block = TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)
+    if linear := config.linear_attention_freq:
+        numbers = layer_numbers(config, vp_stage)
+        specs = zip(numbers, block.layer_specs, strict=True)
+        block.layer_specs = [as_delta_net(layer, plans) if linear[number] else layer for number, layer in specs]
     if adapt:
         for layer in block.layer_specs:
             adapt(layer, block.layer_norm, config)
     for layer in block.layer_specs:
         name_as_elsewhere(layer, config.multi_latent_attention)
     return block
+
+
+def layer_numbers(config: TransformerConfig, vp_stage: int | None) -> Sequence[int]:
+    """The numbers, in the whole model from 0 on, of the layers of this (virtual) pipeline stage."""
+    if config.pipeline_model_parallel_layout is not None:
+        return config.pipeline_model_parallel_layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
 
 
 def _replace_norms(submodules: Any) -> None:
@@ -108,7 +123,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.zero_centred = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden], normed; times 1 + the weight, in fp32, where the model says so."""
+        if not self.zero_centred:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class PackedAttention(MegatronModule):

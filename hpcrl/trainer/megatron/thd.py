@@ -10,7 +10,7 @@ Invariant: a plan computes the same attention and gradients however it groups th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -143,7 +143,7 @@ def plan(
 ) -> AttentionPlan:
     """How to compute causal attention of packed rows; keys are rows of all CP ranks' parts laid end to end, rank by
     rank."""
-    key_rows = _key_rows(cu, cp_size)
+    key_rows = natural_rows(cu, cp_size)
     rows = cu[-1] // cp_size
     places = torch.empty(rows, dtype=torch.int64)
     buckets = []
@@ -194,7 +194,7 @@ class PlanCache:
         return found
 
 
-def _key_rows(cu: tuple[int, ...], cp_size: int) -> torch.Tensor:
+def natural_rows(cu: tuple[int, ...], cp_size: int) -> torch.Tensor:
     """Where natural row i is in the CP ranks' parts laid end to end."""
     order = torch.cat([cp_indices(cu, cp_size, rank) for rank in range(cp_size)])
     inverse = torch.empty_like(order)
@@ -224,3 +224,16 @@ def _rows(x: torch.Tensor, index: torch.Tensor, whole: bool) -> torch.Tensor:
     """Rows of x [t, h, d] as [n, h, longest, d]."""
     rows = x if whole else x.index_select(0, index.flatten())
     return rows.view(*index.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def by_sequence(
+    rows: torch.Tensor, plan: AttentionPlan, compute: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """What `compute` gives for rows [t, columns], called with whole sequences [n, longest, columns], one bucket after
+    another; padding is behind a sequence, and what is computed of it is dropped. Without context parallelism.
+    """
+    outputs = []
+    for bucket in plan.buckets:
+        found = rows if plan.whole else rows.index_select(0, bucket.queries.flatten())
+        outputs.append(compute(found.view(*bucket.queries.shape, -1)).flatten(0, 1))
+    return outputs[0] if plan.whole else torch.cat(outputs).index_select(0, plan.places)

@@ -157,9 +157,9 @@ class OwnTensor:
 
     @property
     def matrix(self) -> torch.Tensor:
-        """[rows, columns]; a vector has one column."""
+        """[rows, columns]; a vector has one column, of more dimensions all but the first are columns."""
         tensor = self.parameter.detach()
-        return tensor if tensor.dim() > 1 else tensor.view(-1, 1)
+        return tensor if tensor.dim() == 2 else tensor.view(len(tensor), -1)
 
 
 @torch.no_grad()

@@ -57,7 +57,7 @@ class StreamedValues:
                 raise HpcrlError(f"the trainer has not exported {name}, a tensor of the engines")
             self._here[found] = tensor.detach()
         tensor = self._here[name]
-        matrix = tensor if tensor.dim() > 1 else tensor.view(-1, 1)
+        matrix = tensor if tensor.dim() == 2 else tensor.view(len(tensor), -1)
         top, bottom, left, right = area
         copy(out, matrix[top:bottom, left:right])
         self._left[name] -= 1

@@ -13,6 +13,7 @@ which part of a tensor a worker holds (`span`).
 from __future__ import annotations
 
 import base64
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,7 +140,7 @@ def read_join_command(text: str) -> WorkerJoinCommand:
 
 def _check(receive_plan: ReceivePlan) -> None:
     for tensor in receive_plan.tensors:
-        if tensor.dtype not in ITEM_BYTES or not 1 <= len(tensor.shape) <= 2 or min(tensor.shape) < 0:
+        if tensor.dtype not in ITEM_BYTES or not 1 <= len(tensor.shape) <= 3 or min(tensor.shape) < 0:
             raise ValueError(f"malformed plan of pieces: {tensor.name} is {tensor.dtype}{list(tensor.shape)}")
     for message in receive_plan.messages():
         if not (
@@ -153,7 +154,7 @@ def _check(receive_plan: ReceivePlan) -> None:
                 raise ValueError(f"malformed plan of pieces: there is no tensor {number}")
             tensor = receive_plan.tensors[number]
             rows = tensor.shape[0]
-            columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
+            columns = math.prod(tensor.shape[1:])
             size = (bottom - top) * (right - left) * ITEM_BYTES[tensor.dtype]
             if not (
                 0 <= top < bottom <= rows and 0 <= left < right <= columns and 0 <= offset <= message.nbytes - size
