@@ -35,8 +35,8 @@ from hpcrl.model_files.config_json import CONFIG, read_config, read_object, read
 from hpcrl.models.divisions import undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.model_args import check_model_args
-from hpcrl.models.mtp import check_heads
 from hpcrl.models.routing import find_routing, replay_flag
+from hpcrl.models.shared.mtp import check_heads
 from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at, prompt_files
 from hpcrl.run.rundir import TRACKER

@@ -1,5 +1,5 @@
-"""Model families, one file each, and what they share: how a Hugging Face model becomes a Megatron model.
+"""Model families, one file each: how a Hugging Face model becomes a Megatron model.
 
-Start with `family.py`, which says what a family declares, then `qwen3.py` as an example.  `slicing.py` cuts Hugging
-Face tensors into the parts of ranks.
+Start with `family.py`, which says what a family declares, then `qwen3.py` as an example; `shared/` holds what several
+are made of.  `slicing.py` cuts Hugging Face tensors into the parts of ranks.
 """

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.models import mla
 from hpcrl.models.family import Config, Family, refuse, require
+from hpcrl.models.shared import mla
 
 
 def transformer(config: Config) -> dict[str, Any]:

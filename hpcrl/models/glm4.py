@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.models import dense
-from hpcrl.models.dense import H, M
 from hpcrl.models.family import Config, Family, Rule
+from hpcrl.models.shared import dense
+from hpcrl.models.shared.dense import H, M
 
 
 def transformer(config: Config) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def adapt(spec: Any, norm: type, config: Any) -> None:
     """Put the norms behind attention and MLP into a layer's spec."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from hpcrl.models._sandwich import NormThenAdd
+    from hpcrl.models.shared._sandwich import NormThenAdd
 
     for name in ("self_attn_bda", "mlp_bda"):
         setattr(spec.submodules, name, ModuleSpec(module=NormThenAdd, params={"config": config, "norm": norm}))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.models import dense, moe, mtp
 from hpcrl.models.family import Config, Family
+from hpcrl.models.shared import dense, moe, mtp
 
 NEEDED = (*moe.SIGMOID, "first_k_dense_replace", "attention_bias")
 BEHIND = "model.layers.{behind}."

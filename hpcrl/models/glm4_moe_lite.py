@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.errors import DataError
-from hpcrl.models import mla
 from hpcrl.models.family import Config, Family, require
+from hpcrl.models.shared import mla
 
 
 def transformer(config: Config) -> dict[str, Any]:

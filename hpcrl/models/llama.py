@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.models import dense
 from hpcrl.models.family import Config, Family, refuse, require, rope
+from hpcrl.models.shared import dense
 
 #: what Megatron's rotary embedding has fixed; only the factor can be set
 FIXED = {"low_freq_factor": [1, 1.0], "high_freq_factor": [4, 4.0], "original_max_position_embeddings": [8192]}

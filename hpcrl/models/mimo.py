@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.models import dense, mtp, qwen2
+from hpcrl.models import qwen2
 from hpcrl.models.family import Config, Family, refuse
+from hpcrl.models.shared import dense, mtp
 
 
 def transformer(config: Config) -> dict[str, Any]:

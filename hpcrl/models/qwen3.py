@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.models import dense
 from hpcrl.models.family import Config, Family, refuse
+from hpcrl.models.shared import dense
 
 
 def transformer(config: Config) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hpcrl.models import hybrid
 from hpcrl.models.family import Config, Family, Rule
+from hpcrl.models.shared import hybrid
 
 SPECS = tuple((f"{plugins}.models.qwen3_5", "get_qwen3_5_spec") for plugins in ("slime_plugins", "vime_plugins"))
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.models import dense, moe
 from hpcrl.models.family import Config, Family, refuse, require
+from hpcrl.models.shared import dense, moe
 
 NEEDED = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 

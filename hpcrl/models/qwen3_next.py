@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcrl.models import hybrid, qwen3_moe
+from hpcrl.models import qwen3_moe
 from hpcrl.models.family import Config, Family
+from hpcrl.models.shared import hybrid
 
 NEEDED = (*qwen3_moe.NEEDED, "num_experts", "shared_expert_intermediate_size")
 

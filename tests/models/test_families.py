@@ -10,7 +10,8 @@ import pytest
 import hpcrl.models
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
-from hpcrl.models import deepseek_v3, family, glm4, glm4_moe, llama, mimo, mtp, qwen2, qwen3, qwen3_moe
+from hpcrl.models import deepseek_v3, family, glm4, glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe
+from hpcrl.models.shared import mtp
 
 CONFIG = {
     "model_type": "qwen3",

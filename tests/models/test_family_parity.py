@@ -261,7 +261,7 @@ def test_correction_biases_stay_in_full_precision(models: dict[str, Path]) -> No
 
 
 TOY = """
-from hpcrl.models import dense
+from hpcrl.models.shared import dense
 from hpcrl.models.family import Family
 
 FAMILY = Family(

@@ -32,7 +32,7 @@ from hpcrl.model_files.safetensors_files import (
     read_header,
 )
 from hpcrl.models.family import Rule
-from hpcrl.models.mtp import is_head
+from hpcrl.models.shared.mtp import is_head
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.redistribution.layouts import Pattern, held_parts
 from hpcrl.trainer.collectives import agree, broadcast_json

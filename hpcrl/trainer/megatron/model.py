@@ -37,8 +37,8 @@ from hpcrl.config.rules.schedules import check_schedules, run_steps, schedule_st
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import Config, Family, Rule, check_spec, find_family
-from hpcrl.models.mtp import check_heads
 from hpcrl.models.routing import find_routing, replay_flag
+from hpcrl.models.shared.mtp import check_heads
 from hpcrl.trainer.megatron import mtp
 from hpcrl.trainer.megatron.fusions import NOTHING, Fusions
 from hpcrl.trainer.megatron.output_head import give_values

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens (`hpcrl.models.mtp`) behind the trained model: Megatron's own block.
+"""Layers that predict further tokens (`hpcrl.models.shared.mtp`) behind the trained model: Megatron's own block.
 
     attach(model, layers of the chunk, 1, trained=True)       # model.mtp, where the output layer is
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcrl.errors import DataError
-from hpcrl.models.dense import H, M
 from hpcrl.models.family import Config, Rule, refuse
+from hpcrl.models.shared.dense import H, M
 
 #: weights over the chosen experts add up to the scaling factor, in Megatron only if there are several
 FEWEST = 2

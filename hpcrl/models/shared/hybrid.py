@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from hpcrl.errors import DataError
-from hpcrl.models import dense, moe
-from hpcrl.models.dense import H, M
 from hpcrl.models.family import Config, Rule, refuse
+from hpcrl.models.shared import dense, moe
+from hpcrl.models.shared.dense import H, M
 
 NEEDED = (
     "head_dim",

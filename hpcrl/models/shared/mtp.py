@@ -17,8 +17,8 @@ from typing import Literal
 from hpcrl.config.options import Options
 from hpcrl.config.rules.sampling import layers_behind
 from hpcrl.errors import UsageError
-from hpcrl.models.dense import H, M
 from hpcrl.models.family import Config, Family, Kind, Rule
+from hpcrl.models.shared.dense import H, M
 
 HEADS = "mtp.layers.{layer}."  #: what Megatron's names begin with
 MOST = 1  #: layers that the families' checkpoints have, and that vLLM's models draft with

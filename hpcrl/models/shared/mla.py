@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcrl.models import dense, moe
-from hpcrl.models.dense import H, M
 from hpcrl.models.family import Config, Rule, refuse, require, rope
+from hpcrl.models.shared import dense, moe
+from hpcrl.models.shared.dense import H, M
 
 NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", *moe.SIGMOID)
 YARN = ("factor", "original_max_position_embeddings")
