@@ -10,6 +10,7 @@ made with them only where --mtp-num-layers asks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -21,6 +22,7 @@ from hpcrl.models.family import Config, Family, Kind, Rule
 from hpcrl.models.shared.dense import H, M
 
 HEADS = "mtp.layers.{layer}."  #: what Megatron's names begin with
+_NEWER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
 MOST = 1  #: layers that the families' checkpoints have, and that vLLM's models draft with
 
 
@@ -78,3 +80,9 @@ def check_heads(o: Options, family: Family, config: Config) -> None:
 def is_head(megatron: str) -> bool:
     """Whether a parameter of this name is of such a layer."""
     return megatron.startswith(HEADS.partition("{")[0])
+
+
+def mtp_name(parameter: str) -> str:
+    """A parameter's name as rules and checkpoints have it: the model of Megatron-core 0.19 has `mtp_model_layer` where
+    that of 0.16 has `transformer_layer`."""
+    return _NEWER.sub(r"\1transformer_layer.", parameter)

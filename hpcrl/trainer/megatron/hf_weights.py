@@ -32,7 +32,7 @@ from hpcrl.model_files.safetensors_files import (
     read_header,
 )
 from hpcrl.models.family import Rule
-from hpcrl.models.shared.mtp import is_head
+from hpcrl.models.shared.mtp import is_head, mtp_name
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.redistribution.layouts import Pattern, held_parts
 from hpcrl.trainer.collectives import agree, broadcast_json
@@ -343,6 +343,7 @@ def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
 def _in_whole_model(module: GPTModel, name: str, ranks: Ranks) -> str:
     """A parameter's name with the numbers of layer and expert in the whole model, not in its pipeline stage and EP
     rank."""
+    name = mtp_name(name)
     match = re.match(r"decoder\.layers\.(\d+)\.|mtp\.layers\.\d+\.transformer_layer\.", name)
     if match is None:
         return name

@@ -55,7 +55,10 @@ def attach(
     for name in ("enorm", "hnorm", "layer_norm"):
         setattr(spec.submodules, name, layers.layer_norm)
     block = MultiTokenPredictionBlock(
-        config, MultiTokenPredictionBlockSubmodules([spec] * count), vp_stage=model.vp_stage
+        config,
+        MultiTokenPredictionBlockSubmodules([spec] * count),
+        vp_stage=model.vp_stage,
+        pg_collection=model.pg_collection,  # else Megatron-core 0.19 gives it no groups of experts
     )
     block.before_norm = before_norm
     model.mtp = block.requires_grad_(trained)
