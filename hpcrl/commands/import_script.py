@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.plugin_points import POINTS, WHOLE, foreign_misses, spelled
+from hpcrl.config.rules.sampling import drafts_of_files
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
 from hpcrl.plain_text import strip_control
@@ -86,8 +87,10 @@ def translated(script: RunScript) -> tuple[Translation, list[str]]:
     wrong = tuple(UsageError(_back(error.what, back), _back(error.hint, back)) for error in found.wrong)
     values = {name: back.get(value, value) if isinstance(value, str) else value for name, value in found.values.items()}
     kept = [path for place, path in back.items() if place in _strings(found.values.values())]
+    drafts = values.get("vllm", {}).get("speculative_config", {})
     return replace(found, values=values, lines=lines, wrong=wrong), [
-        f"{path}: the launcher writes this file itself: write it where the run finds it" for path in kept
+        *(f"{path}: the launcher writes this file itself: write it where the run finds it" for path in kept),
+        *drafts_of_files(drafts, bool(values.get("enable_mtp_training"))),
     ]
 
 

@@ -19,7 +19,14 @@ from hpcrl.config.setting_names import spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.groups import describe
-from hpcrl.launch.preflight import HostView, made_by_run, note_absent, refuse_settings, refuse_what_cannot_run
+from hpcrl.launch.preflight import (
+    HostView,
+    drafting_notes,
+    made_by_run,
+    note_absent,
+    refuse_settings,
+    refuse_what_cannot_run,
+)
 from hpcrl.memory.report import memory_lines, refuse_misfit
 from hpcrl.memory.weight_update import LINK, predict, update_lines
 from hpcrl.model_files.config_json import read_config
@@ -117,6 +124,8 @@ def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None,
     refuse_settings(options, lambda o: hosts or local_hosts(o), packages=False)
     look_at(options)
     note_absent(recipe, options)
+    for line in drafting_notes(options):
+        print(f"hpcrl: note: {line}", file=sys.stderr)
     for stage, resolved in zip(recipe.stages, options, strict=True):
         made = make_plan(resolved, hosts or local_hosts(resolved), "plan")
         title = f"# stage {stage.name}\n" if stage.name else ""

@@ -26,7 +26,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
 from hpcrl.config.plugin_points import foreign_functions, missing_functions
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules.sampling import check_draft_layers
+from hpcrl.config.rules.sampling import check_draft_layers, drafts_of_files
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.site import SiteProfile
@@ -139,6 +139,12 @@ def note_absent(recipe: Recipe, stages: Sequence[Options]) -> None:
     for error in absent(stages, HostView(lambda path: made_by_run(recipe, "{run}", path))):
         what = error.hint if str(error) in foreign else "the machines of the run must have it"
         print(f"hpcrl: note: {error.what}: {what}", file=sys.stderr)
+
+
+def drafting_notes(stages: Sequence[Options]) -> list[str]:
+    """What is to be said of layers that are trained and that engines draft with."""
+    told = ((o.vllm.get("speculative_config") or {}, o.enable_mtp_training) for o in stages)
+    return list(dict.fromkeys(line for one in told for line in drafts_of_files(*one)))
 
 
 def begins_with(options: Options) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError, parts_of
-from hpcrl.launch.preflight import refuse_wrong_settings
+from hpcrl.launch.preflight import drafting_notes, refuse_wrong_settings
 from hpcrl.models.family import registry
 from hpcrl.slime.arguments import split_flags, translate
 from hpcrl.slime.readers import SPECS
@@ -152,6 +152,12 @@ def test_a_script_of_another_family(name: str) -> None:
     assert len(told) == len(REFUSED[name])
     for line, begins in zip(told, REFUSED[name], strict=True):
         assert line.startswith(begins), line
+
+
+def test_layers_that_are_trained_and_draft() -> None:
+    """Of MiMo's script it is said that engines do not get them, of GLM's, which trains none, nothing."""
+    told = [drafting_notes([resolved(f"run-{name}")]) for name in ("mimo-7B-rl-eagle", "glm4.7-355B-A32B")]
+    assert [len(lines) for lines in told] == [1, 0] and "hpcrl convert to-hf" in told[0][0]
 
 
 def test_drafts_need_mtp_layers(tmp_path: Path) -> None:

@@ -117,6 +117,20 @@ def check_draft_layers(o: Options, config: Mapping[str, Any]) -> None:
         )
 
 
+def drafts_of_files(speculation: Mapping[str, Any], trains: bool) -> Iterator[str]:
+    """What is to be said where layers are trained that engines draft with; nothing elsewhere.
+
+    Args:
+        speculation: the value of --vllm-speculative-config.
+        trains: whether --enable-mtp-training is given.
+    """
+    if trains and speculation.get("method") == OWN_LAYERS and "model" not in speculation:
+        yield (
+            "--enable-mtp-training: no weight update brings engines the layers that are trained, they draft with those "
+            "of their files; a run on what hpcrl convert to-hf writes begins with the trained ones"
+        )
+
+
 def inert_in_sampling(o: Options) -> Iterator[tuple[str, str]]:
     """Options of sampling and of custom functions without effect, several in one string -> why."""
     if o.learns_labels:
