@@ -27,21 +27,22 @@ UPDATED = 4 * FP32  #: of a parameter that is updated on the host: full precisio
 RELOADED = FP32  #: of it while a checkpoint is loaded: full precision once more, and no gradient yet
 
 
-def host_bytes(options: Options, count: Count, layout: Layout, sizes: Sequence[int]) -> dict[str, float]:
+def host_bytes(options: Options, models: Sequence[Count], layout: Layout, sizes: Sequence[int]) -> dict[str, float]:
     """By what takes them.
 
     Args:
+        models: the policy's parameters, and a critic's if there is one.
         sizes: elements of each parameter of the rank.
     """
-    models = 2 if needs(options).critic else 1
+    count = models[0]
     sets = needs(options).reference + 2 * options.keep_old_actor
-    there = own(options, count, layout) * offloaded(options)
+    there = sum(own(options, model, layout) for model in models) * offloaded(options)
     return {
-        "optimizer": models * there * UPDATED,
+        "optimizer": there * UPDATED,
         "reference and old actors": sets * sum(pinned(size * weight_bytes(options)) for size in sizes),
         "save or load": checkpoint_bytes(options, count, layout, max(sizes)),
         "async save": background_bytes(options, count, layout) if options.async_save else 0.0,
-        "copies in memory": copies_bytes(options, count, layout),
+        "copies in memory": copies_bytes(options, models, layout),
     }
 
 
@@ -53,7 +54,7 @@ def pinned(size: float) -> float:
 def own(options: Options, count: Count, layout: Layout) -> float:
     """Parameters of a rank that it is the one to update."""
     if not options.megatron.get("use_distributed_optimizer", True):
-        return float(count.all)
+        return float(count.trained)
     return count.dense / layout.copies + count.expert / layout.expert_copies
 
 
@@ -78,14 +79,14 @@ def checkpoint_bytes(options: Options, count: Count, layout: Layout, largest: in
     return AT_ONCE * FP32 * largest + made + RELOADED * mine * offloaded(options)
 
 
-def copies_bytes(options: Options, count: Count, layout: Layout) -> float:
+def copies_bytes(options: Options, models: Sequence[Count], layout: Layout) -> float:
     """What copies between checkpoints take at most: of the last and of the next one files of this rank's part and of
     its partner's, and what the process that writes keeps."""
     if not options.non_persistent_save_interval:
         return 0.0
-    models = 2 if needs(options).critic else 1
     sets = bool(needs(options).reference and options.ref_update_interval) + 2 * options.keep_old_actor
-    part = models * background_bytes(options, count, layout) + sets * count.all * weight_bytes(options) / layout.copies
+    part = sum(background_bytes(options, model, layout) for model in models)
+    part += sets * models[0].all * weight_bytes(options) / layout.copies
     places = 2 if options.actor_num_nodes > 1 else 1
     return (2 * places + 1) * part
 

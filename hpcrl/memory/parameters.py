@@ -27,6 +27,7 @@ class Layout:
         copies: ranks that hold the same dense weights, over which their optimizer state is spread (DP x CP).
         expert_copies: the same for the weights of experts.
         heads: layers that predict further tokens, on the last stage.
+        trains_heads: else these are held alone.
     """
 
     tp: int
@@ -39,6 +40,7 @@ class Layout:
     sequence_parallel: bool
     virtual_stages: int
     heads: int = 0
+    trains_heads: bool = True
 
     @classmethod
     def of(cls, options: Options, layers: int) -> Layout:
@@ -61,19 +63,29 @@ class Layout:
             sequence_parallel=options.sequence_parallel and tp > 1,
             virtual_stages=stages,
             heads=options.mtp_num_layers or 0,
+            trains_heads=options.enable_mtp_training,
         )
 
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters of one rank: dense ones, spread over TP, and those of experts, spread over EP and ETP."""
+    """Parameters of one rank: dense ones, spread over TP, and those of experts, spread over EP and ETP.
+
+    Attributes:
+        fixed: further ones, which are not trained.
+    """
 
     dense: int
     expert: int
+    fixed: int = 0
+
+    @property
+    def trained(self) -> int:
+        return self.dense + self.expert
 
     @property
     def all(self) -> int:
-        return self.dense + self.expert
+        return self.trained + self.fixed
 
 
 def stage_layers(layers: int, layout: Layout, stage: int, megatron: Mapping[str, Any]) -> list[int]:
@@ -103,10 +115,11 @@ def on_stage(family: Family, config: Config, layout: Layout, stage: int, megatro
     kinds = layer_kinds(fields)
     each = {kind: _layer(family, config, layout, kind) for kind in {kinds[layer] for layer in layers}}
     found = [each[kinds[layer]] for layer in layers]
-    if stage == layout.pp - 1:
-        found += [_of_rules(head_rules(family, fields), config, fields, layout)] * layout.heads
+    heads = [_of_rules(head_rules(family, fields), config, fields, layout)] * layout.heads * (stage == layout.pp - 1)
+    found += heads if layout.trains_heads else []
     dense = sum(count.dense for count in found) + _ends(config, fields, layout, stage)
-    return Count(dense, sum(count.expert for count in found))
+    fixed = 0 if layout.trains_heads else sum(count.all for count in heads)
+    return Count(dense, sum(count.expert for count in found), fixed)
 
 
 def whole_model(family: Family, config: Config) -> Count:

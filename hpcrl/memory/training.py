@@ -9,7 +9,7 @@ Invariant: of all pipeline stages, the one that takes most is reported; a term i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcrl.config.options import Options
@@ -101,14 +101,16 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
     """The terms of a rank on one pipeline stage."""
     count = on_stage(family, config, layout, stage, options.megatron)
     fields = family.transformer(config)
-    on_gpu = optimizer_bytes(options, count, layout)
+    models = [count]
+    if needs(options).critic:  # a model in addition to the policy, without layers that predict further tokens
+        models.append(on_stage(family, config, replace(layout, heads=0), stage, options.megatron))
     kept, passing = activation_bytes(options, family, config, layout, stage)
     sizes = list(sizes_on_stage(family, config, layout, stage, options.megatron))
-    critic = 2 if needs(options).critic else 1  # a model of the same size in addition to the policy
     gpu = {
-        "weights": critic * count.all * weight_bytes(options) + _embedding_copy(options, config, layout, stage),
-        "gradients": critic * count.all * gradient_bytes(options),
-        "optimizer": critic * on_gpu,
+        "weights": sum(model.all for model in models) * weight_bytes(options)
+        + _embedding_copy(options, config, layout, stage),
+        "gradients": sum(model.trained for model in models) * gradient_bytes(options),
+        "optimizer": sum(optimizer_bytes(options, model, layout) for model in models),
         "activations": kept,
         "one layer": passing,
         "logits": (1 + options.trained_heads) * logits_bytes(options, config, layout) * (stage == layout.pp - 1),
@@ -121,7 +123,7 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "CUDA": float(CUDA),
         "NCCL": nccl_bytes(options),
     }
-    return MemoryTerms(gpu, host_bytes(options, count, layout, sizes), stage)
+    return MemoryTerms(gpu, host_bytes(options, models, layout, sizes), stage)
 
 
 # ---- what the model's size decides
@@ -163,7 +165,7 @@ def start_bytes(options: Options, count: Count, layout: Layout, halved: int) -> 
     """
     copied = 0.0
     if options.megatron.get("use_distributed_optimizer", True):
-        copied = count.all * weight_bytes(options) / layout.virtual_stages
+        copied = count.trained * weight_bytes(options) / layout.virtual_stages
     return max(copied - optimizer_bytes(options, count, layout), float(halved * weight_bytes(options)))
 
 
