@@ -36,11 +36,14 @@ class ModelFlops:
         met: elements of the layers' matrices that one token is multiplied with.
         head: elements of the output layer.
         pair: operations of one (query, key) pair, in all layers together.
+        fixed: elements of the output layer that layers which predict further tokens go through, in training alone;
+            there it has no gradient.
     """
 
     met: int
     head: int
     pair: int
+    fixed: int = 0
 
     def forward(self, tokens: float, pairs: float, rows: float) -> float:
         """Operations of a forward pass.
@@ -53,7 +56,8 @@ class ModelFlops:
 
     def training(self, tokens: float, pairs: float, rows: float) -> float:
         """Operations of a forward and a backward pass."""
-        return (1 + BACKWARD) * self.forward(tokens, pairs, rows)
+        fixed = 2 * 2.0 * self.fixed * rows  # forward, and the gradient of what goes in
+        return (1 + BACKWARD) * self.forward(tokens, pairs, rows) + fixed
 
 
 def model_flops(family: Family, config: Config, heads: int = 0) -> ModelFlops:
@@ -68,7 +72,8 @@ def model_flops(family: Family, config: Config, heads: int = 0) -> ModelFlops:
     met = sum(each[kind] for kind in kinds) + heads * _of_rules(head_rules(family, fields), config, fields)
     softmax = sum(not kind.linear for kind in kinds) + heads
     pair = 2 * fields["num_attention_heads"] * _columns(fields) * softmax
-    return ModelFlops(met, (1 + heads) * config["vocab_size"] * fields["hidden_size"], pair)
+    head = config["vocab_size"] * fields["hidden_size"]
+    return ModelFlops(met, head, pair, heads * head)
 
 
 def _columns(fields: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_what_the_optimizer_takes() -> None:
 
     def taken(**megatron: Any) -> tuple[float, float]:
         options = Options(megatron=megatron)
-        return optimizer_bytes(options, count, layout), host_bytes(options, count, layout, [10])["optimizer"]
+        return optimizer_bytes(options, count, layout), host_bytes(options, [count], layout, [10])["optimizer"]
 
     careful = {"use_precision_aware_optimizer": True}
     assert taken() == (own * 12, 0)
@@ -344,7 +345,32 @@ def test_layers_that_are_trained_along_are_counted() -> None:
     matrices = 2 * hidden * hidden + hidden * biases + hidden * hidden + 3 * hidden * width
     assert held(1, 1) - held(1, 0) == matrices + biases + 5 * hidden and held(0, 1) == held(0, 0)
     without, along = model_flops(family, config), model_flops(family, config, 1)
-    assert (along.met - without.met, along.head - without.head) == (matrices, 151680 * hidden)
+    assert (along.met - without.met, along.head - without.head) == (matrices, 0)
+    added = along.training(7, 0, 5) - without.training(7, 0, 5)
+    assert added == 3 * 2 * matrices * 7 + 2 * 2 * 151680 * hidden * 5, "the output layer itself has no gradient"
+
+
+def test_held_layers_have_no_gradient() -> None:
+    """Weights of a layer that is held alone, and neither gradients nor optimizer; a critic has none of them."""
+    family, config = of("MiMo-7B-RL")
+
+    def terms(**values: Any) -> Mapping[str, float]:
+        options = Options(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2, **values)
+        return rank_on(options, family, config, Layout.of(options, config["num_hidden_layers"]), 1).gpu
+
+    def more(name: str, of: Mapping[str, float], than: Mapping[str, float]) -> float:
+        return of[name] - than[name]
+
+    without, held = terms(), terms(mtp_num_layers=1)
+    trained = terms(mtp_num_layers=1, enable_mtp_training=True)
+    size = more("weights", held, without) / 2
+    assert size > 2e8 and more("weights", trained, held) == 151680 * 4096 * 2, "a copy of the embedding"
+    assert [more(name, held, without) for name in ("gradients", "optimizer", "loaded states")] == [0, 0, 0]
+    assert [more(name, trained, without) for name in ("gradients", "optimizer")] == [4 * size, 12 * size]
+    critic = {"advantage_estimator": "ppo"}
+    for name in ("weights", "gradients", "optimizer"):
+        both = more(name, terms(mtp_num_layers=1, enable_mtp_training=True, **critic), terms(**critic))
+        assert both == more(name, trained, without), name
 
 
 def test_layers_that_draft_are_weights_of_an_engine() -> None:
@@ -448,7 +474,7 @@ def test_checkpoints_take_host_memory() -> None:
     own = 1000 / 4 + 800 / 2
 
     def taken(async_save: bool = False, **megatron: Any) -> float:
-        found = host_bytes(Options(megatron=megatron, async_save=async_save), count, layout, [10, 30])
+        found = host_bytes(Options(megatron=megatron, async_save=async_save), [count], layout, [10, 30])
         return found["save or load"] + found["async save"]
 
     assert taken() == 4 * 4 * 30 == checkpoint_bytes(Options(), count, layout, 30)
@@ -464,7 +490,7 @@ def test_copies_in_memory_are_counted() -> None:
     part = 1800 * 2 / 4 + 12 * (1000 / 4 + 800 / 2)
 
     def taken(**values: Any) -> float:
-        return host_bytes(Options(**values), count, layout, [10, 30])["copies in memory"]
+        return host_bytes(Options(**values), [count], layout, [10, 30])["copies in memory"]
 
     assert taken() == taken(actor_num_nodes=2) == 0
     assert taken(non_persistent_save_interval=1) == 3 * part
