@@ -51,6 +51,7 @@ from hpcrl.trainer.step.sums import Totals, sums_over_samples, total
 #: of --max-logprob-diff, without and with bf16
 MAX_LOGPROB_DIFF = (1e-3, 0.1)
 NOT_FINITE = "lower --lr, or look at the samples of that step; the last checkpoint is good"
+FURTHER = "lower --mtp-loss-scaling-factor or --lr, or leave out --enable-mtp-training; the last checkpoint is good"
 
 
 # ---- one share
@@ -219,9 +220,10 @@ def _update(policy: Policy, where: str) -> dict[str, float]:
         found = dict(zip(("grad_norm", "mtp_grad_norm"), mtp.norms(policy.optimizer), strict=True))
     else:
         found = {"grad_norm": float(policy.optimizer.get_grad_norm())}
-    for norm in found.values():
+    for name, norm in found.items():
         if not math.isfinite(norm):
-            raise HpcrlError(f"{where}: the gradient norm is {norm}", NOT_FINITE)
+            what, fix = ("mtp_grad_norm", FURTHER) if name == "mtp_grad_norm" else ("the gradient norm", NOT_FINITE)
+            raise HpcrlError(f"{where}: {what} is {norm}", fix)
     if not take_step(policy.optimizer, *found.values()):
         raise HpcrlError(f"{where}: Megatron's optimizer refused the step")
     return found
