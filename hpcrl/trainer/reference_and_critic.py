@@ -111,7 +111,7 @@ class Critic:
             if source.kind == "hf" and source.same_weights(took):  # no such files hold a head of values
                 _begin_as(self.model, actor)
             else:
-                take(self.model, ranks, source)
+                take(self.model, ranks, source, heads=False)  # a critic has none
         else:
             _begin_as(self.model, actor)
 

@@ -126,8 +126,9 @@ def find_teacher(options: Options, ranks: Ranks) -> WeightSource:
 
 
 def fill_modules(policy: Policy, ranks: Ranks, source: WeightSource) -> None:
-    """Fill the modules, and not the optimizer; collective."""
-    take(replace(policy, optimizer=cast(Any, NoOptimizer())), ranks, source)
+    """Fill the modules, and neither the optimizer nor layers that predict further tokens, of which log-probs take
+    nothing; collective."""
+    take(replace(policy, optimizer=cast(Any, NoOptimizer())), ranks, source, heads=False)
 
 
 def find_weights(directory: str, flag: str, ranks: Ranks) -> WeightSource:
@@ -139,12 +140,16 @@ def find_weights(directory: str, flag: str, ranks: Ranks) -> WeightSource:
     return _agreed(agree(lambda: _at(Path(directory), None, flag) or _nothing(flag, directory), ranks.rank == 0))
 
 
-def take(policy: Policy, ranks: Ranks, source: WeightSource) -> None:
-    """The weights of a torch_dist checkpoint or a Hugging Face directory into the policy; collective."""
+def take(policy: Policy, ranks: Ranks, source: WeightSource, heads: bool = True) -> None:
+    """The weights of a torch_dist checkpoint or a Hugging Face directory into the policy; collective.
+
+    Args:
+        heads: see `load_weights`.
+    """
     if source.kind == "weights":
-        save_load.load_weights(policy, ranks, source.path)
+        save_load.load_weights(policy, ranks, source.path, heads)
     else:
-        agree(lambda: load_hf(policy, source.path))
+        agree(lambda: load_hf(policy if heads else replace(policy, heads=0), source.path))
 
 
 def _agreed(found: WeightSource | None) -> WeightSource:

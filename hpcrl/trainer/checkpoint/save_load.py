@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 from hpcrl.errors import HpcrlError
 from hpcrl.model_files.torch_dist import TorchDist, latest, step
+from hpcrl.models.shared.mtp import is_head
 from hpcrl.run import storage_errors
 from hpcrl.run.rundir import CHOSEN, TRACKER, flush, write_atomic
 from hpcrl.trainer.checkpoint import contents, optimizer_shards, writers
@@ -270,22 +271,32 @@ def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
         contents.restore_rng(state["rng_state"][0])
 
 
-def load_weights(policy: Policy, ranks: Ranks, path: Path) -> None:
+def load_weights(policy: Policy, ranks: Ranks, path: Path, heads: bool = True) -> None:
     """Take a torch_dist checkpoint's weights and nothing else: ours, slime's, or Megatron-LM's; collective.
 
     A critic takes all but the output layer from a checkpoint of a policy.
+
+    Args:
+        heads: with the layers that predict further tokens.  Else the policy's stay as they are, whether the checkpoint
+            has any or not.
 
     Raises:
         DataError: as `load_checkpoint`.
     """
     stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
     request = weights(policy)
-    spare = ()
+    spare: tuple[str, ...] = ()
     if policy.value_head and (HEAD[1] not in stored.all or stored.all[HEAD[1]].shape != (1,)):
         spare = HEAD
-        request = {key: _without(value, spare) if key.startswith("model") else value for key, value in request.items()}
+    if not heads:
+        spare += (*filter(is_head, {*stored.tensors, *(name for _, part in _chunks(request) for name in part)}),)
+    request |= {key: _without(part, spare) for key, part in _chunks(request)}
     _fill(policy, read(request, stored, policy, spare))
     policy.optimizer.reload_model_params()  # the optimizer's fp32 copies
+
+
+def _chunks(request: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(key, value) for key, value in request.items() if key.startswith("model")]
 
 
 def _without(part: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -334,6 +334,7 @@ def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and "_extra_state" not in name
         if not (policy.value_head and name.startswith("output_layer."))  # no Hugging Face model has it
+        if policy.heads or not is_head(name)  # which the policy has, and nothing is to be done with
     }
     if unknown := sorted(held.keys() - rules.keys()):
         raise HpcrlError(f"family {policy.family.model_type} has no rule for {_some(unknown)}")
