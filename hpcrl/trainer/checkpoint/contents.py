@@ -9,6 +9,7 @@ not fit is one DataError, the same on all ranks, that names the tensor and both 
 from __future__ import annotations
 
 import random
+import re
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -134,6 +135,8 @@ def restore_rng(state: dict[str, Any]) -> None:
 #: rows of an embedding that Megatron-LM may have added: its padding is to a multiple of 128 x TP
 PADDING = 128 * 128
 FIX = "is it a checkpoint of --hf-checkpoint's model?"
+#: for layers that predict further tokens, and for what the optimizer keeps of them
+FIX_HEADS = "give --mtp-num-layers and --enable-mtp-training, or leave them out, as the run did that saved it"
 
 
 def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int, spare: Collection[str] = ()) -> None:
@@ -153,7 +156,9 @@ def check_fits(request: dict[str, Any], stored: TorchDist, vocab_size: int, spar
     dist.all_reduce(wanted, op=dist.ReduceOp.MAX)  # each pipeline stage asks for its own
     if extra := [name for name, found in zip(names, wanted.tolist(), strict=True) if not found]:
         more = f" and {len(extra) - 4} more" if len(extra) > 4 else ""
-        raise DataError(f"{stored.path} holds {', '.join(extra[:4])}{more}, which the model does not have", FIX)
+        raise DataError(
+            f"{stored.path} holds {', '.join(extra[:4])}{more}, which the model does not have", _fix(*extra)
+        )
 
 
 def _compare(asked: list[ShardedTensor], stored: TorchDist, vocab_size: int) -> None:
@@ -161,7 +166,7 @@ def _compare(asked: list[ShardedTensor], stored: TorchDist, vocab_size: int) -> 
         found = stored.all.get(tensor.key)
         wanted = tuple(tensor.global_shape)
         if found is None:
-            raise DataError(f"{stored.path} has no {tensor.key}", FIX)
+            raise DataError(f"{stored.path} has no {tensor.key}", _fix(tensor.key))
         if tensor.allow_shape_mismatch:  # rows of the vocabulary: padded as the saving layout wanted it
             right = found.shape[1:] == wanted[1:] and vocab_size <= found.shape[0] < vocab_size + PADDING
             wanted = (vocab_size, *wanted[1:])
@@ -169,6 +174,10 @@ def _compare(asked: list[ShardedTensor], stored: TorchDist, vocab_size: int) -> 
             right = found.shape == wanted
         if not right:
             raise DataError(f"{stored.path}: {tensor.key} is {list(found.shape)}, the model's is {list(wanted)}", FIX)
+
+
+def _fix(*names: str) -> str:
+    return FIX_HEADS if all(re.search(r"(^|\.)mtp\.layers\.", name) for name in names) else FIX
 
 
 def _tensors(request: dict[str, Any]) -> Iterator[ShardedTensor]:

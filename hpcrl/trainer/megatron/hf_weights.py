@@ -131,7 +131,9 @@ def _check_names(policy: Policy, directory: Path, names: Mapping[str, Entry]) ->
             for what, which in (("lacks", missing), ("holds in excess", extra))
             if which
         ]
-        raise DataError(f"{directory}: the model {' and '.join(texts)}", "do config.json and weights belong together?")
+        further = any(is_head(rule.megatron) and missing.intersection(rule.hf) for _, rule in policy.tensors())
+        fix = "leave out --mtp-num-layers" if further else "do config.json and weights belong together?"
+        raise DataError(f"{directory}: the model {' and '.join(texts)}", fix)
 
 
 def _check_shapes(policy: Policy, directory: Path, names: Mapping[str, Entry], table: Iterable[HeldParameter]) -> None:
