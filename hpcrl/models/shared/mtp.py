@@ -18,7 +18,7 @@ from typing import Literal
 from hpcrl.config.options import Options
 from hpcrl.config.rules.sampling import layers_behind
 from hpcrl.errors import UsageError
-from hpcrl.models.family import Config, Family, Kind, Rule
+from hpcrl.models.family import Config, Family, Kind, Rule, registry
 from hpcrl.models.shared.dense import H, M
 
 HEADS = "mtp.layers.{layer}."  #: what Megatron's names begin with
@@ -67,11 +67,16 @@ def check_heads(o: Options, family: Family, config: Config) -> None:
     if not (asked := o.mtp_num_layers):
         return
     shown = f"--mtp-num-layers {asked}"
-    if not family.heads or not (known := layers_behind(config)):
+    if not (known := layers_behind(config)):
         raise UsageError(
-            f"{shown}: config.json of this {family.model_type} model has no layers that predict further tokens "
-            "(num_nextn_predict_layers), or hpcrl has no names for them",
+            f"{shown}: the model has no layers that predict further tokens (num_nextn_predict_layers of config.json)",
             "leave it out",
+        )
+    if not family.heads:
+        having = ", ".join(sorted(name for name, other in registry().items() if other.heads))
+        raise UsageError(
+            f"{shown}: of a {family.model_type} model hpcrl leaves out the layers that predict further tokens",
+            f"leave it out: it trains those of {having}",
         )
     if asked > min(known, MOST):
         raise UsageError(f"{shown}: {min(known, MOST)} is the most for this model", "give that many")
