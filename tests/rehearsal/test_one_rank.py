@@ -23,7 +23,8 @@ pytestmark = pytest.mark.process
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 #: name -> family, ranks, options
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "tp2 pp2": (
+    "tp2 pp2": ("qwen3", 4, TP2 | {"pipeline_model_parallel_size": 2}),
+    "tp2 pp2 further token": (
         "mimo",
         4,
         TP2 | {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1, "enable_mtp_training": True},
