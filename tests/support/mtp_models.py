@@ -23,6 +23,9 @@ def make_mimo(directory: str | Path, **more: Any) -> Path:
         tensors |= _like(tensors, last, head)
         tensors |= _own(config, head, ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"))
     known = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    known["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoConfig"} | {
+        name: f"modeling_mimo.MiMo{name.removeprefix('Auto')}" for name in ("AutoModel", "AutoModelForCausalLM")
+    }
     return _write(model, config | known | {"attention_bias": True}, tensors)
 
 

@@ -18,7 +18,17 @@ from hpcrl.trainer.step import packing
 from hpcrl.trainer.step.share_exchange import ShareExchange
 from tests.support.mtp_models import MAKERS
 from tests.support.ranks import run_ranks
-from tests.trainer.step.test_invariance import SAMPLES, VOCAB, batch, gradients_on_rank, options, sample, shares, start
+from tests.trainer.step.test_invariance import (
+    SAMPLES,
+    VOCAB,
+    batch,
+    failure_on_rank,
+    gradients_on_rank,
+    options,
+    sample,
+    shares,
+    start,
+)
 
 pytestmark = pytest.mark.process
 
@@ -190,15 +200,24 @@ def test_the_policy_does_not_notice_them(models: dict[str, Path], layout: str) -
     assert metrics["train/mtp_loss"] == pytest.approx(expected(name, models[name], 0.2)[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tp2 sp", "pp2", "experts"])
+@pytest.mark.parametrize("layout", ["one rank", "tp2 sp", "pp2", "dp2 cp2", "experts"])
 def test_their_gradient_is_torchs(models: dict[str, Path], layout: str) -> None:
     name, n, _ = LAYOUTS[layout]
-    found = run_ranks(n, gradients_on_rank, chosen(models, layout, mtp_loss_scaling_factor=0.3, **HEADS))[0]
+    more: dict[str, Any] = HEADS | {"mtp_loss_scaling_factor": 0.3}
+    if "dp2" in layout:  # else each rank has but a part of the gradient
+        more |= {"megatron": {"use_distributed_optimizer": False}}
+    found = run_ranks(n, gradients_on_rank, chosen(models, layout, **more))[0]
     _, wanted = expected(name, models[name], 0.3)
     assert len(wanted) > 12
     for key, gradient in wanted.items():
         assert float((found[key] - gradient).abs().max()) < 1e-5 * max(1.0, float(gradient.abs().max())), key
         assert float(gradient.abs().max()) > 1e-5, key
+
+
+def test_their_gradient_without_bound_is_named(models: dict[str, Path]) -> None:
+    opts = chosen(models, "one rank", mtp_loss_scaling_factor=1e30, **HEADS)
+    ((text, _),) = run_ranks(1, failure_on_rank, opts, shares(opts))
+    assert text.startswith("rollout 0, optimizer step 0: mtp_grad_norm is inf") and "--enable-mtp-training" in text
 
 
 def test_a_resumed_run_trains_them_as_before(models: dict[str, Path], tmp_path: Path) -> None:
