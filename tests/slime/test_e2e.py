@@ -76,7 +76,7 @@ def test_what_some_of_them_become(tmp_path: Path) -> None:
     assert loaded.ckpt_step == 1 and loaded.megatron["optimizer_cpu_offload"] is True
 
 
-@pytest.mark.parametrize("name", ["qwen3_4B_ppo", "qwen3.5_0.8B_gsm8k_async_short"])
+@pytest.mark.parametrize("name", ["qwen3_4B_ppo", "moonlight_16B_A3B_r3", "qwen3.5_0.8B_gsm8k_async_short"])
 def test_a_launcher_of_a_list(name: str, tmp_path: Path) -> None:
     """A launcher that puts such a list together is read as the list itself."""
     program, *words = words_of(name, tmp_path)

@@ -21,6 +21,7 @@ from hpcrl.launch.preflight import drafting_notes, refuse_wrong_settings
 from hpcrl.models.family import registry
 from hpcrl.slime.arguments import split_flags, translate
 from hpcrl.slime.readers import SPECS
+from hpcrl.slime.script_notes import model_families
 from hpcrl.slime.verbatim import PLACES, recipe_and_refusals, recipe_of
 from tests.slime.guides import SCRIPT
 from tests.support.published_models import MODELS
@@ -126,9 +127,11 @@ def test_a_script_of_a_family_that_is_here(name: str) -> None:
 
 @pytest.mark.parametrize("name", HONOURED)
 def test_imported_recipe_gives_same_options(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The script is run, in its sandbox, without slime's file of model arguments beside it."""
+    """The script is run, in its sandbox, without slime's file of its model's arguments."""
     script = given(name)
-    text = SCRIPT.format(model="qwen3-4B", words=shlex.join(shlex.split(script["arguments"])))
+    kind = MODELS[script["model"]][1]["model_type"]
+    model = next((file for file, family in model_families().items() if family == kind), "qwen3-4B")
+    text = SCRIPT.format(model=model, words=shlex.join(shlex.split(script["arguments"])))
     (tmp_path / "run-x.sh").write_text(text.replace("python3 train.py", f"python3 {script['program']}"))
     assert main(["import", str(tmp_path / "run-x.sh")]) == 0
     (tmp_path / "recipe.toml").write_text(capsys.readouterr().out)
