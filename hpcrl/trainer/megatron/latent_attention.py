@@ -1,9 +1,9 @@
-"""Megatron's multi-head latent attention without Transformer Engine.
+"""Megatron's multi-head latent attention: layers as the spec names them, and what is ours without Transformer Engine.
 
-Its local layers split the two down projections over tensor-parallel ranks and gather what they give; each rank then
-sees of the rotated keys' gradient only what its own heads say, and nothing adds these up.  Transformer Engine's hold
-the projections whole on every rank.  So do ours, on a rank's own rows of a sequence: Megatron gathers the keys, and
-their gradients are added on the way back.
+Megatron's local layers split the two down projections over tensor-parallel ranks and gather what they give; each rank
+then sees of the rotated keys' gradient only what its own heads say, and nothing adds these up.  Transformer Engine's
+hold the projections whole on every rank.  So do ours, on a rank's own rows of a sequence: Megatron gathers the keys,
+and their gradients are added on the way back.
 
 Invariants: parameters and names in checkpoints are those of Transformer Engine's layers; with tensor parallelism rows
 are split over the ranks (sequence parallelism), which every model with experts needs (`parallel_state.check_layout`).
@@ -26,6 +26,22 @@ LATENT_NAMES = {
 }
 
 
+#: layers that Megatron-core 0.19 and later would choose by itself
+_CHOSEN = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
+
+class SpecifiedAttention(MLASelfAttention):
+    """MLASelfAttention of just the layers that its spec names.
+
+    Where queries have no vector of their own, Megatron-core 0.19 and later normalise the hidden state once more before
+    their projection, or refuse the spec without Transformer Engine: a norm that no published model has, while
+    `qk_layernorm` is needed for the one of keys and values.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return {name: getattr(submodules, name) for name in _CHOSEN}
+
+
 class ReplicatedLinear(torch.nn.Module):
     """x @ weight^T with the whole weight on every rank; its gradient is summed over tensor-parallel ranks."""
 
@@ -43,8 +59,8 @@ class ReplicatedLinear(torch.nn.Module):
         return F.linear(x, self.weight), None
 
 
-class LatentAttention(MLASelfAttention):
-    """MLASelfAttention whose down projections are whole on every rank."""
+class LatentAttention(SpecifiedAttention):
+    """The same, whose down projections are whole on every rank."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -53,3 +69,8 @@ class LatentAttention(MLASelfAttention):
             sizes["linear_q_down_proj"] = config.q_lora_rank
         for name, rows in sizes.items():
             setattr(self, name, ReplicatedLinear(config, getattr(self, name).weight, rows))
+
+    def _run_core_attention(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> torch.Tensor:
+        """Megatron-core 0.19 and later make values as wide as keys first, and cut columns off wider ones;
+        `PackedAttention` takes them as they are."""
+        return self.core_attention(query, key, value, attention_mask, **kwargs)

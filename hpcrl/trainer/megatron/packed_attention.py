@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from hpcrl.model_files.torch_dist import SANDWICH
 from hpcrl.trainer.delta_net.layer import as_delta_net
 from hpcrl.trainer.megatron import thd
-from hpcrl.trainer.megatron.latent_attention import LATENT_NAMES, LatentAttention
+from hpcrl.trainer.megatron.latent_attention import LATENT_NAMES, LatentAttention, SpecifiedAttention
 
 
 @dataclass
@@ -85,8 +85,6 @@ def block_spec(
     if not engine:
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = ModuleSpec(PackedAttention, {"plans": plans})
-            if config.multi_latent_attention:
-                layer.submodules.self_attention.module = LatentAttention
             for owner in (layer.submodules, layer.submodules.self_attention.submodules):
                 _replace_norms(owner)
         block = TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)
@@ -94,6 +92,9 @@ def block_spec(
         numbers = layer_numbers(config, vp_stage)
         specs = zip(numbers, block.layer_specs, strict=True)
         block.layer_specs = [as_delta_net(layer, plans) if linear[number] else layer for number, layer in specs]
+    if config.multi_latent_attention:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = SpecifiedAttention if engine else LatentAttention
     if adapt:
         for layer in block.layer_specs:
             adapt(layer, block.layer_norm, config)
