@@ -80,6 +80,7 @@ NEVER: dict[str, str] = {name: why for why, names in _TOGETHER.items() for name 
     "moe_enable_routing_replay": "give --use-routing-replay or --use-rollout-routing-replay, which also say whose "
     "choice it is",
     "masked_softmax_fusion": "attention is flash or torch's own, whose softmax is fused",
+    "mla_down_proj_fusion": "no family has names for the weights of the layer that it makes of two",
     "moe_use_legacy_grouped_gemm": "no family has names for the weights of that layer; --moe-grouped-gemm is "
     "Transformer Engine's",
     "num_distributed_optimizer_instances": "the optimizer's state is spread over all data-parallel ranks",

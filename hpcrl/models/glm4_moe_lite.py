@@ -1,6 +1,7 @@
 """GLM-4.7-Flash: the layers of DeepSeek-V3, of which a list says which have experts.
 
-transformers reads that list, or takes the first layer alone for dense; vLLM reads first_k_dense_replace.
+transformers reads that list, or takes the first layer alone for dense; vLLM reads first_k_dense_replace, and cannot do
+without it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from hpcrl.models.shared import mla
 
 def transformer(config: Config) -> dict[str, Any]:
     """config.json -> fields of Megatron's MLATransformerConfig."""
-    require(config, ("num_hidden_layers",))
+    require(config, ("num_hidden_layers", "first_k_dense_replace"))
     layers = config["num_hidden_layers"]
-    first = config.get("first_k_dense_replace", 1)
+    first = config["first_k_dense_replace"]
     sparse = [layer >= first for layer in range(layers)]
     kinds = config.get("mlp_layer_types") or ["sparse" if has else "dense" for has in sparse]
     if [kind == "sparse" for kind in kinds] != sparse:

@@ -132,6 +132,11 @@ LATENT = CONFIG | {
 YARN = {"type": "yarn", "factor": 8, "original_max_position_embeddings": 64}
 
 
+def test_absent_groups_of_experts() -> None:
+    """n_group null is one group, as if it were not there."""
+    assert deepseek_v3.transformer(LATENT | {"n_group": None, "topk_group": None}) == deepseek_v3.transformer(LATENT)
+
+
 def test_yarn_scales_as_transformers_do() -> None:
     """Without both scales cos and sin grow by m(1), scores by m(mscale_all_dim)^2."""
 
@@ -141,7 +146,7 @@ def test_yarn_scales_as_transformers_do() -> None:
         return fields["mscale"], fields["mscale_all_dim"]
 
     assert scales() == (1.0, 0.0)
-    assert scales(mscale=0.7) == (1.0, 0.0)
+    assert scales(mscale=1.0) == (1.0, 0.0)
     assert scales(mscale=0.7, mscale_all_dim=0.9) == (0.7, 0.9)
     assert deepseek_v3.transformer(LATENT)["rope_type"] == "rope"
 
@@ -161,6 +166,9 @@ def test_yarn_scales_as_transformers_do() -> None:
         ({"rope_scaling": YARN | {"truncate": False}}, "truncate = False"),
         ({"rope_scaling": YARN | {"attention_factor": 2.0}}, "attention_factor = 2.0"),
         ({"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim = 1.0"),
+        ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale = 0.7"),
+        ({"rope_scaling": YARN | {"mscale": 0, "mscale_all_dim": 0}}, "mscale = 0"),
+        ({"model_type": "glm4_moe_lite", "first_k_dense_replace": None}, "lacks first_k_dense_replace"),
         ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse", "sparse"]}, "mlp_layer_types"),
     ],
 )

@@ -64,7 +64,8 @@ def _rotation(config: Config) -> dict[str, Any]:
     """Of the rotated columns; without YaRN a factor of 1, with which the two scales say nothing.
 
     transformers scales cos and sin by m(mscale) / m(mscale_all_dim), or by m(1) if one of them is missing or 0, and
-    scores by m(mscale_all_dim)^2, where m(x) = 0.1 x log(factor) + 1; Megatron does so without the "if".
+    scores by m(mscale_all_dim)^2, where m(x) = 0.1 x log(factor) + 1; Megatron does so without the "if".  vLLM takes a
+    missing mscale for 1 and a missing mscale_all_dim for 0, without the "if" too: where they differ, it is refused.
     """
     found = rope(config)
     plain = {"rope_type": "rope", "rotary_base": found["theta"], "rotary_percent": 1.0, "rotary_scaling_factor": 1.0}
@@ -80,6 +81,7 @@ def _rotation(config: Config) -> dict[str, Any]:
             "attention_factor": [None],
             "truncate": [True, None],
             "partial_rotary_factor": [1, 1.0, None],
+            "mscale": [scale] if all_dim else [1, 1.0, None],
             "mscale_all_dim": [all_dim] if scale else [0, 0.0, None],
         },
     )
@@ -89,7 +91,7 @@ def _rotation(config: Config) -> dict[str, Any]:
         "original_max_position_embeddings": scaling["original_max_position_embeddings"],
         "beta_fast": float(scaling.get("beta_fast") or 32),
         "beta_slow": float(scaling.get("beta_slow") or 1),
-        "mscale": float(scale if scale and all_dim else 1.0),
+        "mscale": float(scale or 1.0),
         "mscale_all_dim": float(all_dim or 0.0),
     }
 

@@ -80,8 +80,8 @@ def _groups(config: Config) -> dict[str, Any]:
     A group's score is the sum of its best 2 experts here, of its best (chosen / groups) in Megatron: DataError if
     these are not the same.
     """
-    groups = config.get("n_group", 1)
-    best = config.get("topk_group", 1)
+    groups = config.get("n_group") or 1
+    best = config.get("topk_group") or 1
     chosen = config["num_experts_per_tok"]
     if groups == 1:
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
