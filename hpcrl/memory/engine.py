@@ -43,7 +43,7 @@ class EngineTerms:
 def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: float) -> EngineTerms:
     """One GPU of an engine that may take its share of `gpu_bytes`; a negative KV cache says that the weights do not
     fit."""
-    weights = gpu_weights(options, family, config)
+    weights = gpu_weights(options, family, config) + absorbed_bytes(options, family, config)
     cache = gpu_bytes * share(options, family, config, gpu_bytes) - weights - WORKING
     tokens = int(cache // token_bytes(options, family, config)) if cache > 0 else 0
     parts = options.engine_data_parallel_size  # each has its own requests
@@ -107,6 +107,17 @@ def gpu_weights(options: Options, family: Family, config: Config) -> float:
     return experts / options.rollout_num_gpus_per_engine + (whole - experts) / options.engine_tensor_parallel_size
 
 
+def absorbed_bytes(options: Options, family: Family, config: Config) -> float:
+    """Bytes, on one GPU, of what vLLM makes of the matrix of keys and values of multi-head latent attention, in the
+    dtype of activations, and keeps next to it (W_UK_T and W_UV of its MLAAttention)."""
+    fields = family.transformer(served(options, config))
+    if not fields.get("multi_latent_attention"):
+        return 0.0
+    rows = fields["num_attention_heads"] * (fields["qk_head_dim"] + fields["v_head_dim"])
+    item = 2 if options.bf16 else 4
+    return 1.0 * fields["num_layers"] * rows * fields["kv_lora_rank"] * item / options.engine_tensor_parallel_size
+
+
 def served(options: Options, config: Config) -> Config:
     """config.json of what an engine holds: where it drafts with the layers behind the last one, those too."""
     setting = options.vllm.get("speculative_config") or {}
@@ -114,8 +125,9 @@ def served(options: Options, config: Config) -> Config:
         return config
     more = layers_behind(config)
     longer = {**config, "num_hidden_layers": config["num_hidden_layers"] + more}
-    if kinds := config.get("layer_types"):
-        longer["layer_types"] = [*kinds, *["full_attention"] * more]
+    for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if kinds := config.get(name):
+            longer[name] = [*kinds, *[kind] * more]
     return longer
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from hpcrl.config.options import Options
 from hpcrl.groups import layout as rank_layout
 from hpcrl.memory.parameters import Layout, part_shape, stage_layers
+from hpcrl.model_files.config_json import LINEAR
 from hpcrl.models.family import Config, Family, Rule, tied
 from hpcrl.models.slicing import Shape, Shapes
 from hpcrl.plan import Plan
@@ -149,7 +150,7 @@ def in_pieces(
 
 def _item(options: Options, config: Config, rule: Rule, name: str) -> int:
     """Bytes of an element as it is sent."""
-    if config.get("quantization_config") and name.endswith("_proj.weight"):
+    if config.get("quantization_config") and LINEAR.search(name):
         return 1
     return 4 if not options.bf16 or rule.megatron.endswith("expert_bias") else 2
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 
 from hpcrl.errors import DataError
-from hpcrl.model_files.config_json import CONFIG, read_config, read_quantization
+from hpcrl.model_files.config_json import CONFIG, LINEAR, read_config, read_quantization
 from hpcrl.model_files.safetensors_files import listing
 
 Strategy = Literal["block", "channel", "tensor"]
@@ -35,8 +35,6 @@ LARGEST = 448.0  #: of e4m3
 SMALLEST = 2.0**-126  #: scale; below, fp32 itself loses bits, and values so small are noughts to any model
 BAND = 1 << 22  #: elements that are widened to fp32 at once
 
-#: matrices of linear layers by the last part of their names; everything else stays: embeddings, heads, norms, routers
-LINEAR = re.compile(r"(?:^|\.)(?!eh_proj|weights_proj)\w+_proj(?:_with_mqa)?\.weight$")
 STACKED = re.compile(r"\.experts\.\w+_proj(?:_blocks|\.weight)?$")
 
 

@@ -557,3 +557,25 @@ def test_latent_attention_of_a_published_model() -> None:
     for wide in (1, 8):
         options = Options(hf_checkpoint="x", rollout_num_gpus=8, rollout_num_gpus_per_engine=wide)
         assert token_bytes(options, family, config) == 61 * 576 * 2
+
+
+def test_matrices_that_vllm_makes_of_another() -> None:
+    """Per token of the latent vector one row for each head and column of unrotated keys and of values."""
+    config = MODELS["DeepSeek-R1"][1]
+    family = find_family(config, "")
+    options = Options(hf_checkpoint="x", rollout_num_gpus=8, rollout_num_gpus_per_engine=8)
+    made = 61 * 128 * (128 + 128) * 512 * 2 / 8
+    for kind in (config, quantized(config)):
+        weights = engine_terms(options, family, kind, 80e9).gpu["weights"]
+        assert weights - gpu_weights(options, family, kind) == pytest.approx(made)
+
+
+def test_drafts_of_a_model_with_a_list_of_layers() -> None:
+    """The layer that drafts has experts, whether config.json says so of the others by a list or by a number."""
+    config = MODELS["GLM-4.7-Flash"][1]
+    listed = config | {"mlp_layer_types": ["dense", *["sparse"] * 46]}
+    family = find_family(config, "")
+    drafting = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    options = Options(hf_checkpoint="x", rollout_num_gpus=8, rollout_num_gpus_per_engine=8, vllm=drafting)
+    assert token_bytes(options, family, listed) == 48 * 576 * 2
+    assert gpu_weights(options, family, listed) == gpu_weights(options, family, config)

@@ -223,3 +223,13 @@ def test_the_guides_figures() -> None:
     """The block of docs/weights.md."""
     page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
     assert "".join(f"    {line}\n" for line in update_lines(of_recipe("glm-4.5-355b-64gpu-bf16")[1])) in page
+
+
+def test_fp8_matrices_are_those_that_are_sent_so() -> None:
+    """Of latent attention all five matrices are bytes; norms and the router are not."""
+    plan = update("GLM-4.7-Flash", 2, fp8=True, **SMALL).plan
+    sizes = dict(zip(plan.layouts.names, plan.layouts.items, strict=True))
+    layer = "model.layers.3."
+    for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+        assert sizes[f"{layer}self_attn.{name}.weight"] == 1, name
+    assert sizes[f"{layer}self_attn.kv_a_layernorm.weight"] == sizes[f"{layer}mlp.gate.weight"] == 2
