@@ -55,6 +55,11 @@ OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, 
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
 CPU_BATCHED_TOKENS = 8192  #: tokens of one forward pass at most (a longer prompt raises it)
+#: of multi-head latent attention on the CPU build, see `_cpu_flags`
+_LATENT: dict[str, Any] = {
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+    "attention_backend": "CPU_MLA",
+}
 
 
 class Build(NamedTuple):
@@ -152,6 +157,8 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
         ours |= _cpu_flags(options, config, length or config.get("max_position_embeddings") or 4096)
     ours |= node_flags(options, plan, index)
     given = gather_table("vllm", options.vllm, "[vllm]")
+    if found.cpu and config.get("kv_lora_rank"):
+        _check_latent(given)
     if options.use_rollout_routing_replay:
         find_routing(options, config)
         ours |= _expert_flags(options, given, found.cpu)
@@ -201,6 +208,17 @@ def engine_seed(options: Options, index: int) -> int:
     return (options.seed + index) % 2**32  # what numpy takes
 
 
+def _check_latent(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for what would undo the settings that `_cpu_flags` has for latent attention."""
+    for name in ("compilation_config", "attention_backend", "attention_config"):
+        if given.get(name) not in (None, {}, _LATENT.get(name)):
+            raise UsageError(
+                f"--vllm-{name.replace('_', '-')}: vLLM's CPU build computes multi-head latent attention rightly with "
+                "hpcrl's own setting alone",
+                "leave it out on CPUs",
+            )
+
+
 def _cpu_flags(options: Options, config: Mapping[str, Any], length: int) -> dict[str, Any]:
     sequences = min(options.rollout_server_concurrency, CPU_SEQUENCES)
     available = psutil.virtual_memory().available // max(1, options.num_engines)
@@ -208,7 +226,7 @@ def _cpu_flags(options: Options, config: Mapping[str, Any], length: int) -> dict
     if config.get("kv_lora_rank"):
         # the kernel that rotates does so wrongly for [tokens, heads, columns], torch's operations do not; and on CPUs
         # with AMX the matrix of keys and values would be gone after loading, so that no update could bring it
-        ours = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_backend": "CPU_MLA"}
+        ours |= _LATENT
     return ours | {
         "enforce_eager": True,  # compiling takes longer than it saves, and needs a C++ compiler
         "max_num_seqs": sequences,

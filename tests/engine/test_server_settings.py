@@ -204,6 +204,26 @@ def test_what_the_run_depends_on_cannot_be_overridden(model: str, name: str) -> 
         flags(o, plan(o), 0, 1, CPU)
 
 
+def test_latent_attention_on_cpus_keeps_its_settings(model: str) -> None:
+    """A user's setting that would bring back a kernel of the CPU build that is wrong is refused, on CPUs alone."""
+    (Path(model) / "config.json").write_text(json.dumps(CONFIG | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}))
+
+    def found(build: Build, **vllm: Any) -> dict[str, Any]:
+        o = options(model, vllm=vllm)
+        return flags(o, plan(o), 0, 1, build)
+
+    custom = {"custom_ops": ["-rotary_embedding"]}
+    assert found(CPU, attention_backend="CPU_MLA", compilation_config=custom)["compilation_config"] == custom
+    for name, value in {
+        "attention_backend": "TORCH_SDPA",
+        "attention_config": {"backend": "TORCH_SDPA"},
+        "compilation_config": {"custom_ops": ["all"]},
+    }.items():
+        with pytest.raises(UsageError, match=f"--vllm-{name.replace('_', '-')}: .*latent attention"):
+            found(CPU, **{name: value})
+        assert found(CUDA, **{name: value})[name] == value
+
+
 def test_a_model_directory_that_is_none(tmp_path: Path) -> None:
     o = options(str(tmp_path / "nothing"))
     with pytest.raises(DataError, match=r"--hf-checkpoint .*/nothing: no config.json there"):

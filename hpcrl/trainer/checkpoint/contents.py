@@ -57,7 +57,11 @@ LATENT = (
     "qk_head_dim",
     "qk_pos_emb_head_dim",
     "v_head_dim",
+    "rope_type",
     "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
     "mscale",
     "mscale_all_dim",
 )
