@@ -13,7 +13,7 @@ from hpcrl.config.options import Options
 from hpcrl.memory.activations import layer_bytes
 from hpcrl.memory.parameters import Layout
 from hpcrl.memory.training import rank_on
-from hpcrl.models.family import find_family
+from hpcrl.models.family import LayerKind, find_family
 from tests.support.published_models import config
 from tests.support.ranks import run_ranks
 
@@ -177,6 +177,6 @@ def test_activations_that_a_layer_keeps(
     }
     (found,) = run_ranks(1, kept, every, timeout=120)
     fields = find_family(config, "").transformer(config)
-    whole = TOKENS * layer_bytes(fields, Layout.of(every[4], 4), sparse, 2, frozenset(), 2)
+    whole = TOKENS * layer_bytes(fields, Layout.of(every[4], 4), LayerKind(sparse), 2, frozenset(), 2)
     assert found["full"] == pytest.approx(TOKENS * fields["hidden_size"] * 2, rel=NEAR)
     assert whole <= found["none"] <= 4 * whole

@@ -193,9 +193,10 @@ def make_family(directory: str | Path, name: str, tied: bool = False, seed: int 
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(name, **(fields | FAMILIES[name] | config))
-        ).float()
+        fields |= FAMILIES[name] | config
+        if kinds := fields.get("layer_types"):  # repeated for as many layers as there are
+            fields["layer_types"] = [kinds[layer % len(kinds)] for layer in range(fields["num_hidden_layers"])]
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **fields)).float()
         with torch.no_grad():
             for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
                 if key.endswith("bias"):  # of linear layers, and e_score_correction_bias, a buffer

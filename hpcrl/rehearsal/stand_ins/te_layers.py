@@ -50,6 +50,11 @@ class _Module(torch.nn.Module):
         return made
 
 
+def _first(zero_centered: bool) -> Callable[[torch.Tensor], Any]:
+    """What a norm's weight begins with: 0 where it scales by 1 + weight, else 1."""
+    return torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
+
+
 def _cut(parameter: torch.nn.Parameter, dim: int) -> None:
     """Mark it as split over tensor-parallel ranks."""
     parameter.tensor_model_parallel = True
@@ -176,12 +181,13 @@ class LayerNormLinear(Linear):
         zero_centered_gamma: bool = False,
         **linear: Any,
     ) -> None:
-        assert normalization == "RMSNorm" and not (return_layernorm_output or zero_centered_gamma)
+        assert normalization == "RMSNorm" and not return_layernorm_output
         super().__init__(in_features, out_features, **linear)
         self.eps = eps
         self.normalization = normalization
         place = {"dtype": self.weight.dtype, "device": self.weight.device}
-        norm = self._parameter("layer_norm_weight", [in_features], None, None, **place)
+        self.zero_centered_gamma = zero_centered_gamma
+        norm = self._parameter("layer_norm_weight", [in_features], _first(zero_centered_gamma), None, **place)
         norm.sequence_parallel = self.sequence_parallel
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
@@ -248,7 +254,7 @@ class GroupedLinear(_Matrices):
 
 
 class EngineRMSNorm(_Module):
-    """x / its root mean square, times a weight."""
+    """x / its root mean square, times a weight, or 1 + weight."""
 
     def __init__(
         self,
@@ -261,9 +267,9 @@ class EngineRMSNorm(_Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        assert not zero_centered_gamma
+        self.zero_centered_gamma = zero_centered_gamma
         size = normalized_shape or hidden_size or 0
-        weight = self._parameter("weight", [size], None, None, dtype=params_dtype, device=device)
+        weight = self._parameter("weight", [size], _first(zero_centered_gamma), None, dtype=params_dtype, device=device)
         weight.sequence_parallel = bool(sequence_parallel)
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
