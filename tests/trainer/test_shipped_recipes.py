@@ -71,6 +71,9 @@ def test_every_recipe_for_gpus_is_here() -> None:
     assert {name: model for name, (model, *_) in RECIPES.items()} == small_recipes.RECIPES
 
 
+SOFTMAX = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text")  #: families whose router has no correction bias
+
+
 @pytest.mark.parametrize("kind", families.SIZES)
 def test_families_with_the_packages(tmp_path: Path, kind: str) -> None:
     """Every family with both packages; experts between ranks by Megatron's own dispatcher, chosen and replayed."""
@@ -84,7 +87,7 @@ def test_families_with_the_packages(tmp_path: Path, kind: str) -> None:
         found = on_fake_gpu(trained, opts, 1, replay.data_of(kind) if more is replay.R3 else None)
         check(found, EVERYWHERE)
         assert "layers Transformer Engine" in found.parts
-        assert ("router fusion on" in found.parts) == (kind == "qwen3_moe" and more is not replay.R3)
+        assert ("router fusion on" in found.parts) == (kind in SOFTMAX and more is not replay.R3)
 
 
 def test_every_wait_of_recipes_is_met(request: pytest.FixtureRequest) -> None:
