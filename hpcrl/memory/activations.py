@@ -120,7 +120,8 @@ def layer_bytes(
     normed = 0 if "normed" in spared else 2 * split * hidden
     statistics = 4 * heads / layout.tp + 4 * norms * split  # of each row, in fp32
     if kind.linear:  # what the matrices give and take; all between is computed again
-        attention = _delta_width(fields, layout) + _delta_values(fields, layout)
+        # what was projected is kept of whole sequences, of which a context-parallel rank has a part
+        attention = layout.cp * _delta_width(fields, layout) + _delta_values(fields, layout)
         statistics = 4 * norms * split
     elif fields.get("multi_latent_attention"):
         attention = latent_elements(fields, layout)
@@ -152,11 +153,11 @@ def latent_elements(fields: Mapping[str, Any], layout: Layout) -> float:
 
 def backward_bytes(fields: Mapping[str, Any], layout: Layout, kind: LayerKind, item: int) -> float:
     """Bytes a token that gradients of one layer's activations take at one time: the MLP's, and four of the hidden
-    size; or what a gated delta net computes again, if that is more.
+    size; or what a gated delta net computes again, of whole sequences on every context-parallel rank, if that is more.
     """
     inner, activated = _mlp(fields, layout, kind.experts)
     found = item * (inner + activated + 4 * _split(layout) * fields["hidden_size"])
-    return max(found, _delta_bytes(fields, layout, item)) if kind.linear else found
+    return max(found, layout.cp * _delta_bytes(fields, layout, item)) if kind.linear else found
 
 
 def _delta_width(fields: Mapping[str, Any], layout: Layout) -> float:

@@ -45,11 +45,14 @@ def engine_terms(options: Options, family: Family, config: Config, gpu_bytes: fl
     fit."""
     weights = gpu_weights(options, family, config) + absorbed_bytes(options, family, config)
     cache = gpu_bytes * share(options, family, config, gpu_bytes) - weights - WORKING
-    tokens = int(cache // token_bytes(options, family, config)) if cache > 0 else 0
+    token, state = token_bytes(options, family, config), sequence_bytes(options, family, config)
+    longest = longest_sample(options)
+    at_once = max(0, int(cache // (longest * token + state)))
+    tokens = max(0, int((cache - max(1, at_once) * state) // token))
     parts = options.engine_data_parallel_size  # each has its own requests
     terms = {"weights": weights, "KV cache": cache, "working memory": float(WORKING)}
     terms["weight update"] = update_bytes(options, family, config)
-    return EngineTerms(terms, parts * tokens, parts * (tokens // longest_sample(options)))
+    return EngineTerms(terms, parts * tokens, parts * at_once)
 
 
 def update_bytes(options: Options, family: Family, config: Config) -> float:
@@ -151,3 +154,33 @@ def token_bytes(options: Options, family: Family, config: Config) -> float:
         return 1.0 * fields["num_layers"] * (fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]) * item
     layers = sum(not kind.linear for kind in layer_kinds(fields))  # the state of the others does not grow
     return 2.0 * layers * heads * fields["kv_channels"] * item
+
+
+def sequence_bytes(options: Options, family: Family, config: Config) -> float:
+    """Bytes of one sequence in the cache of one GPU whatever its length: state and last rows of the convolution of
+    every gated delta net, without what vLLM rounds a block of its cache up by.
+
+    The state is in the dtype that config.json or vLLM's settings say, else in the convolution's.
+    """
+    fields = family.transformer(served(options, config))
+    layers = sum(kind.linear for kind in layer_kinds(fields))
+    if not layers:
+        return 0.0
+    keys = fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+    values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
+    plain = "bfloat16" if options.bf16 else "float32"
+    cached = _said(options, "mamba_cache_dtype") or plain
+    state = _said(options, "mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype") or cached
+    rows = (fields["linear_conv_kernel_dim"] - 1) * (2 * keys + values) * _width(cached)
+    whole = rows + values * fields["linear_key_head_dim"] * _width(str(state))
+    return layers * whole / options.engine_tensor_parallel_size
+
+
+def _said(options: Options, name: str) -> str | None:
+    """A dtype among vLLM's settings; None for its "auto"."""
+    given = options.vllm.get(name)
+    return None if given in (None, "auto") else str(given)
+
+
+def _width(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
