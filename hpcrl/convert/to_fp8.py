@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 
 from hpcrl.errors import DataError, UsageError
-from hpcrl.model_files.config_json import read_config, write_config
+from hpcrl.model_files.config_json import CONFIG, read_config, read_object, write_config
 from hpcrl.model_files.hf_writer import TensorHeader, copy_assets, directory, header
 from hpcrl.model_files.safetensors_files import DTYPES, INDEX, SINGLE, Entry, listing, open_file
 from hpcrl.report.progress import track
@@ -123,10 +123,11 @@ def _tensors(path: Path, names: Set[str]) -> Stream:
 
 
 def _config(source: Path) -> dict[str, Any]:
+    """config.json as it is, not with its text part laid open."""
     config = read_config(source, "--model-dir")
     if found := config.get("quantization_config"):
         raise DataError(f"{source} is quantised already ({found.get('quant_method')})", "begin with the model in bf16")
-    return config
+    return read_object(source, CONFIG, "--model-dir") or {}
 
 
 def _taken(source: Path, held: dict[str, Entry], scheme: Scheme) -> frozenset[str]:

@@ -27,7 +27,7 @@ import torch
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.model_files import safetensors_files
-from hpcrl.model_files.config_json import read_config, write_config
+from hpcrl.model_files.config_json import CONFIG, read_object, write_config
 from hpcrl.model_files.safetensors_files import INDEX, SINGLE
 from hpcrl.run.rundir import flush
 
@@ -191,5 +191,6 @@ def copy_assets(origin: Path, output: Path, drop: Sequence[str] = ()) -> None:
     for path in sorted(origin.iterdir()):
         if path.is_file() and not path.name.endswith(weights) and not path.name.startswith("."):
             shutil.copyfile(path, output / path.name)
-    if drop and any(key in (held := read_config(origin, "--origin-hf-dir")) for key in drop):
+    held = read_object(origin, CONFIG, "--origin-hf-dir") or {}  # as it is, not with its text part laid open
+    if any(key in held for key in drop):
         write_config(output, {k: v for k, v in held.items() if k not in drop})

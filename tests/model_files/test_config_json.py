@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hpcrl.convert import to_fp8
 from hpcrl.doctor.directories import check_model_directory
 from hpcrl.errors import DataError
 from hpcrl.model_files.config_json import read_config, read_object, write_config
+from hpcrl.model_files.hf_writer import copy_assets
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.weights.fp8 import scheme_of
 
@@ -71,3 +74,22 @@ def test_what_published_files_hold_is_read_and_written(tmp_path: Path) -> None:
     write_config(tmp_path, config | {"more": 1})
     assert read_config(tmp_path) == config | {"more": 1}
     assert read_object(tmp_path, "generation_config.json") is None
+
+
+def test_a_copy_keeps_what_is_nested(tmp_path: Path) -> None:
+    """Of a model that also sees images what is written is not laid open as what is read."""
+    whole = {"model_type": "qwen3_5", "text_config": {"hidden_size": 8, "model_type": "qwen3_5_text"}, "more": 1}
+    origin, output = tmp_path / "origin", tmp_path / "output"
+    origin.mkdir()
+    output.mkdir()
+    write_config(origin, whole | {"quantization_config": {}})
+    assert read_config(origin)["hidden_size"] == 8
+    copy_assets(origin, output, drop=("quantization_config",))
+    assert read_object(output, "config.json") == whole
+    write_config(origin, whole)
+    tensor = torch.ones(32, 32, dtype=torch.bfloat16)
+    save_file({"model.layers.0.mlp.up_proj.weight": tensor}, origin / "model.safetensors")
+    fp8 = tmp_path / "fp8"
+    assert to_fp8.main(["--model-dir", str(origin), "--save-dir", str(fp8)]) == 0
+    found = read_object(fp8, "config.json") or {}
+    assert found.pop("quantization_config") and found == whole
