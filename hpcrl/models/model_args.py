@@ -28,6 +28,7 @@ WITHOUT: dict[str, Any] = {
     "glu_linear_offset": 0.0,
     "heterogeneous_block_specs": False,
     "kv_lora_rank": None,
+    "linear_attention_freq": None,
     "layernorm_zero_centered_gamma": False,
     "moe_apply_probs_on_input": False,
     "moe_ffn_hidden_size": None,
@@ -65,7 +66,7 @@ WITHOUT: dict[str, Any] = {
 }
 #: what Megatron's multi-head latent attention does not read, and slime's flags for such models give in several ways
 UNREAD = ("kv_channels", "add_qkv_bias")
-MOST = 10_000  #: repetitions in --moe-layer-freq
+MOST = 10_000  #: repetitions in --moe-layer-freq and --linear-attention-freq
 #: how many positions a sequence may have: a flag may say fewer than config.json
 BOUNDS = ("max_position_embeddings", "seq_length")
 
@@ -84,6 +85,8 @@ def check_model_args(given: Mapping[str, Any], fields: Mapping[str, Any], gpt: M
     facts = {**WITHOUT, **fields, **gpt}
     if facts["num_moe_experts"]:
         facts["moe_layer_freq"] = tuple(facts["moe_layer_freq"])
+    if facts.get("linear_attention_freq"):
+        facts["linear_attention_freq"] = tuple(facts["linear_attention_freq"])
     rest = {}
     for field, value in given.items():
         if field in BOUNDS:
@@ -101,12 +104,13 @@ def check_model_args(given: Mapping[str, Any], fields: Mapping[str, Any], gpt: M
 
 def _check(field: str, value: Any, facts: Mapping[str, Any]) -> None:
     fact = facts[field]
-    said = _layers(value, facts["num_layers"]) if field == "moe_layer_freq" else value
+    listed = field in PERIODS
+    said = _layers(value, facts["num_layers"], field) if listed else value
     if isinstance(said, str) and isinstance(fact, (int, float)) and not isinstance(fact, bool):
         said = _number(said)
     if said == fact or (_nothing(field, said) and _nothing(field, fact)):
         return
-    says = "no such thing" if fact is None else _runs(fact) if field == "moe_layer_freq" else fact
+    says = "no such thing" if fact is None else _runs(fact) if listed else fact
     where = f" for {field}" if isinstance(fact, bool) else ""
     raise UsageError(f"{as_flag(field, value)}: the model's config.json says {says}{where}", "leave the flag out")
 
@@ -124,10 +128,12 @@ def _number(text: str) -> float | str:
         return text
 
 
-# ---- --moe-layer-freq
+# ---- --moe-layer-freq, --linear-attention-freq
+
+PERIODS = ("moe_layer_freq", "linear_attention_freq")
 
 
-def _layers(value: Any, layers: int) -> Any:
+def _layers(value: Any, layers: int, field: str) -> Any:
     """One 0 or 1 for each layer: from a period, a list, or a text such as "([0]*3+[1]*5)*4".
 
     A value that is none of these is returned as it is.
@@ -137,6 +143,10 @@ def _layers(value: Any, layers: int) -> Any:
             value = _expression(ast.parse(value.strip(), mode="eval").body)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return value
+    if (
+        isinstance(value, int) and value > 0 and field == "linear_attention_freq"
+    ):  # layers value, 2 value, ... have none
+        return tuple(int((layer + 1) % value != 0) for layer in range(layers))
     if isinstance(value, int) and value > 0:  # Megatron: layers 0, value, 2 value, ... have experts
         return tuple(int(layer % value == 0) for layer in range(layers))
     return tuple(value) if isinstance(value, list) else value

@@ -124,6 +124,16 @@ def test_other_ways_to_say_the_same(words: str) -> None:
     assert check(words, MODELS["GLM-4.5"][1]) == {}
 
 
+@pytest.mark.parametrize("said", ["4", "([1]*3+[0]*1)*12", "[1,1,1,0]*12"])
+def test_linear_attention_by_period_or_list(said: str) -> None:
+    assert check(f"--linear-attention-freq {said}", MODELS["Qwen3-Next-80B-A3B"][1]) == {}
+    for wrong in ("3", "[1]*48"):
+        with pytest.raises(UsageError, match="--linear-attention-freq .* config.json says"):
+            check(f"--linear-attention-freq {wrong}", MODELS["Qwen3-Next-80B-A3B"][1])
+    with pytest.raises(UsageError, match="no such thing"):
+        check(f"--linear-attention-freq {said}", MODELS["Qwen3-4B"][1])
+
+
 def test_what_says_nothing_of_the_model_is_left() -> None:
     given = {"recompute_granularity": "full", "attention_backend": "flash"}
     assert check_model_args(given, *facts(MODELS["Qwen3-4B"][1])) == given

@@ -58,7 +58,6 @@ SHOWN = {
     "make-vocab-size-divisible-by": "tests/models/test_slicing.py::test_vocabulary_padding_is_zero",
     "data-pad-size-multiplier": "tests/trainer/megatron/test_thd.py::test_padding_changes_nothing",
     "loss-mask-type": "tests/rollout/prompts/test_conversations.py::test_what_cannot_be_masked_exactly_is_refused",
-    "use-gated-attention": "tests/models/test_family_parity.py::test_logits_and_weights_are_those_of_transformers",
     "no-position-embedding": "tests/trainer/megatron/test_model_parity.py::test_logits_are_those_of_transformers",
     "enable-experimental": "tests/trainer/megatron/test_model_parity.py::test_logits_are_those_of_transformers",
     "update-weight-disk-keep-files": "tests/weights/test_disk.py::test_model_directory_is_removed_later",
