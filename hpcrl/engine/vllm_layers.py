@@ -210,11 +210,9 @@ def _matrices(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]])
     starts = [_start(layer, i, size) for i, size in enumerate(local)]
     offsets = [0, *accumulate(local)]
     names = [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
-    if len(names) == len(local):
-        groups = [[i] for i in range(len(local))]
-    else:  # fused in the checkpoint too
+    groups = _groups(leaf, len(names), len(local))
+    if len(groups) != len(names):  # fused in the checkpoint too
         names = [path]
-        groups = [list(range(len(local)))]
     columns = None
     if isinstance(layer, RowParallelLinear) and layer.tp_size > 1:
         columns = (layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition)
@@ -225,6 +223,15 @@ def _matrices(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]])
         shape = (bases[-1], layer.input_size)
         found.append(_Matrix(name, shape, (rows, columns), offsets[group[0]], offsets[group[-1] + 1]))
     return found
+
+
+def _groups(leaf: str, names: int, sizes: int) -> list[list[int]]:
+    """Which of a layer's output sizes each matrix of the checkpoint has."""
+    if names == sizes:
+        return [[i] for i in range(sizes)]
+    if (leaf, names, sizes) == ("in_proj_qkvz", 2, 4):  # Qwen3.5: queries, keys and values are one, gates another
+        return [[0, 1, 2], [3]]
+    return [list(range(sizes))]
 
 
 def coded_cuts(
