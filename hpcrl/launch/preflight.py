@@ -32,7 +32,7 @@ from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.site import SiteProfile
 from hpcrl.model_files import holds_weights
 from hpcrl.model_files.config_json import CONFIG, read_config, read_object, read_quantization, with_text_part
-from hpcrl.models.divisions import undivided
+from hpcrl.models.divisions import uncut_gates, undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.model_args import check_model_args
 from hpcrl.models.routing import find_routing, replay_flag
@@ -40,6 +40,7 @@ from hpcrl.models.shared.mtp import check_heads
 from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at, prompt_files
 from hpcrl.run.rundir import TRACKER
+from hpcrl.toolbox.installed import version
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ def refuse_wrong_settings(stages: Sequence[Options], same_packages: bool) -> Non
     ]
     if same_packages:
         wrong += [problem for options in stages for problem in missing_packages(options)]
+        wrong += [error for options in stages for error in failures((check_gates,), options)]
     raise_together([*{str(error): error for error in wrong}.values()])
 
 
@@ -241,8 +243,34 @@ def check_layout(options: Options) -> None:
     if found:
         config, family, fields = found
         wrong = list(undivided(options, fields, config.get("max_position_embeddings")))
-        rules = (lambda o: check_draft_layers(o, config), lambda o: check_heads(o, family, config))
+        rules = (
+            lambda o: check_draft_layers(o, config),
+            lambda o: check_heads(o, family, config),
+            lambda o: check_served(o, family),
+        )
         raise_together([*wrong, *failures(rules, options)])
+
+
+def check_gates(options: Options) -> None:
+    """Raise UsageError for a layout that this interpreter's Megatron-core cannot train attention with output gates
+    in."""
+    try:
+        found = _described(options)
+    except UsageError:
+        return  # `check_model` says so
+    if found:
+        raise_together(list(uncut_gates(options, found[2], version("megatron-core"))))
+
+
+def check_served(options: Options, family: Family) -> None:
+    """Raise UsageError if engines would have to be updated with a model that they know by other names."""
+    if options.needs_engines and not (options.debug_rollout_only or family.served):
+        raise UsageError(
+            f"--hf-checkpoint {options.hf_checkpoint}: engines cannot be updated with a {family.model_type} model, of "
+            "which only the text part is trained",
+            "save the text part with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR), and "
+            "name DIR; or train without engines (--debug-train-only, or a loss that needs none)",
+        )
 
 
 def check_quantization(options: Options) -> None:

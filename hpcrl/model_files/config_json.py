@@ -31,6 +31,8 @@ COUNTS |= dict.fromkeys(
     (
         *("hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "num_attention_heads"),
         *("num_key_value_heads", "vocab_size", "n_group", "topk_group", "decoder_sparse_step"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+        *("linear_conv_kernel_dim", "full_attention_interval", "shared_expert_intermediate_size"),
     ),
     1 << 31,
 )

@@ -8,6 +8,7 @@ Invariant: a pure function of config.json's fields and the options; what it refu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,13 +65,43 @@ def _heads(fields: Mapping[str, Any], flag: str, size: int, shown: int | None = 
 
 
 def _linear_heads(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageError]:
-    """Of a gated delta net tensor-parallel ranks have whole key heads."""
+    """Of a gated delta net tensor-parallel ranks, of trainer and engines, have whole key heads."""
+    if not fields.get("linear_attention_freq"):
+        return
+    heads = fields["linear_num_key_heads"]
+    sizes = {"--tensor-model-parallel-size": o.tensor_model_parallel_size}
+    if o.num_engines and o.rollout_num_gpus_per_engine % o.engine_data_parallel_size == 0:
+        flag = "--rollout-num-gpus-per-engine"
+        flag += f" {o.rollout_num_gpus_per_engine} / --vllm-data-parallel-size" * (o.engine_data_parallel_size > 1)
+        sizes[flag] = o.rollout_num_gpus_per_engine // o.engine_data_parallel_size
+    for flag, size in sizes.items():
+        if heads % size:
+            shown = o.engine_data_parallel_size if "data" in flag else size
+            yield UsageError(
+                f"{flag} {shown}: the {heads} key heads of linear attention of config.json cannot be divided by {size}",
+                "change it",
+            )
+
+
+GATES = (0, 19)  #: the first Megatron-core whose ranks each take their own gates of a key-value group they share
+
+
+def uncut_gates(o: Options, fields: Mapping[str, Any], megatron: str | None) -> Iterator[UsageError]:
+    """More tensor-parallel ranks than key-value heads, with an output gate, in a Megatron-core that cuts the queries of
+    such a head for each rank and not the gates.
+
+    Args:
+        megatron: the version of Megatron-core; None if it is not known.
+    """
     tp = o.tensor_model_parallel_size
-    if fields.get("linear_attention_freq") and (heads := fields["linear_num_key_heads"]) % tp:
+    groups = fields["num_query_groups"]
+    if o.debug_rollout_only or not fields.get("attention_output_gate") or groups >= tp or megatron is None:
+        return
+    if tuple(int(part) for part in re.findall(r"\d+", megatron)[:2]) < GATES:
         yield UsageError(
-            f"--tensor-model-parallel-size {tp}: the {heads} key heads of linear attention of config.json cannot be "
-            f"divided by {tp}",
-            "change it",
+            f"--tensor-model-parallel-size {tp}: Megatron-core {megatron} cannot divide the {groups} key-value heads "
+            "of config.json, whose attention has an output gate, over more ranks",
+            f"at most {groups}, or Megatron-core 0.19, which needs Python 3.12",
         )
 
 

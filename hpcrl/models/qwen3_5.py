@@ -53,5 +53,5 @@ SPARSE_TEXT = replace(
 FAMILIES = (
     TEXT,
     SPARSE_TEXT,
-    replace(TEXT, model_type="qwen3_5", rules=tuple(map(under_language_model, TEXT.rules))),
+    replace(TEXT, model_type="qwen3_5", rules=tuple(map(under_language_model, TEXT.rules)), served=False),
 )
