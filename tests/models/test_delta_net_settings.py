@@ -117,6 +117,6 @@ def test_each_sequence_takes_its_state() -> None:
     terms = engine_terms(opts, family, NEXT, 140 * GIB)
     each = 64 * token_bytes(opts, family, NEXT) + state
     assert terms.at_once == terms.gpu["KV cache"] // each > 100
-    assert terms.cached_tokens == pytest.approx(64 * terms.at_once, abs=64 + state)
+    assert terms.cached_tokens == pytest.approx(64 * terms.at_once, abs=64 + state / token_bytes(opts, family, NEXT))
     qwen3 = MODELS["Qwen3-4B"][1]
     assert sequence_bytes(opts, find_family(qwen3, ""), qwen3) == 0

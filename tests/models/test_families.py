@@ -317,14 +317,14 @@ def test_layers_that_predict_further_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "asked", "text"),
     [
-        ("qwen3", {}, 1, "--mtp-num-layers 1: the model has no layers"),
+        ("qwen3", {}, 1, "--mtp-num-layers 1: .* has no layers"),
         (
             "qwen3",
             {"num_nextn_predict_layers": 1},
             1,
             "--mtp-num-layers 1: of a qwen3 model .* it trains those of glm4_moe, mimo",
         ),
-        ("glm4_moe", {"num_nextn_predict_layers": 0}, 1, "--mtp-num-layers 1: the model has no layers"),
+        ("glm4_moe", {"num_nextn_predict_layers": 0}, 1, "--mtp-num-layers 1: .* has no layers"),
         ("glm4_moe", {}, 2, "--mtp-num-layers 2: 1 is the most"),
     ],
 )
