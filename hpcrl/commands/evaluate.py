@@ -46,8 +46,8 @@ usage: hpcrl eval [RECIPE.toml] [--load CHECKPOINT] [--option value ...] [--dry-
 
 Samples and grades the held-out sets of --eval-prompt-data or --eval-config, trains nothing, and prints what it found.
 Options are those of hpcrl run; of a recipe or a run, those that say how to train are left out. Of a recipe with stages
-the last that evaluates is taken, of a run the last that has begun. Without
-one it is recipe.toml of this directory."""
+the last that evaluates is taken, of a run the last that has begun. If nothing is named it is recipe.toml of this
+directory."""
 
 #: options of the sections that say how to train, and what else makes no sense without training
 _TRAINING = {

@@ -16,13 +16,11 @@ from hpcrl.config.foreign_names import written_for_slime
 from hpcrl.config.options import Options
 from hpcrl.memory.parameters import Layout, hidden_norms, stage_layers
 from hpcrl.models.family import Config, Family, LayerKind, layer_kinds
+from hpcrl.models.shared.hybrid import CHUNK
 
 #: what TransformerConfig's recompute_modules spare, by the part of a layer (default: attention's inside, which flash
 #: never keeps)
 _SPARED = {"mlp": ("inner",), "moe": ("inner",), "moe_act": ("activated",), "layernorm": ("normed",)}
-
-
-CHUNK = 64  #: rows that a gated delta net solves together (`hpcrl/trainer/delta_net/rule.py`)
 
 
 def weight_bytes(options: Options) -> int:

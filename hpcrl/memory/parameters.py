@@ -220,16 +220,13 @@ def _in_layers(
 ) -> Iterator[tuple[Rule, int]]:
     fields = family.transformer(config)
     kinds = layer_kinds(fields)
+    rules: list[Rule] = []
     for layer in stage_layers(fields["num_layers"], layout, stage, megatron):
-        for rule in layer_rules(family, fields, kinds[layer]):
-            times = fields["num_moe_experts"] // layout.ep if ".experts." in rule.megatron else 1
-            size = prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
-            yield from itertools.repeat((rule, size), times)
-    for rule in list(head_rules(family, fields)) * (layout.heads if stage == layout.pp - 1 else 0):
+        rules += layer_rules(family, fields, kinds[layer])
+    for rule in rules + list(head_rules(family, fields)) * layout.heads * (stage == layout.pp - 1):
         times = fields["num_moe_experts"] // layout.ep if ".experts." in rule.megatron else 1
-        yield from itertools.repeat(
-            (rule, prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))), times
-        )
+        size = prod(part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
+        yield from itertools.repeat((rule, size), times)
 
 
 def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: int) -> tuple[int, ...]:

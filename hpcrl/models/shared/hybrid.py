@@ -26,6 +26,7 @@ NEEDED = (
     "linear_conv_kernel_dim",
 )
 SHARE = 0.25  #: of a head's columns that are rotated, where config.json does not say
+CHUNK = 64  #: rows of a sequence that the delta rule solves together
 KINDS = {"linear_attention": 1, "full_attention": 0}
 #: tensors of published models that take no part in the model of text: layers for further tokens, and the vision part
 IGNORED = (r".*rotary_emb\.inv_freq", r"mtp\..*", r"model\.visual\..*")
@@ -131,16 +132,9 @@ def rules(projection: Rule) -> tuple[Rule, ...]:
     return (*dense.EMBEDDINGS, *attention, *_delta(projection), *dense.MLP)
 
 
-S = H + "mlp.shared_expert."
 EXPERTS = (
     moe.ROUTER,
     *moe.EXPERTS,
-    Rule(
-        M + "mlp.shared_experts.linear_fc1.weight",
-        "gate_up",
-        (S + "gate_proj.weight", S + "up_proj.weight"),
-        layers="experts",
-    ),
-    Rule(M + "mlp.shared_experts.linear_fc2.weight", "row", (S + "down_proj.weight",), layers="experts"),
+    *moe.shared_expert(H + "mlp.shared_expert."),
     Rule(M + "mlp.shared_experts.gate_weight", "same", (H + "mlp.shared_expert_gate.weight",), layers="experts"),
 )

@@ -106,17 +106,26 @@ def _experts(fc: int, kind: Any, hf: tuple[str, ...]) -> tuple[Rule, ...]:
 
 ROUTER = Rule(M + "mlp.router.weight", "same", (H + "mlp.gate.weight",), layers="experts")
 EXPERTS = (*_experts(1, "gate_up", ("gate_proj", "up_proj")), *_experts(2, "row", ("down_proj",)))
-_SHARED = M + "mlp.shared_experts."
+
+
+def shared_expert(hf: str) -> tuple[Rule, Rule]:
+    """The two linear layers of the experts that every token meets.
+
+    Args:
+        hf: what their names begin with in a checkpoint.
+    """
+    place = M + "mlp.shared_experts.linear_"
+    gate_up = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
+    return (
+        Rule(f"{place}fc1.weight", "gate_up", gate_up, layers="experts"),
+        Rule(f"{place}fc2.weight", "row", (f"{hf}down_proj.weight",), layers="experts"),
+    )
+
+
 #: of `sigmoid_settings`
 SIGMOID_RULES = (
     ROUTER,
     Rule(M + "mlp.router.expert_bias", "same", (H + "mlp.gate.e_score_correction_bias",), layers="experts"),
     *EXPERTS,
-    Rule(
-        _SHARED + "linear_fc1.weight",
-        "gate_up",
-        (H + "mlp.shared_experts.gate_proj.weight", H + "mlp.shared_experts.up_proj.weight"),
-        layers="experts",
-    ),
-    Rule(_SHARED + "linear_fc2.weight", "row", (H + "mlp.shared_experts.down_proj.weight",), layers="experts"),
+    *shared_expert(H + "mlp.shared_experts."),
 )

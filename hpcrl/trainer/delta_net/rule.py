@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-CHUNK = 64  #: rows that are solved together
+from hpcrl.models.shared.hybrid import CHUNK
 
 
 def gated_delta_rule(
