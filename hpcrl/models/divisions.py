@@ -69,16 +69,15 @@ def _linear_heads(o: Options, fields: Mapping[str, Any]) -> Iterator[UsageError]
     if not fields.get("linear_attention_freq"):
         return
     heads = fields["linear_num_key_heads"]
-    sizes = {"--tensor-model-parallel-size": o.tensor_model_parallel_size}
-    if o.num_engines and o.rollout_num_gpus_per_engine % o.engine_data_parallel_size == 0:
-        flag = "--rollout-num-gpus-per-engine"
-        flag += f" {o.rollout_num_gpus_per_engine} / --vllm-data-parallel-size" * (o.engine_data_parallel_size > 1)
-        sizes[flag] = o.rollout_num_gpus_per_engine // o.engine_data_parallel_size
-    for flag, size in sizes.items():
+    sizes = {f"--tensor-model-parallel-size {o.tensor_model_parallel_size}": o.tensor_model_parallel_size}
+    if o.num_engines and o.rollout_num_gpus_per_engine % (parts := o.engine_data_parallel_size) == 0:
+        given = f"--rollout-num-gpus-per-engine {o.rollout_num_gpus_per_engine}"
+        given += f" / --vllm-data-parallel-size {parts}" * (parts > 1)
+        sizes[given] = o.rollout_num_gpus_per_engine // parts
+    for given, size in sizes.items():
         if heads % size:
-            shown = o.engine_data_parallel_size if "data" in flag else size
             yield UsageError(
-                f"{flag} {shown}: the {heads} key heads of linear attention of config.json cannot be divided by {size}",
+                f"{given}: the {heads} key heads of linear attention of config.json cannot be divided by {size}",
                 "change it",
             )
 

@@ -143,11 +143,9 @@ def _layers(value: Any, layers: int, field: str) -> Any:
             value = _expression(ast.parse(value.strip(), mode="eval").body)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return value
-    if (
-        isinstance(value, int) and value > 0 and field == "linear_attention_freq"
-    ):  # layers value, 2 value, ... have none
-        return tuple(int((layer + 1) % value != 0) for layer in range(layers))
     if isinstance(value, int) and value > 0:  # Megatron: layers 0, value, 2 value, ... have experts
+        if field == "linear_attention_freq":  # of every `value` layers the last has softmax attention
+            return tuple(int((layer + 1) % value != 0) for layer in range(layers))
         return tuple(int(layer % value == 0) for layer in range(layers))
     return tuple(value) if isinstance(value, list) else value
 

@@ -133,7 +133,7 @@ class FurtherTokenOptions(Base):
     )
     enable_mtp_training: bool = opt(False, "train them, which leaves the policy as it is", "slime")
     mtp_loss_scaling_factor: float = opt(
-        0.2, "weight of their loss (Megatron's default: 0.1; slime's is the same)", "megatron", gt=0
+        0.2, "weight of their loss (the default is slime's, Megatron's own is 0.1)", "megatron", gt=0
     )
 
 
