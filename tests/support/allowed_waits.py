@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,8 +46,14 @@ OURS = (
     Wait("algorithms/returns.py", "_steps", 4, "rollout", "the trained tokens of all responses: places, no numbers"),
     Wait("algorithms/returns.py", "discounted_sums", 2, "rollout", "how many doublings the longest response takes"),
 )
-MEGATRONS = (
+NEWER = not version("megatron-core").startswith("0.16.")
+#: gone in Megatron-core 0.19
+UNTIL_0_16 = (
     Wait("distributed/finalize_model_grads.py", "finalize_model_grads", 1, "chunk", "whether there was a token at all"),
+    Wait("moe/moe_utils.py", "permute", 2, "expert layer", "without moe_permute_fusion, which Transformer Engine has"),
+)
+MEGATRONS = (
+    *(() if NEWER else UNTIL_0_16),
     Wait(
         "optimizer/clip_grads.py", "get_grad_norm_fp32", 1, "step", "the norm; hpcrl ends the run if it is not finite"
     ),
@@ -63,7 +70,6 @@ OF_NEWER_MEGATRON = (
 #: where neither Transformer Engine nor Apex is installed
 WITHOUT_PACKAGES = (
     Wait("core/utils.py", "local_multi_tensor_l2_norm", 2, "parameter", "Transformer Engine's norm asks for nothing"),
-    Wait("moe/moe_utils.py", "permute", 2, "expert layer", "without moe_permute_fusion, which Transformer Engine has"),
 )
 #: with DeepEP and an offloaded optimizer
 OF_RECIPES = (

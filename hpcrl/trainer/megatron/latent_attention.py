@@ -41,6 +41,13 @@ class SpecifiedAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {name: getattr(submodules, name) for name in _CHOSEN}
 
+    def _run_core_attention(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> torch.Tensor:
+        """Megatron-core 0.19 and later make values of packed sequences as wide as keys, and cut columns off wider ones:
+        these stay as they are."""
+        if value.size(-1) > query.size(-1):
+            return self.core_attention(query, key, value, attention_mask, **kwargs)
+        return super()._run_core_attention(query, key, value, attention_mask, **kwargs)
+
 
 class ReplicatedLinear(torch.nn.Module):
     """x @ weight^T with the whole weight on every rank; its gradient is summed over tensor-parallel ranks."""
@@ -71,6 +78,5 @@ class LatentAttention(SpecifiedAttention):
             setattr(self, name, ReplicatedLinear(config, getattr(self, name).weight, rows))
 
     def _run_core_attention(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> torch.Tensor:
-        """Megatron-core 0.19 and later make values as wide as keys first, and cut columns off wider ones;
-        `PackedAttention` takes them as they are."""
+        """`PackedAttention` takes values as they are, narrower than keys too."""
         return self.core_attention(query, key, value, attention_mask, **kwargs)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -608,6 +609,8 @@ def write_what_rank_0_cannot(opts: Options, beside: Path, name: str) -> tuple[st
 @pytest.mark.parametrize("name", ["common.pt", ".metadata", "metadata.json"])
 def test_rank_0_write_error_ends_all(tmp_path: Path, models: dict[str, Path], name: str) -> None:
     """They wait for it inside Megatron, and would until they are taken for hung."""
+    if name == "common.pt" and not version("megatron-core").startswith("0.16."):
+        pytest.skip("Megatron-core 0.19 writes none")
     first, second = run_ranks(
         2, write_what_rank_0_cannot, options(models["dense"], 2), tmp_path / "c", name, timeout=60
     )
