@@ -5,6 +5,7 @@ The reference runs in the test process; Megatron's ranks are forked (tests/suppo
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from datetime import timedelta
@@ -126,20 +127,37 @@ def on_each(work: str, every: list[Options]) -> list[Any]:
 
 def schedule(policy: Any, ids: torch.Tensor, packed: Any, loss: Any, forward_only: bool) -> list[Any]:
     """Megatron's schedule over one micro-batch; what `loss` returned."""
+    return schedule_all(policy, [(ids, packed, loss)], forward_only)
+
+
+def schedule_all(policy: Any, batches: list[tuple[torch.Tensor, Any, Any]], forward_only: bool) -> list[Any]:
+    """Megatron's schedule over micro-batches of the same size, each (ids, boundaries, loss); what the losses
+    returned."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def forward(_: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    def forward(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        ids, packed, loss = next(iterator)
         return model(ids, torch.zeros_like(ids), None, packed_seq_params=packed), loss
 
     run = {
         "forward_only": forward_only,
         "collect_non_loss_data": forward_only,
-        "seq_length": ids.shape[1],
+        "seq_length": batches[0][0].shape[1],
         "micro_batch_size": 1,
     }
     return get_forward_backward_func()(
-        forward_step_func=forward, data_iterator=iter([0]), model=policy.model, num_microbatches=1, **run
+        forward_step_func=forward,
+        data_iterator=[iter(batches) for _ in policy.chunks],
+        model=list(policy.chunks),
+        num_microbatches=len(batches),
+        **run,
     )
+
+
+def orders(policy: Any) -> list[list[int]]:
+    """In which order each micro-batch has the sequences: one micro-batch, two where virtual stages need as many."""
+    plain = list(range(len(LENGTHS)))
+    return [plain] if len(policy.chunks) == 1 else [plain, plain[::-1]]
 
 
 def logits(policy: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -149,15 +167,21 @@ def logits(policy: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     from hpcrl.trainer.megatron.thd import cp_indices
 
     ranks = policy.ranks
-    ids, packed = pack(sequences(policy.vocab_size), ranks.cp_size, ranks.cp_rank)
+    every = sequences(policy.vocab_size)
+    batches = [pack([every[i] for i in order], ranks.cp_size, ranks.cp_rank) for order in orders(policy)]
     with torch.no_grad():
-        out = schedule(policy, ids, packed, lambda out, non_loss_data: out, True)
+        out = schedule_all(policy, [(*batch, lambda out, non_loss_data: out) for batch in batches], True)
     if not ranks.last_stage:
         return None
-    whole = tensor_parallel.gather_from_tensor_model_parallel_region(out[0])[0]
-    assert whole.shape[-1] == -(-policy.vocab_size // ranks.tp_size) * ranks.tp_size
-    rows = cp_indices(packed.cu_seqlens_q.tolist(), ranks.cp_size, ranks.cp_rank)
-    return (rows, whole[:, : policy.vocab_size]) if ranks.tp_rank == 0 else None
+    wholes = [tensor_parallel.gather_from_tensor_model_parallel_region(one)[0] for one in out]
+    for whole in wholes:
+        assert whole.shape[-1] == -(-policy.vocab_size // ranks.tp_size) * ranks.tp_size
+    if len(wholes) > 1:
+        ends = batches[1][1].cu_seqlens_q.tolist()
+        parts = [wholes[1][start:end] for start, end in itertools.pairwise(ends)]
+        torch.testing.assert_close(torch.cat(parts[::-1]), wholes[0], rtol=0, atol=2e-5)
+    rows = cp_indices(batches[0][1].cu_seqlens_q.tolist(), ranks.cp_size, ranks.cp_rank)
+    return (rows, wholes[0][:, : policy.vocab_size]) if ranks.tp_rank == 0 else None
 
 
 def gradients(policy: Any) -> dict[str, torch.Tensor]:
@@ -165,29 +189,34 @@ def gradients(policy: Any) -> dict[str, torch.Tensor]:
     from hpcrl.trainer.megatron.hf_weights import export
 
     first, second = _gradients(policy), _gradients(policy)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    for name, parameter in policy.module.named_parameters():
-        parameter.data = first[name]
+    for module, once, again in zip(policy.modules, first, second, strict=True):
+        assert all(torch.equal(once[name], again[name]) for name in once)
+        for name, parameter in module.named_parameters():
+            parameter.data = once[name]
     found = {name: tensor.clone() for name, tensor in export(policy)}
     return found if policy.ranks.rank == 0 else {}
 
 
-def _gradients(policy: Any) -> dict[str, torch.Tensor]:
+def _gradients(policy: Any) -> list[dict[str, torch.Tensor]]:
+    """Of each chunk, by Megatron's names."""
     ranks = policy.ranks
-    ids, packed = pack(sequences(policy.vocab_size), ranks.cp_size, ranks.cp_rank)
-    weights, _ = pack(weights_of_loss(policy.vocab_size), ranks.cp_size, ranks.cp_rank)
     columns = -(-policy.vocab_size // ranks.tp_size)
-    weights = torch.nn.functional.pad(weights, (0, columns * ranks.tp_size - policy.vocab_size))
-    weights = weights[..., ranks.tp_rank * columns : (ranks.tp_rank + 1) * columns]
-    weights = weights / ranks.dp_size  # every DP rank has the whole batch here
+    every, weights = sequences(policy.vocab_size), weights_of_loss(policy.vocab_size)
 
-    def loss(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        return (out * weights).sum(), torch.tensor(1, dtype=torch.int), {}
+    def batch(order: list[int], share: float) -> tuple[torch.Tensor, Any, Any]:
+        ids, packed = pack([every[i] for i in order], ranks.cp_size, ranks.cp_rank)
+        wanted, _ = pack([weights[i] for i in order], ranks.cp_size, ranks.cp_rank)
+        wanted = torch.nn.functional.pad(wanted, (0, columns * ranks.tp_size - policy.vocab_size))
+        wanted = share * wanted[..., ranks.tp_rank * columns : (ranks.tp_rank + 1) * columns]
+        return ids, packed, lambda out: ((out * wanted).sum(), torch.tensor(1, dtype=torch.int), {})
 
-    policy.model.zero_grad_buffer()
-    schedule(policy, ids, packed, loss, False)
-    counts = ranks.dp_size * ranks.cp_size  # Megatron divided by the sum of all counts
-    return {name: p.main_grad * counts for name, p in policy.module.named_parameters()}
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
+    shares = [1.0] if len(policy.chunks) == 1 else [0.75, 0.25]  # every DP rank has the whole batch here
+    batches = [batch(order, share / ranks.dp_size) for order, share in zip(orders(policy), shares, strict=True)]
+    schedule_all(policy, batches, False)
+    counts = ranks.dp_size * ranks.cp_size * len(batches)  # Megatron divided by the sum of all counts
+    return [{name: p.main_grad * counts for name, p in module.named_parameters()} for module in policy.modules]
 
 
 def exported(policy: Any) -> list[tuple[str, torch.Tensor]]:
