@@ -29,6 +29,7 @@ from hpcrl.model_files import torch_dist
 from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.hf_writer import DTYPES, SafetensorsWriter, TensorHeader, copy_assets, directory, split
 from hpcrl.model_files.safetensors_files import SafetensorsDirectory
+from hpcrl.model_files.stacked_experts import joined, stacks
 from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.slicing import CUTS, Shapes
@@ -52,12 +53,14 @@ class Conversion:
 
     Attributes:
         rule: how; None for a tensor that is copied from the origin's files instead.
+        parts: those of single experts, whose tensors become one.
     """
 
     key: str
     at: tuple[int, ...]
     rule: Rule | None
     tensors: tuple[TensorHeader, ...]
+    parts: tuple[Conversion, ...] = ()
 
 
 def convert(
@@ -117,6 +120,10 @@ class StoredTensors:
         Raises:
             DataError: see `TorchDist.read`.
         """
+        if job.parts:
+            (stack,) = job.tensors
+            singles = {t.name: x for part in job.parts for t, x in zip(part.tensors, self.read(part), strict=True)}
+            return [joined(singles, stack.shape)]
         if job.rule is None:
             assert self.files is not None
             with self.turn, self.opening:
@@ -191,7 +198,24 @@ def plan(stored: TorchDist, family: Family, config: Config) -> list[Conversion]:
             "is it a checkpoint of --origin-hf-dir's model?",
         )
     _check_counts(stored, config)
-    return jobs + _copies(jobs, family.copied(config, heads))
+    jobs += _copies(jobs, family.copied(config, heads))
+    return _stacked(jobs) if family.stacked else jobs
+
+
+def _stacked(jobs: Sequence[Conversion]) -> list[Conversion]:
+    """The same with one job for all experts of a layer."""
+    owner = {tensor.name: (job, tensor) for job in jobs for tensor in job.tensors}
+    found: dict[Conversion, None] = {}  # in order, each once
+    for stack, names in stacks(list(owner)):
+        first, tensor = owner[names[0]]
+        if names == [stack]:
+            found[first] = None
+            continue
+        parts = tuple(dict.fromkeys(owner[name][0] for name in names))
+        rows = len(names) // len(parts) * tensor.shape[0]
+        whole = TensorHeader(stack, tensor.dtype, (len(parts), rows, tensor.shape[1]))
+        found[Conversion(stack, (), None, (whole,), parts)] = None
+    return list(found)
 
 
 def _copies(jobs: Sequence[Conversion], copied: Mapping[str, str]) -> list[Conversion]:

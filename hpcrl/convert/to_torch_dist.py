@@ -212,16 +212,17 @@ def _take_dtypes(policy: Any, directory: Path) -> None:
     """Give every parameter the dtype that the files have for it."""
     import torch
 
-    from hpcrl.model_files.safetensors_files import SafetensorsDirectory
+    from hpcrl.model_files.safetensors_files import listing
+    from hpcrl.model_files.stacked_experts import single
     from hpcrl.trainer.megatron.hf_weights import _own
 
-    with ExitStack() as stack:
-        files = SafetensorsDirectory(directory, stack)
-        for rule, parameter in _own(policy).values():
-            if set(rule.hf) <= files.where.keys():  # load_hf says what is missing
-                dtype = getattr(torch, BY_NAME[files.slice(rule.hf[0]).get_dtype()])
-                if parameter.dtype != dtype:
-                    parameter.data = parameter.data.to(dtype)
+    names = listing(directory)
+    names = single(names) if policy.family.stacked else names
+    for rule, parameter in _own(policy).values():
+        if set(rule.hf) <= names.keys():  # load_hf says what is missing
+            dtype = getattr(torch, names[rule.hf[0]].dtype)
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
 
 
 def _one_storage_each(state: dict[str, Any]) -> None:

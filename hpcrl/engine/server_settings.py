@@ -22,7 +22,7 @@ from hpcrl.engine.multi_node import node_flags
 from hpcrl.errors import UsageError
 from hpcrl.memory.engine import share, utilization
 from hpcrl.model_files.config_json import read_config
-from hpcrl.models.family import find_family
+from hpcrl.models.family import find_family, registry
 from hpcrl.models.routing import R3, find_routing
 from hpcrl.plan import Plan
 from hpcrl.processors import cores
@@ -55,6 +55,7 @@ OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, 
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
 CPU_BATCHED_TOKENS = 8192  #: tokens of one forward pass at most (a longer prompt raises it)
+DELTA_NET = "linear_num_value_heads"  #: what config.json has of a model with gated delta nets
 #: of multi-head latent attention on the CPU build, see `_cpu_flags`
 _LATENT: dict[str, Any] = {
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},
@@ -159,6 +160,9 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
     given = gather_table("vllm", options.vllm, "[vllm]")
     if found.cpu and config.get("kv_lora_rank"):
         _check_latent(given)
+    if found.cpu and config.get(DELTA_NET):
+        _check_delta_nets(options, given)
+    ours |= _text_part(options, plan, config, given)
     if options.use_rollout_routing_replay:
         find_routing(options, config)
         ours |= _expert_flags(options, given, found.cpu)
@@ -219,6 +223,43 @@ def _check_latent(given: Mapping[str, Any]) -> None:
             )
 
 
+def _check_delta_nets(options: Options, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for what vLLM's CPU build cannot do with gated delta nets.
+
+    Its prefix cache reads prompts in chunks that end where a block does, and a request with a seed dies of a second
+    chunk.
+    """
+    if not options.bf16:
+        raise UsageError(
+            "--no-bf16: vLLM's CPU build computes models with gated delta nets in bf16 alone", "leave it out on CPUs"
+        )
+    if given.get("enable_prefix_caching"):
+        raise UsageError(
+            "--vllm-enable-prefix-caching: vLLM's CPU build keeps no prefixes of models with gated delta nets without "
+            "chunks of prompts, of which requests with a seed die",
+            "leave it out on CPUs",
+        )
+
+
+def _text_part(options: Options, plan: Plan, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes an engine hold the text part alone of a model that also sees images, where a run trains that.
+
+    Raises:
+        UsageError: for what would have it read the model's files, which hold more.
+    """
+    family = registry().get(config.get("model_type", ""))
+    wanted = family.engine_class if family else ""
+    if not wanted or options.debug_rollout_only or not plan.trainers:
+        return {}
+    if named := sorted(given.keys() & (READING | {"hf_overrides"})):
+        raise UsageError(
+            f"--vllm-{named[0].replace('_', '-')}: engines hold the text part alone of this {config['model_type']} "
+            "model, and get it from the trainer",
+            "leave it out",
+        )
+    return {"hf_overrides": {"architectures": [wanted]}}
+
+
 def _cpu_flags(options: Options, config: Mapping[str, Any], length: int) -> dict[str, Any]:
     sequences = min(options.rollout_server_concurrency, CPU_SEQUENCES)
     available = psutil.virtual_memory().available // max(1, options.num_engines)
@@ -227,6 +268,8 @@ def _cpu_flags(options: Options, config: Mapping[str, Any], length: int) -> dict
         # the kernel that rotates does so wrongly for [tokens, heads, columns], torch's operations do not; and on CPUs
         # with AMX the matrix of keys and values would be gone after loading, so that no update could bring it
         ours |= _LATENT
+    if config.get(DELTA_NET):
+        ours["enable_prefix_caching"] = False  # vLLM's own is on, see `_check_delta_nets`
     return ours | {
         "enforce_eager": True,  # compiling takes longer than it saves, and needs a C++ compiler
         "max_num_seqs": sequences,

@@ -35,6 +35,7 @@ from hpcrl.engine.vllm_experts import Cut, Segment, TensorShard, coded_expert_cu
 from hpcrl.model_files.safetensors_files import Entry
 from hpcrl.weights.comparison import dtype_name
 
+DELTA_NET = ("conv1d", "A_log", "dt_bias", "key_dim", "value_dim", "tp_size")  #: by which vLLM's layer is known
 CHUNK = 1024  #: rows of the identity that are multiplied at once
 
 
@@ -84,22 +85,21 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
     """
     packed = getattr(model, "packed_modules_mapping", None) or {}
     names = names or {}
-    pieces: dict[str, TensorShard] = {}
+    modules = dict(model.named_modules())
+    pieces = _delta_nets(modules)
     opaque: list[str] = []
     cuts: dict[str, Cut] = {}
     owners: dict[int, str] = {}  # id of an embedding's weight -> its name
-    modules = dict(model.named_modules())
     if (head := getattr(model, "lm_head", None)) is not None:
         modules.setdefault("lm_head", head)  # where it is the embedding itself, it is listed once only
     for path, layer in modules.items():
-        if not any(p is not None for p in layer._parameters.values()):
+        own = {name: p for name, p in layer._parameters.items() if p is not None}
+        if all(f"{path}.{name}" in pieces for name in own):
             continue
         if isinstance(layer, VocabParallelEmbedding) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
             pieces |= _embedding(path, layer, owners)
         elif _is_matrix(layer):
             pieces |= _linear(path, layer, {} if f"{path}.weight" in names else packed)
-        elif _is_convolution(layer) and layer.tp_size == 1:
-            pieces[f"{path}.weight"] = _whole_piece(layer, "weight", layer.weight)
         elif is_experts(layer) and (parts := experts(path, layer, _ids(modules, layer))) is not None:
             pieces |= parts
         elif getattr(layer, "quant_method", None) is not None:
@@ -108,7 +108,9 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
                 path, layer, names
             )
         elif not hasattr(layer, "W_UV"):  # whose own are made of another layer's, see _absorbed
-            pieces |= _plain(path, layer, opaque)
+            pieces |= _plain(
+                path, {name: p for name, p in own.items() if f"{path}.{name}" not in pieces}, layer, opaque
+            )
     pieces |= _absorbed(modules, pieces)
     prefixes = tuple(dict.fromkeys(opaque))
     unseen = {n: e for n, e in names.items() if n not in pieces and n.startswith(prefixes or "\0")}
@@ -138,6 +140,35 @@ def _decoding(attention: nn.Module, show: Callable[[], torch.Tensor]) -> torch.T
     return matrix if torch.equal(made, matrix) else made.contiguous()
 
 
+def _delta_nets(modules: Mapping[str, nn.Module]) -> dict[str, TensorShard]:
+    """What vLLM cuts by loaders of the gated delta net's own: of each value head the decay and its bias, and of the
+    convolution the channels of this worker's queries, keys and values."""
+    found = {}
+    for path, layer in modules.items():
+        if not all(hasattr(layer, name) for name in DELTA_NET):
+            continue
+        size, rank = layer.tp_size, layer.tp_rank
+        for name in ("A_log", "dt_bias"):
+            heads = len(getattr(layer, name))
+            found[f"{path}.{name}"] = _part_piece(layer, name, heads * size, ((rank * heads, heads),))
+        sizes = [layer.key_dim, layer.key_dim, layer.value_dim]
+        starts = [0, *accumulate(sizes)]
+        rows = tuple((start + rank * n // size, n // size) for start, n in zip(starts, sizes, strict=False))
+        found[f"{path}.conv1d.weight"] = _part_piece(layer.conv1d, "weight", starts[-1], rows)
+    return found
+
+
+def _part_piece(layer: nn.Module, name: str, height: int, rows: tuple[Segment, ...]) -> TensorShard:
+    """A parameter that is used as it is and whose rows are cut.
+
+    Args:
+        height: rows of the whole.
+    """
+    parameter = getattr(layer, name)
+    shape = (height, *parameter.shape[1:])
+    return TensorShard(shape, dtype_name(parameter), rows, None, lambda: getattr(layer, name).data)
+
+
 def _is_matrix(layer: nn.Module) -> bool:
     """Whether a layer is linear and not quantised."""
     linear = isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod)
@@ -145,9 +176,7 @@ def _is_matrix(layer: nn.Module) -> bool:
 
 
 def _is_convolution(layer: nn.Module) -> bool:
-    """Whether a linear layer is how vLLM keeps the weight of a convolution over rows, [channels, 1, size]; of several
-    workers each gets all of it, for vLLM's own cut.
-    """
+    """Whether a linear layer is how vLLM keeps the weight of a convolution over rows, [channels, 1, size]."""
     return (
         isinstance(layer, LinearBase)
         and isinstance(weight := getattr(layer, "weight", None), torch.Tensor)
@@ -302,12 +331,14 @@ def _start(layer: LinearBase, number: int, size: int) -> int:
     return rank * size
 
 
-def _plain(path: str, layer: nn.Module, opaque: list[str]) -> dict[str, TensorShard]:
-    """Parameters that are used as they are, such as the scales of norms."""
+def _plain(path: str, own: Mapping[str, torch.Tensor], layer: nn.Module, opaque: list[str]) -> dict[str, TensorShard]:
+    """Parameters that are used as they are, such as the scales of norms.
+
+    Args:
+        own: those of the layer, by name.
+    """
     found = {}
-    for name, parameter in layer._parameters.items():
-        if parameter is None:
-            continue
+    for name, parameter in own.items():
         full = f"{path}.{name}" if path else name
         if (
             torch.distributed.is_initialized()

@@ -25,7 +25,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from hpcrl.engine.cpu_build import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
 from hpcrl.engine.loading.disk_weights import check_digest, tensors
-from hpcrl.engine.vllm_layers import Holdings, holdings
+from hpcrl.engine.loading.text_part import named_as_in_files
+from hpcrl.engine.vllm_layers import Holdings
 from hpcrl.errors import DataError
 from hpcrl.model_files.safetensors_files import listing, read_header
 from hpcrl.weights.comparison import dtype_name
@@ -102,7 +103,7 @@ class Receiver(WeightTransferEngine):
     def take_stock(self) -> Holdings:
         """What the model holds; found once, before the first update."""
         if self.held is None:
-            self.held = holdings(self.model, listing(self.model_config.model))
+            self.held = named_as_in_files(self.model, listing(self.model_config.model))
         return self.held
 
     def start_weight_update(self) -> None:

@@ -246,7 +246,6 @@ def check_layout(options: Options) -> None:
         rules = (
             lambda o: check_draft_layers(o, config),
             lambda o: check_heads(o, family, config),
-            lambda o: check_served(o, family),
         )
         raise_together([*wrong, *failures(rules, options)])
 
@@ -260,17 +259,6 @@ def check_gates(options: Options) -> None:
         return  # `check_model` says so
     if found:
         raise_together(list(uncut_gates(options, found[2], version("megatron-core"))))
-
-
-def check_served(options: Options, family: Family) -> None:
-    """Raise UsageError if engines would have to be updated with a model that they know by other names."""
-    if options.needs_engines and not (options.debug_rollout_only or family.served):
-        raise UsageError(
-            f"--hf-checkpoint {options.hf_checkpoint}: engines cannot be updated with a {family.model_type} model, of "
-            "which only the text part is trained",
-            "save the text part with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR), and "
-            "name DIR; or train without engines (--debug-train-only, or a loss that needs none)",
-        )
 
 
 def check_quantization(options: Options) -> None:

@@ -9,6 +9,7 @@ names the file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,12 +155,16 @@ class SafetensorsDirectory:
         Raises:
             DataError: names the file.
         """
+        return self._take(name, lambda file: file.get_tensor(name))
+
+    def _take(self, name: str, take: Callable[[Any], Any]) -> Any:
+        """What `take` reads of the file of tensor `name`, in memory of its own."""
         path = self.directory / self.where[name]
         key = f"{path.name} read"
         try:
             if key not in self.opened:
                 self.opened[key] = self.stack.enter_context(open_file(path, "pt", "pread"))
-            found = self.opened[key].get_tensor(name)
+            found = take(self.opened[key])
         except (SafetensorError, OSError) as error:
             raise DataError(f"{name} of {path} cannot be read: {error}", AGAIN) from error
         self.read += found.nbytes

@@ -103,7 +103,9 @@ class Family:
         heads: rules of the layers behind the last one (`mtp.py`), with {layer} for the number among those.
         heads_before_norm: these take the hidden states as they are before the model's last norm, not behind it.
         copies: tensors that a checkpoint has for each of those once more -> the model's own of which they are copies.
-        served: whether engines know the tensors by the same names, so that an update can bring them.
+        stacked: its files have one tensor for all experts of a layer (`model_files/stacked_experts.py`); the rules
+            name single ones.
+        engine_class: vLLM's class for the part that is trained, where config.json names one for more than that.
         ignored: patterns of tensors that files may hold in excess.
         adapt: changes a layer's spec in place, given the spec, the norm class and the TransformerConfig.
         facts: what Megatron's own flags may say of the model beyond these fields (`model_args.py` compares them).
@@ -121,7 +123,8 @@ class Family:
     heads: tuple[Rule, ...] = ()
     heads_before_norm: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
-    served: bool = True
+    stacked: bool = False
+    engine_class: str = ""
 
     def tensors(self, config: Config, heads: int = 0) -> list[tuple[str, Rule]]:
         """(Megatron name, rule with names filled in) of every parameter, layer by layer in the order of the model.
@@ -219,11 +222,6 @@ def find_family(config: Config, directory: str | Path) -> Family:
     """
     known = registry()
     asked = config.get("model_type")
-    if asked not in known and f"{asked}_text" in known:
-        raise DataError(
-            f"--hf-checkpoint {directory}: of a {asked} model only the text part is supported, {asked}_text",
-            "save it with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR), and name DIR",
-        )
     if asked not in known:
         raise DataError(f"{directory}: model type {asked!r} is not supported", f"supported: {', '.join(sorted(known))}")
     return known[asked]

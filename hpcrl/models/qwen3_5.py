@@ -2,7 +2,8 @@
 projection in four tensors; dense, or with experts and a shared one with a gate.
 
 Published models also see images; their config.json has the model of text in `text_config` (`read_config` takes it out)
-and its tensors under `model.language_model`.  The vision part is neither trained nor sent.
+and its tensors under `model.language_model`, those of a layer's experts in one.  The vision part is neither trained nor
+sent.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hpcrl.models.family import Config, Family, Rule
+from hpcrl.models.family import Config, Family
 from hpcrl.models.shared import hybrid
 
 SPECS = tuple((f"{plugins}.models.qwen3_5", "get_qwen3_5_spec") for plugins in ("slime_plugins", "vime_plugins"))
@@ -30,9 +31,13 @@ def sparse(config: Config) -> dict[str, Any]:
     return fields | hybrid.experts(config, [True] * config["num_hidden_layers"], normed=True)
 
 
-def under_language_model(rule: Rule) -> Rule:
-    """The rule with the names of a model that also sees images."""
-    return replace(rule, hf=tuple(name.replace("model.", "model.language_model.", 1) for name in rule.hf))
+def with_images(text: Family, engine_class: str) -> Family:
+    """The family of the published models whose text part is `text`."""
+    rules = tuple(
+        replace(rule, hf=tuple(name.replace("model.", "model.language_model.", 1) for name in rule.hf))
+        for rule in text.rules
+    )
+    return replace(text, model_type=text.model_type.removesuffix("_text"), rules=rules, engine_class=engine_class)
 
 
 TEXT = Family(
@@ -53,5 +58,6 @@ SPARSE_TEXT = replace(
 FAMILIES = (
     TEXT,
     SPARSE_TEXT,
-    replace(TEXT, model_type="qwen3_5", rules=tuple(map(under_language_model, TEXT.rules)), served=False),
+    with_images(TEXT, "Qwen3_5ForCausalLM"),
+    replace(with_images(SPARSE_TEXT, "Qwen3_5MoeForCausalLM"), stacked=True),
 )

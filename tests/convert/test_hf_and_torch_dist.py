@@ -21,7 +21,7 @@ from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.model_files.hf_writer import SafetensorsWriter, TensorHeader, directory, split
 from tests.support.mtp_models import MAKERS
 from tests.support.ranks import run_ranks
-from tests.support.tiny import FAMILIES, make_family, make_model
+from tests.support.tiny import FAMILIES, make_family, make_model, with_images
 
 ROOT = Path(__file__).parents[2]
 #: ranks, flags, and which models
@@ -127,6 +127,19 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, models: dict[str, Path], 
         assert index["weight_map"].keys() == read(path).keys()
         assert (back / "config.json").read_text() == (path / "config.json").read_text()
         assert (back / "tokenizer.json").is_file()
+
+
+@pytest.mark.process
+def test_text_part_of_published_models(tmp_path: Path) -> None:
+    """Experts of a layer in one tensor, both ways; what is not trained comes from the origin."""
+    kinds = ("qwen3_5", "qwen3_5_moe")
+    texts = [recast(make_family(tmp_path / "text" / kind, f"{kind}_text"), torch.bfloat16) for kind in kinds]
+    dense, sparse = (with_images(text, tmp_path / text.name) for text in texts)
+    assert any(name.endswith("experts.gate_up_proj") for name in read(sparse))
+    to_torch_dist(1, (dense, tmp_path / "dense"))
+    to_torch_dist(2, (sparse, tmp_path / "sparse"), flags=["--expert-model-parallel-size", "2"])
+    for path, name in ((dense, "dense"), (sparse, "sparse")):
+        assert same(path, to_hf(tmp_path / name, tmp_path / f"{name}-back", path, add_missing=True)), name
 
 
 @pytest.mark.process

@@ -3,8 +3,9 @@ out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,22 @@ from hpcrl.engines.http import HttpError
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.weights.fp8 import Scheme, quantized
 from hpcrl.weights.sender import Differs
-from tests.support.engines import CLOSE, LONG, SMALL, Engines, Pairs, Reference, Side, connected, raw_push
+from tests.support.engines import (
+    CLOSE,
+    LONG,
+    PROMPT,
+    SMALL,
+    Engines,
+    Pairs,
+    Reference,
+    Side,
+    connected,
+    generate,
+    raw_push,
+)
 from tests.support.forked_engines import Nursery
 from tests.support.fp8 import dequantize
-from tests.support.tiny import make_family
+from tests.support.tiny import make_family, with_images
 
 pytestmark = pytest.mark.vllm
 
@@ -103,17 +116,77 @@ def test_sparse_families_after_updates(side: Side) -> None:
     check_used(side, f"model.layers.{last}.mlp.experts.")
 
 
-def test_a_gated_delta_net_after_an_update(nursery: Nursery, tmp_path: Path) -> None:
-    """vLLM's CPU build computes it in bf16 alone: the update is compared bit for bit, log-probs as near as that is."""
-    model = make_family(tmp_path / "model", "qwen3_next")
-    settings = {"enable_prefix_caching": False, "enable_chunked_prefill": True}  # with neither it did not start
-    values = {"bf16": True, "deterministic_mode": False, "vllm": settings, "update_weight_buffer_size": SMALL}
+ROUNDED = 2.0  #: distance of an engine in bf16 from fp32, at most, in those of transformers in bf16
+#: an update without one of these shows in the log-probs; that of a decay alone would not
+SHOWING = ("in_proj_ba.weight", "in_proj_b.weight", "conv1d.weight", "linear_attn.out_proj.weight", "q_proj.weight")
+SHOWING += ("experts.down_proj", "lm_head.weight")
+
+
+def answers(side: Side) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts with the engine's responses of 64 tokens each."""
+    address = side.engines.address()
+    return [(prompt, generate(address, prompt, 64, seed=seed)) for prompt in (PROMPT, LONG) for seed in (0, 1)]
+
+
+def rounding(reference: Reference, found: list[tuple[list[int], dict[str, Any]]]) -> tuple[float, float]:
+    """How far the engine's log-probs are from fp32, over how far those of transformers in bf16 are: (mean, largest)."""
+    low = reference.in_bf16()
+    wide, rounded = (
+        torch.tensor([x for prompt, answer in found for x in model.logprobs(prompt, answer["token_ids"])])
+        for model in (reference, low)
+    )
+    engine = (torch.tensor([x for _, answer in found for x in answer["logprobs"]]) - wide).abs()
+    own = (rounded - wide).abs()
+    return float(engine.mean() / own.mean()), float(engine.max() / own.max())
+
+
+def check_rounding(side: Side, old: Mapping[str, torch.Tensor]) -> None:
+    """The engine is as near to fp32 as bf16 lets transformers be, and would not be with one old tensor."""
+    found = answers(side)
+    mean, largest = rounding(side.reference, found)
+    assert mean <= ROUNDED, f"on average {mean:.2f} of what transformers loses"
+    assert largest <= ROUNDED, f"at most {largest:.2f} of what transformers loses"
+    state = side.reference.model.state_dict()
+    planted = [name for name in state if "layers.1." not in name and name.endswith(SHOWING)]
+    for name in [*planted, "model.layers.1.self_attn.q_proj.weight"]:
+        new = state[name].clone()
+        state[name].copy_(old[name])
+        mean, _ = rounding(side.reference, found)
+        state[name].copy_(new)
+        assert mean > ROUNDED, f"{name}: {mean:.2f}"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_gated_delta_nets_after_an_update(nursery: Nursery, tmp_path: Path, kind: str) -> None:
+    """vLLM's CPU build computes them in bf16 alone: the update is compared bit for bit, log-probs as near as that is."""
+    model = make_family(tmp_path / "model", kind)
+    values = {"bf16": True, "deterministic_mode": False, "vllm": {}, "update_weight_buffer_size": SMALL}
     engines = nursery.engines(tmp_path / "run", model, check_weight_update_equal=True, **values)
     side = Side(engines, model)
+    old = {name: tensor.clone() for name, tensor in side.reference.model.state_dict().items()}
     pairs = side.reference.step(11)
-    before = side.distance()
+    assert rounding(side.reference, answers(side))[0] > ROUNDED, "the engine has what no update has brought"
     side.push(pairs)
-    assert side.distance() < 0.1 < before
+    check_rounding(side, old)
+    side.close()
+    assert engines.stop() == [0]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_text_part_of_a_published_model(nursery: Nursery, tmp_path: Path, kind: str) -> None:
+    """Of files with a vision part the engine holds the model of text, and takes its tensors by the files' names."""
+    text = make_family(tmp_path / "text", f"{kind}_text")
+    model = with_images(text, tmp_path / kind)
+    values = {"bf16": True, "vllm": {}, "update_weight_buffer_size": SMALL, "check_weight_update_equal": True}
+    engines = nursery.engines(tmp_path / "run", model, without_weights=True, **values)
+    side = Side(engines, text)
+    pairs = [(n.replace("model.", "model.language_model.", 1), t) for n, t in side.reference.step(11)]
+    assert {name for name, held in side.sender.manifests[0][0]["tensors"].items() if held["same_as"] is None} == {
+        name for name, _ in pairs
+    }
+    side.push(pairs)
+    mean, largest = rounding(side.reference, answers(side))
+    assert mean <= ROUNDED and largest <= ROUNDED
     side.close()
     assert engines.stop() == [0]
 
@@ -145,22 +218,38 @@ def check_used(side: Side, prefix: str) -> None:
     assert side.distance() <= CLOSE
 
 
-def test_two_workers_take_their_experts(tmp_path: Path) -> None:
+#: of a family that two workers share: settings, a tensor that is cut, and the rows and columns that each has of it
+PAIRS: dict[str, tuple[dict[str, Any], str, list[Any]]] = {
+    "qwen3_moe": ({}, "model.layers.1.mlp.experts.5.down_proj.weight", [([[0, 64]], [0, 16]), ([[0, 64]], [16, 16])]),
+    "deepseek_v3": ({}, "model.layers.0.self_attn.kv_b_proj.weight", [([[0, 128]], None), ([[128, 128]], None)]),
+    "qwen3_next": (
+        {"bf16": True, "vllm": {}},
+        "model.layers.0.linear_attn.conv1d.weight",
+        [([[0, 64], [128, 64], [256, 128]], None), ([[64, 64], [192, 64], [384, 128]], None)],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_two_workers_take_their_parts(tmp_path: Path, kind: str) -> None:
     """Tensor parallelism, in processes that vLLM starts itself (the nursery has one worker)."""
-    model = make_family(tmp_path / "model", "qwen3_moe")
-    workers = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
-    engines = Engines(
-        tmp_path / "run", model, check_weight_update_equal=True, update_weight_buffer_size=SMALL, **workers
-    )
+    settings, cut, parts = PAIRS[kind]
+    model = make_family(tmp_path / "model", kind)
+    workers = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2, "update_weight_buffer_size": SMALL}
+    engines = Engines(tmp_path / "run", model, check_weight_update_equal=True, **workers, **settings)
     try:
         side = Side(engines, model)
-        held = [
-            worker["tensors"]["model.layers.1.mlp.experts.5.down_proj.weight"] for worker in side.sender.manifests[0]
-        ]
-        assert [part["columns"] for part in held] == [[0, 16], [16, 16]]
-        assert side.distance() <= CLOSE
+        old = {name: tensor.clone() for name, tensor in side.reference.model.state_dict().items()}
+        held = [worker["tensors"][cut] for worker in side.sender.manifests[0]]
+        assert [(part["rows"], part["columns"]) for part in held] == parts
+        assert not any(worker["opaque"] for worker in side.sender.manifests[0])
+        if "bf16" not in settings:
+            assert side.distance() <= CLOSE
         side.push(side.reference.step(31))
-        assert side.distance(LONG) <= CLOSE
+        if "bf16" in settings:
+            check_rounding(side, old)
+        else:
+            assert side.distance(LONG) <= CLOSE
         side.close()
     finally:
         assert engines.stop() == [0]

@@ -224,6 +224,41 @@ def test_latent_attention_on_cpus_keeps_its_settings(model: str) -> None:
         assert found(CUDA, **{name: value})[name] == value
 
 
+def test_gated_delta_nets_on_cpus(model: str) -> None:
+    """What the CPU build cannot do with them is set, or refused where the user asks for it; a GPU has its own way."""
+    (Path(model) / "config.json").write_text(json.dumps(CONFIG | {"linear_num_value_heads": 4}))
+
+    def found(build: Build, **values: Any) -> dict[str, Any]:
+        o = options(model, **values)
+        return flags(o, plan(o), 0, 1, build)
+
+    cached = {"vllm": {"enable_prefix_caching": True}}
+    assert found(CPU)["enable_prefix_caching"] is False
+    assert "enable_prefix_caching" not in found(CUDA)
+    assert found(CUDA, **cached)["enable_prefix_caching"] is True
+    with pytest.raises(UsageError, match="--vllm-enable-prefix-caching: .*seed"):
+        found(CPU, **cached)
+    with pytest.raises(UsageError, match="--no-bf16: .*bf16 alone"):
+        found(CPU, bf16=False)
+    assert found(CUDA, bf16=False)["dtype"] == "float32"
+
+
+def test_text_part_of_a_model_with_images(model: str) -> None:
+    """It comes from the trainer, so nothing may have the engine read the files; a run that trains nothing does."""
+    whole = {"model_type": "qwen3_5", "text_config": CONFIG | {"model_type": "qwen3_5_text"}}
+    (Path(model) / "config.json").write_text(json.dumps(whole))
+
+    def found(**values: Any) -> dict[str, Any]:
+        o = options(model, **values)
+        return flags(o, plan(o), 0, 1, CUDA)
+
+    assert found()["hf_overrides"] == {"architectures": ["Qwen3_5ForCausalLM"]}
+    assert "hf_overrides" not in found(debug_rollout_only=True)
+    for name, value in {"load_format": "auto", "hf_overrides": {"a": 1}}.items():
+        with pytest.raises(UsageError, match=f"--vllm-{name.replace('_', '-')}: .*qwen3_5 model"):
+            found(vllm={name: value})
+
+
 def test_a_model_directory_that_is_none(tmp_path: Path) -> None:
     o = options(str(tmp_path / "nothing"))
     with pytest.raises(DataError, match=r"--hf-checkpoint .*/nothing: no config.json there"):

@@ -12,7 +12,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.launch import preflight
-from hpcrl.launch.preflight import check_gates, check_layout
+from hpcrl.launch.preflight import check_gates
 from hpcrl.memory.activations import backward_bytes, layer_bytes
 from hpcrl.memory.engine import engine_terms, sequence_bytes, token_bytes
 from hpcrl.memory.parameters import Layout
@@ -67,24 +67,6 @@ def test_key_heads_of_trainer_and_engines() -> None:
     told = [text for text in found if "linear attention" in text]
     assert len(told) == 2 and told[0].startswith("--tensor-model-parallel-size 4")
     assert told[1].startswith("--rollout-num-gpus-per-engine 8") and "divided by 8" in told[1]
-
-
-def test_what_engines_know_by_other_names(tmp_path: Path) -> None:
-    """Of a published Qwen3.5, which sees images, no update can pass; training without engines goes on."""
-    whole = {"model_type": "qwen3_5", "text_config": {**DENSE, "model_type": "qwen3_5_text"}}
-    opts = options(rollout_num_gpus=8).model_copy(update={"hf_checkpoint": saved(tmp_path, whole)})
-    with pytest.raises(UsageError, match="qwen3_5 model") as error:
-        check_layout(opts)
-    assert "save_pretrained" in str(error.value) and "--debug-train-only" in str(error.value)
-    check_layout(opts.model_copy(update={"debug_train_only": True}))
-    saved(tmp_path, whole["text_config"])
-    check_layout(opts)
-
-
-def test_a_way_out_of_a_wrapper() -> None:
-    with pytest.raises(DataError, match="--hf-checkpoint dir: .*qwen3_5_moe_text") as error:
-        find_family({"model_type": "qwen3_5_moe"}, "dir")
-    assert "AutoModelForCausalLM" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["linear_num_key_heads", "full_attention_interval"])

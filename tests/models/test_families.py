@@ -105,6 +105,7 @@ def test_helpers_are_no_families() -> None:
         "qwen3_next",
         "qwen3_5",
         "qwen3_5_text",
+        "qwen3_5_moe",
         "qwen3_5_moe_text",
     }
     assert set(family.registry()) == known

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import families
 from tests.support.ranks import run_ranks
+from tests.support.tiny import with_images
 from tests.trainer.megatron import test_model_parity as parity
 from tests.trainer.step import test_invariance as invariance
 
@@ -349,22 +350,19 @@ def test_a_file_makes_a_family(models: dict[str, Path], wanted: dict[str, list[t
     assert torch.allclose(values[: len(wanted["qwen2 odd"][0])], wanted["qwen2 odd"][0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_text_inside_a_model_with_images(
-    models: dict[str, Path], wanted: dict[str, list[torch.Tensor]], tmp_path: Path
+    models: dict[str, Path], wanted: dict[str, list[torch.Tensor]], tmp_path: Path, kind: str
 ) -> None:
     """The published form of Qwen3.5: settings in text_config, tensors under language_model, and what is ignored."""
-    config = json.loads((models["qwen3_5_text odd"] / "config.json").read_text())
-    whole = {"model_type": "qwen3_5", "text_config": config, "tie_word_embeddings": config["tie_word_embeddings"]}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    tensors = load_file(models["qwen3_5_text odd"] / "model.safetensors")
-    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    more = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
-    save_file(renamed | more, tmp_path / "model.safetensors")
-    (((_, values), exported),) = run_ranks(1, walk, [parity.options(tmp_path, 1, {})])[0]
-    assert torch.allclose(
-        values[: len(wanted["qwen3_5_text odd"][0])], wanted["qwen3_5_text odd"][0], rtol=0, atol=1e-4
-    )
-    assert dict(exported).keys() == renamed.keys()
+    name = f"{kind}_text odd"
+    model = with_images(models[name], tmp_path / "model")
+    assert json.loads((model / "config.json").read_text())["model_type"] == kind
+    (((_, values), exported),) = run_ranks(1, walk, [parity.options(model, 1, {})])[0]
+    assert torch.allclose(values[: len(wanted[name][0])], wanted[name][0], rtol=0, atol=1e-4)
+    files = load_file(models[name] / "model.safetensors")
+    assert {n.replace("model.language_model.", "model.", 1) for n, _ in exported} == files.keys()
+    assert all(torch.equal(tensor, files[n.replace("model.language_model.", "model.", 1)]) for n, tensor in exported)
 
 
 def test_weights_of_virtual_stages_come_back(tmp_path: Path) -> None:

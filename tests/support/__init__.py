@@ -31,6 +31,7 @@ Models and data
 
 Stand-ins where the real part cannot be had, or must misbehave
     fused_layers       what Transformer Engine's layers keep for the backward pass, on that device
+    absent_torchvision, absent    names that vLLM's module for images imports; the folder that gives them to a process
     fake_engine, http_server, queues    servers that answer what a test says
     own_generates, own_rewards, own_slimes    functions as users write them, good and bad, also for slime;
     slimes_examples    slime's own examples from a checkout, with stand-ins for what they reach outside

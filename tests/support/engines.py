@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -156,6 +157,12 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+
+    def in_bf16(self) -> Reference:
+        """The same policy as transformers computes it in bf16."""
+        found = copy.copy(self)
+        found.model = copy.deepcopy(self.model).bfloat16()
+        return found
 
     def pairs(self) -> Pairs:
         """What a trainer would export: every tensor of the checkpoint once, tied ones under one name, experts one by

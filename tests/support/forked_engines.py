@@ -62,13 +62,15 @@ class Nursery:
             text=True,
         )
 
-    def engines(self, root: Path, model: Path, count: int = 1, **values: Any) -> Any:
-        """So many engines for `model`, up and published."""
+    def engines(self, root: Path, model: Path, count: int = 1, without_weights: bool = False, **values: Any) -> Any:
+        """So many engines for `model`, up and published; with its weights, or as in a run that trains."""
         from tests.support.engines import Engines
 
         nursery = self
 
         class Nursed(Engines):
+            empty = without_weights
+
             def _start(self, index: int) -> Server:  # type: ignore[override]
                 return nursery._fork(self.rundir, index)
 
@@ -163,7 +165,12 @@ def _serve(rundir: RunDir, index: int, sock: socket.socket) -> None:
 
         server_settings.EXTENSION = "tests.support.breakable.extension.Extension"
         options = Options.model_validate_json(rundir.options_file.read_bytes())
-        if "quantization_config" in read_config(options.hf_checkpoint):
+        config = read_config(options.hf_checkpoint)
+        if config["model_type"].startswith("qwen3_5"):
+            from tests.support import absent_torchvision
+
+            absent_torchvision.install()
+        if "quantization_config" in config:
             from tests.support.breakable.fp8_on_cpu import install
 
             install()

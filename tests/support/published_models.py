@@ -306,7 +306,7 @@ MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
             "40 2048 512 16 2 248320",
             f"{QWEN3_5}{GATED_EXPERTS} --moe-router-topk 8 --num-experts 256 --moe-layer-freq [1]*40",
         ),
-        hybrid("qwen3_5_moe_text", "40 2048 512 16 2 248320", 32, False, **gated_experts(256, 8)),
+        hybrid("qwen3_5_moe", "40 2048 512 16 2 248320", 32, False, **gated_experts(256, 8)),
         QWEN3_MOE_REST,
     ),
     "Llama-3.1-8B": (

@@ -8,6 +8,8 @@ from uniform and a wrong weight shows in the log-probs.
 
 from __future__ import annotations
 
+import json
+import shutil
 import string
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,3 +210,36 @@ def make_family(directory: str | Path, name: str, tied: bool = False, seed: int 
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return Path(directory)
+
+
+def with_images(text: Path, directory: Path) -> Path:
+    """The published form of a Qwen3.5 of text in `directory`, which is returned: its settings in text_config, its
+    tensors under language_model, experts stacked, and with tensors of a vision part and of a layer for further tokens.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(text, directory)
+    config = json.loads((text / "config.json").read_text())
+    kind = config["model_type"].removesuffix("_text")
+    whole = {
+        "model_type": kind,
+        "architectures": [f"Qwen3_5{'Moe' if 'moe' in kind else ''}ForConditionalGeneration"],
+        "text_config": config,
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
+    (directory / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(text / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    for layer in range(config["num_hidden_layers"]):
+        experts = f"model.language_model.layers.{layer}.mlp.experts"
+        for stack, parts in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+            rows = [
+                torch.cat([renamed.pop(f"{experts}.{expert}.{part}.weight") for part in parts])
+                for expert in range(config.get("num_experts", 0))
+            ]
+            if rows:
+                renamed[f"{experts}.{stack}"] = torch.stack(rows)
+    more = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
+    save_file(renamed | more, directory / "model.safetensors")
+    return directory

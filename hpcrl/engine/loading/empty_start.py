@@ -25,6 +25,7 @@ from hpcrl.engine.loading.disk_weights import tensors
 from hpcrl.engine.server_settings import EMPTY, FILL
 from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.safetensors_files import listing
+from hpcrl.model_files.stacked_experts import single
 from hpcrl.models.family import find_family
 from hpcrl.run.role import say
 
@@ -48,7 +49,8 @@ class EmptyStart(DefaultModelLoader):
             super().load_weights(model, model_config)
             return
         config = read_config(directory)
-        left = find_family(config, str(directory)).not_trained(names, config)
+        family = find_family(config, str(directory))
+        left = family.not_trained(single(names) if family.stacked else names, config)
         empty(model, self.fill)
         if left:
             files = sorted({directory / names[name].file for name in left})

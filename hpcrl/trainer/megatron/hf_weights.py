@@ -31,6 +31,7 @@ from hpcrl.model_files.safetensors_files import (
     listing,
     read_header,
 )
+from hpcrl.model_files.stacked_experts import ExpertsApart, single
 from hpcrl.models.family import Rule
 from hpcrl.models.shared.mtp import is_head, mtp_name
 from hpcrl.models.slicing import CUTS, Shapes
@@ -69,7 +70,7 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
     """
     directory = Path(directory)
     rank = policy.ranks.rank
-    names = _listing(directory, rank)
+    names = _listing(directory, rank, policy.family.stacked)
     table = _table(policy)
     _check_wide(directory, names)
     _check_names(policy, directory, names)
@@ -78,7 +79,8 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
     readings = divide(_parameters(policy, table), nbytes)
     limit = LIMIT if policy.ranks.world > 1 else 0  # one tensor at a time, where none waits for it
     with ExitStack() as stack, host_group() as group:
-        files = SafetensorsDirectory(directory, stack, {name: entry.file for name, entry in names.items()})
+        reader = ExpertsApart if policy.family.stacked else SafetensorsDirectory
+        files = reader(directory, stack, {name: entry.file for name, entry in names.items()})
         shown = iter(progress(readings))
         for some in rounds(readings, limit):
             exchange(some, files, rank, group)
@@ -89,9 +91,14 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
     return files.read
 
 
-def _listing(directory: Path, rank: int) -> dict[str, Entry]:
-    """The tensors of a directory, as rank 0 has found them; collective."""
-    found = agree(lambda: listing(directory) or read_header(directory / SINGLE), rank == 0)
+def _listing(directory: Path, rank: int, stacked: bool) -> dict[str, Entry]:
+    """The tensors of a directory, as rank 0 has found them, single experts of stacked ones; collective."""
+
+    def find() -> dict[str, Entry]:
+        found = listing(directory) or read_header(directory / SINGLE)
+        return single(found) if stacked else found
+
+    found = agree(find, rank == 0)
     return msgspec.convert(broadcast_json(found), dict[str, Entry])
 
 
