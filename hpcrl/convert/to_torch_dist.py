@@ -133,16 +133,23 @@ def stages_for(layers: int, world: int) -> tuple[int, int | None]:
 
 
 def _commonest(directory: Path) -> str:
-    """The dtype, by safetensors' name, that most tensors have.
+    """The dtype, by safetensors' name, that most tensors have; FP8 matrices are read as bf16.
 
     Raises:
         DataError: for one that cannot be trained.
     """
     from hpcrl.model_files.safetensors_files import SafetensorsDirectory
+    from hpcrl.weights.fp8 import scheme_of
 
+    scheme = scheme_of(directory)
     with ExitStack() as stack:
         files = SafetensorsDirectory(directory, stack)
-        found = [files.slice(name).get_dtype() for name in files.where]
+        dtypes = {name: files.slice(name).get_dtype() for name in files.where}
+    codes = [name for name, dtype in dtypes.items() if scheme and dtype == "F8_E4M3"]
+    for name in codes:
+        dtypes[name] = "BF16"
+        dtypes.pop(scheme.scale_name(name), None)
+    found = list(dtypes.values())
     if other := sorted(set(found) - BY_NAME.keys()):
         raise DataError(f"{directory} holds {', '.join(other)}", "convert the BF16 model that it was made from")
     return max(BY_NAME, key=found.count)
@@ -175,14 +182,19 @@ def convert(options: Options, ranks: Any) -> Path:
     from hpcrl.trainer.collectives import agree
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.megatron.hf_weights import load_hf
+    from hpcrl.weights.fp8 import scheme_of
 
     root = Path(str(options.save))
     final = root / "release"
     staging = root / ".partial-release"
     agree(lambda: _prepare(root, final, staging), ranks.rank == 0)
+    source = Path(str(options.hf_checkpoint))
+    scheme = scheme_of(source)
     policy = model.build(options, ranks, trainable=False)
-    _take_dtypes(policy, Path(str(options.hf_checkpoint)))
-    load_hf(policy, str(options.hf_checkpoint), progress=_bar if ranks.rank == 0 else iter)
+    if scheme and policy.family.stacked:
+        raise DataError(f"{source} holds FP8 weights, experts of a layer in one tensor", "convert the BF16 model")
+    _take_dtypes(policy, source, scheme)
+    load_hf(policy, source, progress=_bar if ranks.rank == 0 else iter, scheme=scheme)
     state = save_load.weights(policy)
     del policy  # from here on the state alone holds the weights
     _one_storage_each(state)
@@ -208,16 +220,18 @@ def _bar(rules: Iterable[Any]) -> Iterable[Any]:
     return track(rules, len(rules), "to torch_dist", "tensors")
 
 
-def _take_dtypes(policy: Any, directory: Path) -> None:
-    """Give every parameter the dtype that the files have for it."""
+def _take_dtypes(policy: Any, directory: Path, scheme: Any) -> None:
+    """Give every parameter the dtype that the files have for it; of FP8 matrices bf16."""
     import torch
 
     from hpcrl.model_files.safetensors_files import listing
     from hpcrl.model_files.stacked_experts import single
     from hpcrl.trainer.megatron.hf_weights import _own
+    from hpcrl.weights.from_fp8 import widened
 
     names = listing(directory)
     names = single(names) if policy.family.stacked else names
+    names = widened(names, scheme, directory) if scheme else names
     for rule, parameter in _own(policy).values():
         if set(rule.hf) <= names.keys():  # load_hf says what is missing
             dtype = getattr(torch, names[rule.hf[0]].dtype)

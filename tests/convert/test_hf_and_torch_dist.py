@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.model_files.hf_writer import SafetensorsWriter, TensorHeader, directory, split
+from hpcrl.weights.fp8 import Scheme
+from tests.support.fp8 import dequantize
 from tests.support.mtp_models import MAKERS
 from tests.support.ranks import run_ranks
 from tests.support.tiny import FAMILIES, make_family, make_model, with_images
@@ -140,6 +142,31 @@ def test_text_part_of_published_models(tmp_path: Path) -> None:
     to_torch_dist(2, (sparse, tmp_path / "sparse"), flags=["--expert-model-parallel-size", "2"])
     for path, name in ((dense, "dense"), (sparse, "sparse")):
         assert same(path, to_hf(tmp_path / name, tmp_path / f"{name}-back", path, add_missing=True)), name
+
+
+@pytest.mark.process
+def test_fp8_files_are_read_for_what_they_stand_for(tmp_path: Path) -> None:
+    """Blocks whose edges are in the middle of a matrix, on two ranks; a matrix without its scales is named."""
+    from hpcrl.convert.to_fp8 import convert
+
+    wide = recast(make_family(tmp_path / "wide", "deepseek_v3"), torch.bfloat16)
+    convert(wide, tmp_path / "fp8", Scheme("block", (48, 40)))
+    to_torch_dist(2, (tmp_path / "fp8", tmp_path / "td"), flags=["--expert-model-parallel-size", "2"])
+    coded, back = read(tmp_path / "fp8"), read(to_hf(tmp_path / "td", tmp_path / "back", wide))
+    scaled = {name for name in back if f"{name}_scale_inv" in coded}
+    assert len(scaled) > 30 and not scaled & {"model.embed_tokens.weight", "model.norm.weight"}
+    for name, tensor in back.items():
+        wanted = coded[name]
+        if name in scaled:
+            wanted = dequantize(wanted, coded[f"{name}_scale_inv"], (48, 40)).bfloat16()
+        assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted), name
+    lost = "model.layers.1.self_attn.o_proj.weight"
+    del coded[f"{lost}_scale_inv"]
+    for file in (tmp_path / "fp8").glob("*.safetensors*"):
+        file.unlink()
+    save_file(coded, tmp_path / "fp8" / "model.safetensors")
+    ((message,),) = to_torch_dist(1, (tmp_path / "fp8", tmp_path / "none"))
+    assert message.startswith("DataError") and f"{lost}_scale_inv" in message
 
 
 @pytest.mark.process

@@ -40,6 +40,8 @@ from hpcrl.trainer.collectives import agree, broadcast_json
 from hpcrl.trainer.megatron.hf_reading import LIMIT, Parameter, divide, exchange, host_group, rounds
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.parallel_state import Ranks
+from hpcrl.weights.fp8 import Scheme
+from hpcrl.weights.from_fp8 import Dequantized, widened
 from hpcrl.weights.pieces.elements import OwnTensor
 from hpcrl.weights.pieces.planning import HeldTensor
 
@@ -55,11 +57,17 @@ EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(
 
 
 @torch.no_grad()
-def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> int:
+def load_hf(
+    policy: Policy,
+    directory: str | Path,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    scheme: Scheme | None = None,
+) -> int:
     """Fill the model from the safetensors of a Hugging Face directory; collective, each tensor is read by one rank.
 
     Args:
         progress: what shows how far it is, such as report.progress.track.
+        scheme: how FP8 matrices are coded, which are then read for what they stand for; None: there may be none.
 
     Returns:
         Bytes of tensors that this rank has read.
@@ -72,6 +80,8 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
     rank = policy.ranks.rank
     names = _listing(directory, rank, policy.family.stacked)
     table = _table(policy)
+    where = {name: entry.file for name, entry in names.items()}
+    names = widened(names, scheme, directory) if scheme else names
     _check_wide(directory, names)
     _check_names(policy, directory, names)
     _check_shapes(policy, directory, names, table)
@@ -80,7 +90,7 @@ def load_hf(policy: Policy, directory: str | Path, progress: Callable[[Iterable[
     limit = LIMIT if policy.ranks.world > 1 else 0  # one tensor at a time, where none waits for it
     with ExitStack() as stack, host_group() as group:
         reader = ExpertsApart if policy.family.stacked else SafetensorsDirectory
-        files = reader(directory, stack, {name: entry.file for name, entry in names.items()})
+        files = Dequantized(directory, stack, where, scheme) if scheme else reader(directory, stack, where)
         shown = iter(progress(readings))
         for some in rounds(readings, limit):
             exchange(some, files, rank, group)
@@ -122,8 +132,8 @@ def _check_wide(directory: Path, names: Mapping[str, Entry]) -> None:
     if scaled := sorted(name for name in names if name.endswith((".weight_scale", ".weight_scale_inv"))):
         raise DataError(
             f"{directory} holds quantised weights ({scaled[0]}), from which training cannot start",
-            "name the wide ones, a Hugging Face or torch_dist directory, by --ref-load or --load; "
-            "--hf-checkpoint may stay, for the engines",
+            "name the wide ones, a Hugging Face or torch_dist directory (hpcrl convert to-torch-dist makes one of what "
+            "is left), by --ref-load or --load; --hf-checkpoint may stay, for the engines",
         )
 
 

@@ -59,6 +59,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "pp2, experts recomputed": ("glm4_moe", 2, {"pipeline_model_parallel_size": 2, "megatron": MOE}),
     "cp2": ("qwen3_moe", 2, {"context_parallel_size": 2}),
+    "cp2, latent attention": ("deepseek_v3", 2, {"context_parallel_size": 2}),
     "ep2, experts recomputed": ("qwen3_moe", 2, {"expert_model_parallel_size": 2, "megatron": MOE}),
     "tp2 sp cp2": (
         "glm4_moe",
