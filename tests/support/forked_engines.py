@@ -69,7 +69,7 @@ class Nursery:
         nursery = self
 
         class Nursed(Engines):
-            empty = without_weights
+            empty = without_weights or Engines.empty
 
             def _start(self, index: int) -> Server:  # type: ignore[override]
                 return nursery._fork(self.rundir, index)
