@@ -22,6 +22,7 @@ from hpcrl.config.sections.layout import BatchOptions, ClusterOptions, ModelOpti
 from hpcrl.config.sections.run import InspectOptions, RunOptions, WeightOptions
 from hpcrl.config.sections.sampling import AgentOptions, PluginOptions, RolloutOptions
 
+OWN_LAYERS = "mtp"  #: the method that drafts with the layers which a checkpoint has behind the model's last one
 _DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")  #: methods of vLLM that draft without a model
 
 
@@ -69,6 +70,12 @@ class Options(
         """Whether the engines' speculative drafts come from a model, whose weights an engine must keep."""
         setting = self.vllm.get("speculative_config")
         return bool(setting) and setting.get("method") not in _DRAFTS_OF_TEXT
+
+    @property
+    def refreshes_drafts(self) -> bool:
+        """Whether weight updates bring the layers that engines draft with, which the trainer then has too."""
+        setting = self.vllm.get("speculative_config") or {}
+        return bool(self.mtp_num_layers) and setting.get("method") == OWN_LAYERS and "model" not in setting
 
     @property
     def data_parallel_size(self) -> int:

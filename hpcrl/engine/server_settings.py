@@ -17,6 +17,7 @@ import psutil
 from hpcrl.config.options import Options
 from hpcrl.config.rules.sampling import SPECULATION
 from hpcrl.config.setting_names import gather_table
+from hpcrl.engine.drafts import REFRESHED
 from hpcrl.engine.gpu_sharing import ON_CPU, SLEEP_LEVEL
 from hpcrl.engine.multi_node import node_flags
 from hpcrl.errors import UsageError
@@ -294,6 +295,8 @@ def server_environment(
         "VLLM_HOST_IP": place.at,  # or else it takes whatever interface comes first
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(5 * IDLE),  # vLLM's own 5 s end while a batch is trained on
     }
+    if options.refreshes_drafts:
+        ours[REFRESHED] = "1"
     if options.takes_turns:
         ours |= {SLEEP_LEVEL: str(options.sleep_level), ON_CPU: str(int(found.cpu))}
     wishes = {

@@ -67,6 +67,15 @@ class Holdings:
         """The names that every update must bring."""
         return {name for name, piece in self.pieces.items() if piece.same_as is None} | self.unseen.keys()
 
+    def with_more(self, other: Holdings) -> Holdings:
+        """Both together, which have no name in common."""
+        return Holdings(
+            {**self.pieces, **other.pieces},
+            (*self.opaque, *other.opaque),
+            {**self.unseen, **other.unseen},
+            {**self.cuts, **other.cuts},
+        )
+
     def takes(self, name: str) -> bool:
         """Whether the model has a tensor of this name."""
         return name in self.pieces or name in self.unseen or (not self.unseen and name.startswith(self.opaque or "\0"))
@@ -83,15 +92,24 @@ def holdings(model: nn.Module, names: Mapping[str, Entry] | None = None) -> Hold
     Args:
         names: the tensors of its checkpoint, which tell whether a matrix that vLLM fuses is fused there too.
     """
-    packed = getattr(model, "packed_modules_mapping", None) or {}
-    names = names or {}
     modules = dict(model.named_modules())
+    if (head := getattr(model, "lm_head", None)) is not None:
+        modules.setdefault("lm_head", head)  # where it is the embedding itself, it is listed once only
+    return stock(modules, getattr(model, "packed_modules_mapping", None) or {}, names or {})
+
+
+def stock(
+    modules: Mapping[str, nn.Module], packed: Mapping[str, Sequence[str]], names: Mapping[str, Entry]
+) -> Holdings:
+    """As `holdings`, of modules by their paths in the checkpoint.
+
+    Args:
+        packed: the matrices that vLLM fuses into a layer of this name.
+    """
     pieces = _delta_nets(modules)
     opaque: list[str] = []
     cuts: dict[str, Cut] = {}
     owners: dict[int, str] = {}  # id of an embedding's weight -> its name
-    if (head := getattr(model, "lm_head", None)) is not None:
-        modules.setdefault("lm_head", head)  # where it is the embedding itself, it is listed once only
     for path, layer in modules.items():
         own = {name: p for name, p in layer._parameters.items() if p is not None}
         if all(f"{path}.{name}" in pieces for name in own):

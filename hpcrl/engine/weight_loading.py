@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hpcrl.engine.cpu_build import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
+from hpcrl.engine.drafts.own_layers import OwnLayers
 from hpcrl.engine.loading.disk_weights import check_digest, tensors
 from hpcrl.engine.loading.text_part import named_as_in_files
 from hpcrl.engine.vllm_layers import Holdings
@@ -35,6 +36,8 @@ from hpcrl.weights.route import BACKENDS
 if TYPE_CHECKING:
     from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 
+Pair = tuple[str, torch.Tensor]
+Pairs = Iterable[Pair]
 #: of an FP8 cache of keys and values; checkpoints need not have them
 OPTIONAL = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 
@@ -88,11 +91,13 @@ class Receiver(WeightTransferEngine):
 
     init_info_cls = NoInit
     update_info_cls = DirectoryInfo
+    drafts: OwnLayers | None = None  #: what updates bring in addition to the model
     held: Holdings | None = None
     account: UpdateChecklist | None = None
     loading = False  #: the model is taken apart for loading
     mixed = False  #: the model holds tensors of two versions
     unfinished = False  #: the model holds all new tensors, but still goes by the old version
+    _of_drafts: Holdings | None = None
     _kernels: Kernels
     _loaded: set[str]
     _parameters: set[str]
@@ -101,9 +106,13 @@ class Receiver(WeightTransferEngine):
         pass
 
     def take_stock(self) -> Holdings:
-        """What the model holds; found once, before the first update."""
+        """What the model holds, and what it drafts with; found once, before the first update."""
         if self.held is None:
-            self.held = named_as_in_files(self.model, listing(self.model_config.model))
+            names = listing(self.model_config.model)
+            self.held = named_as_in_files(self.model, names)
+            if self.drafts is not None:
+                self._of_drafts = self.drafts.holdings(names)
+                self.held = self.held.with_more(self._of_drafts)
         return self.held
 
     def start_weight_update(self) -> None:
@@ -159,17 +168,15 @@ class Receiver(WeightTransferEngine):
             raise UpdateRejected("the update was finished before its last tensor had come")
         self.unfinished = False
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], last: bool) -> None:
+    def load(self, weights: Pairs, last: bool) -> None:
         """Give admitted tensors to vLLM's loaders; they must stay as they are until the last ones are loaded."""
         if not self.loading:
-            self._kernels = drop_expert_kernels(self.model) if self.device.type == "cpu" else []
-            self.loading = True
-            self._loaded = set()
-            used = {name for name, _ in self.model.named_parameters() if not name.endswith(OPTIONAL)}
-            initialize_layerwise_reload(self.model)  # from here on it has the parameters that its loader fills
-            self._parameters = used & {name for name, _ in self.model.named_parameters()}
+            self._take_apart()
         self.mixed = True
-        self._loaded |= set(self.model.load_weights(iter(weights)) or ())
+        drafts: list[Pair] = []
+        self._loaded |= set(self.model.load_weights(self._of_model(weights, drafts)) or ())
+        if drafts and self.drafts is not None:
+            self._loaded |= self.drafts.load_weights(iter(drafts))
         if last:
             if left := sorted(self._parameters - self._loaded):
                 raise UpdateRejected(f"vLLM left {len(left)} parameters as they were, the first is {left[0]}")
@@ -177,6 +184,31 @@ class Receiver(WeightTransferEngine):
             self.mixed = False
             self.unfinished = True
             self.account = None
+
+    def _parts(self) -> list[Any]:
+        """What an update fills: the model, and the layers that it brings for drafts."""
+        return [self.model, *([self.drafts] if self.drafts is not None else [])]
+
+    def _take_apart(self) -> None:
+        self._kernels = []
+        self.loading = True
+        self._loaded = set()
+        self._parameters = set()
+        for part in self._parts():
+            if self.device.type == "cpu":
+                self._kernels += drop_expert_kernels(part)
+            used = {name for name, _ in part.named_parameters() if not name.endswith(OPTIONAL)}
+            initialize_layerwise_reload(part)  # from here on it has the parameters that its loader fills
+            self._parameters |= used & {name for name, _ in part.named_parameters()}
+
+    def _of_model(self, weights: Pairs, drafts: list[Pair]) -> Iterator[Pair]:
+        """The tensors that are the model's; those that it drafts with go to `drafts`."""
+        held = self._of_drafts
+        for name, tensor in weights:
+            if held is not None and held.takes(name):
+                drafts.append((name, tensor))
+            else:
+                yield name, tensor
 
     def put_back(self) -> None:
         """End an update that failed: layers that were not loaded have their old tensors again."""
@@ -187,6 +219,8 @@ class Receiver(WeightTransferEngine):
 
     def _put_together(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.drafts is not None:
+            finalize_layerwise_reload(self.drafts, self.drafts.model_config)
         self.loading = False
         if self.device.type == "cpu":
             pack_heads(self.model)

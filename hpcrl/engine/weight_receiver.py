@@ -20,6 +20,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from hpcrl.engine import start_phases
 from hpcrl.engine.cpu_build import give_back
+from hpcrl.engine.drafts.cpu_sampler import repair
+from hpcrl.engine.drafts.own_layers import own_layers
 from hpcrl.engine.loading.empty_start import register_empty_start
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
 from hpcrl.engine.routed_experts import ExpertTables
@@ -53,6 +55,7 @@ class WorkerExtension:
         prove_engine_groups()
         register_receiver()
         register_empty_start()
+        repair()
         os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
         die_with_parent()  # a worker never outlives who started it, however that one ends
         made = super().__new__(cls)
@@ -186,4 +189,7 @@ class WorkerExtension:
         return {"worker": self._hpcrl_name, "mixed": mixed}
 
     def _hpcrl_held(self) -> Holdings:
-        return self.weight_transfer_engine.take_stock()
+        engine = self.weight_transfer_engine
+        if engine.held is None:
+            engine.drafts = own_layers(self)
+        return engine.take_stock()

@@ -157,7 +157,8 @@ class Trainer:
 
         at = self.context.plan.trainers[self.ranks.rank].at
         keys = client_keys(self.context.rundir, 0, "weights")
-        self.exporter = WeightExporter(self.policy, self.patient, at, keys, self.options.hf_checkpoint)
+        o = self.options
+        self.exporter = WeightExporter(self.policy, self.patient, at, keys, o.hf_checkpoint, o.refreshes_drafts)
         rundir = self.context.rundir
         options = self.options
         identity = self.context.plan.run_id.partition("/")[0]  # the stage's name is in its directory's

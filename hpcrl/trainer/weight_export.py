@@ -50,15 +50,23 @@ class WeightExporter:
         host: this rank's own address.
         keys: to the store at which the members of an update meet.
         checkpoint: the directory that the engines serve.
+        heads: engines draft with the layers that predict further tokens, so that they get these too.
     """
 
     def __init__(
-        self, policy: Policy, patient: dist.ProcessGroup, host: str, keys: ClientKeys, checkpoint: str | None
+        self,
+        policy: Policy,
+        patient: dist.ProcessGroup,
+        host: str,
+        keys: ClientKeys,
+        checkpoint: str | None,
+        heads: bool = False,
     ) -> None:
         self.policy = policy
         self.patient = patient
         self.host = host
         self.keys = keys
+        self.heads = heads
         self.scheme: Scheme | None = scheme_of(checkpoint) if checkpoint else None
         self.own: dict[str, OwnTensor] = {}
         self.dtypes: dict[str, str] = {}
@@ -81,7 +89,7 @@ class WeightExporter:
     # ---- what every rank does at rank 0's word
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
-        held, self.own = holdings(self.policy)
+        held, self.own = holdings(self.policy, self.heads)
         text = process_identity().encode()[:PLACE].ljust(PLACE)
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.policy.ranks.world)]
@@ -139,7 +147,7 @@ class WeightStream:
     def _gathered(self) -> Pairs:
         self._begun = True
         self._say("gather")
-        yield from export(self.exporter.policy, self.exporter.patient, heads=False)
+        yield from export(self.exporter.policy, self.exporter.patient, heads=self.exporter.heads)
 
     def describe(self) -> tuple[dict[str, HeldTensor], list[str]]:
         self._say("describe")
@@ -187,7 +195,7 @@ class WeightStream:
             if word == "end":
                 return
             if word == "gather":
-                deque(export(self.exporter.policy, self.exporter.patient, heads=False), maxlen=0)
+                deque(export(self.exporter.policy, self.exporter.patient, heads=self.exporter.heads), maxlen=0)
             elif word == "join":
                 plan = broadcast_bytes(None, group=self.exporter.patient)
                 command = msgspec.convert(what, JoinCommand)

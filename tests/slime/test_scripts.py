@@ -160,10 +160,10 @@ def test_a_script_of_another_family(name: str) -> None:
         assert line.startswith(begins), line
 
 
-def test_layers_that_are_trained_and_draft() -> None:
-    """Of MiMo's script it is said that engines do not get them, of GLM's, which trains none, nothing."""
+def test_drafts_that_no_update_brings() -> None:
+    """Of GLM's script, which trains no such layer, it is said; of MiMo's, whose updates bring it, nothing."""
     told = [drafting_notes([resolved(f"run-{name}")]) for name in ("mimo-7B-rl-eagle", "glm4.7-355B-A32B")]
-    assert [len(lines) for lines in told] == [1, 0] and "hpcrl convert to-hf" in told[0][0]
+    assert [len(lines) for lines in told] == [0, 1] and "--mtp-num-layers 1" in told[1][0]
 
 
 def test_drafts_need_mtp_layers(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 of the options of `sections/sampling.py`, and of config.json.
 
 vLLM draws from the policy's own distribution whatever was drafted, so that tokens and log-probs are those of a run
-without it.  Invariants: engines' log-probs are ones that the trainer can compute as well; no weight update brings a
-draft its weights.
+without it.  Invariants: engines' log-probs are ones that the trainer can compute as well; where no weight update brings
+the layers that engines draft with, that is said.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.options import Options
+from hpcrl.config.options import OWN_LAYERS, Options
 from hpcrl.config.passthrough import flag
 from hpcrl.config.plugin_names import is_path
 from hpcrl.config.plugin_points import POINTS, paths_of
@@ -23,7 +23,6 @@ from hpcrl.toolbox.plugins import PluginFolder
 FILTERS = Path(__file__).parents[2] / "rollout" / "filters"
 FILTER_FUNCTIONS = {"dynamic_sampling_filter_path": "keep", "buffer_filter_path": "choose"}
 SPECULATION = "--vllm-speculative-config"
-OWN_LAYERS = "mtp"  #: the method that drafts with the layers which a checkpoint has behind the model's last one
 #: of config.json: how many those are
 _LAYERS_BEHIND = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _NO_ENGINE = "the prompt file is learned, and without --eval-interval no engine is used"
@@ -117,17 +116,18 @@ def check_draft_layers(o: Options, config: Mapping[str, Any]) -> None:
         )
 
 
-def drafts_of_files(speculation: Mapping[str, Any], trains: bool) -> Iterator[str]:
-    """What is to be said where layers are trained that engines draft with; nothing elsewhere.
+def drafts_of_files(speculation: Mapping[str, Any], layers: int | None) -> Iterator[str]:
+    """What is to be said where engines draft with layers that no weight update brings; nothing elsewhere.
 
     Args:
         speculation: the value of --vllm-speculative-config.
-        trains: whether --enable-mtp-training is given.
+        layers: --mtp-num-layers.
     """
-    if trains and speculation.get("method") == OWN_LAYERS and "model" not in speculation:
+    if not layers and speculation.get("method") == OWN_LAYERS and "model" not in speculation:
         yield (
-            "--enable-mtp-training: no weight update brings engines the layers that are trained, they draft with those "
-            "of their files; a run on what hpcrl convert to-hf writes begins with the trained ones"
+            f"{SPECULATION}: no weight update brings engines the layers that they draft with, so fewer drafts are "
+            "accepted as the policy moves; with --mtp-num-layers 1, for a model whose layers hpcrl trains "
+            "(docs/models.md), updates bring them, and --enable-mtp-training trains them"
         )
 
 

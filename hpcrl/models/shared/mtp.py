@@ -80,6 +80,16 @@ def check_heads(o: Options, family: Family, config: Config) -> None:
         )
     if asked > min(known, MOST):
         raise UsageError(f"{shown}: {min(known, MOST)} is the most for this model", "give that many")
+    if o.refreshes_drafts and asked != known:
+        raise UsageError(
+            f"{shown} and --vllm-speculative-config: engines draft with {known} layers, and updates would bring {asked}",
+            "leave one of them out",
+        )
+    if o.refreshes_drafts and config.get("quantization_config"):
+        raise UsageError(
+            f"{shown} and --vllm-speculative-config: no update brings engines of quantised weights what they draft with",
+            "leave one of them out",
+        )
 
 
 def is_head(megatron: str) -> bool:

@@ -301,11 +301,13 @@ def _table(policy: Policy) -> list[HeldParameter]:
 
 
 @torch.no_grad()
-def holdings(policy: Policy) -> tuple[dict[str, HeldTensor], dict[str, OwnTensor]]:
+def holdings(policy: Policy, heads: bool = False) -> tuple[dict[str, HeldTensor], dict[str, OwnTensor]]:
     """(who holds which part of each Hugging Face tensor, this rank's own parts), by name; collective.
 
-    Of all that engines sample with: layers that predict further tokens are left out.  A tied output layer is one more
-    copy of the embedding.  Own parts are the parameters themselves.
+    A tied output layer is one more copy of the embedding.  Own parts are the parameters themselves.
+
+    Args:
+        heads: with the layers that predict further tokens, where the model has them.
     """
     mine = _own(policy)
     rank = policy.ranks.rank
@@ -314,7 +316,7 @@ def holdings(policy: Policy) -> tuple[dict[str, HeldTensor], dict[str, OwnTensor
     own: dict[str, OwnTensor] = {}
     for entry in _table(policy):
         rule = entry.rule
-        if is_head(rule.megatron):
+        if is_head(rule.megatron) and not heads:
             continue
         shapes = _shapes(policy, entry.rule)
         key = (rule.kind, entry.shape, entry.copies, shapes)
