@@ -28,7 +28,7 @@ from hpcrl.engine import start_phases
 from hpcrl.engine.health import CoreWatchdog, ServerLog, StoppedProcess, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, REALM, read_key
 from hpcrl.engine.multi_node import bound_socket, meet, variables
-from hpcrl.engine.server_settings import LISTEN_FD, build, check_drafts, gpu_wishes, server_environment
+from hpcrl.engine.server_settings import LISTEN_FD, build, gpu_wishes, server_environment
 from hpcrl.engines.http import HEALTH, REFUSED, TURN, Address, ask, status
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
@@ -68,7 +68,6 @@ class EngineSupervisor:
         self.name = f"engine {context.index} on {self.place.host}"
         self.backend = backend(context.options, context.plan, self.found.cpu)
         self._check_added()
-        check_drafts(context.options, self.found)
         read_config(context.options.hf_checkpoint)
         os.environ |= {KEY_FILE: str(context.rundir.keys / HTTP_KEY), REALM: self._realm()}
         self.key = read_key().decode()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.sampling import SPECULATION
 from hpcrl.config.setting_names import gather_table
 from hpcrl.engine.drafts import REFRESHED
 from hpcrl.engine.gpu_sharing import ON_CPU, SLEEP_LEVEL
@@ -96,16 +95,6 @@ def check_version(found: str) -> None:
         raise UsageError(
             f"vLLM {found} is installed, {OLDEST[0]}.{OLDEST[1]} is the oldest that hpcrl works with",
             "see docs/install.md for what goes together",
-        )
-
-
-def check_drafts(options: Options, found: Build) -> None:
-    """Raise UsageError for drafts on vLLM's CPU build: it checks them at a temperature that it has not set, so that
-    other tokens come out.
-    """
-    if found.cpu and options.vllm.get("speculative_config"):
-        raise UsageError(
-            f"{SPECULATION}: vLLM's CPU build samples otherwise with drafts than without", "leave it out on CPUs"
         )
 
 

@@ -1,23 +1,27 @@
-"""Speculative decoding beside weight updates: the policy's tokens and log-probs, whatever a draft has proposed."""
+"""Speculative decoding and weight updates: the policy's tokens and log-probs, whatever a draft has proposed; and the
+layer that drafts, which an update brings."""
 
 from __future__ import annotations
 
 import json
 import re
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpcrl.config.options import Options
-from hpcrl.engine.server_settings import Build, check_drafts
-from hpcrl.errors import UsageError
+from hpcrl.errors import HpcrlError
 from hpcrl.slime.arguments import translate
+from hpcrl.weights.comparison import digest
 from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Side, generate
 from tests.support.forked_engines import Nursery
-from tests.support.mtp_models import make_mimo
+from tests.support.mtp_models import make_glm, make_mimo
 from tests.support.tiny import make_family
 
 pytestmark = pytest.mark.vllm
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.vllm
 #: what slime's scripts of GLM-4.5 and later give
 EAGLE = "--sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 2 --sglang-speculative-eagle-topk 1"
 EAGLE += " --sglang-speculative-num-draft-tokens 3"
+DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{which}_tokens_total" for which in ("draft", "accepted"))
 
 
 def with_draft_layer(directory: Path) -> Path:
@@ -65,7 +70,7 @@ def counted(side: Side, name: str) -> float:
 
 
 def test_drafts_change_no_token_and_no_logprob(nursery: Nursery, tmp_path: Path) -> None:
-    """Greedy responses: sampling with drafts is wrong in vLLM's CPU build, which `check_drafts` refuses in a run."""
+    """Greedy responses, of an engine whose drafting layer stays that of its files."""
     model = with_draft_layer(tmp_path / "model")
     told = translate(EAGLE.split())
     engines = nursery.engines(
@@ -85,17 +90,19 @@ def test_drafts_change_no_token_and_no_logprob(nursery: Nursery, tmp_path: Path)
             ]
             assert answer["token_ids"] == logits.argmax(-1).tolist()
         side.push(side.reference.step(seed))
-    assert counted(side, "vllm:spec_decode_num_draft_tokens_total") > 200
-    assert counted(side, "vllm:spec_decode_num_accepted_tokens_total") > 10
+    assert counted(side, DRAFTED) > 200
+    assert counted(side, ACCEPTED) > 10
     side.close()
     assert engines.stop() == [0]
 
 
 def test_a_model_type_that_transformers_lacks(nursery: Nursery, tmp_path: Path) -> None:
-    """MiMo is Qwen2 but for the layer that predicts a further token, which no update brings; its own code is not run."""
+    """MiMo is Qwen2 but for the layer that predicts a further token, of which an engine that does not draft gets
+    nothing; its own code is not run."""
     engines = nursery.engines(
         tmp_path / "run",
         make_mimo(tmp_path / "mimo"),
+        mtp_num_layers=1,
         check_weight_update_equal=True,
         update_weight_buffer_size=SMALL,
     )
@@ -107,8 +114,121 @@ def test_a_model_type_that_transformers_lacks(nursery: Nursery, tmp_path: Path) 
     assert engines.stop() == [0]
 
 
-def test_drafts_on_a_cpu_are_refused_in_a_run() -> None:
-    options = Options(vllm=translate(EAGLE.split()).values["vllm"])
-    with pytest.raises(UsageError, match="--vllm-speculative-config: vLLM's CPU build samples"):
-        check_drafts(options, Build("0.32.0", True))
-    check_drafts(options, Build("0.32.0", False))
+MADE = {"qwen2": (make_mimo, "shm"), "glm4_moe": (make_glm, "disk")}
+
+
+@dataclass
+class Drafting:
+    """An engine that drafts with a layer which updates bring, and the layer's tensors as its files have them."""
+
+    side: Side
+    heads: dict[str, torch.Tensor]
+
+    def push(self, heads: dict[str, torch.Tensor]) -> None:
+        self.side.push([*self.side.reference.pairs(), *heads.items()])
+
+    def share(self, prompts: int) -> tuple[list[dict[str, Any]], float]:
+        """Sampled responses at temperature 1, and what share of the drafts was accepted."""
+        address = self.side.engines.address()
+        before = [counted(self.side, name) for name in (ACCEPTED, DRAFTED)]
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(lambda seed: generate(address, PROMPT, 48, seed=seed), range(prompts)))
+        accepted, drafted = (
+            counted(self.side, name) - old for name, old in zip((ACCEPTED, DRAFTED), before, strict=True)
+        )
+        return found, accepted / drafted
+
+
+def heads_of(model: Path, plain: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint's layer for further tokens, without the copies of the model's own."""
+    known = load_file(plain / "model.safetensors")
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    found = load_file(model / "model.safetensors")
+    return {name: tensor for name, tensor in found.items() if name not in known and not name.endswith(copies)}
+
+
+@pytest.fixture(scope="module", params=MADE)
+def drafting(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Drafting]:
+    make, transfer = MADE[request.param]
+    root = tmp_path_factory.mktemp(request.param)
+    model, plain = make(root / "model"), make_family(root / "plain", request.param)
+    engines = nursery.engines(
+        root / "run",
+        model,
+        check_weight_update_equal=True,
+        update_weight_buffer_size=SMALL,
+        weight_transfer=transfer,
+        mtp_num_layers=1,
+        vllm={"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+    )
+    side = Side(engines, plain)
+    with torch.no_grad():
+        side.reference.model.lm_head.weight.mul_(6.0)  # of the likeliest token a fifth, so that a temperature shows
+    yield Drafting(side, heads_of(model, plain))
+    side.close()
+    assert engines.stop() == [0]
+
+
+def test_updates_bring_the_drafting_layer(drafting: Drafting) -> None:
+    """Bit for bit, next to the model's; one of its tensors left out is refused by name."""
+    side, fleet = drafting.side, drafting.side.sender.fleet
+    assert fleet is not None
+    [[manifest]] = fleet.call("asking", "hpcrl_manifest")
+    assert manifest["tensors"].keys() == dict(side.reference.pairs()).keys() | drafting.heads.keys()
+    noise = torch.Generator().manual_seed(3)
+    moved = {n: t + 0.1 * torch.randn(t.shape, generator=noise) for n, t in drafting.heads.items()}
+    drafting.push(moved)
+    assert side.distance() <= CLOSE
+    old = {name: digest(tensor) for name, tensor in drafting.heads.items()}
+    new = {name: digest(tensor) for name, tensor in (*side.reference.pairs(), *moved.items())}
+    for expected, wrong in ((new, set()), (new | old, set(old))):
+        [[told]] = fleet.call("comparing", "hpcrl_check", json.dumps({manifest["worker"]: expected}))
+        assert (set(told["different"]), told["unknown"]) == (wrong, [])
+    left = sorted(moved)[-1]
+    with pytest.raises(HpcrlError, match=f"has not exported 1 tensors of the engines,.*{left}"):
+        drafting.push({name: tensor for name, tensor in moved.items() if name != left})
+
+
+def test_sampled_tokens_are_the_policys(drafting: Drafting) -> None:
+    """At temperature 1, drafts accepted and not: where each token lies in the policy's own distribution, likeliest
+    first, is spread evenly over 20 bins: chi-square at most 60 (one time in 300,000 it is more by chance), which a
+    temperature of 1.1 exceeds.  Log-probs are the policy's, and drafts come from the layer that was sent last."""
+    side = drafting.side
+    drafting.push(copying(drafting.heads))
+    found, share = drafting.share(100)
+    assert max(side.reference.distance(PROMPT, one) for one in found[:10]) <= CLOSE
+    tokens = torch.tensor([one["token_ids"] for one in found])
+    with torch.no_grad():
+        whole = torch.cat([torch.tensor(PROMPT).repeat(len(tokens), 1), tokens], 1)
+        logits = side.reference.model(whole).logits[:, len(PROMPT) - 1 : -1].double()
+    assert chi_square(logits, tokens) < 60 < chi_square(logits / 1.1, tokens)
+    drafting.push(drafting.heads)
+    assert share > 0.03 and share > 3 * drafting.share(30)[1]
+
+
+def copying(heads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer that says of the next token what the policy said of the last one."""
+    found = {
+        name: tensor * (0.0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+        for name, tensor in heads.items()
+    }
+    for name in found:
+        if name.endswith(("input_proj.weight", "eh_proj.weight")):
+            halves = [torch.eye(len(found[name])), torch.zeros(len(found[name]), len(found[name]))]
+            found[name] = torch.cat(halves if name.endswith("input_proj.weight") else halves[::-1], 1)
+        elif "norm" in name:
+            found[name] = torch.ones_like(found[name])
+    return found
+
+
+def chi_square(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+    """Of the tokens' places in their distributions, [n, length, vocabulary], over 20 bins."""
+    chances = logits.softmax(-1)
+    own = chances.gather(2, tokens[:, :, None])
+    even = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    places = (chances * (chances > own)).sum(-1) + own[..., 0] * even
+    counts = torch.histc(places, 20, 0, 1)
+    each = tokens.numel() / 20
+    return float(((counts - each) ** 2 / each).sum())

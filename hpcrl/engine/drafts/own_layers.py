@@ -44,8 +44,13 @@ class OwnLayers:
         return iter(self._named.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each once, as of a module; a router's bias is its experts' too."""
+        seen = set[int]()
         for path, layer in self._named.items():
-            yield from layer.named_parameters(path, recurse=False)
+            for name, parameter in layer.named_parameters(path, recurse=False):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load some of the tensors, which `holdings` names; the parameters that they went to."""

@@ -82,12 +82,12 @@ def check_heads(o: Options, family: Family, config: Config) -> None:
         raise UsageError(f"{shown}: {min(known, MOST)} is the most for this model", "give that many")
     if o.refreshes_drafts and asked != known:
         raise UsageError(
-            f"{shown} and --vllm-speculative-config: engines draft with {known} layers, and updates would bring {asked}",
+            f"{shown} and --vllm-speculative-config: engines draft with {known} layers, updates bring {asked}",
             "leave one of them out",
         )
     if o.refreshes_drafts and config.get("quantization_config"):
         raise UsageError(
-            f"{shown} and --vllm-speculative-config: no update brings engines of quantised weights what they draft with",
+            f"{shown} and --vllm-speculative-config: updates do not bring quantised layers to draft with",
             "leave one of them out",
         )
 
