@@ -27,6 +27,7 @@ from hpcrl.queue.server import QueueServer
 from hpcrl.report.timeline.spans import IMPORT, MAKE, REQUESTS, process_began, role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
+from hpcrl.rollout.engines.accepted_drafts import AcceptedDrafts
 from hpcrl.rollout.engines.concurrency_limit import read_metrics
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
@@ -91,6 +92,7 @@ class RolloutRole:
             self.options, work, self.pool, client, samples, self.timeline, self._in_time, self._made
         )
         self.store = GroupStore(self.options, work.source, context.rundir)
+        self.drafts = AcceptedDrafts(self.pool, self.options)
         look_at = functools.partial(read_metrics, self.pool) if self.options.never_waits else None
         self.groups = RolloutGenerator(self.options, self.store, self.sampler, client.abort, look_at, work.total)
         self.generator: RolloutGenerator | CustomGenerator | GeneratedAhead = self.groups
@@ -252,6 +254,7 @@ class RolloutRole:
 
     async def _make(self, rollout_id: int, version: int, consumed: int) -> None:
         await self.pool.connect()
+        await self.drafts.begin()
         begun, at = time.monotonic(), self.timeline.now()
         waited = begun - (self._idle_since or begun)
         if self.groups.continuous and self._idle_since is not None:
@@ -274,6 +277,7 @@ class RolloutRole:
         metrics |= (
             self.pool.loads.measures() | self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics
         )
+        metrics |= await self.drafts.measures()
         if self.work.samples and self.options.staleness_bound != 0:
             metrics |= ages(samples, consumed)
         metrics = await self.work.hooks.log(samples, metrics, seconds)

@@ -70,17 +70,22 @@ class ConcurrencyLimit:
         return max(0, min(wanted, (self.limit - in_flight) // self.group))
 
 
-def parse(text: str) -> EngineMetrics | None:
-    """A reading from Prometheus' text, summed over labels (the fullest cache); None if it has not all of it."""
+def values_of(text: str, names: Sequence[str]) -> dict[str, list[float]] | None:
+    """Name -> its values, one for each set of labels, of Prometheus' text; None if it has not all of them."""
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
         name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
-        if name in (RUNNING, WAITING, CACHE):
+        if name in names:
             try:
                 found.setdefault(name, []).append(float(rest.rpartition(" ")[2]))
             except ValueError:
                 return None
-    if len(found) < 3:
+    return found if len(found) == len(names) else None
+
+
+def parse(text: str) -> EngineMetrics | None:
+    """A reading from Prometheus' text, summed over labels (the fullest cache); None if it has not all of it."""
+    if (found := values_of(text, (RUNNING, WAITING, CACHE))) is None:
         return None
     return EngineMetrics(sum(found[RUNNING]), sum(found[WAITING]), max(found[CACHE]))
 
@@ -93,8 +98,14 @@ async def read_metrics(pool: EnginePool) -> list[EngineMetrics]:
 
 
 async def _ask(engine: PooledEngine) -> EngineMetrics | None:
+    text = await metrics_text(engine)
+    return None if text is None else parse(text)
+
+
+async def metrics_text(engine: PooledEngine) -> str | None:
+    """What an engine says of itself, Prometheus' text; None if it does not within SECONDS."""
     try:
         async with engine.session.get(engine.at(PATH), timeout=aiohttp.ClientTimeout(total=SECONDS)) as answer:
-            return parse(await answer.text()) if answer.status == 200 else None
+            return await answer.text() if answer.status == 200 else None
     except (aiohttp.ClientError, OSError, TimeoutError):
         return None
