@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.models.family import Config, Family, refuse, require
-from hpcrl.models.shared import mla
+from hpcrl.models.shared import mla, mtp
 
 
 def transformer(config: Config) -> dict[str, Any]:
@@ -20,4 +20,6 @@ def transformer(config: Config) -> dict[str, Any]:
     )
 
 
-FAMILY = Family(model_type="deepseek_v3", transformer=transformer, gpt=mla.gpt, rules=mla.RULES)
+FAMILY = Family(
+    model_type="deepseek_v3", transformer=transformer, gpt=mla.gpt, rules=mla.RULES, heads=mla.HEADS, copies=mtp.COPIES
+)

@@ -11,7 +11,6 @@ from hpcrl.models.family import Config, Family
 from hpcrl.models.shared import dense, moe, mtp
 
 NEEDED = (*moe.SIGMOID, "first_k_dense_replace", "attention_bias")
-BEHIND = "model.layers.{behind}."
 
 
 def transformer(config: Config) -> dict[str, Any]:
@@ -37,9 +36,6 @@ FAMILY = Family(
     transformer=transformer,
     gpt=gpt,
     rules=RULES,
-    heads=mtp.heads(RULES, "experts", BEHIND, ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
-    copies={
-        BEHIND + "embed_tokens.weight": "model.embed_tokens.weight",
-        BEHIND + "shared_head.head.weight": "lm_head.weight",
-    },
+    heads=mtp.heads(RULES, "experts", mtp.BEHIND, mtp.OWN),
+    copies=mtp.COPIES,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcrl.errors import DataError
 from hpcrl.models.family import Config, Family, require
-from hpcrl.models.shared import mla
+from hpcrl.models.shared import mla, mtp
 
 
 def transformer(config: Config) -> dict[str, Any]:
@@ -28,4 +28,11 @@ def transformer(config: Config) -> dict[str, Any]:
     return mla.settings(config, sparse)
 
 
-FAMILY = Family(model_type="glm4_moe_lite", transformer=transformer, gpt=mla.gpt, rules=mla.RULES)
+FAMILY = Family(
+    model_type="glm4_moe_lite",
+    transformer=transformer,
+    gpt=mla.gpt,
+    rules=mla.RULES,
+    heads=mla.HEADS,
+    copies=mtp.COPIES,
+)

@@ -6,4 +6,4 @@ from dataclasses import replace
 
 from hpcrl.models import deepseek_v3
 
-FAMILY = replace(deepseek_v3.FAMILY, model_type="kimi_k2")
+FAMILY = replace(deepseek_v3.FAMILY, model_type="kimi_k2", heads=(), copies={})  # published ones have no further layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from tests.support.tiny import make_family
 
 def make_mimo(directory: str | Path, **more: Any) -> Path:
     """Save a random MiMo, and a tokenizer, in `directory`; returns it.  more: as of `make_family`."""
-    model = make_family(directory, "qwen2", **more)
+    return as_mimo(make_family(directory, "qwen2", **more))
+
+
+def as_mimo(model: Path) -> Path:
+    """Make a Qwen2 in a directory a MiMo, whose further layer is random; returns it."""
     config, tensors = _read(model)
     last = f"model.layers.{config['num_hidden_layers'] - 1}."
     head = "model.mtp_layers.0."
@@ -29,9 +34,10 @@ def make_mimo(directory: str | Path, **more: Any) -> Path:
     return _write(model, config | known | {"attention_bias": True}, tensors)
 
 
-def make_glm(directory: str | Path, **more: Any) -> Path:
-    """Save a random GLM-4.5 with experts, as published ones are: with copies of embedding and output layer."""
-    model = make_family(directory, "glm4_moe", **more)
+def make_glm(directory: str | Path, family: str = "glm4_moe", **more: Any) -> Path:
+    """Save a random GLM-4.5 with experts, or another family whose checkpoints have the layer behind the last one, as
+    published ones are: with copies of embedding and output layer."""
+    model = make_family(directory, family, **more)
     config, tensors = _read(model)
     layers = config["num_hidden_layers"]
     head = f"model.layers.{layers}."
@@ -45,6 +51,11 @@ def make_glm(directory: str | Path, **more: Any) -> Path:
 
 
 MAKERS = {"mimo": make_mimo, "glm4_moe": make_glm}
+MAKERS |= {
+    "deepseek_v3": partial(make_glm, family="deepseek_v3"),
+    # what transformers has in the two inner norms, whatever config.json says
+    "glm4_moe_lite": partial(make_glm, family="glm4_moe_lite", rms_norm_eps=1e-6),
+}
 
 
 def _read(model: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

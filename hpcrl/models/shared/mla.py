@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcrl.models.family import Config, Rule, refuse, require, rope
-from hpcrl.models.shared import dense, moe
+from hpcrl.models.shared import dense, moe, mtp
 from hpcrl.models.shared.dense import H, M
 
 NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", *moe.SIGMOID)
@@ -120,3 +120,4 @@ ATTENTION = (
     Rule(M + "pre_mlp_layernorm.weight", "same", (H + "post_attention_layernorm.weight",)),
 )
 RULES = (*dense.EMBEDDINGS, *ATTENTION, *dense.MLP, *moe.SIGMOID_RULES)
+HEADS = mtp.heads(RULES, "experts", mtp.BEHIND, mtp.OWN)  #: of the layer behind the last one

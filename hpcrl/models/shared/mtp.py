@@ -22,6 +22,14 @@ from hpcrl.models.family import Config, Family, Kind, Rule, registry
 from hpcrl.models.shared.dense import H, M
 
 HEADS = "mtp.layers.{layer}."  #: what Megatron's names begin with
+#: of a checkpoint that has such a layer among the model's own, behind the last one: how its names begin, those of its
+#: own four parts, and its copies of the model's tensors
+BEHIND = "model.layers.{behind}."
+OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+COPIES = {
+    BEHIND + "embed_tokens.weight": "model.embed_tokens.weight",
+    BEHIND + "shared_head.head.weight": "lm_head.weight",
+}
 _NEWER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
 MOST = 1  #: layers that the families' checkpoints have, and that vLLM's models draft with
 

@@ -38,6 +38,7 @@ NAMES = {
     "mimo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), True),
     "glm4_moe": ("model.layers.2.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), False),
 }
+NAMES |= dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), NAMES["glm4_moe"])
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -47,6 +48,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dp2 cp2": ("mimo", 4, {"context_parallel_size": 2}),
     "experts": ("glm4_moe", 1, {}),
     "experts, ep2": ("glm4_moe", 2, {"expert_model_parallel_size": 2}),
+    "latent": ("deepseek_v3", 1, {}),
+    "latent, lite": ("glm4_moe_lite", 1, {}),
 }
 
 
@@ -127,7 +130,7 @@ def expected(name: str, model: Path, scale: float) -> tuple[float, dict[str, tor
     kind = {"mimo": "qwen2"}.get(name, name)
     fields = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields)).float()
-    single = {"num_hidden_layers": 1, "layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 0}
+    single = {"num_hidden_layers": 1, "layer_types": None, "mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
     layer = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(fields | single))).float()
     from_files(base, tensors, "model.layers.", "model.layers.")
     from_files(layer, tensors, head, "model.layers.0.")
@@ -200,7 +203,7 @@ def test_the_policy_does_not_notice_them(models: dict[str, Path], layout: str) -
     assert metrics["train/mtp_loss"] == pytest.approx(expected(name, models[name], 0.2)[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tp2 sp", "pp2", "dp2 cp2", "experts"])
+@pytest.mark.parametrize("layout", ["one rank", "tp2 sp", "pp2", "dp2 cp2", "experts", "latent", "latent, lite"])
 def test_their_gradient_is_torchs(models: dict[str, Path], layout: str) -> None:
     name, n, _ = LAYOUTS[layout]
     more: dict[str, Any] = HEADS | {"mtp_loss_scaling_factor": 0.3}
