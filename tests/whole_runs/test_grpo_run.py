@@ -43,6 +43,7 @@ from hpcrl.report.timeline.spans import (
 )
 from hpcrl.run.engine_files import EngineView, end_of, read_views
 from hpcrl.run.rundir import RunDir
+from tests.support.mtp_models import make_mimo
 from tests.support.runs import KEPT, NO_AGENT, POLICY, REPO, Run, all_gone, metrics, recipe, role_pid, rows, samples
 
 pytestmark = pytest.mark.vllm
@@ -446,3 +447,30 @@ def test_long_prompts_that_do_not_fit_one_batch(tmp_path: Path, task: Path) -> N
     status, out = run.end()
     assert status == 0, out + run.logs()
     assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in metrics(run.root).values())
+
+
+def test_a_run_that_trains_what_drafts(tmp_path: Path, task: Path) -> None:
+    """Two tensor-parallel ranks send their own pieces, whole and then what has changed; each update is compared."""
+    drafts = '{ method = "mtp", num_speculative_tokens = 1 }'
+    more = {
+        "num_rollout": 3,
+        "actor_num_gpus_per_node": 2,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "weight_update": "delta",
+        "weight_update_check_interval": 1,
+        "mtp_num_layers": 1,
+        "enable_mtp_training": True,
+    }
+    path = recipe(tmp_path, task, **(POLICY | NO_AGENT | more | {"run_dir": str(tmp_path / "run")}))
+    path.write_text(path.read_text() + f"[vllm]\nspeculative_config = {drafts}\n")
+    run = Run(path, "--hf-checkpoint", make_mimo(tmp_path / "model"), root=tmp_path / "run")
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    assert "no weight update brings" not in out
+    found = [row for row in rows(run.root) if "train/loss" in row]
+    assert len(found) == 3
+    for row in found:
+        assert 0 <= row["rollout/spec_accept_rate"] <= 1 <= row["rollout/spec_accept_length"] <= 2
+        assert row["train/mtp_loss"] > 0 and row["perf/update_weights_bytes"] > 0
+        assert not own_metrics([name for name in row if name.startswith("rollout/spec")])

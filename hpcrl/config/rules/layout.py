@@ -132,8 +132,8 @@ def check_sharing(o: Options) -> None:
         )
     if o.sleep_level == 2 and o.drafts_with_weights:
         raise UsageError(
-            "--rollout-sleep-level 2 with --vllm-speculative-config: the drafts' weights would go with the others, "
-            "and no update brings them",
+            "--rollout-sleep-level 2 with --vllm-speculative-config: engines that draft with weights keep all of them "
+            "in host memory, which is level 1",
             "leave one of them out",
         )
 

@@ -1,0 +1,48 @@
+"""The share of accepted drafts, from the engines' counters."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.rollout.engines import accepted_drafts
+from hpcrl.rollout.engines.accepted_drafts import AcceptedDrafts, counts_in
+
+TEXT = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="policy"}} {checked}
+vllm:spec_decode_num_drafts_total{{engine="1",model_name="policy"}} 1.0
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="policy"}} {drafted}
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="policy"}} {accepted}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="policy",position="0"}} 99.0
+"""
+
+
+def test_counters_are_summed_over_labels() -> None:
+    assert counts_in(TEXT.format(checked="9.0", drafted="20.0", accepted="5.0")) == (10, 20, 5)
+    assert counts_in(TEXT.partition("vllm:spec_decode_num_accepted_tokens_total")[0]) is None
+
+
+def test_a_share_is_of_one_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is silent counts nothing, one that came meanwhile from its start; without drafts: no number."""
+    said: dict[int, str | None] = {}
+
+    async def text(engine: Any) -> str | None:
+        return said[engine.number]
+
+    monkeypatch.setattr(accepted_drafts, "metrics_text", text)
+    pool: Any = SimpleNamespace(engines=[SimpleNamespace(number=0), SimpleNamespace(number=1)])
+    drafts = AcceptedDrafts(pool, Options(vllm={"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}))
+    said |= {0: TEXT.format(checked=10, drafted=20, accepted=20), 1: TEXT.format(checked=1, drafted=2, accepted=2)}
+    asyncio.run(drafts.begin())
+    assert asyncio.run(drafts.measures()) == {}
+    said |= {0: TEXT.format(checked=20, drafted=40, accepted=25), 1: None}
+    told = {"rollout/spec_accept_rate": 0.25, "rollout/spec_accept_length": 1.5}
+    assert asyncio.run(drafts.measures()) == told
+    pool.engines.append(SimpleNamespace(number=2))
+    said[2] = TEXT.format(checked=9, drafted=20, accepted=5)
+    assert asyncio.run(drafts.measures()) == told
+    assert asyncio.run(AcceptedDrafts(pool, Options()).measures()) == {}
