@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,11 @@ def test_a_model_type_that_transformers_lacks(nursery: Nursery, tmp_path: Path) 
     assert engines.stop() == [0]
 
 
-MADE = {"qwen2": (make_mimo, "shm"), "glm4_moe": (make_glm, "disk")}
+MADE = {
+    "qwen2": (make_mimo, "shm"),
+    "glm4_moe": (make_glm, "disk"),
+    "deepseek_v3": (partial(make_glm, family="deepseek_v3"), "gloo"),
+}
 
 
 @dataclass
@@ -191,6 +196,7 @@ def test_updates_bring_the_drafting_layer(drafting: Drafting) -> None:
         drafting.push({name: tensor for name, tensor in moved.items() if name != left})
 
 
+@pytest.mark.parametrize("drafting", ["qwen2"], indirect=True)
 def test_sampled_tokens_are_the_policys(drafting: Drafting) -> None:
     """At temperature 1, drafts accepted and not: where each token lies in the policy's own distribution, likeliest
     first, is spread evenly over 20 bins: chi-square at most 60 (one time in 300,000 it is more by chance), which a
@@ -209,17 +215,13 @@ def test_sampled_tokens_are_the_policys(drafting: Drafting) -> None:
 
 
 def copying(heads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A layer that says of the next token what the policy said of the last one."""
-    found = {
-        name: tensor * (0.0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
-        for name, tensor in heads.items()
-    }
-    for name in found:
-        if name.endswith(("input_proj.weight", "eh_proj.weight")):
-            halves = [torch.eye(len(found[name])), torch.zeros(len(found[name]), len(found[name]))]
-            found[name] = torch.cat(halves if name.endswith("input_proj.weight") else halves[::-1], 1)
-        elif "norm" in name:
-            found[name] = torch.ones_like(found[name])
+    """MiMo's layer so that it says of the next token what the policy said of the last one."""
+    found = {name: torch.ones_like(tensor) if "norm" in name else tensor for name, tensor in heads.items()}
+    for name, tensor in found.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            found[name] = torch.zeros_like(tensor)
+        elif name.endswith("input_proj.weight"):
+            found[name] = torch.eye(*tensor.shape)  # of its columns those of the hidden states come first
     return found
 
 
