@@ -94,3 +94,8 @@ def test_drafts_are_accepted_as_they_are_trained(seed: int, tmp_path: Path) -> N
     subprocess.run([sys.executable, "-m", "hpcrl", *map(str, convert)], check=True, cwd=REPO)
     grpo("kept on, trained", better, None, *TRAINED)
     grpo("kept on, left out", better, None)
+    trained, held, kept, left = found.values()
+    assert trained[-1] > trained[0] + 0.3, "it does not rise with training"
+    assert max(held) < trained[-1] / 3, "it rises without training"
+    assert min(kept) > kept[0] - 0.1, "it is lost"
+    assert sum(left[-5:]) < sum(kept[-5:]), "updates need not bring the layer"
