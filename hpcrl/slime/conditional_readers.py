@@ -106,4 +106,53 @@ def _setting(role: str, name: str, value: Any, given: Mapping[str, Any]) -> tupl
     )
 
 
-CONDITIONAL = (agreement, decay_style, engine_tensor_parallel, mismatch_metrics, role_settings)
+def warm_up(flag: str, given: Given) -> FlagReading:
+    """slime's Megatron takes the fraction wherever one is given, and does not look at the iterations then."""
+    if "lr-warmup-fraction" in given:
+        return FlagReading("needless", (), "no effect: --lr-warmup-fraction is given, which slime takes then")
+    return FlagReading("kept", (f"--{flag}", *given[flag]))
+
+
+def dumps(flag: str, given: Given) -> FlagReading:
+    """slime writes every rollout into the one file that is named without {rollout_id}, and keeps the last."""
+    path = one(given, flag)
+    if not path or "{rollout_id}" in path:
+        return FlagReading("kept", (f"--{flag}", *given[flag]))
+    stem = path.removesuffix(".pt")
+    why = "slime writes each rollout over the one before; here each has a file of its own, and all are kept"
+    return FlagReading("translated", (f"--{flag}", f"{stem}_{{rollout_id}}{path[len(stem) :]}"), why)
+
+
+def old_deepep(flag: str, given: Given) -> FlagReading:
+    """Older SGLang's name of its DeepEP, which spread the experts over all GPUs of an engine, as vLLM does."""
+    kind = deepep_kind(given)
+    return FlagReading("translated", ("--vllm-enable-expert-parallel", "--vllm-all2all-backend", kind))
+
+
+def deepep_kind(given: Given) -> str:
+    """vLLM's name of the kernels that --sglang-deepep-mode asks for."""
+    low = one(given, "sglang-deepep-mode") == "low_latency"
+    return "deepep_low_latency" if low else "deepep_high_throughput"
+
+
+def deepep_mode(flag: str, given: Given) -> FlagReading:
+    """A part of the all-to-all's name in vLLM."""
+    if one(given, "sglang-moe-a2a-backend") != "deepep" and "sglang-enable-deepep-moe" not in given:
+        return FlagReading("refused", (), "it belongs to --sglang-moe-a2a-backend deepep")
+    why = "it is a part of --vllm-all2all-backend"
+    if one(given, flag) == "auto":
+        why += f"; where SGLang changes kernels between prompts and responses, vLLM has {deepep_kind(given)} for both"
+    return FlagReading("needless", (), why)
+
+
+CONDITIONAL = (
+    agreement,
+    decay_style,
+    deepep_mode,
+    dumps,
+    engine_tensor_parallel,
+    mismatch_metrics,
+    old_deepep,
+    role_settings,
+    warm_up,
+)

@@ -15,7 +15,8 @@ from hpcrl.config.custom_functions import ours
 from hpcrl.config.plugin_names import needing_labels, read_words
 from hpcrl.config.setting_names import own
 from hpcrl.errors import UsageError
-from hpcrl.slime.conditional_readers import CONDITIONAL
+from hpcrl.slime.conditional_readers import CONDITIONAL, deepep_kind
+from hpcrl.slime.distillation_readers import DISTILLATION, asks_a_server
 from hpcrl.slime.flag_reading import FlagReading, Given, number, one
 from hpcrl.slime.mis_settings import mis_flags, reads_as_mis
 
@@ -45,6 +46,14 @@ def own_function(flag: str, given: Given) -> FlagReading:
     if flag not in own():
         return FlagReading("refused", (), "there is no place for such a function yet")
     return FlagReading("kept" if mine == path else "translated", (f"--{flag}", mine))
+
+
+def reward_function(flag: str, given: Given) -> FlagReading:
+    """A function of the user's, or one of the two with which slime asks a teacher."""
+    if asks_a_server(given):
+        return FlagReading("needless", (), "--opd-type vllm asks the teacher itself")
+    foreign = one(given, flag).startswith(("slime.", "vime."))
+    return own_function(flag, given) if foreign else FlagReading("kept", (f"--{flag}", *given[flag]))
 
 
 def rollout_function(flag: str, given: Given) -> FlagReading:
@@ -132,6 +141,8 @@ def _only_taught(given: Given) -> bool:
 
 def reward(flag: str, given: Given) -> FlagReading:
     """A reward that compares with labels is 0 where none are named: with a teacher the run does without it."""
+    if asks_a_server(given):
+        return FlagReading("needless", (), "slime's function that asks the teacher takes its place: every reward is 0")
     if _only_taught(given):
         return FlagReading(
             "needless", (), "without --label-key every reward is 0, and the teacher alone says what is learned"
@@ -141,6 +152,11 @@ def reward(flag: str, given: Given) -> FlagReading:
 
 def estimator(flag: str, given: Given) -> FlagReading:
     """Of rewards that are all 0 grpo makes advantages of 0, as none does without them."""
+    if asks_a_server(given):
+        own = () if "use-opd" in given else ("--use-opd", "--opd-type", "vllm")
+        return FlagReading(
+            "translated", (f"--{flag}", "none", *own), "the teacher alone says what is learned: no rewards"
+        )
     if one(given, flag) == "on_policy_distillation":  # slime's, before it had --use-opd
         why = "it is --use-opd now, with --advantage-estimator none, --opd-type vllm and --opd-teacher-url URL"
         return FlagReading("refused", (), why)
@@ -172,15 +188,6 @@ def spec(flag: str, given: Given) -> FlagReading:
     if words and words[0].startswith(("slime_plugins.", "vime_plugins.")) and words not in SPECS:
         return FlagReading("refused", (), "this model is of no family that hpcrl has")
     return FlagReading("kept", (f"--{flag}", *words))
-
-
-def teacher(flag: str, given: Given) -> FlagReading:
-    """A teacher's server answers as vLLM does."""
-    if one(given, flag) == "sglang":
-        return FlagReading(
-            "refused", (), "the teacher's server is vLLM's; give --opd-type vllm and --opd-teacher-url for --rm-url"
-        )
-    return FlagReading("kept", (f"--{flag}", *given[flag]))
 
 
 def update_mode(flag: str, given: Given) -> FlagReading:
@@ -277,15 +284,7 @@ def all_to_all(flag: str, given: Given) -> FlagReading:
         return FlagReading("needless", (), "it is vLLM's own choice then")
     if name != "deepep":
         return FlagReading("refused", (), "deepep is the one that vLLM has too")
-    kind = "deepep_low_latency" if one(given, "sglang-deepep-mode") == "low_latency" else "deepep_high_throughput"
-    return FlagReading("translated", ("--vllm-all2all-backend", kind))
-
-
-def deepep_mode(flag: str, given: Given) -> FlagReading:
-    """See `all_to_all`."""
-    if one(given, "sglang-moe-a2a-backend") == "deepep":
-        return FlagReading("needless", (), "it is a part of --vllm-all2all-backend")
-    return FlagReading("refused", (), "it belongs to --sglang-moe-a2a-backend deepep")
+    return FlagReading("translated", ("--vllm-all2all-backend", deepep_kind(given)))
 
 
 def speculation(flag: str, given: Given) -> FlagReading:
@@ -338,7 +337,6 @@ READERS: dict[str, Callable[[str, Given], FlagReading]] = {
         attention_backend,
         correction,
         data_parallel,
-        deepep_mode,
         deterministic,
         estimator,
         eval_prompt_data,
@@ -351,14 +349,15 @@ READERS: dict[str, Callable[[str, Given], FlagReading]] = {
         own_settings,
         part_of_speculation,
         reward,
+        reward_function,
         rollout_function,
         spec,
         speculation,
-        teacher,
         train_only,
         update_directory,
         update_mode,
         update_transport,
         *CONDITIONAL,
+        *DISTILLATION,
     )
 }

@@ -12,6 +12,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hpcrl.cli import main
 from hpcrl.config.options import Options
@@ -24,6 +25,7 @@ from hpcrl.slime.readers import SPECS
 from hpcrl.slime.script_notes import model_families
 from hpcrl.slime.verbatim import PLACES, recipe_and_refusals, recipe_of
 from tests.slime.guides import SCRIPT
+from tests.slime.test_mis import SETTINGS as MIS_SETTINGS
 from tests.support.published_models import MODELS
 
 SCRIPTS = json.loads(Path(__file__).with_name("scripts.json").read_text())
@@ -63,6 +65,15 @@ HONOURED: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
     "run-moonlight-16B-A3B": ((8, 1, 8), {"expert_model_parallel_size": 8}),
     "run-kimi-k2-Thinking": ((256, 16, 16), {"engine_data_parallel_size": 8, "use_tis": True}),
     "run-kimi-k2-Instruct": ((256, 16, 16), {"colocate": True}),
+    "run-deepseek-r1": ((128, 2, 64), {"engine_data_parallel_size": 8, "colocate": True}),
+    "run-glm4.5-355B-A32B": ((64, 2, 32), {"save_debug_rollout_data": "/mnt/data_{rollout_id}.pt"}),
+    "retool/retool_qwen3_4b_sft": ((8, 0, 1), {"lr_warmup_fraction": 0.9, "lr_warmup_iters": 0, "num_epoch": 3}),
+    "on_policy_distillation/run-qwen3-8B-opd": (
+        (2, 4, 1), {"use_opd": True, "advantage_estimator": "none", "opd_type": "vllm", "opd_teacher_url": "http://127.0.0.1:13141"},
+    ),
+    "train_infer_mismatch_helper/run-qwen3-4b-mis": (
+        (8, 8, 1), {"use_rs": True, "tis_clip": 2.0, "tis_clip_low": 0.5, "rs_veto_threshold": 1e-4, "tis_batch_normalize": True},
+    ),
     "run-mimo-7B-rl-eagle": ((8, 8, 1), {"mtp_num_layers": 1, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.2}),
 }  # fmt: skip
 #: script -> what is told of it, the beginning of each line
@@ -73,12 +84,8 @@ REFUSED: dict[str, list[str]] = {
         "--sglang-attention-backend nsa, --sglang-speculative-draft-attention-backend nsa: ",
         "--sglang-disaggregation-transfer-backend mooncake, --", "--sglang-config ",
     ],
-    "train_infer_mismatch_helper/run-qwen3-4b-mis": ["--custom-config-path examples/train_infer_mismatch_helper/mis.yaml: cannot read it: No such"],
     "reproducibility/run-qwen2.5-0.5B-gsm8k": ["--advantage-estimator grpo needs several responses to each prompt, and --n-sam"],
-    "retool/retool_qwen3_4b_sft": ["--lr-warmup-iters and --lr-warmup-fraction exclude each other"],
     "run-minimax-m2": ["--spec slime_plugins.models.minimax_m2 "],
-    "run-deepseek-r1": ["--sglang-enable-ep-moe, --sglang-enable-deepep-moe: ", "--sglang-deepep-mode auto: "],
-    "run-glm4.5-355B-A32B": ["--save-debug-rollout-data /mnt/data.pt is one file for all rollouts"],
     "run-glm4.7-30B-A3B": ["--enable-mtp-training and --optimizer-cpu-offload exclude each other"],
     "run-glm5-744B-A40B": [
         "--spec slime_plugins.models.glm5.glm5 ", "--allgather-cp: ", "--prefill-num-servers 1: ", "--sglang-nsa-decode-backend ",
@@ -86,9 +93,18 @@ REFUSED: dict[str, list[str]] = {
     ],
     "low_precision/run-qwen3-235B-A22B-int4": ["--int4-params-rollout: no update can bring "],
     "low_precision/run-kimi-k2-Thinking-int4": ["--int4-params-rollout: no update can bring "],
-    "on_policy_distillation/run-qwen3-8B-opd": ["--advantage-estimator on_policy_distillation: it is --use-opd now"],
     "geo3k_vlm/run_geo3k_vlm": ["--multimodal-keys "],
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def settings_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of settings that one script names by a path from where it runs, with what slime's has."""
+    root = tmp_path_factory.mktemp("cwd")
+    path = root / "examples/train_infer_mismatch_helper/mis.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(yaml.safe_dump(MIS_SETTINGS))
+    monkeypatch.chdir(root)
 
 
 def given(name: str) -> dict[str, str]:
@@ -158,6 +174,38 @@ def test_a_script_of_another_family(name: str) -> None:
     assert len(told) == len(REFUSED[name])
     for line, begins in zip(told, REFUSED[name], strict=True):
         assert line.startswith(begins), line
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "words", "why"),
+    [
+        ("run-deepseek-r1", "sglang-enable-deepep-moe", "--vllm-enable-expert-parallel --vllm-all2all-backend deepep_hi", ""),
+        ("run-deepseek-r1", "sglang-deepep-mode", "", "vLLM has deepep_high_throughput for both"),
+        ("run-glm4.5-355B-A32B", "save-debug-rollout-data", "--save-debug-rollout-data /mnt/data_{rollout_id}.pt", "over the one"),
+        ("retool/retool_qwen3_4b_sft", "lr-warmup-iters", "", "--lr-warmup-fraction is given"),
+        ("on_policy_distillation/run-qwen3-8B-opd", "rm-url", "--opd-teacher-url http://127.0.0.1:13141", "in place of SGLang"),
+        ("on_policy_distillation/run-qwen3-8B-opd", "custom-rm-path", "", "asks the teacher itself"),
+        ("on_policy_distillation/run-qwen3-8B-opd", "advantage-estimator", "--advantage-estimator none --use-opd --op", "there are no rewards"),
+    ],
+)  # fmt: skip
+def test_what_changes_is_told(name: str, flag: str, words: str, why: str) -> None:
+    program, *given_words = words_of(name)
+    [line] = [line for line in translate(given_words, program).lines if line.flag == flag]
+    assert " ".join(line.reading.words).startswith(words) and why in line.reading.why
+    assert line.reading.outcome == ("translated" if words else "needless")
+
+
+@pytest.mark.parametrize(
+    ("without", "more"),
+    [("--rm-url", ""), ("--custom-reward-post-process-path", ""), ("", "--use-opd"), ("", "--custom-rm-path mine.reward_func")],
+)  # fmt: skip
+def test_a_part_of_a_teacher_is_none(without: str, more: str) -> None:
+    """The name of older releases stands for a teacher only with the functions and the address that make one."""
+    _, *words = words_of("on_policy_distillation/run-qwen3-8B-opd")
+    given_words = split_flags([*words, *more.split()])
+    given_words.pop(without.removeprefix("--"), None)
+    kept = [word for flag, values in given_words.items() for word in (f"--{flag}", *values)]
+    assert any("--advantage-estimator on_policy_distillation" in str(error) for error in translate(kept).wrong)
 
 
 def test_drafts_that_no_update_brings() -> None:
