@@ -247,6 +247,8 @@ def part_shape(rule: Rule, fields: Mapping[str, Any], vocab: int, tp: int, etp: 
         return (-(-vocab // tp), hidden)
     if "eh_proj" in name:
         return (hidden // tp, 2 * hidden)
+    if rule.kind == "over_heads":
+        return (fields["num_attention_heads" if ".q_layernorm." in name else "num_query_groups"] * head,)
     if rule.kind == "same":
         if ".q_layernorm." in name or ".k_layernorm." in name:
             return (head,)

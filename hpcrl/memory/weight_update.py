@@ -256,7 +256,7 @@ class _Needed:
         parts = self.tp if rule.expert is None else self.size
         for local in range(self.size):
             workers = range(local, self.size * self.engines, self.size)  # the same one of each engine
-            if owner is not None or rule.kind == "same":
+            if owner is not None or rule.kind in ("same", "over_heads"):
                 yield workers, [(0, shape[0])] if owner in (None, local) else [], None
                 continue
             place = local % parts

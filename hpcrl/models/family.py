@@ -25,7 +25,7 @@ Config = Mapping[str, Any]
 SCALES = (".weight_scale", ".weight_scale_inv")  #: how the names of a quantised matrix's scales end
 Kind = Literal[
     *("same", "row", "column", "column_swapped", "qkv", "gated_qkv", "gate_up", "fused_gate_up", "vocab"),
-    *("delta_in", "delta_in_apart", "delta_conv"),
+    *("delta_in", "delta_in_apart", "delta_conv", "over_heads"),
 ]
 
 
@@ -51,6 +51,7 @@ class Rule:
             gate_up  two tensors, each cut by rows, stacked; fused_gate_up: one that holds the two, one below the other
             column_swapped  rows are cut, and the left and the right half of the columns change places
             delta_in, delta_in_apart, delta_conv  of a gated delta net, key head by key head
+            over_heads  as same, of a norm over all heads of queries or keys together
         hf: names of the tensors, with {layer} and {expert}.
         layers: those that have it: all, only the dense ones, or only those with experts.
         attention: those that have it: all, only those with softmax attention, or only those with a linear one.

@@ -338,6 +338,7 @@ def _convolved(head: int, s: Shapes) -> Iterator[tuple[int, int, int]]:
 
 CUTS: dict[str, Cut] = {
     "same": Same(),
+    "over_heads": Same(),
     "row": RowParallel(),
     "column": ColumnParallel(),
     "column_swapped": ColumnSwapped(),

@@ -173,6 +173,7 @@ SPECS = tuple(
     for plugins in ("slime_plugins", "vime_plugins")
     for module, name in (
         ("glm4", "get_glm_spec"),
+        ("minimax_m2", "get_minimax_m2_layer_spec"),
         ("qwen3_5", "get_qwen3_5_spec"),
         ("qwen3_next", "get_qwen3_next_spec"),
     )

@@ -37,6 +37,11 @@ PUBLISHED = {
     "Qwen3-30B-A3B": 30.53, "Qwen3-235B-A22B": 235.1, "Llama-3.1-8B": 8.030, "Llama-3.2-3B": 3.213, "GLM-4-9B-0414": 9.40,
     "GLM-4.5-Air": 106.85, "GLM-4.5": 352.8,
 }  # fmt: skip
+#: the same as their names and reports say, rounded; without layers for further tokens
+ABOUT = {
+    "DeepSeek-R1": 671, "Kimi-K2-Instruct": 1030, "Kimi-K2-Thinking": 1030, "Moonlight-16B-A3B": 16, "GLM-4.7-Flash": 30,
+    "Qwen3-Next-80B-A3B": 80, "Qwen3.5-35B-A3B": 35, "Qwen3.5-27B": 27, "MiniMax-M2": 229, "MiMo-7B-RL": 7.6, "Qwen3-14B": 14.8,
+}  # fmt: skip
 REFERENCE = {
     "GLM4-9B": "GLM-4-9B-0414",
     "Qwen3-4B": "Qwen3-4B",
@@ -66,6 +71,12 @@ def quantized(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name: str) -> None:
     assert whole_model(*of(name)).all / 1e9 == pytest.approx(PUBLISHED[name], rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ABOUT)
+def test_parameters_are_about_what_names_say(name: str) -> None:
+    """Within 2 %."""
+    assert whole_model(*of(name)).all / 1e9 == pytest.approx(ABOUT[name], rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3-30B-A3B", "GLM-4.5"])

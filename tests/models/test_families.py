@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,7 @@ def test_helpers_are_no_families() -> None:
         "kimi_k2",
         "glm4_moe_lite",
         "mimo",
+        "minimax_m2",
         "qwen3_next",
         "qwen3_5",
         "qwen3_5_text",
@@ -109,6 +111,30 @@ def test_helpers_are_no_families() -> None:
         "qwen3_5_moe_text",
     }
     assert set(family.registry()) == known
+
+
+# ---- norms over all heads
+
+MINIMAX = {**CONFIG, "model_type": "minimax_m2", "head_dim": 16, "rotary_dim": 8, "num_local_experts": 8}
+MINIMAX |= {"num_experts_per_tok": 2, "scoring_func": "sigmoid", "use_routing_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"scoring_func": None}, "lacks scoring_func"),
+        ({"use_routing_bias": False}, "use_routing_bias"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type"),
+        ({"shared_intermediate_size": 64}, "shared_intermediate_size"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+    ],
+)
+def test_minimax_settings_that_are_refused(more: dict[str, Any], told: str) -> None:
+    found = family.registry()["minimax_m2"]
+    assert found.gpt(MINIMAX)["rotary_percent"] == 0.5
+    with pytest.raises(DataError, match=told):
+        found.transformer(MINIMAX | more)
 
 
 # ---- multi-head latent attention

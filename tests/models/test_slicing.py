@@ -15,6 +15,7 @@ def shapes(tp: int, groups: int = 4, vocab: int = 13) -> Shapes:
 def tensors(kind: str, s: Shapes) -> list[torch.Tensor]:
     sizes = {
         "same": [(7,)],
+        "over_heads": [(7,)],
         "row": [(6, 24)],
         "column": [(24, 6)],
         "column_swapped": [(24, 6)],
@@ -34,6 +35,7 @@ def part_shape(kind: str, s: Shapes) -> tuple[int, ...]:
     rows = (s.heads + 2 * s.groups) * s.head_size
     return {
         "same": (7,),
+        "over_heads": (7,),
         "row": (6, 24 // s.tp),
         "column": (24 // s.tp, 6),
         "column_swapped": (24 // s.tp, 6),

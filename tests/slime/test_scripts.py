@@ -8,6 +8,7 @@ MODEL_ARGS stand among the arguments), and the arguments, shell variables filled
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from pathlib import Path
 
@@ -19,11 +20,15 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError, parts_of
 from hpcrl.launch.preflight import drafting_notes, refuse_wrong_settings
-from hpcrl.models.family import registry
+from hpcrl.memory.engine import update_bytes as engine_bytes
+from hpcrl.memory.parameters import Layout, on_stage, whole_model
+from hpcrl.memory.training import fullest_rank
+from hpcrl.models.family import find_family, registry
 from hpcrl.slime.arguments import split_flags, translate
 from hpcrl.slime.readers import SPECS
 from hpcrl.slime.script_notes import model_families
 from hpcrl.slime.verbatim import PLACES, recipe_and_refusals, recipe_of
+from hpcrl.speed.flops import model_flops
 from tests.slime.guides import SCRIPT
 from tests.slime.test_mis import SETTINGS as MIS_SETTINGS
 from tests.support.published_models import MODELS
@@ -74,6 +79,7 @@ HONOURED: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
     "train_infer_mismatch_helper/run-qwen3-4b-mis": (
         (8, 8, 1), {"use_rs": True, "tis_clip": 2.0, "tis_clip_low": 0.5, "rs_veto_threshold": 1e-4, "tis_batch_normalize": True},
     ),
+    "run-minimax-m2": ((32, 2, 16), {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4}),
     "run-mimo-7B-rl-eagle": ((8, 8, 1), {"mtp_num_layers": 1, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.2}),
 }  # fmt: skip
 #: script -> what is told of it, the beginning of each line
@@ -85,7 +91,6 @@ REFUSED: dict[str, list[str]] = {
         "--sglang-disaggregation-transfer-backend mooncake, --", "--sglang-config ",
     ],
     "reproducibility/run-qwen2.5-0.5B-gsm8k": ["--advantage-estimator grpo needs several responses to each prompt, and --n-sam"],
-    "run-minimax-m2": ["--spec slime_plugins.models.minimax_m2 "],
     "run-glm4.7-30B-A3B": ["--enable-mtp-training and --optimizer-cpu-offload exclude each other"],
     "run-glm5-744B-A40B": [
         "--spec slime_plugins.models.glm5.glm5 ", "--allgather-cp: ", "--prefill-num-servers 1: ", "--sglang-nsa-decode-backend ",
@@ -166,6 +171,26 @@ def test_model_arguments_match_config_json(name: str, tmp_path: Path) -> None:
     refuse_wrong_settings([resolved(name).model_copy(update={"hf_checkpoint": str(tmp_path)})], same_packages=False)
 
 
+@pytest.mark.parametrize("name", HONOURED)
+def test_each_is_planned(name: str, tmp_path: Path) -> None:
+    """Bytes of memory, operations and bytes of an update are finite, of the model that the script trains."""
+    config = MODELS[given(name)["model"]][1]
+    family = find_family(config, name)
+    options = resolved(name)
+    layout = Layout.of(options, config["num_hidden_layers"])
+    terms = fullest_rank(options, family, config)
+    ranks = options.world_size // layout.pp
+    stages = [on_stage(family, config, layout, stage, options.megatron) for stage in range(layout.pp)]
+    whole = whole_model(family, config)
+    assert sum(count.expert * layout.ep * layout.etp for count in stages) == whole.expert, "every expert is on a rank"
+    assert sum(count.dense for count in stages) * layout.tp >= whole.dense and ranks % layout.tp == 0
+    assert 2 * min(count.trained for count in stages) <= terms.gpu["weights"] < terms.total < math.inf
+    sent = engine_bytes(options, config, family.transformer(config)) if options.num_engines else 1
+    assert 0 < sent < math.inf
+    work = model_flops(family, config)
+    assert 0 < work.met + work.head <= whole.all and work.training(1000, 10**6, 1000) > 6 * work.met * 1000
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_script_of_another_family(name: str) -> None:
     with pytest.raises(UsageError) as error:
@@ -185,7 +210,7 @@ def test_a_script_of_another_family(name: str) -> None:
         ("retool/retool_qwen3_4b_sft", "lr-warmup-iters", "", "--lr-warmup-fraction is given"),
         ("on_policy_distillation/run-qwen3-8B-opd", "rm-url", "--opd-teacher-url http://127.0.0.1:13141", "in place of SGLang"),
         ("on_policy_distillation/run-qwen3-8B-opd", "custom-rm-path", "", "asks the teacher itself"),
-        ("on_policy_distillation/run-qwen3-8B-opd", "advantage-estimator", "--advantage-estimator none --use-opd --op", "there are no rewards"),
+        ("on_policy_distillation/run-qwen3-8B-opd", "advantage-estimator", "--advantage-estimator none --use-opd --op", "no rewards"),
     ],
 )  # fmt: skip
 def test_what_changes_is_told(name: str, flag: str, words: str, why: str) -> None:

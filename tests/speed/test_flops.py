@@ -26,6 +26,9 @@ ACTIVE = {
     "GLM-4.5": 32.0,
     "GLM-4.5-Air": 12.0,
     "Qwen3-4B": 4.0,
+    "DeepSeek-R1": 37.0,
+    "Kimi-K2-Instruct": 32.0,
+    "MiniMax-M2": 10.0,
 }
 
 

@@ -202,6 +202,29 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope_parameters": YARN,
         },
     ),
+    "minimax_m2": (
+        {
+            "tied": False,
+            "head_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "rotary_dim": 8,
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        {
+            "tied": True,
+            "head_dim": 20,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "rotary_dim": 12,
+            "num_key_value_heads": 1,  # fewer than tensor-parallel ranks
+            "intermediate_size": 22,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
     "glm4_moe_lite": (
         {
             "tied": False,
@@ -236,7 +259,7 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text")
+EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text", "minimax_m2")
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -255,12 +278,16 @@ def apart(tensors: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
     like: tensors of the file, by name.
     """
     found = {}
+    mixtral = any(".block_sparse_moe." in name for name in like)  # MiniMax-M2's names are Mixtral's
     for name, tensor in tensors.items():
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
         if ".experts." not in name:
             found[name] = tensor
             continue
         layer, fused = name.rsplit(".", 1)
-        names = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        names = (gate, up) if fused == "gate_up_proj" else (down,)
         for expert, rows in enumerate(tensor):
             found |= {f"{layer}.{expert}.{n}.weight": x for n, x in zip(names, rows.chunk(len(names)), strict=True)}
     return {name: found[name] for name in found if name in like}

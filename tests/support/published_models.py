@@ -37,6 +37,15 @@ GLM4_MOE = (
     f"{MOE} --add-qkv-bias --rotary-percent 0.5 --moe-router-pre-softmax --moe-router-score-function sigmoid"
     " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 --moe-router-load-balancing-type seq_aux_loss"
 )
+MINIMAX = (
+    "--disable-bias-linear --group-query-attention --kv-channels 128 --normalization RMSNorm --position-embedding-type "
+    f"rope --swiglu{UNTIED} --norm-epsilon 1e-06 --rotary-base 5000000 --rotary-percent 0.5 --qk-layernorm "
+    "--no-rope-fusion --attention-softmax-in-fp32 --num-experts 256 --moe-ffn-hidden-size 1536 --moe-router-topk 8 "
+    "--moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall --moe-router-dtype fp32 "
+    "--moe-aux-loss-coeff 0 --moe-grouped-gemm --moe-permute-fusion --moe-layer-freq [1]*62 "
+    "--spec slime_plugins.models.minimax_m2 get_minimax_m2_layer_spec"
+)
 LATENT = (
     "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --swiglu"
     f"{UNTIED} --multi-latent-attention --kv-lora-rank 512 --qk-pos-emb-head-dim 64 --qk-layernorm --no-rope-fusion"
@@ -82,6 +91,11 @@ LATENT_REST = {
     "moe_grouped_gemm": True,
     "moe_router_dtype": "fp32",
     "moe_permute_fusion": True,
+}
+MINIMAX_REST = MOE_REST | {
+    "apply_rope_fusion": False,
+    "attention_softmax_in_fp32": True,
+    "moe_router_load_balancing_type": "none",
 }
 DEEPSEEK_REST = LATENT_REST | {"attention_softmax_in_fp32": True, "moe_token_dispatcher_type": "alltoall"}
 
@@ -346,6 +360,28 @@ MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
         ),
         glm4_moe("92 5120 12288 96 8 151552", 160, 1536, 3, 2.5, True),
         GLM4_MOE_REST,
+    ),
+    "MiniMax-M2": (  # and M2.5
+        flags("62 3072 1536 48 8 200064", MINIMAX),
+        config(
+            "minimax_m2",
+            "62 3072 1536 48 8 200064",
+            1e-6,
+            5e6,
+            196608,
+            False,
+            head_dim=128,
+            rotary_dim=64,
+            num_local_experts=256,
+            num_experts_per_tok=8,
+            scoring_func="sigmoid",
+            use_routing_bias=True,
+            use_qk_norm=True,
+            qk_norm_type="per_layer",
+            shared_intermediate_size=0,
+            sliding_window=None,
+        ),
+        MINIMAX_REST,
     ),
     "DeepSeek-R1": (
         latent_flags(

@@ -118,6 +118,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    "minimax_m2": {
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "intermediate_size": 32,  # of an expert
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+    },
     "glm4_moe": {
         "head_dim": 32,
         "attention_bias": True,

@@ -94,9 +94,19 @@ def _groups(config: Config) -> dict[str, Any]:
     return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
 
 
-def _experts(fc: int, kind: Any, hf: tuple[str, ...]) -> tuple[Rule, ...]:
+def experts(block: str, names: tuple[str, str, str]) -> tuple[Rule, ...]:
+    """The linear layers of every expert.
+
+    Args:
+        block: what their names begin with in a checkpoint, before "experts".
+        names: of the gate's, the upper and the lower projection.
+    """
+    return (*_experts(1, "gate_up", block, names[:2]), *_experts(2, "row", block, names[2:]))
+
+
+def _experts(fc: int, kind: Any, block: str, hf: tuple[str, ...]) -> tuple[Rule, ...]:
     """One of the two linear layers of every expert, under the names of both of Megatron's implementations."""
-    names = tuple(f"{H}mlp.experts.{{expert}}.{name}.weight" for name in hf)
+    names = tuple(f"{block}experts.{{expert}}.{name}.weight" for name in hf)
     places = (
         f"mlp.experts.local_experts.{{expert}}.linear_fc{fc}.weight",
         f"mlp.experts.linear_fc{fc}.weight{{expert}}",
@@ -105,7 +115,7 @@ def _experts(fc: int, kind: Any, hf: tuple[str, ...]) -> tuple[Rule, ...]:
 
 
 ROUTER = Rule(M + "mlp.router.weight", "same", (H + "mlp.gate.weight",), layers="experts")
-EXPERTS = (*_experts(1, "gate_up", ("gate_proj", "up_proj")), *_experts(2, "row", ("down_proj",)))
+EXPERTS = experts(H + "mlp.", ("gate_proj", "up_proj", "down_proj"))
 
 
 def shared_expert(hf: str) -> tuple[Rule, Rule]:

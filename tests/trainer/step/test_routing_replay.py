@@ -33,6 +33,7 @@ EXPERTS = {
     "glm4_moe": (12, 4, (1, 2, 3)),
     "deepseek_v3": (12, 4, (1, 2, 3)),
     "glm4_moe_lite": (6, 3, (1, 2, 3)),
+    "minimax_m2": (6, 3, (0, 1, 2, 3)),
     "qwen3_next": (8, 3, (0, 2, 3)),
     "qwen3_5_moe_text": (8, 3, (0, 1, 2, 3)),
 }  # experts, chosen of them, layers that have them
