@@ -185,7 +185,7 @@ def test_each_is_planned(name: str, tmp_path: Path) -> None:
     assert sum(count.expert * layout.ep * layout.etp for count in stages) == whole.expert, "every expert is on a rank"
     assert sum(count.dense for count in stages) * layout.tp >= whole.dense and ranks % layout.tp == 0
     assert 2 * min(count.trained for count in stages) <= terms.gpu["weights"] < terms.total < math.inf
-    sent = engine_bytes(options, config, family.transformer(config)) if options.num_engines else 1
+    sent = engine_bytes(options, family, config) if options.num_engines else 1
     assert 0 < sent < math.inf
     work = model_flops(family, config)
     assert 0 < work.met + work.head <= whole.all and work.training(1000, 10**6, 1000) > 6 * work.met * 1000
