@@ -21,7 +21,7 @@ from hpcrl.untrusted_files import MOST, read_given_bytes
 CONFIG = "config.json"
 #: matrices of linear layers by the last part of their names; everything else of FP8 weights stays: embeddings, heads,
 #: norms, routers
-LINEAR = re.compile(r"(?:^|\.)(?!eh_proj|weights_proj)\w+_proj(?:_with_mqa)?\.weight$")
+LINEAR = re.compile(r"(?:(?:^|\.)(?!eh_proj|weights_proj)\w+_proj(?:_with_mqa)?|\.experts\.[^.]+\.w[123])\.weight$")
 #: whole numbers that the size of a model is computed from -> the largest that is taken; some are lengths of lists
 COUNTS = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"), 10_000)
 COUNTS |= dict.fromkeys(

@@ -100,7 +100,19 @@ CASES = [
     pytest.param("glm4", False, [(4, TP2 | {"context_parallel_size": 2})], id="glm4", marks=SOAK),
     pytest.param("qwen3_moe", False, [(2, EP2)], id="qwen3_moe-ep", marks=SOAK),
     pytest.param("glm4_moe", False, [(2, TP2 | EP2)], id="glm4_moe", marks=SOAK),
+    pytest.param("deepseek_v3", False, [(2, TP2 | EP2)], id="deepseek_v3", marks=SOAK),
+    pytest.param("glm4_moe_lite", False, [(2, TP2 | EP2)], id="glm4_moe_lite", marks=SOAK),
+    pytest.param("minimax_m2", False, [(2, TP2 | EP2)], id="minimax_m2", marks=SOAK),
+    pytest.param("qwen3_next", False, [(2, TP2 | EP2)], id="qwen3_next", marks=SOAK),
 ]
+#: what an engine of a family needs on CPUs
+NEEDED: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "bf16": True,
+        "deterministic_mode": False,
+        "vllm": {"enable_prefix_caching": False, "enable_chunked_prefill": True},
+    }
+}
 
 
 @pytest.mark.parametrize(("name", "tied", "layouts"), CASES)
@@ -109,7 +121,8 @@ def test_one_engine_equals_gathered(
 ) -> None:
     """--check-weight-update-equal compares what the model multiplies with to the tensors that rank 0 gathers."""
     model = make_family(tmp_path / "model", name, tied)
-    engines = nursery.engines(tmp_path / "run", model, check_weight_update_equal=True, update_weight_buffer_size=SMALL)
+    values = {"check_weight_update_equal": True, "update_weight_buffer_size": SMALL, **NEEDED.get(name, {})}
+    engines = nursery.engines(tmp_path / "run", model, **values)
     for world, layout in layouts:
         found = update(engines, model, world, ["resharded", "gathered", "auto"], **layout)
         driver = found[0]
