@@ -74,10 +74,10 @@ class UpdateChecklist:
             raise UpdateRejected(f"{len(missing)} tensors are missing, the first is {missing[0]}")
 
 
-def name_loaders(model: torch.nn.Module) -> None:
+def name_loaders(model: torch.nn.Module | OwnLayers) -> None:
     """Give every parameter's loader a name: vLLM 0.32 goes by it, and the loader of MiniMax-M2's norms, a
     functools.partial, has none."""
-    for parameter in model.parameters():
+    for _, parameter in model.named_parameters():
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
             loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]

@@ -20,6 +20,10 @@ from tests.support.tiny import make_family
 from tests.whole_runs.test_under_mpirun import launch
 
 STEPS = 3
+SCRIPTS = json.loads((Path(__file__).parents[1] / "slime/scripts.json").read_text())
+#: guide, or script of slime's -> the words behind train.py
+ARGUMENTS = {name: guide[0] for name, guide in GUIDES.items()}
+ARGUMENTS["Moonlight"] = shlex.split(SCRIPTS["scripts/run-moonlight-16B-A3B.sh"]["arguments"])
 OF_MODELS = {flag for words in MODELS.values() for flag in split_flags(shlex.split(words))}
 #: what only a GPU can do
 OF_GPUS = set(
@@ -66,6 +70,18 @@ TWINS: dict[str, tuple[str, dict[str, str], tuple[int, int, int, int]]] = {
     ),
 }
 
+TWINS["Moonlight"] = (
+    "deepseek_v3",
+    {
+        "actor-num-gpus-per-node": "2",
+        "tensor-model-parallel-size": "2",
+        "expert-model-parallel-size": "2",
+        "rollout-num-gpus-per-engine": "2",
+        "over-sampling-batch-size": "8",
+        "num-steps-per-rollout": "2",
+    },
+    (1, 2, 1, 2),
+)
 
 #: what a site's profile says of nodes that are as small as the twin
 SETTINGS = {"GLM-4.5-355B, BF16 rollouts": ("trainer.gpus_per_node=1",)}
@@ -73,7 +89,7 @@ SETTINGS = {"GLM-4.5-355B, BF16 rollouts": ("trainer.gpus_per_node=1",)}
 
 def words(guide: str, root: Path, task: Path, model: Path) -> list[str]:
     """The guide's arguments, small, behind the program's name where that counts."""
-    given = split_flags(GUIDES[guide.removesuffix(ASYNC)][0])
+    given = split_flags(ARGUMENTS[guide.removesuffix(ASYNC)])
     kept = {
         flag: " ".join(given[flag])
         for flag in given
@@ -107,7 +123,7 @@ def finished(root: Path, guide: str) -> dict[int, dict[str, float]]:
     hosts = {place["host"] for place in (*plan["trainers"], *plan["engines"])}
     hosts |= {place["host"] for engine in plan["engines"] for place in engine["also"]}
     assert len(hosts) == nodes
-    if "eval-interval" in split_flags(GUIDES[guide.removesuffix(ASYNC)][0]):
+    if "eval-interval" in split_flags(ARGUMENTS[guide.removesuffix(ASYNC)]):
         assert [row["rollout_id"] for row in rows(root) if any(name.startswith("eval/") for name in row)] == [-1, 1, 2]
     assert json.loads((root / "summary.json").read_text())["status"] == "finished"
     return steps
