@@ -59,7 +59,7 @@ def test_what_is_said_of_files_of_models(tmp_path: Path) -> None:
         notes_of(
             [
                 ["source", "/s/qwen3-4B.sh", "/"],
-                ["source", "/s/minimax-m2.sh", "/"],
+                ["source", "/s/glm5-744B-A40B.sh", "/"],
                 ["source-missing", "nowhere.sh", "/"],
                 ["source-missing", "mine.sh", f"{tmp_path}/models"],
                 ["source-missing", "env.sh", str(tmp_path)],
@@ -71,7 +71,7 @@ def test_what_is_said_of_files_of_models(tmp_path: Path) -> None:
         said,
         (
             ("qwen3-4B is a qwen3 model", "no such file"),
-            ("minimax-m2 is of no family",),
+            ("glm5-744B-A40B is of no family",),
             ("--models-dir DIR names",),
             (f"--models-dir {tmp_path}/models shows it", "it is there"),
             ("not read", "write NAME=VALUE"),
