@@ -189,7 +189,9 @@ def test_settings_of_the_machine_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_family_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = script(tmp_path / "run-x.sh", f"source models/glm5-744B-A40B.sh\npython3 train.py ${{MODEL_ARGS[@]}} {END[17:]}")
+    file = script(
+        tmp_path / "run-x.sh", f"source models/glm5-744B-A40B.sh\npython3 train.py ${{MODEL_ARGS[@]}} {END[17:]}"
+    )
     assert main(["import", str(file)]) == 2
     assert "no family that hpcrl" in capsys.readouterr().err
 
