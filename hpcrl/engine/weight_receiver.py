@@ -22,10 +22,10 @@ from hpcrl.engine import start_phases
 from hpcrl.engine.cpu_build import give_back
 from hpcrl.engine.drafts.cpu_sampler import repair
 from hpcrl.engine.drafts.own_layers import own_layers
+from hpcrl.engine.held.layers import Holdings, shown
 from hpcrl.engine.loading.empty_start import register_empty_start
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
 from hpcrl.engine.routed_experts import ExpertTables
-from hpcrl.engine.vllm_layers import Holdings, shown
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected, register_receiver
 from hpcrl.engine.worker_groups import prove_engine_groups
 from hpcrl.peer_proof.gloo_groups import check_groups

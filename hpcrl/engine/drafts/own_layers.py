@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hpcrl.engine.drafts import REFRESHED
-from hpcrl.engine.vllm_layers import Holdings, stock
+from hpcrl.engine.held.layers import Holdings, stock
 from hpcrl.model_files.safetensors_files import Entry
 
 _BLOCK = ".mtp_block"  #: the module around what a checkpoint has in the layer itself

@@ -3,7 +3,7 @@
 Such files have it under `model.language_model.`, vLLM's class for the text part alone under `model.`; its loader takes
 the names of the files (`hf_to_vllm_mapper`).
 
-Invariant: of another model the holdings are those of `vllm_layers`, as they are.
+Invariant: of another model the holdings are those of `held.layers`, as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from hpcrl.engine.vllm_layers import Holdings, holdings
+from hpcrl.engine.held.layers import Holdings, holdings
 from hpcrl.model_files.safetensors_files import Entry
 
 OURS = "model."

@@ -34,7 +34,7 @@ from hpcrl.weights.pieces.piece_sender import MEMORY
 from hpcrl.weights.pieces.wire import DATA, DONE, HALVES, READY, Message, ReceivePlan, WorkerJoinCommand
 
 if TYPE_CHECKING:
-    from hpcrl.engine.vllm_layers import Holdings
+    from hpcrl.engine.held.layers import Holdings
 
 Load = Callable[[list[tuple[str, torch.Tensor]], bool], None]
 

@@ -3,15 +3,15 @@
 vLLM fuses matrices (q, k, v into one), splits them over tensor-parallel workers, and its CPU build replaces each by a
 packed copy.  A `TensorShard` says where one checkpoint tensor is on this worker and shows it again: a linear layer by
 applying it to the identity (x * 1 + 0 + ... is exact, but for the sign of zero), an embedding by looking up all ids,
-experts as vllm_experts.py says.
+experts as experts.py says.
 
 Invariant: `pieces` covers every parameter of the model, or names the modules whose parameters it cannot show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
@@ -31,11 +31,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from hpcrl.engine.vllm_experts import Cut, Segment, TensorShard, coded_expert_cuts, experts, in_blocks, is_experts
+from hpcrl.engine.held.experts import Cut, Segment, TensorShard, coded_expert_cuts, experts, in_blocks, is_experts
+from hpcrl.engine.held.own_forms import absorbed, delta_nets
 from hpcrl.model_files.safetensors_files import Entry
 from hpcrl.weights.comparison import dtype_name
 
-DELTA_NET = ("conv1d", "A_log", "dt_bias", "key_dim", "value_dim", "tp_size")  #: by which vLLM's layer is known
 CHUNK = 1024  #: rows of the identity that are multiplied at once
 
 
@@ -106,7 +106,7 @@ def stock(
     Args:
         packed: the matrices that vLLM fuses into a layer of this name.
     """
-    pieces = _delta_nets(modules)
+    pieces = delta_nets(modules)
     opaque: list[str] = []
     cuts: dict[str, Cut] = {}
     owners: dict[int, str] = {}  # id of an embedding's weight -> its name
@@ -125,66 +125,14 @@ def stock(
             cuts |= coded_cuts(path, layer, {} if f"{path}.weight" in names else packed, names) | coded_expert_cuts(
                 path, layer, names
             )
-        elif not hasattr(layer, "W_UV"):  # whose own are made of another layer's, see _absorbed
+        elif not hasattr(layer, "W_UV"):  # whose own are made of another layer's, see own_forms
             pieces |= _plain(
                 path, {name: p for name, p in own.items() if f"{path}.{name}" not in pieces}, layer, opaque
             )
-    pieces |= _absorbed(modules, pieces)
+    pieces |= absorbed(modules, pieces)
     prefixes = tuple(dict.fromkeys(opaque))
     unseen = {n: e for n, e in names.items() if n not in pieces and n.startswith(prefixes or "\0")}
     return Holdings(pieces, prefixes, unseen, {name: cut for name, cut in cuts.items() if name in unseen})
-
-
-def _absorbed(modules: Mapping[str, nn.Module], pieces: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
-    """The matrices that turn the latent vectors of multi-head latent attention into keys and values, shown as decoding
-    multiplies with them.
-
-    vLLM's layer multiplies with the matrix itself while it reads a prompt, afterwards with two that it has made of it.
-    """
-    paths = {id(layer): path for path, layer in modules.items()}
-    found = {}
-    for attention in modules.values():
-        name = f"{paths.get(id(getattr(attention, 'kv_b_proj', None)))}.weight"
-        if hasattr(attention, "W_UV") and (piece := pieces.get(name)):
-            found[name] = replace(piece, show=partial(_decoding, attention, piece.show))
-    return found
-
-
-def _decoding(attention: nn.Module, show: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The matrix; where what was made of it is not what it says, what was made of it."""
-    matrix = show()
-    # [heads, rows of a key, latent] and [heads, latent, rows of a value]
-    made = torch.cat([attention.W_UK_T, attention.W_UV.transpose(1, 2)], dim=1).flatten(0, 1)
-    return matrix if torch.equal(made, matrix) else made.contiguous()
-
-
-def _delta_nets(modules: Mapping[str, nn.Module]) -> dict[str, TensorShard]:
-    """What vLLM cuts by loaders of the gated delta net's own: of each value head the decay and its bias, and of the
-    convolution the channels of this worker's queries, keys and values."""
-    found = {}
-    for path, layer in modules.items():
-        if not all(hasattr(layer, name) for name in DELTA_NET):
-            continue
-        size, rank = layer.tp_size, layer.tp_rank
-        for name in ("A_log", "dt_bias"):
-            heads = len(getattr(layer, name))
-            found[f"{path}.{name}"] = _part_piece(layer, name, heads * size, ((rank * heads, heads),))
-        sizes = [layer.key_dim, layer.key_dim, layer.value_dim]
-        starts = [0, *accumulate(sizes)]
-        rows = tuple((start + rank * n // size, n // size) for start, n in zip(starts, sizes, strict=False))
-        found[f"{path}.conv1d.weight"] = _part_piece(layer.conv1d, "weight", starts[-1], rows)
-    return found
-
-
-def _part_piece(layer: nn.Module, name: str, height: int, rows: tuple[Segment, ...]) -> TensorShard:
-    """A parameter that is used as it is and whose rows are cut.
-
-    Args:
-        height: rows of the whole.
-    """
-    parameter = getattr(layer, name)
-    shape = (height, *parameter.shape[1:])
-    return TensorShard(shape, dtype_name(parameter), rows, None, lambda: getattr(layer, name).data)
 
 
 def _is_matrix(layer: nn.Module) -> bool:
