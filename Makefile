@@ -18,7 +18,8 @@ first = $(shell for python in $(2); do if "$$python" -c $(SUITS) 2> /dev/null; t
 ifeq ($(origin PYTHON),undefined)
 PYTHON := $(or $(wildcard $(BIN)/python),$(call first,12,python3.12 /usr/bin/python3.12 $(wildcard $(PYENV)/3.12*/bin/python3.12)),python3)
 endif
-PYTHON311 ?= $(or $(call first,11,/usr/bin/python3 python3.11 $(wildcard $(PYENV)/3.11*/bin/python3.11)),python3.11)
+OLDER = $(call first,11,/usr/bin/python3 python3.11 $(wildcard $(PYENV)/3.11*/bin/python3.11))
+PYTHON311 ?= $(or $(OLDER),python3.11)
 LOG := $(HPCRL_VENV)/install.log
 COMMA := ,
 RECIPE ?= examples/quickstart.toml
@@ -26,7 +27,7 @@ BENCHES ?= $(wildcard bench/*.py)
 CLUSTER ?= /tmp/hpcrl-cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test soak fast env-311 fast-311 trainer-311 trackers lint docs sbatch lock sbom bench cluster packages
+.PHONY: help env quickstart test soak fast older env-311 fast-311 trainer-311 trackers lint docs sbatch lock sbom bench cluster packages
 
 help:
 	@echo "make quickstart   make the environment, then run $(RECIPE)"
@@ -74,7 +75,7 @@ ENV := $(HPCRL_VENV)/.installed
 $(ENV): requirements/cpu.lock requirements/torch-cpu.lock requirements/torch-cuda.lock pyproject.toml
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hpcrl needs Python 3.11 or later: make PYTHON=..."; exit 1; }
 	@echo "making the environment in $(HPCRL_VENV), 2 GB (6 with torch's CUDA build), some minutes; log: $(LOG)"
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; old = "0.16, an older one: no Python 3.12 was found"; print("Python", sys.version.split()[0] + ", with Megatron-core", "0.19" if sys.version_info >= (3, 12) else old)'
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; print("it is of Python", sys.version.split()[0] + ", for which Megatron-core is", "0.19" if sys.version_info >= (3, 12) else "0.16 (of Python 3.12: 0.19)")'
 	@$(if $(wildcard $(BIN)/python),true,$(PYTHON) -m venv $(HPCRL_VENV))
 	@: > $(LOG)
 	$(call pip,what vLLM$(COMMA) hpcrl and the tests need,install --require-hashes --no-deps -r requirements/cpu.lock)
@@ -123,7 +124,10 @@ soak: $(ENV)
 fast: $(ENV)
 	$(BIN)/python -m pytest $(FAST)
 
-# The other Python that hpcrl runs on, and with it another Megatron-core.
+# The other Python that hpcrl runs on, and with it another Megatron-core; `older` says which one that is.
+older:
+	@echo $(OLDER)
+
 env-311:
 	@$(MAKE) --no-print-directory env PYTHON=$(PYTHON311) HPCRL_VENV=.venv-311
 

@@ -126,17 +126,24 @@ def test_the_newer_python_is_taken(there: dict[str, bool], chosen: str, tmp_path
 
 @pytest.mark.parametrize(
     ("minor", "gone", "said"),
-    [(12, 0, "asked for: fast-311"), (12, 4300, "71 of CI's 90 minutes"), (11, 0, "of Python 3.11 itself")],
+    [
+        (12, 0, "asked for: fast-311 PYTHON311=/opt/python3.11"),
+        (12, 4300, "71 of CI's 90 minutes"),
+        (12, -1, "no Python 3.11"),
+        (11, 0, "of Python 3.11 itself"),
+    ],
 )
 def test_ci_runs_both_pythons(minor: int, gone: int, said: str, tmp_path: Path) -> None:
-    """The script is run with a `make` that only says what it is asked for."""
-    (tmp_path / "make").write_text('#!/bin/sh\necho "asked for: $*"\n')
+    """The script is run with a `make` that only says what it is asked for, and knows an older Python or none."""
+    older = "exit 0" if gone < 0 else "echo /opt/python3.11; exit 0"
+    words = f'case "$*" in *older) {older};; esac; echo "asked for: $*"'
+    (tmp_path / "make").write_text(f"#!/bin/sh\n{words}\n")
     (tmp_path / "make").chmod(0o755)
     (tmp_path / "df").write_text("#!/bin/sh\necho Avail\necho 90000000\n")
     (tmp_path / "df").chmod(0o755)
     interpreter(tmp_path / ".venv" / "bin" / "python", minor)
     (tmp_path / ".ci").mkdir()
-    script = (REPO / ".ci" / "run").read_text().replace("make test < /dev/null\n", f"make test\nSECONDS={gone}\n")
+    script = (REPO / ".ci" / "run").read_text().replace("make test < /dev/null\n", f"make test\nSECONDS={max(gone, 0)}\n")
     (tmp_path / ".ci" / "run").write_text(script)
     done = subprocess.run(
         ["bash", tmp_path / ".ci" / "run"], env=plain(tmp_path), capture_output=True, text=True, timeout=60

@@ -250,7 +250,7 @@ def test_another_user_gets_no_place_in_a_group(second_user: SecondUser, manner: 
 
 def test_the_race_is_one_that_is_won_unproved(second_user: SecondUser) -> None:
     """The same without the proof: the attack is the one that took places, and received what ranks hold."""
-    assert any(race(second_user, b"", "answer")[1]["bytes"] >= 1000 for _ in range(6))
+    assert any(race(second_user, b"", "answer")[1]["bytes"] >= 1000 for _ in range(30))
 
 
 def test_a_group_that_its_maker_drops_is_gone() -> None:

@@ -64,7 +64,7 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float =
     return answer
 
 
-def on_fake_device(function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
+def on_fake_device(function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
     """function(*args) in a process of its own whose accelerator is that of hpcrl/rehearsal/device.py.
 
     Raises:
@@ -73,7 +73,7 @@ def on_fake_device(function: Callable[..., Any], *args: Any, timeout: float = 12
     return _on_fake((FAKE,), function, args, timeout)
 
 
-def on_fake_gpu(function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
+def on_fake_gpu(function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
     """The same where Megatron finds Transformer Engine and DeepEP, held by hpcrl/rehearsal/stand_ins/transformer_engine.py and
     deep_ep.py.
 

@@ -76,7 +76,7 @@ def test_one_external_engine_two_runs(tmp_path: Path, task: Path) -> None:
         there = run.steps()
         run.until(lambda: run.steps() >= there + 3, 240)
         views = lambda: [(v.host, v.state, v.restarts) for v in read_views(root / "attempts/0").engines]  # noqa: E731
-        run.until(lambda: views() == [(address, "serving", 1)], 20)  # it is shown within a second or two
+        run.until(lambda: views() == [(address, "serving", 1)], 60)  # it is shown within a second or two
         os.kill(run.process.pid, signal.SIGTERM)
         status, out = run.end()
         assert status == 143, out + run.logs()

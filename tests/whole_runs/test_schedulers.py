@@ -37,7 +37,7 @@ def test_a_job_waits_says_why_runs_and_ends(queue: Queue, tmp_path: Path, task: 
     watched = queue.hpcrl("watch", run.root)
     assert watched.stdout.splitlines()[-1].split()[1:3] == ["finished", "6/6"], watched.stdout
     assert list(metrics(run.root)) == list(range(6))
-    run.until(lambda: not queue.processes(run), 20)
+    run.until(lambda: not queue.processes(run), 60)
     assert run.status()["phase"] == "finished"
     assert json.loads((run.root / "job.json").read_text())["scheduler"] == queue.name
     for verb in ("stop", "cancel"):
@@ -53,7 +53,7 @@ def test_stop_saves_and_resume_submits_it_again(queue: Queue, tmp_path: Path, ta
     queue.hpcrl("stop", run.root)
     stopped = run.becomes("stopped", 60)
     assert "hpcrl stop" in stopped["message"] and run.steps() < STEPS, stopped
-    run.until(lambda: not queue.processes(run), 20)
+    run.until(lambda: not queue.processes(run), 60)
     if isinstance(queue, SlurmQueue):
         # the batch process ended with 143, of which an older sacct shows what is above 128
         ended = {("FAILED", "15:0"), ("FAILED", "143:0")}
