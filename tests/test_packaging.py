@@ -143,7 +143,8 @@ def test_ci_runs_both_pythons(minor: int, gone: int, said: str, tmp_path: Path) 
     (tmp_path / "df").chmod(0o755)
     interpreter(tmp_path / ".venv" / "bin" / "python", minor)
     (tmp_path / ".ci").mkdir()
-    script = (REPO / ".ci" / "run").read_text().replace("make test < /dev/null\n", f"make test\nSECONDS={max(gone, 0)}\n")
+    told = f"make test\nSECONDS={max(gone, 0)}\n"
+    script = (REPO / ".ci" / "run").read_text().replace("make test < /dev/null\n", told)
     (tmp_path / ".ci" / "run").write_text(script)
     done = subprocess.run(
         ["bash", tmp_path / ".ci" / "run"], env=plain(tmp_path), capture_output=True, text=True, timeout=60

@@ -120,7 +120,7 @@ def options(path: str, n: int, fields: dict[str, Any]) -> Options:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", families.one_of_each_kind(CASES))
 def test_phases_take_what_is_estimated(tmp_path: Path, case: str) -> None:
     """What stays, and the peak of every phase that takes more, within 5 %; a save takes nothing of the device, or what one tensor
     is made fp32 in."""

@@ -5,8 +5,11 @@ make(directory, "glm4_moe", odd=True) -> directory
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.tiny import make_family
 
@@ -261,6 +264,14 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text", "minimax_m2")
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+#: a family -> another whose layers are built of the same parts
+ALIKE = {"qwen2": "qwen3", "llama": "qwen3", "glm4_moe_lite": "deepseek_v3"}
+ALIKE |= {"qwen3_5_text": "qwen3_next", "qwen3_5_moe_text": "qwen3_next"}
+
+
+def one_of_each_kind(names: Iterable[str]) -> list[Any]:
+    """Names of cases, as parameters of what takes long for each: of families alike, all but one are for `make soak`."""
+    return [pytest.param(name, marks=pytest.mark.soak if name in ALIKE else ()) for name in names]
 
 
 def make(directory: str | Path, model_type: str, odd: bool = False, **more: Any) -> Path:

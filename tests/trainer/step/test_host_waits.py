@@ -70,7 +70,7 @@ def alike() -> SampleBatch:
     return SampleBatch.of(made)
 
 
-@pytest.mark.parametrize("kind", families.SIZES)
+@pytest.mark.parametrize("kind", families.one_of_each_kind(families.SIZES))
 def test_no_layer_of_a_family_waits(models: dict[str, Path], kind: str) -> None:
     """Forward and backward, in a pass of old log-probs and in the step; every second one recomputes its layers."""
     odd = sorted(families.SIZES).index(kind) % 2
@@ -129,7 +129,7 @@ def test_neither_does_a_pipeline_stage(models: dict[str, Path], layout: str, sta
     check(on_fake_device(trained, opts, 0 if stage == "first" else n - 1, alike()))
 
 
-@pytest.mark.parametrize("kind", families.EXPERTS)
+@pytest.mark.parametrize("kind", families.one_of_each_kind(families.EXPERTS))
 def test_replay_of_experts_waits_for_nothing(tmp_path: Path, kind: str) -> None:
     """Neither the engine's experts nor those of the old policy's pass, recomputed or not, cost a wait."""
     model = families.make(tmp_path / kind, kind, odd=True, num_hidden_layers=4)

@@ -47,7 +47,7 @@ from hpcrl.weights.pieces.wire import (
     read_join_command,
     write_join_command,
 )
-from tests.support.families import SIZES
+from tests.support.families import EXPERTS, SIZES
 from tests.support.layouts import Case, random_case
 
 HERE = "127.0.0.1"
@@ -103,7 +103,7 @@ def worker_side(
 
 def with_cost(family: str) -> Any:
     """Experts make several times as many pieces: seconds, which are the second layer's."""
-    return pytest.param(family, marks=pytest.mark.process) if family.endswith("_moe") else family
+    return pytest.param(family, marks=pytest.mark.process) if family in EXPERTS else family
 
 
 @pytest.mark.parametrize("family", [*map(with_cost, SIZES)])
