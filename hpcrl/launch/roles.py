@@ -20,7 +20,7 @@ from hpcrl.launch.broken_hosts import heading
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.file_tail import last_lines
 from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended
-from hpcrl.run.gpu_environment import gpus_are_here
+from hpcrl.run.gpu_environment import computes_on_cpus, gpus_are_here
 from hpcrl.run.process import PARENT, end
 from hpcrl.run.role import last_error
 from hpcrl.run.rundir import RunDir
@@ -122,7 +122,8 @@ def _lowest(plan: Plan, host: str) -> int:
 
 
 def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inherited: str | None) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of a role, as `visible_devices`; nothing where there are no GPUs, or the role needs none.
+    """CUDA_VISIBLE_DEVICES of a role, as `visible_devices`; nothing where there are no GPUs, or the role needs none;
+    empty where the user wants CPUs.
 
     Args:
         inherited: the variable as this process has it. One of NO_GPUS, it says that there are none: the run is on CPUs.
@@ -134,7 +135,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
         or inherited in NO_GPUS
         or (inherited is None and not gpus_are_here())
     ):
-        return {}
+        return {"CUDA_VISIBLE_DEVICES": ""} if computes_on_cpus() else {}
     if role == "engine":
         together = [place := plan.engines[index]]
     elif role.startswith(PART):
@@ -144,7 +145,8 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
         together = [plan.trainers[rank] for rank in plan.ranks_on(host)]
     slots = tuple(number for one in together for number in one.slots)
     own = None if slot is None else place.slots
-    return {"CUDA_VISIBLE_DEVICES": visible_devices(inherited, slots, plan.slots_on(host), own)}
+    visible = visible_devices(inherited, slots, plan.slots_on(host), own)
+    return {"CUDA_VISIBLE_DEVICES": "" if computes_on_cpus() else visible}
 
 
 def start(role: str, index: int, command: list[str], rundir: RunDir, host: str, variables: Mapping[str, str]) -> Role:

@@ -230,11 +230,19 @@ def private_directory(path: Path) -> bool:
 
 #: what a machine with GPUs has: NVIDIA's, AMD's, and NVIDIA's under Windows
 GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+#: the variable that says with "1" that a run computes on CPUs, whatever GPUs its hosts have or a scheduler gives it:
+#: Slurm sets CUDA_VISIBLE_DEVICES itself, in every step
+ON_CPUS = "HPCRL_ON_CPUS"
+
+
+def computes_on_cpus() -> bool:
+    """Whether the user says so."""
+    return os.environ.get(ON_CPUS) == "1"
 
 
 def gpus_are_here() -> bool:
-    """Whether this machine shows any."""
-    return any(map(glob.glob, GPUS))
+    """Whether this machine shows any that may be used."""
+    return not computes_on_cpus() and any(map(glob.glob, GPUS))
 
 
 def for_this_machine(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any]:

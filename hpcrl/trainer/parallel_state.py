@@ -281,8 +281,8 @@ def cuda_is_there(visible: str | None) -> bool:
         raise UsageError(
             f"this host gives the trainer GPUs (CUDA_VISIBLE_DEVICES={visible}), and CUDA {torch.version.cuda} cannot "
             f"use them: {reason}",
-            "does nvidia-smi work here, and is its driver new enough (docs/install.md)? CUDA_VISIBLE_DEVICES= runs "
-            "on the CPU",
+            "does nvidia-smi work here, and is its driver new enough (docs/install.md)? HPCRL_ON_CPUS=1 runs on the "
+            "CPU",
         )
     return False
 

@@ -105,7 +105,7 @@ def test_names_of_a_directory_that_is_not_there(tmp_path: Path) -> None:
     assert listed(tmp_path) == {"a"}
 
 
-def test_multi_node_engine_starts_on_all_hosts() -> None:
+def test_multi_node_engine_starts_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of an engine over several hosts is started on its host."""
     options = Options(hf_checkpoint="m", actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=4)
     plan = make_plan(options, [Host("t", 2), Host("a", 2), Host("b", 2)], "run")
@@ -118,6 +118,9 @@ def test_multi_node_engine_starts_on_all_hosts() -> None:
     [(role, index, command)] = roles.commands(options, plan, RunDir("/nowhere"), "b")
     assert command[2] == "hpcrl.engine.follower" and command[-4:] == ["--index", "0", "--node", "1"]
     assert roles.devices(plan, role, index, "b", None, "4,5") == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    monkeypatch.setenv("HPCRL_ON_CPUS", "1")
+    assert roles.devices(plan, role, index, "b", None, "4,5") == {"CUDA_VISIBLE_DEVICES": ""}
+    assert roles.devices(plan, role, index, "b", None, None) == {"CUDA_VISIBLE_DEVICES": ""}
     later = make_plan(options, [Host("t", 4), Host("a", 2), Host("b", 2)], "run")
     assert later.engines[0].hosts == ("a", "b"), "whole hosts next to each other"
     assert roles.Role("engine-0-node", 1, None, Path()).serves and not roles.Role("trainer", 1, None, Path()).serves  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ def slurm(layout: Layout) -> str:
         "JobAcctGatherFrequency=task=2",
         "SelectType=select/cons_tres",
         f"SelectTypeParameters={'CR_Core_Memory' if layout.bare else 'CR_CPU_Memory'}",
-        *([f"TaskProlog={layout.etc}/task_prolog"] if layout.bare else []),
+        f"TaskProlog={layout.etc}/task_prolog",
         # the nodes say that they have more than this machine
         "SlurmdParameters=config_overrides",
         "SlurmctldParameters=preempt_send_user_signal",
@@ -151,6 +151,11 @@ StorageLoc={DATABASE}
 """
 
 
+#: Slurm gives jobs GPUs that are no GPUs.
+ON_CPUS = """\
+#!/bin/bash
+echo "export HPCRL_ON_CPUS=1"
+"""
 #: Of a bare cluster: every job has a temporary directory of its own on each node, which no other node has under that
 #: name.
 TASK_PROLOG = """\
@@ -226,8 +231,7 @@ def write(layout: Layout) -> None:
         texts["database.sql"] = f"CREATE DATABASE IF NOT EXISTS {DATABASE};\n"
     if layout.cgroups:
         texts["cgroup.conf"] = CGROUP
-    if layout.bare:
-        texts["task_prolog"] = TASK_PROLOG
+    texts["task_prolog"] = TASK_PROLOG if layout.bare else ON_CPUS
     modes = {"slurmdbd.conf": 0o600, "task_prolog": 0o755}
     for name, text in texts.items():
         _private(layout.etc / name, text.encode(), modes.get(name, 0o644))
