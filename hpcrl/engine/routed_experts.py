@@ -6,8 +6,9 @@ belong to which request; the rest is a table for every request that asks for it.
 `--enable-return-routed-experts` does the same.
 
 Invariants: nothing of vLLM is replaced; a request's table has a row for every token that was read, at that token's
-position, however its prompt was cut into passes; tokens that come from a cache are not seen, so the prefix cache must
-be off; a worker keeps tables only of requests that have asked, and each is taken or dropped when its request ends.
+position, however its prompt was cut into passes, and the choice of a rejected draft is overwritten by that of the token
+which came in its place; tokens that come from a cache are not seen, so the prefix cache must be off; a worker keeps
+tables only of requests that have asked, and each is taken or dropped when its request ends.
 """
 
 from __future__ import annotations
@@ -100,8 +101,10 @@ class ExpertTables:
             ):  # else it has been taken: a pass that was under way when the request ended
                 most = self._runner.requests[name].num_prompt_tokens + (params.max_tokens or 0)
                 table = self._tables[name] = np.zeros((most, *self._shape), self._dtype)
-            if table is not None and end - begin <= len(table) - position:
-                found.append(RequestRows(table, position, begin, end))
+            if table is not None:  # drafts may go past max_tokens: of these none is sampled
+                end = min(end, begin + len(table) - position)
+                if begin < end:
+                    found.append(RequestRows(table, position, begin, end))
         return found
 
 

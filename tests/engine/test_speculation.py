@@ -13,13 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from hpcrl.errors import HpcrlError
+from hpcrl.model_files.config_json import read_config
+from hpcrl.models.routing import Routing, find_routing
+from hpcrl.rollout.engines.engine_client import EngineClient
+from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.slime.arguments import translate
 from hpcrl.weights.comparison import digest
+from tests.engine.test_lean_route import TOKENS, Job, endless, run
 from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Side, generate
 from tests.support.forked_engines import Nursery
 from tests.support.mtp_models import make_glm, make_mimo
@@ -70,8 +76,26 @@ def counted(side: Side, name: str) -> float:
     return sum(map(float, found))
 
 
+def experts_of_lengths(routing: Routing) -> Job:
+    """[(experts of prompt and response, those where all of it is a prompt)] of responses of several lengths."""
+
+    async def job(generator: EngineClient, _: EnginePool) -> list[tuple[np.ndarray, np.ndarray]]:
+        found = []
+        for length in range(4, 16):
+            how = endless(length, temperature=0.0, routing=routing)
+            drafted = await generator.complete(TOKENS, how, None, 0)
+            whole = np.concatenate([TOKENS, drafted.tokens])[:-1]
+            read = await generator.complete(whole, endless(1, temperature=0.0, routing=routing), None, 0)
+            assert drafted.experts is not None and read.experts is not None
+            found.append((drafted.experts, read.experts))
+        return found
+
+    return job
+
+
 def test_drafts_change_no_token_and_no_logprob(nursery: Nursery, tmp_path: Path) -> None:
-    """Greedy responses, of an engine whose drafting layer stays that of its files."""
+    """Greedy responses, of an engine whose drafting layer stays that of its files; and their experts, to the last token
+    that was read, are those of a pass that drafts nothing."""
     model = with_draft_layer(tmp_path / "model")
     told = translate(EAGLE.split())
     engines = nursery.engines(
@@ -79,6 +103,7 @@ def test_drafts_change_no_token_and_no_logprob(nursery: Nursery, tmp_path: Path)
         model,
         check_weight_update_equal=True,
         update_weight_buffer_size=SMALL,
+        use_rollout_routing_replay=True,
         vllm=told.values["vllm"],
     )
     side = Side(engines, model)
@@ -93,6 +118,8 @@ def test_drafts_change_no_token_and_no_logprob(nursery: Nursery, tmp_path: Path)
         side.push(side.reference.step(seed))
     assert counted(side, DRAFTED) > 200
     assert counted(side, ACCEPTED) > 10
+    for drafted, read in run(engines, experts_of_lengths(find_routing(engines.options, read_config(model)))):
+        np.testing.assert_array_equal(drafted, read)
     side.close()
     assert engines.stop() == [0]
 
