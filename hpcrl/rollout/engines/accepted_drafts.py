@@ -5,8 +5,8 @@
     ...                                     # a rollout is made
     await drafts.measures()                 # rollout/spec_accept_rate, rollout/spec_accept_length
 
-Invariant: an engine that did not answer at the end counts nothing, one that came meanwhile counts from its start; where
-nothing was drafted there is no number.
+Invariant: an engine counts if it answered both when the rollout began and at its end; of one that was silent then, or
+came meanwhile, what it counted before is not known.  Where nothing was drafted there is no number.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class AcceptedDrafts:
         """The metrics since then."""
         total = DraftCounts()
         for number, now in (await self._read()).items():
-            before = self._before.get(number, DraftCounts())
-            total = DraftCounts(*(all_ + new - old for all_, new, old in zip(total, now, before, strict=True)))
+            if (before := self._before.get(number)) is not None:
+                total = DraftCounts(*(all_ + new - old for all_, new, old in zip(total, now, before, strict=True)))
         if not total.drafted or not total.checked:
             return {}
         return {

@@ -27,7 +27,7 @@ def test_counters_are_summed_over_labels() -> None:
 
 
 def test_a_share_is_of_one_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is silent counts nothing, one that came meanwhile from its start; without drafts: no number."""
+    """An engine that is silent at either end, or came meanwhile, counts nothing; without drafts there is no number."""
     said: dict[int, str | None] = {}
 
     async def text(engine: Any) -> str | None:
@@ -43,6 +43,11 @@ def test_a_share_is_of_one_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"rollout/spec_accept_rate": 0.25, "rollout/spec_accept_length": 1.5}
     assert asyncio.run(drafts.measures()) == told
     pool.engines.append(SimpleNamespace(number=2))
-    said[2] = TEXT.format(checked=9, drafted=20, accepted=5)
+    said[2] = TEXT.format(checked=999, drafted=2000, accepted=1500)
+    assert asyncio.run(drafts.measures()) == told, "what it counted for another run is not this rollout's"
+    asyncio.run(drafts.begin())
+    said |= {0: None, 1: TEXT.format(checked=500, drafted=900, accepted=900)}
+    assert asyncio.run(drafts.measures()) == {}, "engine 1 was silent at the beginning"
+    said[2] = TEXT.format(checked=1009, drafted=2020, accepted=1505)
     assert asyncio.run(drafts.measures()) == told
     assert asyncio.run(AcceptedDrafts(pool, Options()).measures()) == {}
