@@ -90,7 +90,7 @@ def translated(script: RunScript) -> tuple[Translation, list[str]]:
     drafts = values.get("vllm", {}).get("speculative_config", {})
     return replace(found, values=values, lines=lines, wrong=wrong), [
         *(f"{path}: the launcher writes this file itself: write it where the run finds it" for path in kept),
-        *drafts_of_files(drafts, values.get("mtp_num_layers")),
+        *drafts_of_files(drafts, values.get("mtp_num_layers"), values.get("hf_checkpoint")),
     ]
 
 

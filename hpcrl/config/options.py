@@ -7,6 +7,8 @@ Invariant: an option that exists here has an effect.  Names and meanings are sli
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from os.path import normpath
 from typing import Any
 
 from hpcrl.config.sections import Base, opt
@@ -23,7 +25,21 @@ from hpcrl.config.sections.run import InspectOptions, RunOptions, WeightOptions
 from hpcrl.config.sections.sampling import AgentOptions, PluginOptions, RolloutOptions
 
 OWN_LAYERS = "mtp"  #: the method that drafts with the layers which a checkpoint has behind the model's last one
-_DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")  #: methods of vLLM that draft without a model
+_DRAFTS_OF_TEXT = ("ngram", "[ngram]", "ngram_gpu", "suffix")  #: methods of vLLM that draft without a model
+
+
+def drafts_with_weights(setting: Mapping[str, Any]) -> bool:
+    """Whether this value of --vllm-speculative-config drafts by a model: without "method", vLLM reads "model" as one of
+    its methods if it has that name."""
+    return bool(setting) and (setting.get("method") or setting.get("model")) not in _DRAFTS_OF_TEXT
+
+
+def drafts_with_own_layers(setting: Mapping[str, Any], checkpoint: str | None) -> bool:
+    """Whether this value of --vllm-speculative-config drafts with the layers which `checkpoint`, the model's, has
+    behind its last one; "model" may name that checkpoint too."""
+    model = setting.get("model")
+    same = model is None or (checkpoint is not None and normpath(str(model)) == normpath(checkpoint))
+    return setting.get("method") == OWN_LAYERS and same
 
 
 class Options(
@@ -68,14 +84,13 @@ class Options(
     @property
     def drafts_with_weights(self) -> bool:
         """Whether the engines' speculative drafts come from a model, whose weights an engine must keep."""
-        setting = self.vllm.get("speculative_config")
-        return bool(setting) and setting.get("method") not in _DRAFTS_OF_TEXT
+        return drafts_with_weights(self.vllm.get("speculative_config") or {})
 
     @property
     def refreshes_drafts(self) -> bool:
         """Whether weight updates bring the layers that engines draft with, which the trainer then has too."""
         setting = self.vllm.get("speculative_config") or {}
-        return bool(self.mtp_num_layers) and setting.get("method") == OWN_LAYERS and "model" not in setting
+        return bool(self.mtp_num_layers) and drafts_with_own_layers(setting, self.hf_checkpoint)
 
     @property
     def data_parallel_size(self) -> int:

@@ -143,8 +143,12 @@ def note_absent(recipe: Recipe, stages: Sequence[Options]) -> None:
 
 
 def drafting_notes(stages: Sequence[Options]) -> list[str]:
-    """What is to be said of layers that engines draft with and that no weight update brings."""
-    told = ((o.vllm.get("speculative_config") or {}, o.mtp_num_layers) for o in stages if not o.debug_rollout_only)
+    """What is to be said of weights that engines draft with and that no weight update brings."""
+    told = (
+        (o.vllm.get("speculative_config") or {}, o.mtp_num_layers, o.hf_checkpoint)
+        for o in stages
+        if not o.debug_rollout_only
+    )
     return list(dict.fromkeys(line for one in told for line in drafts_of_files(*one)))
 
 

@@ -361,6 +361,22 @@ def test_layers_that_a_model_has_not(name: str, change: dict, asked: int, text: 
         mtp.check_heads(Options(mtp_num_layers=asked), family.registry()[name], config)
 
 
+@pytest.mark.parametrize(
+    ("vllm", "change", "by"),
+    [
+        ({"quantization": "fp8"}, {}, "--vllm-quantization fp8"),
+        ({}, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config of"),
+        ({"speculative_config": {"quantization": "fp8"}}, {}, '"quantization": "fp8"'),
+    ],
+)
+def test_quantised_layers_to_draft_with(vllm: dict, change: dict, by: str) -> None:
+    drafts = {"method": "mtp", "num_speculative_tokens": 1} | vllm.get("speculative_config", {})
+    asked = Options(mtp_num_layers=1, vllm=vllm | {"speculative_config": drafts})
+    with pytest.raises(UsageError, match=f"do not bring quantised.*{by}.*--hf-checkpoint in BF16"):
+        mtp.check_heads(asked, glm4_moe.FAMILY, GLM4_MOE | change)
+    mtp.check_heads(Options(mtp_num_layers=1, vllm=vllm), glm4_moe.FAMILY, GLM4_MOE | change)
+
+
 def test_groups_of_experts() -> None:
     grouped = GLM4_MOE | {"n_group": 4, "topk_group": 1}
     assert glm4_moe.transformer(grouped)["moe_router_num_groups"] == 4

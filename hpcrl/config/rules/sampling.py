@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.options import OWN_LAYERS, Options
+from hpcrl.config.options import OWN_LAYERS, Options, drafts_with_own_layers, drafts_with_weights
 from hpcrl.config.passthrough import flag
 from hpcrl.config.plugin_names import is_path
 from hpcrl.config.plugin_points import POINTS, paths_of
@@ -87,10 +87,15 @@ def check_speculation(o: Options) -> None:
     setting = o.vllm.get("speculative_config")
     if setting is None:
         return
-    count = setting.get("num_speculative_tokens")
+    method, count = setting.get("method"), setting.get("num_speculative_tokens")
+    if str(method).endswith(f"_{OWN_LAYERS}"):  # vLLM's older names, one for each model, which it replaces by this one
+        raise UsageError(
+            f'{SPECULATION}: "method": "{method}" is vLLM\'s older name of "{OWN_LAYERS}"',
+            f'write "method": "{OWN_LAYERS}"',
+        )
     if count is not None and (type(count) is not int or count < 1):
         raise UsageError(f"{SPECULATION}: num_speculative_tokens is {count!r}, expected a whole number >= 1")
-    if setting.get("method") == OWN_LAYERS and count is None:
+    if method == OWN_LAYERS and count is None:
         raise UsageError(f"{SPECULATION} does not say how many tokens are drafted", 'give it "num_speculative_tokens"')
     for name in ("rollout_min_p", "eval_min_p"):
         if value := getattr(o, name):
@@ -108,7 +113,7 @@ def layers_behind(config: Mapping[str, Any]) -> int:
 def check_draft_layers(o: Options, config: Mapping[str, Any]) -> None:
     """Raise UsageError if drafts are to come from layers that this model does not have."""
     setting = o.vllm.get("speculative_config") or {}
-    if setting.get("method") == OWN_LAYERS and "model" not in setting and not layers_behind(config):
+    if drafts_with_own_layers(setting, o.hf_checkpoint) and not layers_behind(config):
         raise UsageError(
             f'{SPECULATION} with "method": "{OWN_LAYERS}" (slime\'s --sglang-speculative-algorithm EAGLE): '
             "the model's config.json has no layers that predict further tokens (num_nextn_predict_layers)",
@@ -116,16 +121,24 @@ def check_draft_layers(o: Options, config: Mapping[str, Any]) -> None:
         )
 
 
-def drafts_of_files(speculation: Mapping[str, Any], layers: int | None) -> Iterator[str]:
-    """What is to be said where engines draft with layers that no weight update brings; nothing elsewhere.
+def drafts_of_files(speculation: Mapping[str, Any], layers: int | None, checkpoint: str | None) -> Iterator[str]:
+    """What is to be said where engines draft with weights that no weight update brings; nothing elsewhere.
 
     Args:
         speculation: the value of --vllm-speculative-config.
         layers: --mtp-num-layers.
+        checkpoint: --hf-checkpoint.
     """
-    if not layers and speculation.get("method") == OWN_LAYERS and "model" not in speculation:
+    if not drafts_with_own_layers(speculation, checkpoint):
+        if drafts_with_weights(speculation):
+            yield (
+                f"{SPECULATION}: no weight update brings engines the weights that they draft with "
+                f"({speculation.get('model') or speculation.get('method')}), so fewer drafts may be accepted as the "
+                "policy moves"
+            )
+    elif not layers:
         yield (
-            f"{SPECULATION}: no weight update brings engines the layers that they draft with, so fewer drafts are "
+            f"{SPECULATION}: no weight update brings engines the layers that they draft with, so fewer drafts may be "
             "accepted as the policy moves; with --mtp-num-layers 1, for a model whose layers hpcrl trains "
             "(docs/models.md), updates bring them, and --enable-mtp-training trains them"
         )

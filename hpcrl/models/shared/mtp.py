@@ -93,11 +93,21 @@ def check_heads(o: Options, family: Family, config: Config) -> None:
             f"{shown} and --vllm-speculative-config: engines draft with {known} layers, updates bring {asked}",
             "leave one of them out",
         )
-    if o.refreshes_drafts and config.get("quantization_config"):
+    if o.refreshes_drafts and (quantised := _quantised(o, config)):
         raise UsageError(
-            f"{shown} and --vllm-speculative-config: updates do not bring quantised layers to draft with",
-            "leave one of them out",
+            f"{shown} and --vllm-speculative-config: updates do not bring quantised layers to draft with ({quantised})",
+            "give an --hf-checkpoint in BF16 and nothing that quantises it, or leave one of them out",
         )
+
+
+def _quantised(o: Options, config: Config) -> str:
+    """What asks engines for quantised layers to draft with; "" if nothing does."""
+    if config.get("quantization_config"):
+        return "quantization_config of the --hf-checkpoint's config.json"
+    if o.vllm.get("quantization"):
+        return f"--vllm-quantization {o.vllm['quantization']}"
+    own = (o.vllm.get("speculative_config") or {}).get("quantization")
+    return f'"quantization": "{own}" of --vllm-speculative-config' if own else ""
 
 
 def is_head(megatron: str) -> bool:
