@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -24,6 +24,7 @@ from hpcrl.groups import layout as rank_layout
 from hpcrl.memory.parameters import Layout, part_shape, stage_layers
 from hpcrl.model_files.config_json import LINEAR
 from hpcrl.models.family import Config, Family, Rule, tied
+from hpcrl.models.shared.mtp import is_head
 from hpcrl.models.slicing import Shape, Shapes
 from hpcrl.plan import Plan
 from hpcrl.redistribution.layouts import Layouts, Pattern, Worker, held_parts, merged, needed_parts
@@ -95,7 +96,7 @@ def _bytes(options: Options, family: Family, config: Config) -> int:
     held = _Held(options, config, fields)
     names = set[str]()
     total = 0
-    for rule in _once(family.tensors(config)):
+    for rule in _sent(options, family, config):
         for name, (shape, _) in zip(rule.hf, held.of(rule), strict=True):
             if name not in names:
                 total += prod(shape) * _item(options, config, rule, name)
@@ -116,7 +117,7 @@ def in_pieces(
 
     fields = family.transformer(config)
     layouts = Layouts()
-    rules = list(_once(family.tensors(config)))
+    rules = list(_sent(options, family, config))
     held = _Held(options, config, fields)
     needed = _Needed(options, fields, len(plan.engines))
     parts: dict[str, list[tuple[Shape, Pattern]]] = {}
@@ -153,6 +154,11 @@ def _item(options: Options, config: Config, rule: Rule, name: str) -> int:
     if config.get("quantization_config") and LINEAR.search(name):
         return 1
     return 4 if not options.bf16 or rule.megatron.endswith("expert_bias") else 2
+
+
+def _sent(options: Options, family: Family, config: Config) -> Iterator[Rule]:
+    """The rules of an update, each tensor once: with the layers that engines draft with where updates bring them."""
+    return _once(family.tensors(config, (options.mtp_num_layers or 0) if options.refreshes_drafts else 0))
 
 
 def _once(tensors: Sequence[tuple[str, Rule]]) -> Iterator[Rule]:
@@ -207,7 +213,7 @@ class _Held:
         """(shape, parts) of each of its tensors; the same object for the same parts."""
         shape = part_shape(rule, self.fields, self.vocab, self.layout.tp, self.layout.etp)
         layer = _LAYER.match(rule.megatron)
-        last = rule.megatron.startswith(("output_layer", "decoder.final_layernorm"))
+        last = rule.megatron.startswith(("output_layer", "decoder.final_layernorm")) or is_head(rule.megatron)
         stage = self.stage[int(layer[1])] if layer else self.layout.pp - 1 if last else 0
         if rule.megatron == "output_layer.weight" and self.alone:
             stage = 0
@@ -245,6 +251,8 @@ class _Needed:
         """The parts of its tensor `which`; the same object for the same parts."""
         owner = rule.expert // (self.experts // self.size) if rule.expert is not None and self.spread else None
         repeated = rule.kind in ("qkv", "gated_qkv") and which > 0
+        if "eh_proj" in rule.megatron:  # what joins a drafting layer's two inputs is whole on every worker
+            rule = replace(rule, kind="same")
         key = (rule.kind, shape, rule.expert is None, owner, repeated)
         if key not in self.found:
             self.found[key] = needed_parts(shape, self._spans(rule, shape, owner, repeated))

@@ -93,6 +93,32 @@ def test_fp8_is_half_and_more_engines_hand_on() -> None:
     assert f"engines hand on {handed / 1e9:.1f} GB" in "\n".join(update_lines(several))
 
 
+@pytest.mark.parametrize("name", ["MiMo-7B-RL", "GLM-4.5-Air", "GLM-4.7-Flash"])
+def test_layers_that_draft_are_of_the_update(name: str) -> None:
+    """In pieces and gathered, from the last stage: a layer as the model's, three norms and the matrix that joins,
+    which every worker needs whole; nothing where engines draft with something else."""
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "actor_num_gpus_per_node": 4}
+    layout |= {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4, "mtp_num_layers": 1}
+    plans, sizes = [], []
+    for method in ("ngram", "mtp"):
+        drafts = {"speculative_config": {"method": method, "num_speculative_tokens": 1}}
+        plans.append(update(name, 1, vllm=drafts, **layout).plan)
+        gathered = predict(*made(name, 1, vllm=drafts, weight_update="gathered", **layout))
+        assert isinstance(gathered, Gathered)
+        sizes.append(gathered.bytes)
+    config = MODELS[name][1]
+    family, hidden = find_family(config, name), config["hidden_size"]
+    more = dict.fromkeys(plans[1].layouts.names[len(plans[0].layouts.names) :])
+    inner = {n for _, rule in family.tensors(config, 1) if "transformer_layer" in rule.megatron for n in rule.hf}
+    assert len(more) == len(inner) + 4 and more.keys() > inner
+    longer = config | {"num_hidden_layers": config["num_hidden_layers"] + 1}
+    layer = whole_model(family, longer).all - whole_model(family, config).all
+    assert sizes[1] - sizes[0] == pytest.approx(2 * (layer + 2 * hidden**2 + 3 * hidden), rel=1e-3)
+    assert (plans[1].sent()[:2] == plans[0].sent()[:2]).all(), "the first stage has nothing of it"
+    received = plans[1].received() - plans[0].received()
+    assert (received >= 2 * 2 * hidden**2).all()
+
+
 def test_spread_experts_and_repeated_attention() -> None:
     """Experts are spread over workers and attention is repeated."""
     spread = {"enable_expert_parallel": True, "data_parallel_size": 32, "tensor_parallel_size": 1}
