@@ -28,7 +28,7 @@ from hpcrl.weights.comparison import digest
 from tests.engine.test_lean_route import TOKENS, Job, endless, run
 from tests.support.engines import CLOSE, LONG, PROMPT, SMALL, Side, generate
 from tests.support.forked_engines import Nursery
-from tests.support.mtp_models import make_glm, make_mimo
+from tests.support.mtp_models import MAKERS, make_glm, make_mimo
 from tests.support.tiny import make_family
 
 pytestmark = pytest.mark.vllm
@@ -146,6 +146,7 @@ MADE = {
     "qwen2": (make_mimo, "shm"),
     "glm4_moe": (make_glm, "disk"),
     "deepseek_v3": (partial(make_glm, family="deepseek_v3"), "gloo"),
+    "glm4_moe_lite": (MAKERS["glm4_moe_lite"], "shm"),
 }
 
 
