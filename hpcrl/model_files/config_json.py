@@ -166,7 +166,7 @@ def read_quantization(config: Mapping[str, Any] | None, where: str) -> Quantizat
     power = config.get("scale_fmt") == "ue8m0"
     if (
         method == "fp8"
-        and fmt == "e4m3"
+        and fmt in ("e4m3", "float8_e4m3fn")  # the latter in MiniMax-M2's files
         and config.get("activation_scheme") == "dynamic"
         and config.get("weight_block_size")
     ):

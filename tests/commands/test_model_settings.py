@@ -79,3 +79,5 @@ def test_four_bit_weights_are_refused(model: Path) -> None:
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": block}))
     refuse_wrong_settings([Options(hf_checkpoint=str(model))], same_packages=False)
+    (model / "config.json").write_text(json.dumps(MODELS["MiniMax-M2"][1]))  # another name of the format
+    refuse_wrong_settings([Options(hf_checkpoint=str(model))], same_packages=False)

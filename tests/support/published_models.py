@@ -380,6 +380,13 @@ MODELS: dict[str, tuple[str, Config, dict[str, Any]]] = {
             qk_norm_type="per_layer",
             shared_intermediate_size=0,
             sliding_window=None,
+            quantization_config={
+                "quant_method": "fp8",
+                "fmt": "float8_e4m3fn",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+            },
         ),
         MINIMAX_REST,
     ),

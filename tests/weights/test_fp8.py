@@ -30,6 +30,7 @@ from hpcrl.weights.fp8 import (
     scheme_of,
 )
 from tests.support.fp8 import dequantize
+from tests.support.published_models import MODELS
 from tests.support.tiny import make_family
 
 BLOCK = (32, 48)  # divides none of the sizes of the tiny models in both directions
@@ -306,6 +307,22 @@ def test_checkpoint_decides_what_is_quantised() -> None:
         ("a.weight_scale_inv", (1, 2), torch.float32),
         ("b.up_proj.weight", (4, 4), torch.float32),
     ]
+
+
+def test_published_minimax(tmp_path: Path) -> None:
+    """Its name of the format is taken; modules_to_not_convert has bare names there: a gate, e_score_correction_bias and
+    lm_head, which have no scales."""
+    config = MODELS["MiniMax-M2"][1]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    left = ["lm_head.weight", "model.layers.0.block_sparse_moe.gate.weight"]
+    left.append("model.layers.0.block_sparse_moe.e_score_correction_bias")
+    taken = ["model.layers.0.block_sparse_moe.experts.0.w1.weight", "model.layers.0.self_attn.q_proj.weight"]
+    tensors = {name: torch.ones(4, 4) for name in left} | {name: torch.ones(4, 4).to(FP8) for name in taken}
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(1, 1) for name in taken}, tmp_path / "model.safetensors")
+    scheme = scheme_of(tmp_path)
+    assert scheme == Scheme("block", (128, 128), chosen=frozenset(taken))
+    by_name = replace(scheme, chosen=None)
+    assert [name for name in tensors if by_name.takes(name, (4, 4))] == taken
 
 
 @pytest.mark.parametrize(
