@@ -1,7 +1,8 @@
 """What an engine holds of the text part of a model that also sees images, by the names of its files.
 
 Such files have it under `model.language_model.`, vLLM's class for the text part alone under `model.`; its loader takes
-the names of the files (`hf_to_vllm_mapper`).
+the names of the files (`hf_to_vllm_mapper`).  Of experts that files have in one tensor updates bring each by itself, so
+these are the names that count.
 
 Invariant: of another model the holdings are those of `held.layers`, as they are.
 """
@@ -15,6 +16,7 @@ from torch import nn
 
 from hpcrl.engine.held.layers import Holdings, holdings
 from hpcrl.model_files.safetensors_files import Entry
+from hpcrl.model_files.stacked_experts import single
 
 OURS = "model."
 FILES = "model.language_model."
@@ -25,7 +27,11 @@ def named_as_in_files(model: nn.Module, names: Mapping[str, Entry]) -> Holdings:
 
     Args:
         names: the tensors of its checkpoint.
+
+    Raises:
+        DataError: names a stack of experts that cannot be cut.
     """
+    names = single(names)  # else experts that cannot be shown would be wanted by a name that nothing has
     if hasattr(model, "language_model") or not any(name.startswith(FILES) for name in names):
         return holdings(model, names)
     found = holdings(model, {name.replace(FILES, OURS, 1): entry for name, entry in names.items()})
