@@ -116,7 +116,11 @@ def warm_up(flag: str, given: Given) -> FlagReading:
 def dumps(flag: str, given: Given) -> FlagReading:
     """slime writes every rollout into the one file that is named without {rollout_id}, and keeps the last."""
     path = one(given, flag)
-    if not path or "{rollout_id}" in path:
+    try:
+        several = path.format(rollout_id=0) != path.format(rollout_id=1)
+    except (LookupError, ValueError, AttributeError):
+        several = True  # the option itself refuses it
+    if not path or several:
         return FlagReading("kept", (f"--{flag}", *given[flag]))
     stem = path.removesuffix(".pt")
     why = "slime writes each rollout over the one before; here each has a file of its own, and all are kept"
