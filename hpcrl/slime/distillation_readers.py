@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from hpcrl.slime.flag_reading import FlagReading, Given, one
 
-_MODULES = tuple(
-    f"{start}on_policy_distillation."
-    for start in ("slime.rollout.", "vime.rollout.", "examples.on_policy_distillation.", "")
-)
+_PACKAGES = ("slime.rollout.on_policy_distillation.", "vime.rollout.on_policy_distillation.")
+#: where older releases have them: files of the user's own checkout
+_COPIES = ("examples.on_policy_distillation.on_policy_distillation.", "on_policy_distillation.")
+_FUNCTIONS = {"custom-rm-path": "reward_func", "custom-reward-post-process-path": "post_process_rewards"}
 SERVER = "start vLLM there in place of SGLang"
 
 
 def asks_a_server(given: Given) -> bool:
     """Whether slime's own functions ask a teacher: --opd-type sglang, or the estimator of older releases."""
-    functions = {"custom-rm-path": "reward_func", "custom-reward-post-process-path": "post_process_rewards"}
-    for flag, name in functions.items():
-        if one(given, flag) not in [f"{module}{name}" for module in _MODULES]:
+    for flag, name in _FUNCTIONS.items():
+        if one(given, flag) not in [f"{module}{name}" for module in (*_PACKAGES, *_COPIES)]:
             return False
     estimator = one(given, "advantage-estimator", "grpo")
     older = estimator == "on_policy_distillation" and "use-opd" not in given
@@ -32,11 +31,25 @@ def asks_a_server(given: Given) -> bool:
     return bool(one(given, "rm-url")) and (older or newer)
 
 
+def asking(flag: str, given: Given) -> FlagReading:
+    """One of the two functions that ask a teacher, where `asks_a_server`."""
+    path = one(given, flag)
+    if flag == "custom-rm-path" and "eval-interval" in given and "rm-type" not in given:
+        why = "held-out responses (--eval-interval) would be graded by the teacher: give --rm-type, which grades them here"
+        return FlagReading("refused", (), why)
+    why = "--opd-type vllm asks the teacher itself"
+    if path.startswith(_COPIES):
+        why += f"; {path.rpartition('.')[0]} is taken for slime's example and is not read, an edited copy has no effect"
+    return FlagReading("needless", (), why)
+
+
 def address(flag: str, given: Given) -> FlagReading:
-    """Where the teacher is, or a reward's server."""
+    """Where the teacher is, or a reward's server; there is one wherever a teacher is asked, so that it also says what
+    replaces an estimator that is not named."""
     if not asks_a_server(given):
         return FlagReading("kept", (f"--{flag}", *given[flag]))
-    return FlagReading("translated", ("--opd-teacher-url", one(given, flag).removesuffix("/generate")), SERVER)
+    own = () if "advantage-estimator" in given else ("--advantage-estimator", "none")
+    return FlagReading("translated", ("--opd-teacher-url", one(given, flag).removesuffix("/generate"), *own), SERVER)
 
 
 def teacher(flag: str, given: Given) -> FlagReading:

@@ -16,7 +16,7 @@ from hpcrl.config.plugin_names import needing_labels, read_words
 from hpcrl.config.setting_names import own
 from hpcrl.errors import UsageError
 from hpcrl.slime.conditional_readers import CONDITIONAL, deepep_kind
-from hpcrl.slime.distillation_readers import DISTILLATION, asks_a_server
+from hpcrl.slime.distillation_readers import DISTILLATION, asking, asks_a_server
 from hpcrl.slime.flag_reading import FlagReading, Given, number, one
 from hpcrl.slime.mis_settings import mis_flags, reads_as_mis
 
@@ -51,7 +51,7 @@ def own_function(flag: str, given: Given) -> FlagReading:
 def reward_function(flag: str, given: Given) -> FlagReading:
     """A function of the user's, or one of the two with which slime asks a teacher."""
     if asks_a_server(given):
-        return FlagReading("needless", (), "--opd-type vllm asks the teacher itself")
+        return asking(flag, given)
     foreign = one(given, flag).startswith(("slime.", "vime."))
     return own_function(flag, given) if foreign else FlagReading("kept", (f"--{flag}", *given[flag]))
 
@@ -142,11 +142,15 @@ def _only_taught(given: Given) -> bool:
 def reward(flag: str, given: Given) -> FlagReading:
     """A reward that compares with labels is 0 where none are named: with a teacher the run does without it."""
     if asks_a_server(given):
+        if "eval-interval" in given:
+            why = "it grades held-out responses; the teacher alone says what is learned"
+            return FlagReading("kept", (f"--{flag}", *given[flag]), why)
         return FlagReading("needless", (), "slime's function that asks the teacher takes its place: every reward is 0")
     if _only_taught(given):
-        return FlagReading(
-            "needless", (), "without --label-key every reward is 0, and the teacher alone says what is learned"
-        )
+        why = "without --label-key every reward is 0, and the teacher alone says what is learned"
+        if "advantage-estimator" not in given:  # whose reader says so otherwise
+            return FlagReading("translated", ("--advantage-estimator", "none"), why)
+        return FlagReading("needless", (), why)
     return FlagReading("kept", (f"--{flag}", *given[flag]))
 
 

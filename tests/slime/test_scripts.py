@@ -233,6 +233,52 @@ def test_a_part_of_a_teacher_is_none(without: str, more: str) -> None:
     assert any("--advantage-estimator on_policy_distillation" in str(error) for error in translate(kept).wrong)
 
 
+ASKING = "slime.rollout.on_policy_distillation."
+ASKED = (
+    f"--use-opd --opd-type sglang --custom-rm-path {ASKING}reward_func --custom-reward-post-process-path "
+    f"{ASKING}post_process_rewards --rm-url http://127.0.0.1:13141/generate"
+)
+
+
+def taught(more: str) -> list[str]:
+    """The script of a teacher in the spelling of newer releases, where grpo is not named, as it is the default."""
+    given_words = split_flags(words_of("on_policy_distillation/run-qwen3-8B-opd")[1:])
+    for flag in ("advantage-estimator", "custom-rm-path", "custom-reward-post-process-path", "rm-url"):
+        given_words.pop(flag)
+    kept = [word for flag, values in given_words.items() for word in (f"--{flag}", *values)]
+    return ["train.py", *kept, *more.split()]
+
+
+@pytest.mark.parametrize(
+    ("more", "rm_type"),
+    [
+        (f"{ASKED} --rm-type math", None),
+        (f"{ASKED} --rm-type math --label-key label --eval-interval 5 --eval-prompt-data aime /a.jsonl", "math"),
+        ("--use-opd --opd-type megatron --opd-teacher-load /t --rm-type math", None),
+    ],
+)
+def test_a_teacher_without_an_estimator(more: str, rm_type: str | None) -> None:
+    """None is what the teacher's run has; a reward stays where there are held-out responses to grade."""
+    options = resolve_stages(recipe_of(taught(more), {}), {}, PLACES)[0]
+    assert (options.advantage_estimator, options.use_opd, options.rm_type) == ("none", True, rm_type)
+
+
+def test_held_out_responses_need_a_reward() -> None:
+    (wrong,) = translate(taught(f"{ASKED} --eval-interval 5 --eval-prompt-data aime /a.jsonl")[1:]).wrong
+    assert f"--custom-rm-path {ASKING}reward_func" in str(wrong) and "give --rm-type" in str(wrong)
+
+
+@pytest.mark.parametrize("module", ["examples.on_policy_distillation.on_policy_distillation.", "on_policy_distillation."])
+def test_a_copy_of_slimes_functions_is_told(module: str) -> None:
+    """A file of the user's own may be edited; slime's package is not."""
+    told = []
+    for name in (ASKING, module):
+        lines = translate(taught(ASKED.replace(ASKING, name))[1:]).lines
+        told.append([line.reading.why for line in lines if line.flag.startswith("custom-re") or line.flag == "custom-rm-path"])
+    assert len(told[0]) == len(told[1]) == 2 and not any("edited" in why for why in told[0])
+    assert all(module.rstrip(".") in why and "edited" in why for why in told[1])
+
+
 def test_drafts_that_no_update_brings() -> None:
     """Of GLM's script, which trains no such layer, it is said; of MiMo's, whose updates bring it, nothing."""
     told = [drafting_notes([resolved(f"run-{name}")]) for name in ("mimo-7B-rl-eagle", "glm4.7-355B-A32B")]
