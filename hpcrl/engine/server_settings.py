@@ -51,6 +51,7 @@ READING = {
     "pt_load_map_location",
     "speculative_config",
 }
+WITHOUT_MODEL = ("ngram", "[ngram]", "ngram_gpu", "suffix")  #: methods of drafting that read no files
 OLDEST = (0, 32)  #: release of vLLM; before, log-probs came without token ids, and packing was agreed on elsewhere
 BLOCK = 128  #: tokens of one KV-cache block of the CPU build
 CPU_SEQUENCES = 128  #: sequences that the CPU build batches at most
@@ -163,12 +164,19 @@ def load_flags(options: Options, plan: Plan, found: Build, given: Mapping[str, A
     """Where the weights of an engine come from: of a run that trains, not from the model's files, unless the user says
     how these are to be read.
 
-    With drafts they do, since vLLM compares the draft's tensors with the model's to see which of them are the same.
+    With a model that drafts they do, since vLLM compares its tensors with the model's to see which of them are the same.
     """
-    if options.debug_rollout_only or not plan.trainers or given.keys() & READING:
+    if options.debug_rollout_only or not plan.trainers or _reading(given):
         return {}
     shows = options.check_weight_update_equal and found.cpu  # a GPU's kernels choose experts in a first pass
     return {"load_format": EMPTY, "model_loader_extra_config": {FILL: "nan" if shows else "zero"}}
+
+
+def _reading(given: Mapping[str, Any]) -> set[str]:
+    """What of the user's settings needs the model's files read."""
+    drafts = given.get("speculative_config") or {}
+    alone = (drafts.get("method") or drafts.get("model")) in WITHOUT_MODEL
+    return (given.keys() & READING) - ({"speculative_config"} if alone else set())
 
 
 def share_flags(options: Options, gpu_bytes: int) -> dict[str, Any]:
@@ -241,7 +249,14 @@ def _text_part(options: Options, plan: Plan, config: Mapping[str, Any], given: M
     wanted = family.engine_class if family else ""
     if not wanted or options.debug_rollout_only or not plan.trainers:
         return {}
-    if named := sorted(given.keys() & (READING | {"hf_overrides"})):
+    named = sorted(_reading(given) | given.keys() & {"hf_overrides", "quantization"})
+    if named == ["speculative_config"]:
+        raise UsageError(
+            f"--vllm-speculative-config: engines hold the text part alone of this {config['model_type']} model, and no "
+            "update brings the layers that it would draft with",
+            'leave it out, or draft without a model ("method": "ngram" or "suffix")',
+        )
+    if named:
         raise UsageError(
             f"--vllm-{named[0].replace('_', '-')}: engines hold the text part alone of this {config['model_type']} "
             "model, and get it from the trainer",

@@ -17,6 +17,7 @@ from hpcrl.engine.health import ServerLog, reason
 from hpcrl.engine.multi_node import variables
 from hpcrl.engine.server import command_line
 from hpcrl.engine.server_settings import (
+    EMPTY,
     Build,
     check_version,
     cpu_threads,
@@ -254,7 +255,12 @@ def test_text_part_of_a_model_with_images(model: str) -> None:
 
     assert found()["hf_overrides"] == {"architectures": ["Qwen3_5ForCausalLM"]}
     assert "hf_overrides" not in found(debug_rollout_only=True)
-    for name, value in {"load_format": "auto", "hf_overrides": {"a": 1}}.items():
+    for method in ("ngram", "suffix"):  # which need no files
+        drafted = found(vllm={"speculative_config": {"method": method, "num_speculative_tokens": 2}})
+        assert drafted["load_format"] == EMPTY and "hf_overrides" in drafted
+    with pytest.raises(UsageError, match="--vllm-speculative-config: .*would draft with"):
+        found(vllm={"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}})
+    for name, value in {"load_format": "auto", "hf_overrides": {"a": 1}, "quantization": "fp8"}.items():
         with pytest.raises(UsageError, match=f"--vllm-{name.replace('_', '-')}: .*qwen3_5 model"):
             found(vllm={name: value})
 
