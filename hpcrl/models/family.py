@@ -219,11 +219,19 @@ def find_family(config: Config, directory: str | Path) -> Family:
     """The family of a config.json.
 
     Raises:
-        DataError: names the model type and the ones there are.
+        DataError: names the model type and the ones there are; of files whose architecture is a family's under another
+            model type (early ones of MiniMax-M2 say minimax) what to write there.
     """
     known = registry()
     asked = config.get("model_type")
     if asked not in known:
+        names = config.get("architectures")
+        built = [str(name).lower().removesuffix("forcausallm") for name in names] if isinstance(names, list) else []
+        if found := next((name for name in known if name.replace("_", "") in built), None):
+            raise DataError(
+                f"{directory}: model type {asked!r} is not supported, its architecture is that of {found}",
+                f'set model_type to "{found}" in config.json',
+            )
         raise DataError(f"{directory}: model type {asked!r} is not supported", f"supported: {', '.join(sorted(known))}")
     return known[asked]
 

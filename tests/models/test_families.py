@@ -42,6 +42,16 @@ def test_an_unknown_model_type_names_the_known_ones() -> None:
         family.find_family({"model_type": "gpt9"}, "somewhere")
 
 
+def test_an_architecture_under_another_name() -> None:
+    """As early files of MiniMax-M2 have it."""
+    early = {"model_type": "minimax", "architectures": ["MiniMaxM2ForCausalLM"]}
+    with pytest.raises(DataError, match="'minimax' is not supported.*minimax_m2.*set model_type") as error:
+        family.find_family(early, "somewhere")
+    assert '"minimax_m2" in config.json' in error.value.hint
+    with pytest.raises(DataError, match="supported: .*qwen3"):
+        family.find_family(early | {"architectures": ["MiniMaxForCausalLM"]}, "somewhere")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
