@@ -187,12 +187,12 @@ def convert(options: Options, ranks: Any) -> Path:
     root = Path(str(options.save))
     final = root / "release"
     staging = root / ".partial-release"
-    agree(lambda: _prepare(root, final, staging), ranks.rank == 0)
     source = Path(str(options.hf_checkpoint))
     scheme = scheme_of(source)
+    if scheme:
+        agree(lambda: refuse_stacks(source), ranks.rank == 0)
+    agree(lambda: _prepare(root, final, staging), ranks.rank == 0)
     policy = model.build(options, ranks, trainable=False)
-    if scheme and policy.family.stacked:
-        raise DataError(f"{source} holds FP8 weights, experts of a layer in one tensor", "convert the BF16 model")
     _take_dtypes(policy, source, scheme)
     load_hf(policy, source, progress=_bar if ranks.rank == 0 else iter, scheme=scheme)
     state = save_load.weights(policy)
@@ -201,6 +201,18 @@ def convert(options: Options, ranks: Any) -> Path:
     save_load.write(state, staging)
     agree(lambda: save_load.settle(staging, final, "release"), ranks.rank == 0)
     return final
+
+
+def refuse_stacks(source: Path) -> None:
+    """Raise DataError if FP8 files hold experts of a layer in one tensor, as no scheme has them; layers for further
+    tokens (mtp.) are not read."""
+    from hpcrl.model_files.safetensors_files import listing
+    from hpcrl.model_files.stacked_experts import is_stack
+
+    if found := next((name for name in listing(source) if is_stack(name) and not name.startswith("mtp.")), None):
+        raise DataError(
+            f"{source} holds FP8 weights, and experts of a layer in one tensor ({found})", "convert the BF16 model"
+        )
 
 
 def _prepare(root: Path, final: Path, staging: Path) -> None:

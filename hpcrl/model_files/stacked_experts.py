@@ -25,6 +25,11 @@ _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
+def is_stack(name: str) -> bool:
+    """Whether a tensor of this name holds a matrix of all experts of a layer."""
+    return _STACK.fullmatch(name) is not None
+
+
 def single(names: Mapping[str, Entry]) -> dict[str, Entry]:
     """The tensors of files as if each expert had its own, in their order.
 
