@@ -29,7 +29,7 @@ from hpcrl.model_files import torch_dist
 from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.hf_writer import DTYPES, SafetensorsWriter, TensorHeader, copy_assets, directory, split
 from hpcrl.model_files.safetensors_files import SafetensorsDirectory
-from hpcrl.model_files.stacked_experts import joined, stacks
+from hpcrl.model_files.stacked_experts import put, stacks
 from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.slicing import CUTS, Shapes
@@ -122,8 +122,11 @@ class StoredTensors:
         """
         if job.parts:
             (stack,) = job.tensors
-            singles = {t.name: x for part in job.parts for t, x in zip(part.tensors, self.read(part), strict=True)}
-            return [joined(singles, stack.shape)]
+            whole = torch.empty(stack.shape, dtype=stack.dtype)
+            for part in job.parts:  # of which one is held at a time
+                for tensor, found in zip(part.tensors, self.read(part), strict=True):
+                    put(whole, tensor.name, found)
+            return [whole]
         if job.rule is None:
             assert self.files is not None
             with self.turn, self.opening:

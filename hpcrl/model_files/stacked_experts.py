@@ -91,12 +91,14 @@ class ExpertsApart(SafetensorsDirectory):
         return self._take(name, cut)
 
 
-def joined(singles: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """The stack of all single experts' tensors.
+def put(stack: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
+    """Write a single expert's tensor to its place in the stack, which `stack_of` tells by its name.
 
     Args:
-        singles: by name.
-        shape: of the stack.
+        stack: [experts, rows, columns].
     """
-    ((_, names),) = stacks(list(singles))
-    return torch.cat([singles[name] for name in names]).view(shape)
+    place = stack_of(name)
+    assert place is not None
+    _, expert, part, parts = place
+    rows = stack.shape[1] // parts
+    stack[expert, part * rows : (part + 1) * rows] = tensor
