@@ -21,8 +21,8 @@ from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.groups import describe
 from hpcrl.launch.preflight import (
     HostView,
-    drafting_notes,
     made_by_run,
+    model_notes,
     note_absent,
     refuse_settings,
     refuse_what_cannot_run,
@@ -124,7 +124,7 @@ def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None,
     refuse_settings(options, lambda o: hosts or local_hosts(o), packages=False)
     look_at(options)
     note_absent(recipe, options)
-    for line in drafting_notes(options):
+    for line in model_notes(options):
         print(f"hpcrl: note: {line}", file=sys.stderr)
     for stage, resolved in zip(recipe.stages, options, strict=True):
         made = make_plan(resolved, hosts or local_hosts(resolved), "plan")

@@ -164,7 +164,7 @@ def load_flags(options: Options, plan: Plan, found: Build, given: Mapping[str, A
     """Where the weights of an engine come from: of a run that trains, not from the model's files, unless the user says
     how these are to be read.
 
-    With a model that drafts they do, since vLLM compares its tensors with the model's to see which of them are the same.
+    With a model that drafts they do, since vLLM compares its tensors with the model's, to see which are the same.
     """
     if options.debug_rollout_only or not plan.trainers or _reading(given):
         return {}

@@ -38,8 +38,8 @@ from hpcrl.launch.preflight import (
     NOTHING,
     HostView,
     check_routing,
-    drafting_notes,
     made_by_run,
+    model_notes,
     refuse_what_cannot_run,
     refuse_wrong_settings,
 )
@@ -224,7 +224,7 @@ def begin_job(
     refuse_foreign(root)  # as each of its processes will, where a volume shows another owner than its user
     made = absent or root != job.root
     job = replace(job, root=root) if root != job.root else job
-    for line in drafting_notes(job.stages):
+    for line in model_notes(job.stages):
         say(f"note: {line}")
     if found := swappable_by_group(root):
         say(f"note: all of group {found[1]} can replace {root}: {found[0]} is writable by it (chmod g-w, or +t)")

@@ -152,6 +152,24 @@ def drafting_notes(stages: Sequence[Options]) -> list[str]:
     return list(dict.fromkeys(line for one in told for line in drafts_of_files(*one)))
 
 
+def model_notes(stages: Sequence[Options]) -> list[str]:
+    """What is to be said of the model and of the layers that engines draft with before a run begins."""
+    return [*drafting_notes(stages), *dict.fromkeys(line for options in stages for line in _delta_net_notes(options))]
+
+
+def _delta_net_notes(options: Options) -> Iterator[str]:
+    """That --bf16 rounds what files of a model with gated delta nets may hold in fp32; nothing where config.json is
+    not to be read, which others say."""
+    if not options.bf16 or options.debug_rollout_only:
+        return
+    with contextlib.suppress(UsageError):
+        if (found := _described(options)) and any(found[2].get("linear_attention_freq") or ()):
+            yield (
+                "--bf16: A_log and dt_bias of the gated delta nets are rounded to bf16, also where the files hold them "
+                "in fp32, and trained from there (docs/models.md); the engines get the rounded numbers"
+            )
+
+
 def begins_with(options: Options) -> Iterator[tuple[str, str]]:
     """(flag or words for it, path) of every file and directory that must be there when a stage begins."""
     named = {

@@ -35,7 +35,7 @@ def asking(flag: str, given: Given) -> FlagReading:
     """One of the two functions that ask a teacher, where `asks_a_server`."""
     path = one(given, flag)
     if flag == "custom-rm-path" and "eval-interval" in given and "rm-type" not in given:
-        why = "held-out responses (--eval-interval) would be graded by the teacher: give --rm-type, which grades them here"
+        why = "it would grade held-out responses too (--eval-interval): give --rm-type, which grades them here"
         return FlagReading("refused", (), why)
     why = "--opd-type vllm asks the teacher itself"
     if path.startswith(_COPIES):

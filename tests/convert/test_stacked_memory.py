@@ -37,7 +37,9 @@ def test_one_expert_is_held_at_a_time() -> None:
         for n in range(EXPERTS)
         for name in [f"{X}.{n}.down_proj.weight"]
     )
-    job = Conversion(f"{X}.down_proj", (), None, (TensorHeader(f"{X}.down_proj", torch.float32, (EXPERTS, 4, 3)),), parts)
+    job = Conversion(
+        f"{X}.down_proj", (), None, (TensorHeader(f"{X}.down_proj", torch.float32, (EXPERTS, 4, 3)),), parts
+    )
     (found,) = StoredTensors(held, None, Shapes(1, 1, 1, 8, 1), 1).read(job)  # type: ignore[arg-type]
     assert torch.equal(found, torch.arange(EXPERTS).float().view(-1, 1, 1).expand(-1, 4, 3))
     assert held.most <= 2

@@ -12,7 +12,7 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.launch import preflight
-from hpcrl.launch.preflight import check_gates
+from hpcrl.launch.preflight import check_gates, model_notes
 from hpcrl.memory.activations import backward_bytes, layer_bytes
 from hpcrl.memory.engine import engine_terms, sequence_bytes, token_bytes
 from hpcrl.memory.parameters import Layout
@@ -37,6 +37,18 @@ def options(tp: int = 1, **more: Any) -> Options:
 def saved(tmp_path: Path, config: dict[str, Any]) -> str:
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
+
+
+def test_rounded_decays_are_told(tmp_path: Path) -> None:
+    """Once, of a model with gated delta nets under --bf16, before the run begins."""
+    here = options().model_copy(update={"hf_checkpoint": saved(tmp_path, DENSE), "bf16": True})
+    (line,) = model_notes([here, here])
+    assert line.startswith("--bf16: A_log and dt_bias")
+    assert not model_notes([here.model_copy(update={"bf16": False})])
+    assert not model_notes([here.model_copy(update={"debug_rollout_only": True})])
+    assert not model_notes([here.model_copy(update={"hf_checkpoint": "/nowhere"})])
+    saved(tmp_path, MODELS["Qwen3-4B"][1])
+    assert not model_notes([here])
 
 
 def test_ranks_that_would_share_a_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

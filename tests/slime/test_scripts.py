@@ -274,13 +274,17 @@ def test_held_out_responses_need_a_reward() -> None:
     assert f"--custom-rm-path {ASKING}reward_func" in str(wrong) and "give --rm-type" in str(wrong)
 
 
-@pytest.mark.parametrize("module", ["examples.on_policy_distillation.on_policy_distillation.", "on_policy_distillation."])
+@pytest.mark.parametrize(
+    "module", ["examples.on_policy_distillation.on_policy_distillation.", "on_policy_distillation."]
+)
 def test_a_copy_of_slimes_functions_is_told(module: str) -> None:
     """A file of the user's own may be edited; slime's package is not."""
     told = []
     for name in (ASKING, module):
         lines = translate(taught(ASKED.replace(ASKING, name))[1:]).lines
-        told.append([line.reading.why for line in lines if line.flag.startswith("custom-re") or line.flag == "custom-rm-path"])
+        told.append(
+            [line.reading.why for line in lines if line.flag.startswith("custom-re") or line.flag == "custom-rm-path"]
+        )
     assert len(told[0]) == len(told[1]) == 2 and not any("edited" in why for why in told[0])
     assert all(module.rstrip(".") in why and "edited" in why for why in told[1])
 

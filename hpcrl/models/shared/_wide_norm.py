@@ -7,8 +7,8 @@ several ranks have the same one, and it counts once.  With g = w dy, dx = r g - 
 heads too: of a head on several ranks, each of which passes on a part of its gradient, a part as well.
 
 Invariants: every rank holds the whole weight, whose gradient Megatron adds up over tensor-parallel ranks by its name
-(q_layernorm, k_layernorm); y is rounded once, as in vLLM's layer (transformers' rounds x r before it multiplies with w);
-between the passes x and r are kept, and nothing in fp32 as large as x.
+(q_layernorm, k_layernorm); y is rounded once, as in vLLM's layer (that of transformers rounds x r, and then the product
+with w); between the passes x and r are kept, and nothing in fp32 as large as x.
 """
 
 from __future__ import annotations
