@@ -20,7 +20,7 @@ from hpcrl.launch.broken_hosts import heading
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.file_tail import last_lines
 from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended
-from hpcrl.run.gpu_environment import computes_on_cpus, gpus_are_here
+from hpcrl.run.gpu_environment import gpus_are_here, without_gpus
 from hpcrl.run.process import PARENT, end
 from hpcrl.run.role import last_error
 from hpcrl.run.rundir import RunDir
@@ -135,7 +135,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
         or inherited in NO_GPUS
         or (inherited is None and not gpus_are_here())
     ):
-        return {"CUDA_VISIBLE_DEVICES": ""} if computes_on_cpus() else {}
+        return without_gpus()
     if role == "engine":
         together = [place := plan.engines[index]]
     elif role.startswith(PART):
@@ -146,7 +146,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
     slots = tuple(number for one in together for number in one.slots)
     own = None if slot is None else place.slots
     visible = visible_devices(inherited, slots, plan.slots_on(host), own)
-    return {"CUDA_VISIBLE_DEVICES": "" if computes_on_cpus() else visible}
+    return {"CUDA_VISIBLE_DEVICES": visible} | without_gpus()
 
 
 def start(role: str, index: int, command: list[str], rundir: RunDir, host: str, variables: Mapping[str, str]) -> Role:

@@ -235,14 +235,14 @@ GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 ON_CPUS = "HPCRL_ON_CPUS"
 
 
-def computes_on_cpus() -> bool:
-    """Whether the user says so."""
-    return os.environ.get(ON_CPUS) == "1"
+def without_gpus() -> dict[str, str]:
+    """What hides GPUs from a process, where the user says so."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if os.environ.get(ON_CPUS) == "1" else {}
 
 
 def gpus_are_here() -> bool:
     """Whether this machine shows any that may be used."""
-    return not computes_on_cpus() and any(map(glob.glob, GPUS))
+    return not without_gpus() and any(map(glob.glob, GPUS))
 
 
 def for_this_machine(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import psutil
 from hpcrl.findings import last_line
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.exit_status import how_it_ended
+from hpcrl.run.gpu_environment import without_gpus
 from hpcrl.run.process import PARENT, end
 from hpcrl.selftest.registry import Check, Outcome, Results, try_check
 from hpcrl.selftest.whole_run import gpu_count
@@ -109,7 +110,7 @@ def start(command: list[str], environments: Sequence[Mapping[str, str]], logs: P
     for variables in environments:
         log = logs / f"rank-{variables.get('RANK', 'alone')}.log"
         with open_append(log) as out:
-            env = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables) | {PARENT: str(os.getpid())}
+            env = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables) | {PARENT: str(os.getpid())} | without_gpus()
             found.append((Popen(command, env=env, stdin=DEVNULL, stdout=out, stderr=STDOUT), log))
     return found
 
