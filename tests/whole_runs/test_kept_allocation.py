@@ -135,7 +135,7 @@ def test_elastic_job_trains_on_fewer_hosts(cluster: Cluster, tmp_path: Path, tas
         assert row["train/loss"] == pytest.approx(others[step]["train/loss"], rel=1e-2), step
 
 
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.soak)])
 def test_mpirun_is_kept(cluster: Cluster, tmp_path: Path, task: Path, kind: str) -> None:
     """A rank is killed, then the process of a host: both times the same mpirun continues, bit for bit, from the copies in
     the memory of its hosts, of which one was lost the first time."""

@@ -1,8 +1,7 @@
-"""The two most telling tiny twins of the reference runs; `tests/soak/test_tiny_twins.py` has all of them.
+"""The most telling tiny twin of the reference runs; `tests/soak/test_tiny_twins.py` has all of them.
 
-GLM4-9B's 4 + 4 under mpirun: TP 2 and CP 2 over one host, an engine of TP 2 on another, evaluation.  GLM-4.5-355B's
-under Slurm: TP 2, PP 2 and EP 2 of a mixture of experts over four nodes, which trainer and an engine over two of them
-take turns on.
+GLM-4.5-355B's under Slurm: TP 2, PP 2 and EP 2 of a mixture of experts over four nodes, which trainer and an engine over
+two of them take turns on.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.twins import Tiny, under_mpirun, under_slurm
+from tests.support.twins import Tiny, under_slurm
 
 pytestmark = pytest.mark.cluster
 
@@ -20,10 +19,6 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(tmp_path_factory.mktemp("tiny"))
-
-
-def test_glm4_under_mpirun(cluster: Cluster, tmp_path: Path, tiny: Tiny) -> None:
-    under_mpirun(cluster, tmp_path, tiny, "GLM4-9B, 4 + 4")
 
 
 def test_glm4_5_under_slurm(cluster: Cluster, tmp_path: Path, tiny: Tiny) -> None:

@@ -17,7 +17,7 @@ def test_a_worker_needs_its_channels_and_heads(monkeypatch: pytest.MonkeyPatch, 
     from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
     from vllm.model_executor.model_loader import weight_utils
 
-    from hpcrl.engine.held.layers import _delta_nets
+    from hpcrl.engine.held.own_forms import delta_nets
 
     monkeypatch.setattr(weight_utils, "get_tensor_model_parallel_rank", lambda: rank)  # there are no groups here
     layer = nn.Module()
@@ -31,7 +31,7 @@ def test_a_worker_needs_its_channels_and_heads(monkeypatch: pytest.MonkeyPatch, 
         "A_log": heads,
         "dt_bias": heads,
     }
-    pieces = _delta_nets({"m": layer})
+    pieces = delta_nets({"m": layer})
     assert pieces.keys() == {f"m.{name}" for name in loaders}
     for name, load in loaders.items():
         piece, parameter = pieces[f"m.{name}"], layer.get_parameter(name)
