@@ -1,25 +1,17 @@
 # Two commands are enough: `make quickstart` and `make test`. Each first makes the environment that it needs, once.
 #
-#   PYTHON=python3.11     another interpreter (3.11 or later) to make the environment with: it is Python 3.12, if there is one
+#   PYTHON=python3.12     another interpreter (3.11 or later) to make the environment with
 #   SOAK=gspo SEED=3 N=2  which campaigns of `make soak` (pytest's -k), their seeds (1,2,3 are several), how often each
-#   PYTHON311=python3.11  the interpreter of `make fast-311` and `make trainer-311`
+#   PYTHON312=python3.12  the interpreter of `make fast-312` and `make trainer-312`
 #   HPCRL_VENV=/big/venv  another place for it
 #   CLUSTER=/big/cluster  where `make cluster` puts what its nodes share
 #   RELEASE=26.05         which Slurm it has, if not the machine's: a version, or a Debian (trixie, forky)
 #   CLUSTER_RELEASE=24.11 which Slurm all tests on the cluster run under (machine: its own)
 
+PYTHON ?= python3
+PYTHON312 ?= python3.12
 HPCRL_VENV ?= .venv
 BIN := $(HPCRL_VENV)/bin
-# Megatron-core follows Python: what pip takes on 3.12 is three minor releases ahead of what it takes on 3.11.  So the environment
-# is of 3.12 where that is in PATH, or among pyenv's, and has venv (a distribution's may not: python3-venv is a package of its own).
-SUITS = 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, $(1)))'
-PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
-first = $(shell for python in $(2); do if "$$python" -c $(SUITS) 2> /dev/null; then echo "$$python"; break; fi; done)
-ifeq ($(origin PYTHON),undefined)
-PYTHON := $(or $(wildcard $(BIN)/python),$(call first,12,python3.12 /usr/bin/python3.12 $(wildcard $(PYENV)/3.12*/bin/python3.12)),python3)
-endif
-OLDER = $(call first,11,/usr/bin/python3 python3.11 $(wildcard $(PYENV)/3.11*/bin/python3.11))
-PYTHON311 ?= $(or $(OLDER),python3.11)
 LOG := $(HPCRL_VENV)/install.log
 COMMA := ,
 RECIPE ?= examples/quickstart.toml
@@ -27,15 +19,15 @@ BENCHES ?= $(wildcard bench/*.py)
 CLUSTER ?= /tmp/hpcrl-cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test soak fast older env-311 fast-311 trainer-311 trackers lint docs sbatch lock sbom bench cluster packages
+.PHONY: help env quickstart test soak fast env-312 fast-312 trainer-312 trackers lint docs sbatch lock sbom bench cluster packages
 
 help:
 	@echo "make quickstart   make the environment, then run $(RECIPE)"
 	@echo "make test         make the environment, then run all tests, fast ones first"
 	@echo "make fast         only the tests that start no processes"
 	@echo "make soak         the long campaigns, which make test leaves out"
-	@echo "make fast-311     the fast tests on Python 3.11, with an older Megatron-core (.venv-311)"
-	@echo "make trainer-311  the tests of trainer ranks, conversions and models there"
+	@echo "make fast-312     the fast tests on Python 3.12, with the newer Megatron-core (.venv-312, 6 GB)"
+	@echo "make trainer-312  the tests of trainer ranks, conversions and models there"
 	@echo "make trackers     hpcrl sync with the real wandb, trackio and mlflow, each on this machine"
 	@echo "make lint         ruff: rules and format"
 	@echo "make docs         write docs/options.md again"
@@ -75,7 +67,6 @@ ENV := $(HPCRL_VENV)/.installed
 $(ENV): requirements/cpu.lock requirements/torch-cpu.lock requirements/torch-cuda.lock pyproject.toml
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hpcrl needs Python 3.11 or later: make PYTHON=..."; exit 1; }
 	@echo "making the environment in $(HPCRL_VENV), 2 GB (6 with torch's CUDA build), some minutes; log: $(LOG)"
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; print("it is of Python", sys.version.split()[0] + ", for which Megatron-core is", "0.19" if sys.version_info >= (3, 12) else "0.16 (of Python 3.12: 0.19)")'
 	@$(if $(wildcard $(BIN)/python),true,$(PYTHON) -m venv $(HPCRL_VENV))
 	@: > $(LOG)
 	$(call pip,what vLLM$(COMMA) hpcrl and the tests need,install --require-hashes --no-deps -r requirements/cpu.lock)
@@ -124,18 +115,15 @@ soak: $(ENV)
 fast: $(ENV)
 	$(BIN)/python -m pytest $(FAST)
 
-# The other Python that hpcrl runs on, and with it another Megatron-core; `older` says which one that is.
-older:
-	@echo $(OLDER)
+# Megatron-core follows Python: what pip takes on 3.12 is three minor releases ahead of what it takes on 3.11.
+env-312:
+	@$(MAKE) --no-print-directory env PYTHON=$(PYTHON312) HPCRL_VENV=.venv-312
 
-env-311:
-	@$(MAKE) --no-print-directory env PYTHON=$(PYTHON311) HPCRL_VENV=.venv-311
+fast-312: env-312
+	.venv-312/bin/python -m pytest $(FAST)
 
-fast-311: env-311
-	.venv-311/bin/python -m pytest $(FAST)
-
-trainer-311: env-311
-	.venv-311/bin/python -m pytest -m "process and not vllm and not cluster and not soak" tests/trainer tests/convert tests/models
+trainer-312: env-312
+	.venv-312/bin/python -m pytest -m "process and not vllm and not cluster and not soak" tests/trainer tests/convert tests/models
 
 # Their packages bring some hundred others, so they have an environment of their own, which sees this one's.
 TRACKERS := $(HPCRL_VENV)/trackers
