@@ -201,6 +201,8 @@ _CAUSES = (
     ),
 )
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): \S")
+#: one of a module, whose name has another ending
+_OTHER_EXCEPTION = re.compile(r"^[a-z_]\w*(\.\w+)*\.[A-Z]\w*: \S")
 #: lines that only say that something else went wrong
 _EMPTY = re.compile(
     r"Engine core initialization failed|EngineDeadError|See root cause|Call to \w+ method failed|CancelledError"
@@ -253,7 +255,7 @@ def bare(line: str) -> str:
 def reason(lines: list[str]) -> str:
     """The most telling line: a known cause, else the last exception, else a note of a death; "" if there is none."""
     plain = [text for text in map(bare, lines) if text and not _EMPTY.search(text)]
-    for pattern in (*_CAUSES, _EXCEPTION):
+    for pattern in (*_CAUSES, _EXCEPTION, _OTHER_EXCEPTION):
         if found := next((text for text in reversed(plain) if pattern.search(text)), None):
             return found
     return next((bare(line) for line in reversed(lines) if _DEATH.search(line)), "")

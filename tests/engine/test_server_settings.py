@@ -425,6 +425,10 @@ CORE = "(EngineCore pid=7) ERROR 11-21 07:11:41 [core.py:123] "
             ],
             "",
         ),
+        (
+            ["    raise InvalidVersion(version)", "packaging.version.InvalidVersion: Invalid version: 'N/A'"],
+            "packaging.version.InvalidVersion: Invalid version: 'N/A'",
+        ),
         ([], ""),
     ],
 )
