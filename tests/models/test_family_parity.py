@@ -120,10 +120,13 @@ def test_logits_and_weights_are_those_of_transformers(
     results = run_ranks(n, walk, [parity.options(models[name], n, fields) for name in names], timeout=120)
     for i, name in enumerate(names):
         check_logits(results, i, wanted[name], name)
-        exported = results[0][i][1]
-        files = load_file(models[name] / "model.safetensors")
-        assert sorted(n for n, _ in exported) == sorted(files), name
-        assert all(torch.equal(tensor, files[n]) for n, tensor in exported), name
+        check_weights(results[0][i][1], load_file(models[name] / "model.safetensors"), name)
+
+
+def check_weights(exported: list[tuple[str, torch.Tensor]], files: dict[str, torch.Tensor], name: str) -> None:
+    """Those of a walk are what the files hold, all of it, bit for bit."""
+    assert sorted(n for n, _ in exported) == sorted(files), name
+    assert all(torch.equal(tensor, files[n]) for n, tensor in exported), name
 
 
 #: made of sums of a chunk's decays, in which transformers and we lose as much: 1.3e-5 each against fp64, row by row
@@ -140,6 +143,8 @@ GRADIENTS = {
     "tp2 sp ep2 etp1": SPARSE,
     "tp2 sp ep2 etp2": SPARSE,
 }
+#: with the distributed optimizer, each DP rank has but a part of the gradient
+WHOLE = {"megatron": {"use_distributed_optimizer": False}}
 #: with four layers, of which two neighbours are of one kind
 HYBRID = {
     "num_hidden_layers": 4,
@@ -170,8 +175,7 @@ def test_gradients_are_those_of_transformers(
     models: dict[str, Path], gradients: dict[str, dict[str, torch.Tensor]], layout: str
 ) -> None:
     n, fields, *_ = LAYOUTS[layout]
-    whole = {"megatron": {"use_distributed_optimizer": False}}  # with it, each DP rank has but a part of the gradient
-    every = [parity.options(models[x], n, fields, **whole) for x in GRADIENTS[layout]]
+    every = [parity.options(models[x], n, fields, **WHOLE) for x in GRADIENTS[layout]]
     results = run_ranks(n, parity.on_each, "gradients", every)[0]
     for name, found in zip(GRADIENTS[layout], results, strict=True):
         check_gradients(found, gradients[name], load_file(models[name] / "model.safetensors"), name)
@@ -283,15 +287,41 @@ def with_a_leak(opts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return apart[1], joined[1]
 
 
+def as_kimi(models: dict[str, Path], directory: Path) -> Path:
+    """The odd DeepSeek-V3 as a Kimi-K2 in `directory`, which is returned."""
+    source = models["deepseek_v3 odd"]
+    config = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    (directory / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    return directory
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", [name for name, (*_, sparse) in LAYOUTS.items() if sparse])
+def test_kimi_k2_in_every_layout(
+    models: dict[str, Path],
+    wanted: dict[str, list[torch.Tensor]],
+    gradients: dict[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    layout: str,
+) -> None:
+    """Logits, weights and gradients, as of the family that stands for it in `make test`."""
+    n, fields, *_ = LAYOUTS[layout]
+    model = as_kimi(models, tmp_path)
+    files = load_file(model / "model.safetensors")
+    results = run_ranks(n, walk, [parity.options(model, n, fields)], timeout=120)
+    check_logits(results, 0, wanted["deepseek_v3 odd"], "kimi_k2")
+    check_weights(results[0][0][1], files, "kimi_k2")
+    if layout in GRADIENTS:
+        [found] = run_ranks(n, parity.on_each, "gradients", [parity.options(model, n, fields, **WHOLE)])[0]
+        check_gradients(found, gradients["deepseek_v3 odd"], files, "kimi_k2")
+
+
 def test_sequences_of_latent_attention_are_apart(
     models: dict[str, Path], wanted: dict[str, list[torch.Tensor]], tmp_path: Path
 ) -> None:
     """A row that saw the sequence before its own would show; Kimi-K2 is DeepSeek-V3 under another name."""
-    source = models["deepseek_v3 odd"]
-    config = json.loads((source / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
-    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
-    ((apart, joined),) = run_ranks(1, with_a_leak, parity.options(tmp_path, 1, {}))
+    ((apart, joined),) = run_ranks(1, with_a_leak, parity.options(as_kimi(models, tmp_path), 1, {}))
     first, second, *_ = wanted["deepseek_v3 odd"]
     start = -(-len(first) // parity.PAD) * parity.PAD
     rows = slice(start, start + len(second))
