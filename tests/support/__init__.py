@@ -14,7 +14,7 @@ Whole runs
     must_not_learn, learning_picture    rewards that teach nothing; table and picture of what was learned
     ledger_account     from what a run wrote of its groups, what became of each
     small_recipes      the shipped recipes for GPUs with small models; `planted_faults`, `wrong_losses`: what can be wrong
-    twins              tiny twins of the reference runs of slime's guides
+    twins, twin_models    tiny twins of the reference runs of slime's guides and scripts; what they train
     second_user, gloo_attack    an account from which tests attack what runs under the first; what it does to gloo groups
     attacked, strangers    servers of a run in processes of their own; what strangers send to their ports, and its cost
     crowds             many honest clients of an HTTP server at once

@@ -35,6 +35,8 @@ class _Absent(type):
 
 
 class _Module(ModuleType):
+    __version__ = "0.0"  #: transformers compares it with others as it is imported
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,17 @@ MEMORY = ["trainer.mem=8G", "engine.mem=8G", "rollout.mem=4G"]
 
 
 def hpcrl(
-    cluster: Cluster, *words: str | Path, node: str = "head", check: bool = True, timeout: float = 240, **more: Any
+    cluster: Cluster,
+    *words: str | Path,
+    node: str = "head",
+    check: bool = True,
+    timeout: float = 240,
+    env: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> Any:
-    """The command on a node; the finished process."""
-    return cluster.run([sys.executable, "-m", "hpcrl", *words], node, check=check, timeout=timeout, env=ENV, **more)
+    """The command on a node, in ENV and on top of it `env`; the finished process."""
+    command = [sys.executable, "-m", "hpcrl", *words]
+    return cluster.run(command, node, check=check, timeout=timeout, env={**ENV, **(env or {})}, **more)
 
 
 class Job(SubmittedRun):

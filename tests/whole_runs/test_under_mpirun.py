@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,17 @@ def environment(cluster: Cluster, kind: str) -> dict[str, str]:
 
 
 def launch(
-    cluster: Cluster, kind: str, file: Path, *words: str | Path, check: bool = True, timeout: float = 240
+    cluster: Cluster,
+    kind: str,
+    file: Path,
+    *words: str | Path,
+    check: bool = True,
+    timeout: float = 240,
+    env: Mapping[str, str] | None = None,
 ) -> Any:
-    """`hpcrl launch` on the head, calling that mpirun."""
+    """`hpcrl launch` on the head, calling that mpirun; env: on top of what all of them have."""
     command = [sys.executable, "-m", "hpcrl", "launch", "--hostfile", file, "--mpirun", MPIRUN[kind], *words]
-    return cluster.run(command, check=check, timeout=timeout, env=environment(cluster, kind))
+    return cluster.run(command, check=check, timeout=timeout, env={**environment(cluster, kind), **(env or {})})
 
 
 @pytest.fixture(scope="module")
