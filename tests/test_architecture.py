@@ -24,7 +24,7 @@ FLOORS = (
     {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},
-    {"compiled", "engines", "redistribution", "rendezvous"},
+    {"adapters", "compiled", "engines", "redistribution", "rendezvous"},
     {"weights"},
     {"memory", "recipe_here", "trackers"},
     {"speed"},
@@ -42,6 +42,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 HEAVY = {"torch", "vllm", "megatron", "transformers", "ray"}
 #: rooms that a login node uses, where nothing heavy is imported at the top of a file
 LIGHT = {
+    "adapters",
     "untrusted_files",
     "cli",
     "commands",

@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcrl.config.sections import Base, opt
 from hpcrl.config.sections.algorithm import (
+    AdapterOptions,
     AlgorithmOptions,
     DistillationOptions,
     FurtherTokenOptions,
@@ -55,6 +56,7 @@ class Options(
     OffPolicyOptions,
     DistillationOptions,
     FurtherTokenOptions,
+    AdapterOptions,
     BatchOptions,
     OptimizerOptions,
     WeightOptions,
@@ -194,6 +196,7 @@ class Options(
         if not self.takes_turns or self.offload_rollout is False:
             return 0
         kept = self.vllm.get("enable_expert_parallel") or self.drafts_with_weights
+        kept = kept or (self.lora_rank and self.lora_serve != "merged")  # no update would bring the weights again
         return self.rollout_sleep_level or (1 if kept else 2)
 
     @property

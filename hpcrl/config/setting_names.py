@@ -136,7 +136,7 @@ def _as_key(flag: str) -> str:
 
 
 #: names of Megatron's whose words are all in a name of ours, so that they would be taken for slips of it
-ALSO_MEGATRON = ("num-layers",)
+ALSO_MEGATRON = ("num-layers", "q-lora-rank", "kv-lora-rank")
 
 
 def _taken_for_ours(flag: str, table: passthrough.Table, mine: Collection[str]) -> bool:
@@ -308,6 +308,11 @@ _HERE: dict[str, str] = {
     "sglang-mem-fraction-static",
     "{vllm-enforce-eager}": "enforce-eager",
     "{colocate}": "hybrid-engine",
+    "{lora-rank}": "lora lora-r use-lora use-peft peft-config",
+    "{target-modules}": "lora-target-modules",
+    "{exclude-modules}": "lora-exclude-modules",
+    "{use-rslora}": "lora-use-rslora",
+    "{lora-adapter-path}": "lora-adapter peft-path",
     "{offload-rollout}": "free-cache-engine",
     "{vllm-max-num-seqs}": "max-num-seqs sglang-max-running-requests",
     "{recompute-granularity}": "gradient-checkpointing activation-checkpointing enable-gradient-checkpointing "
@@ -329,8 +334,7 @@ _NOWHERE: dict[str, str] = {
     "advantages are computed where a loss has them: there is nothing to switch "
     "off": "disable-compute-advantages-and-returns",
     "there is no such way to fill a batch yet": "over-sampling-filter-input-size",
-    "all weights are trained: there are no "
-    "adapters": "lora lora-r lora-rank lora-alpha lora-dropout use-lora use-peft peft-config qlora",
+    "the weights under an adapter are in bf16 or fp32": "qlora",
     "Megatron-core trains; ranks are laid out by --tensor-model-parallel-size and its "
     "like": "fsdp fsdp-config deepspeed zero-stage train-backend accelerator",
     "masks follow the chat template itself, for every model": "loss-mask-type",

@@ -86,7 +86,6 @@ def test_defaults_that_differ_are_set_and_told() -> None:
         ("--sglang-ep-size 4", ["--sglang-ep-size 4", "--rollout-num-gpus-per-engine"]),
         ("--sglang-enable-torch-compile", ["--sglang-enable-torch-compile", "the engines are vLLM's"]),
         ("--rollout-max-context-len 100 --rollout-max-prompt-len 100", ["--rollout-max-prompt-len 100", "--rollout-max-context-len 100"]),
-        ("--lora-rank 8", ["--lora-rank 8", "no adapters"]),
         ("--rollout-batch-size many", ["--rollout-batch-size many", "whole number"]),
         ("--kl-loss-type k9", ["--kl-loss-type k9"]),
         ("--use-kl-loss yes", ["--use-kl-loss", "yes"]),
@@ -107,14 +106,14 @@ def test_slimes_rules_hold_at_submission(more: str, told: list[str]) -> None:
 
 def test_all_that_does_not_fit_is_told_at_once() -> None:
     more = (
-        "--lora-rank 8 --no-such-thing 1 --kl-coef 0.1 --kl-loss-coef 0.1 --rollout-num-gpus 5 --sglang-config x.yaml "
+        "--qlora 8 --no-such-thing 1 --kl-coef 0.1 --kl-loss-coef 0.1 --rollout-num-gpus 5 --sglang-config x.yaml "
         "--multimodal-keys x"
     )
     with pytest.raises(UsageError) as error:
         recipe_of(f"{BASE} {more}".split(), {})
     text = str(error.value)
     assert len(parts_of(error.value)) >= 5
-    for part in ("--lora-rank", "--no-such-thing", "--sglang-config", "--multimodal-keys", "--rollout-num-gpus 5"):
+    for part in ("--qlora", "--no-such-thing", "--sglang-config", "--multimodal-keys", "--rollout-num-gpus 5"):
         assert part in text
 
 

@@ -66,6 +66,8 @@ SHOWN = {
     "vllm-weight-sync-packed": "tests/engine/pieces/test_borrowed_view.py::test_matrix_over_two_rounds",
     "rollout-health-check-interval": "tests/engine/test_health.py::test_server_answers_for_a_busy_core",
     "rollout-health-check-first-wait": "tests/engine/test_updates_and_ends.py::test_engine_hanging_during_start",
+    "lora-adapter-name": "tests/engine/test_adapter.py::test_log_probs_are_those_of_merged_weights",
+    "lora-sync-from-tensor": "tests/engine/test_adapter_updates.py::test_adapters_of_ranks_in_an_engine",
     "sglang-watchdog-timeout": "tests/engine/test_health.py::test_call_lasts_as_long_as_its_caller_waits",
 }
 CLASSES = (TRACKERS, LOGGED, ONE_WAY, OF_SGLANG, UNREAD, SHOWN)

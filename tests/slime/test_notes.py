@@ -126,7 +126,9 @@ def test_a_name_for_the_run(path: str, name: str) -> None:
 
 def test_text_of_a_recipe() -> None:
     """Lines of comments are broken between words, words of any length stay whole, and TOML reads the values back."""
-    words = "--hf-checkpoint /m --lr 1e-6 --use-wandb --lora-rank 8 --moe-z-loss-coeff 0.1 --vllm-max-num-seqs 3"
+    words = (
+        "--hf-checkpoint /m --lr 1e-6 --use-wandb --use-score-centering --moe-z-loss-coeff 0.1 --vllm-max-num-seqs 3"
+    )
     found = translate(words.split())
     notes = ["w " * 100, "x" * (WIDTH + 10)]
     text = recipe_text(found, 'a "name"', "about " * 40, notes)
@@ -140,7 +142,7 @@ def test_text_of_a_recipe() -> None:
     assert any(line.startswith("# What is needless") for line in lines) and "# What else the script" in text
     assert not any("has another name" in line for line in lines), "nothing was translated"
     told = summary(found)
-    assert any(line.startswith("refused: --lora-rank 8") for line in told)
+    assert any(line.startswith("refused: --use-score-centering") for line in told)
     assert any(line.startswith("kept: --weight-decay") for line in told), "a default of slime's is told"
     assert not any("--lr 1e-6" in line for line in told)
 

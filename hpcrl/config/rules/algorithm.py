@@ -167,7 +167,7 @@ def _one_kl(o: Options) -> None:
 
 
 def _reference(o: Options) -> None:
-    if needs(o).reference and o.ref_load is None:
+    if needs(o).reference and o.ref_load is None and not o.lora_rank:  # whose base is one
         why = (
             "--loss-type dpo_loss"
             if o.loss_type == "dpo_loss"

@@ -130,6 +130,11 @@ def check_sharing(o: Options) -> None:
             "weights, and no update brings it",
             "leave one of them out",
         )
+    if o.sleep_level == 2 and o.lora_rank and o.lora_serve != "merged":
+        raise UsageError(
+            "--rollout-sleep-level 2: engines that get an adapter alone would wake without the weights under it",
+            "leave it out, or give --lora-serve merged",
+        )
     if o.sleep_level == 2 and o.drafts_with_weights:
         raise UsageError(
             "--rollout-sleep-level 2 with --vllm-speculative-config: engines that draft with weights keep all of them "

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import flag
-from hpcrl.config.rules import algorithm, data, layout, passed_through, run, sampling, schedules
+from hpcrl.config.rules import adapters, algorithm, data, layout, passed_through, run, sampling, schedules
 from hpcrl.errors import UsageError, failures, raise_together
 
 _RULES = (
@@ -40,10 +40,17 @@ _PASSED_THROUGH = (
     passed_through.check_engine_settings,
     sampling.check_speculation,
 )
-_STEPS = (algorithm.check_algorithm, algorithm.check_distillation, schedules.check_schedules, run.check_loop)
+_STEPS = (
+    algorithm.check_algorithm,
+    algorithm.check_distillation,
+    adapters.check_adapters,
+    schedules.check_schedules,
+    run.check_loop,
+)
 _INERT = (
     algorithm.inert_in_algorithm,
     algorithm.inert_in_distillation,
+    adapters.inert_in_adapters,
     run.inert_in_run,
     data.inert_in_data,
     sampling.inert_in_sampling,

@@ -137,6 +137,37 @@ class FurtherTokenOptions(Base):
     )
 
 
+# ---- adapters
+
+
+class AdapterOptions(Base):
+    """LoRA adapters (docs/lora.md)"""
+
+    lora_rank: int = opt(0, "train adapters of this rank over frozen weights; 0: all weights are trained", "vime", ge=0)
+    lora_alpha: float = opt(16, "an adapter counts by this divided by its rank", "vime", gt=0)
+    use_rslora: bool = opt(False, "divide by the root of the rank (rank-stabilized LoRA)", "trl")
+    lora_dropout: float = opt(0.0, "share of an adapter's inputs left out in training", "vime", ge=0, lt=1)
+    target_modules: list[str] = opt(
+        ["all-linear"],
+        "which matrices have one: Hugging Face's names or Megatron's (q_proj, linear_qkv), the last words of one "
+        "(mlp.down_proj), * for any part; all-linear: all but embeddings, output layer and routers",
+        "vime",
+    )
+    exclude_modules: list[str] = opt([], "which have none, in the same spelling", "vime")
+    lora_type: Literal["lora", "canonical_lora"] = opt(
+        "lora",
+        "one A for the matrices that Megatron holds as one (queries, keys and values), or canonical_lora, to each its "
+        "own, as PEFT",
+        "vime",
+    )
+    lora_serve: Literal["adapter", "merged"] | None = opt(
+        None,
+        "what engines get in an update: the adapter alone, or the weights with it added in; default: the adapter where "
+        "vLLM applies all of it",
+    )
+    lora_adapter_path: str | None = opt(None, "start with this adapter, a directory as PEFT writes it", "vime")
+
+
 # ---- distillation
 
 

@@ -1,0 +1,151 @@
+"""An adapter in files, as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
+
+Invariants: a setting of such a file that is not implemented is an error, never ignored; names here are without PEFT's
+"base_model.model." in front, which the files have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.adapters.rules import AdaptedMatrix, leaf
+from hpcrl.adapters.settings import LoraSettings
+from hpcrl.errors import DataError
+from hpcrl.model_files.config_json import read_object
+from hpcrl.run.rundir import write_atomic
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+BASE = "hpcrl_base"  #: in the file's metadata: the digest of the base
+PREFIX = "base_model.model."
+#: settings of PEFT's that change what an adapter computes, and the values with which they do not
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+}
+
+
+def read_settings(directory: Path) -> LoraSettings:
+    """What adapter_config.json says: rank, alpha, dropout and scaling.
+
+    Raises:
+        DataError: names the setting that is not implemented.
+    """
+    found = read_object(directory, CONFIG, "--lora-adapter-path")
+    if found is None:
+        raise DataError(f"{directory} has no {CONFIG}", "name a directory as PEFT writes it")
+    for name, plain in _PLAIN.items():
+        if name in found and found[name] not in plain:
+            raise DataError(f"{directory / CONFIG} has {name} = {found[name]!r}", "only plain LoRA is supported")
+    rank, alpha = found.get("r"), found.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+        raise DataError(f"{directory / CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}")
+    return LoraSettings(
+        rank, alpha, float(found.get("lora_dropout") or 0.0), rank_stabilized=bool(found.get("use_rslora"))
+    )
+
+
+def read_adapter(directory: Path, settings: LoraSettings | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter, by name.
+
+    Args:
+        settings: what it must be like.
+
+    Raises:
+        DataError: names what is different, or cannot be read.
+    """
+    from contextlib import ExitStack
+
+    from hpcrl.model_files.safetensors_files import SafetensorsDirectory, read_header
+
+    said = read_settings(directory)
+    if settings is not None:
+        for flag, own, other in (
+            ("--lora-rank", settings.rank, said.rank),
+            ("--lora-alpha", settings.alpha, said.alpha),
+            ("--use-rslora", settings.rank_stabilized, said.rank_stabilized),
+        ):
+            if own != other:
+                raise DataError(
+                    f"{directory} has an adapter with {flag} {other}, this run {own}", f"give the same {flag}"
+                )
+    names = read_header(directory / TENSORS)
+    with ExitStack() as stack:
+        files = SafetensorsDirectory(directory, stack, dict.fromkeys(names, TENSORS))
+        return {name.removeprefix(PREFIX): files.slice(name)[...].clone() for name in names}
+
+
+def base_digest_of(directory: Path) -> str:
+    """The digest of the base that an adapter's file says it was trained over; "" if it says none."""
+    from safetensors import safe_open
+
+    with safe_open(directory / TENSORS, "pt") as file:
+        return (file.metadata() or {}).get(BASE, "")
+
+
+def write_adapter(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    settings: LoraSettings,
+    targets: Iterable[str],
+    base: str,
+    digest: str = "",
+) -> None:
+    """Write both files into a directory.
+
+    Args:
+        targets: for PEFT's target_modules.
+        base: what was trained over, a directory.
+        digest: of it.
+    """
+    from safetensors.torch import save_file
+
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rank_stabilized,
+        "target_modules": sorted(targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "revision": None,
+    }
+    metadata = {"format": "pt"} | ({BASE: digest} if digest else {})
+    named = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, directory / TENSORS, metadata)
+    write_atomic(directory / CONFIG, (json.dumps(config, indent=2) + "\n").encode(), mode=0o644)
+
+
+def target_names(matrices: Collection[AdaptedMatrix], every: Collection[AdaptedMatrix]) -> set[str]:
+    """The shortest names that mean these matrices and no others: last words, or whole names.
+
+    Args:
+        every: all that could have an adapter.
+    """
+    own = {matrix.base.hf[part] for matrix in matrices for part in matrix.parts}
+    others = {leaf(name) for matrix in every for name in matrix.base.hf if name not in own}
+    return {name.removesuffix(".weight") if leaf(name) in others else leaf(name) for name in own}
