@@ -238,13 +238,13 @@ def _take_dtypes(policy: Any, directory: Path, scheme: Any) -> None:
 
     from hpcrl.model_files.safetensors_files import listing
     from hpcrl.model_files.stacked_experts import single
-    from hpcrl.trainer.megatron.hf_weights import _own
+    from hpcrl.trainer.megatron.held_parameters import own_parameters
     from hpcrl.weights.from_fp8 import widened
 
     names = listing(directory)
     names = single(names) if policy.family.stacked else names
     names = widened(names, scheme, directory) if scheme else names
-    for rule, parameter in _own(policy).values():
+    for rule, parameter in own_parameters(policy).values():
         if set(rule.hf) <= names.keys():  # load_hf says what is missing
             dtype = getattr(torch, names[rule.hf[0]].dtype)
             if parameter.dtype != dtype:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcrl.adapters.serving import ID, NAME, of_environment
 from hpcrl.engine.routed_experts import Experts, ExpertSource, asks_for_experts
 from hpcrl.token_frames import ABORT, GENERATE, SampleAnswer, frame, read_names, read_request
 
@@ -35,14 +37,21 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
+#: in the place of a path to an adapter's files: there are none, an engine without the adapter ends by looking for them
+COMES_LATER = "updates bring it"
+
+
 class LeanRoute:
     """ASGI middleware that answers our paths itself and leaves all others to vLLM."""
 
     def __init__(self, app: App) -> None:
         self.app = app
+        self._adapter = of_environment(os.environ) is not None
         self._ours = {GENERATE: partial(generate, ExpertSource()), ABORT: abort}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._adapter and scope["type"] == "http":
+            under_adapter(scope["app"].state.engine_client)
         ours = self._ours.get(scope["path"]) if scope["type"] == "http" else None
         if ours is None:
             await self.app(scope, receive, send)
@@ -50,6 +59,21 @@ class LeanRoute:
             await _text(send, 405, "POST it")
         else:
             await ours(scope["app"].state.engine_client, receive, send)
+
+
+def under_adapter(client: AsyncLLM) -> None:
+    """From now on every request is computed under the adapter that updates bring, whichever route it came by."""
+    from vllm.lora.request import LoRARequest
+
+    if vars(client).get("add_request") is not None:
+        return
+    adapter = LoRARequest(NAME, ID, COMES_LATER)
+    given = client.add_request
+
+    async def add_request(*args: Any, **kwargs: Any) -> RequestOutputCollector:
+        return await given(*args, **kwargs | {"lora_request": adapter})
+
+    client.add_request = add_request  # type: ignore[method-assign]
 
 
 async def abort(client: AsyncLLM, receive: Receive, send: Send) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from hpcrl.adapters.serving import engine_flags, serves_adapter, to_environment
 from hpcrl.config.options import Options
 from hpcrl.config.setting_names import gather_table
 from hpcrl.engine.drafts import REFRESHED
@@ -157,7 +158,14 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
     if options.use_rollout_routing_replay:
         find_routing(options, config)
         ours |= _expert_flags(options, given, found.cpu)
+    if gets_adapter(options, plan):
+        ours |= engine_flags(options)
     return ours | load_flags(options, plan, found, given) | given
+
+
+def gets_adapter(options: Options, plan: Plan) -> bool:
+    """Whether updates bring an adapter alone, once they have brought the weights under it."""
+    return bool(plan.trainers) and not options.debug_rollout_only and serves_adapter(options)
 
 
 def load_flags(options: Options, plan: Plan, found: Build, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,6 +309,8 @@ def server_environment(
     }
     if options.refreshes_drafts:
         ours[REFRESHED] = "1"
+    if gets_adapter(options, plan):
+        ours |= to_environment(options)
     if options.takes_turns:
         ours |= {SLEEP_LEVEL: str(options.sleep_level), ON_CPU: str(int(found.cpu))}
     wishes = {

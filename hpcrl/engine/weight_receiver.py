@@ -18,10 +18,12 @@ from typing import Any, Self
 import msgspec
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from hpcrl.adapters.serving import of_environment
 from hpcrl.engine import start_phases
 from hpcrl.engine.cpu_build import give_back
 from hpcrl.engine.drafts.cpu_sampler import repair
 from hpcrl.engine.drafts.own_layers import own_layers
+from hpcrl.engine.held.adapter_slots import AdapterSlots
 from hpcrl.engine.held.layers import Holdings, shown
 from hpcrl.engine.loading.empty_start import register_empty_start
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
@@ -188,8 +190,19 @@ class WorkerExtension:
         self._weight_update_active = False
         return {"worker": self._hpcrl_name, "mixed": mixed}
 
-    def _hpcrl_held(self) -> Holdings:
+    def hpcrl_hold(self, what: str) -> None:
+        """From now on updates bring the base, without an adapter, or the adapter."""
+        self._hpcrl_leave()
+        self._hpcrl_engine().hold_base(what == "base")
+
+    def _hpcrl_engine(self) -> Receiver:
         engine = self.weight_transfer_engine
+        if engine.slots is None and (settings := of_environment(os.environ)) is not None:
+            engine.slots = AdapterSlots(self.model_runner, settings)
+        return engine
+
+    def _hpcrl_held(self) -> Holdings:
+        engine = self._hpcrl_engine()
         if engine.held is None:
             engine.drafts = own_layers(self)
         return engine.take_stock()

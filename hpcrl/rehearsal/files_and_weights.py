@@ -46,14 +46,14 @@ def export(policy: Any, buffer: int) -> int:
     import torch
 
     from hpcrl.models.slicing import CUTS
-    from hpcrl.trainer.megatron import hf_weights
+    from hpcrl.trainer.megatron import held_parameters
     from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
 
     memory = torch.empty(buffer // 2, dtype=torch.bfloat16, device=next(policy.modules[0].parameters()).device)
     written = 0
-    for rule, parameter in hf_weights._own(policy).values():
+    for rule, parameter in held_parameters.own_parameters(policy).values():
         part = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
-        places = CUTS[rule.kind].places(part, tuple(parameter.shape), hf_weights._shapes(policy, rule))
+        places = CUTS[rule.kind].places(part, tuple(parameter.shape), held_parameters.shapes_of(policy, rule))
         own = {name: OwnTensor(parameter, places, which, ()) for which, name in enumerate(rule.hf)}
         values = PieceValues(own, dict.fromkeys(own, "BF16"), None, {})
         for place in places:

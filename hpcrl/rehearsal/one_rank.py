@@ -213,14 +213,16 @@ def _shape(policy: Any, share: Share) -> list[int]:
 def other_models(policy: Any, options: Options) -> Any:
     """The models that a step needs in addition to the trained one, of the same shapes."""
     from hpcrl.config.rules.algorithm_needs import needs
+    from hpcrl.trainer.lora.switch import BaseAsReference
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.megatron.host_memory import HostWeights
     from hpcrl.trainer.reference_and_critic import critic_options
     from hpcrl.trainer.step.prepare import OtherWeights
 
     wanted = needs(options)
+    second = HostWeights if policy.lora is None else BaseAsReference
     return OtherWeights(
-        reference=HostWeights(policy) if wanted.reference else None,
+        reference=second(policy) if wanted.reference else None,
         teacher=HostWeights(policy) if wanted.teacher_model else None,
         critic=model.build(critic_options(options), policy.ranks, value_head=True) if wanted.critic else None,
     )

@@ -150,23 +150,12 @@ class Trainer:
 
     def _updates(self, together: Callable[[Any], Any]) -> Updates:
         """What sends weights to engines."""
-        from hpcrl.queue.auth import client_keys, http_key
-        from hpcrl.trainer.weight_export import WeightExporter
-        from hpcrl.weights.sender import WeightSender
-        from hpcrl.weights.updates import Updates
+        from hpcrl.trainer.engine_updates import make_updates
 
-        at = self.context.plan.trainers[self.ranks.rank].at
-        keys = client_keys(self.context.rundir, 0, "weights")
-        o = self.options
-        self.exporter = WeightExporter(self.policy, self.patient, at, keys, o.hf_checkpoint, o.refreshes_drafts)
-        rundir = self.context.rundir
-        options = self.options
-        identity = self.context.plan.run_id.partition("/")[0]  # the stage's name is in its directory's
-        sender = WeightSender(
-            rundir, self.context.plan.trainers[0].at, options, self.driver, self.hooks.weights_written, identity
-        )
         client = self.client if self.driver else None
-        return Updates(sender, rundir, options.engine_start_timeout, client, partial(http_key, rundir), together)
+        written = self.hooks.weights_written
+        self.exporter, updates = make_updates(self.context, self.policy, self.patient, written, client, together)
+        return updates
 
     @property
     def driver(self) -> bool:

@@ -16,6 +16,7 @@ holds them gets its name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import HpcrlError
-from hpcrl.run.rundir import listed
+from hpcrl.run.rundir import listed, write_atomic
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.resume import (
     WeightSource,
@@ -41,6 +42,9 @@ from hpcrl.trainer.checkpoint.resume import (
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.checkpoint.whole import open_stored
 from hpcrl.trainer.collectives import agree, broadcast_json
+from hpcrl.trainer.lora.saved import RECORD, adapter_record
+from hpcrl.trainer.lora.switch import BaseAsReference
+from hpcrl.trainer.lora.values import begin, without_values
 from hpcrl.trainer.megatron.host_memory import HostWeights, weights
 from hpcrl.trainer.megatron.model import Policy, build, know_length
 from hpcrl.trainer.parallel_state import Ranks
@@ -104,8 +108,13 @@ class Critic:
         self, actor: Policy, ranks: Ranks, options: Options, resumed: Path | None, took: WeightSource | None = None
     ) -> None:
         self.model = build(critic_options(options), ranks, value_head=True)
+        if actor.lora is not None:
+            _share_base(self.model, actor)
+            begin(self.model, options.seed + 1)
         if resumed is not None:
             save_load.load_state(self.model, ranks, resumed / CRITIC)
+        elif actor.lora is not None:
+            pass  # the same weights, and an adapter of its own
         elif options.critic_load is not None:
             source = find_weights(options.critic_load, "--critic-load", ranks)
             if source.kind == "hf" and source.same_weights(took):  # no such files hold a head of values
@@ -145,6 +154,20 @@ def _begin_as(critic: Policy, actor: Policy) -> None:
         if ".output_layer." not in name:
             value.copy_(found[name])
     critic.optimizer.reload_model_params()
+
+
+def _share_base(critic: Policy, actor: Policy) -> None:
+    """Let the critic's frozen weights be the policy's, in the same memory."""
+    critic.base.digest = actor.base.digest
+    for own, other in zip(critic.modules, actor.modules, strict=True):
+        found = dict(other.named_parameters())
+        for name, parameter in own.named_parameters():
+            if not parameter.requires_grad:
+                parameter.data = found[name].data
+        buffers = dict(other.named_buffers())
+        for name, buffer in own.named_buffers():
+            if name in buffers:
+                buffer.data = buffers[name].data
 
 
 class ReferenceAndCritic:
@@ -205,7 +228,7 @@ class ReferenceAndCritic:
             return
         older = sorted(self._old)
         if len(older) < OLD_ACTORS:
-            self._old[version] = HostWeights(self._policy)
+            self._old[version] = HostWeights(self._policy.trained)
         else:  # in the memory of the oldest
             self._old[version] = self._old.pop(older[0])
             self._old[version].follow()
@@ -213,22 +236,30 @@ class ReferenceAndCritic:
     def trained(self, rollouts: int) -> None:
         """So many rollouts have been trained on: with --ref-update-interval the reference moves when it is due."""
         interval = self._options.ref_update_interval
-        if self._reference is not None and interval and rollouts % interval == 0:
+        if isinstance(self._reference, HostWeights) and interval and rollouts % interval == 0:
             self._reference.follow(self._options.ref_update_weight)
 
     def save(self, rollouts: int, version: int, directory: Path) -> None:
         """Write what cannot be had again into a checkpoint of policy `version`, after so many rollouts."""
+        if self._policy.lora is not None and self._policy.ranks.rank == 0:
+            write_atomic(directory / RECORD, json.dumps(adapter_record(self._policy)).encode(), mode=0o644)
         if self._critic is not None:
             self._critic.save(rollouts, directory)
-        if self._reference is not None and self._options.ref_update_interval:
-            save_set(self._policy, self._reference.stored(), directory / REFERENCE)
+        if isinstance(self._reference, HostWeights) and self._options.ref_update_interval:
+            save_set(self._policy.trained, self._reference.stored(), directory / REFERENCE)
         for sampled, held in sorted(self._old.items()):
             if sampled != version:  # that one is the checkpoint itself
-                save_set(self._policy, held.stored(), directory / f"{OLD_ACTOR}{sampled}")
+                save_set(self._policy.trained, held.stored(), directory / f"{OLD_ACTOR}{sampled}")
 
-    def _start_reference(self, ranks: Ranks, resumed: Path | None) -> HostWeights:
+    def _start_reference(self, ranks: Ranks, resumed: Path | None) -> HostWeights | BaseAsReference:
         if resumed is not None and REFERENCE in _names(resumed):
             return self._stored(resumed / REFERENCE)
+        if self._policy.lora is not None:
+            if self._options.ref_update_interval:
+                fill = partial(without_values, self._policy)
+                return HostWeights(self._policy.trained, fill, average=self._moves_partly)
+            if self._options.ref_load is None or find_reference(self._options, ranks).same_weights(self._took):
+                return BaseAsReference(self._policy)
         return self._second(ranks, find_reference(self._options, ranks), average=self._moves_partly)
 
     def _second(self, ranks: Ranks, source: WeightSource, *, average: bool = False) -> HostWeights:
@@ -238,8 +269,9 @@ class ReferenceAndCritic:
 
     def _stored(self, directory: Path) -> HostWeights:
         """A set of weights of a checkpoint."""
-        found = HostWeights(self._policy, average=self._moves_partly and directory.name == REFERENCE)
-        found.take(load_set(self._policy, found.stored(), directory))
+        kept = self._policy.trained
+        found = HostWeights(kept, average=self._moves_partly and directory.name == REFERENCE)
+        found.take(load_set(kept, found.stored(), directory))
         return found
 
     @property

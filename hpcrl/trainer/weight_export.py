@@ -21,10 +21,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpcrl.adapters.serving import served_as
+from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
 from hpcrl.queue.auth import ClientKeys
 from hpcrl.trainer.collectives import broadcast_bytes, broadcast_json
-from hpcrl.trainer.megatron.hf_weights import export, holdings, part_group
+from hpcrl.trainer.megatron.held_parameters import holdings, part_group
+from hpcrl.trainer.megatron.hf_weights import export
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.weights.fp8 import Scheme, scheme_of
 from hpcrl.weights.pieces.choose_transport import memory_of
@@ -39,6 +42,12 @@ PLACE = 192  #: bytes of a process identity
 TEXT = 512  #: bytes of an error's text
 Word = Literal["gather", "describe", "join", "prepare_values", "send", "end"]
 Pairs = Iterator[tuple[str, torch.Tensor]]
+
+
+def sent_part(policy: Policy, options: Options) -> Policy:
+    """The policy, to be sent of it what engines get: all weights, the adapter, or the weights with it added in."""
+    served = served_as(options, policy.family, policy.hf_config)
+    return policy if served is None else policy.of("sent" if served == "adapter" else "merged")
 
 
 class WeightExporter:
@@ -67,7 +76,8 @@ class WeightExporter:
         self.host = host
         self.keys = keys
         self.heads = heads
-        self.scheme: Scheme | None = scheme_of(checkpoint) if checkpoint else None
+        coded = checkpoint is not None and not policy.of_adapters
+        self.scheme: Scheme | None = scheme_of(checkpoint) if coded else None
         self.own: dict[str, OwnTensor] = {}
         self.dtypes: dict[str, str] = {}
         self.piece_sender: PieceSender | None = None

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
 
+from hpcrl.adapters.serving import serves_adapter
 from hpcrl.config.options import Options
 from hpcrl.engines.fleet import EngineBroadcast, EngineLate, EngineLost, in_thread
 from hpcrl.engines.http import status
@@ -41,6 +42,7 @@ class WeightSender:
 
     Attributes:
         host: address of the driver.
+        base: engines with an adapter are sent the weights under it.
         written: is told of each directory that --weight-transfer disk has written.
         identity: the run's, in the name of these directories.
     """
@@ -53,7 +55,10 @@ class WeightSender:
         is_driver: bool,
         written: Written | None = None,
         identity: str = "run",
+        base: bool = False,
     ) -> None:
+        self.adapter = is_driver and serves_adapter(options)
+        self.base = base
         self.written = written
         self.identity = identity
         self.rundir = rundir
@@ -62,7 +67,8 @@ class WeightSender:
         self.is_driver = is_driver
         self.fleet: EngineBroadcast | None = None
         self.update: PieceUpdate | DiskUpdate | None = None
-        self.scheme = scheme_of(options.hf_checkpoint) if is_driver and options.hf_checkpoint else None
+        coded = is_driver and options.hf_checkpoint and (base or not self.adapter)
+        self.scheme = scheme_of(options.hf_checkpoint) if coded else None
         self.manifests: list[list[dict[str, Any]]] = []
         self.comparison: Comparison | None = None
         self.changes = 0  #: updates that brought what had changed
@@ -94,6 +100,8 @@ class WeightSender:
     def _link(self, fleet: EngineBroadcast) -> None:
         calls = self._calls(fleet)
         calls.call("ending what was under way", "hpcrl_abandon")
+        if self.adapter:
+            fleet.call("choosing what is sent", "hpcrl_hold", "base" if self.base else "adapter")
         self.manifests = calls.call("asking for the manifest", "hpcrl_manifest")
         self._agree()
         self.needs = needed_tensors(self.manifests)

@@ -5,13 +5,14 @@ registry of engines (in the rollout process) which ones to send to, and reports 
 
 Invariants: all ranks take the same branch, because rank 0's decision is broadcast before any rank acts; an update is
 repeated, whole, without the engines that ended during it, until all that are left hold the version; an engine that
-joins or comes back gets its own update.
+joins or comes back gets its own update; one that gets an adapter, the weights under it before.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.engines.fleet import EngineLate, EngineLost
@@ -33,6 +34,14 @@ LOOK = 0.2  #: seconds between two questions while engines start
 Export = Callable[[], "Source"]
 
 
+@dataclass(frozen=True)
+class BaseUpdate:
+    """How the weights under an adapter are sent."""
+
+    sender: WeightSender
+    export: Export
+
+
 class Updates:
     """Weight updates of one attempt.
 
@@ -42,6 +51,7 @@ class Updates:
         client: of the queue, on the driver alone: whom the registry in the rollout process is asked by.
         key: (index, incarnation) -> the HTTP key of an engine.
         together: broadcasts rank 0's value to every rank.
+        base: how engines that get an adapter are sent, once each, the weights under it.
     """
 
     def __init__(
@@ -52,6 +62,7 @@ class Updates:
         client: QueueClient | None,
         key: Callable[[int, int], str],
         together: Callable[[Any], Any],
+        base: BaseUpdate | None = None,
     ) -> None:
         self._sender = sender
         self._rundir = rundir
@@ -59,6 +70,8 @@ class Updates:
         self._client = client
         self._key = key
         self._together = together
+        self._base = base
+        self._based: set[tuple[int, int]] = set()  # (index, incarnation) of engines that have the weights
 
     def wait(self) -> None:
         """Wait for the engines that start with the run, on the driver.
@@ -104,7 +117,15 @@ class Updates:
             if not members:
                 self._tell([], version, alone)
                 return {}
-            metrics, lost = self._try(members, export, version)
+            metrics: dict[str, float] = {}
+            if new := [m for m in members if (m[0], m[1]) not in self._based] if self._base else []:
+                assert self._base is not None
+                lost = self._try(self._base.sender, new, self._base.export, version)[1]
+                self._base.sender.close()
+                if lost := self._together(lost):
+                    continue
+                self._based |= {(m[0], m[1]) for m in new}
+            metrics, lost = self._try(self._sender, members, export, version)
             if not (lost := self._together(lost)):
                 self._tell(members, version, alone)
                 return metrics
@@ -126,22 +147,24 @@ class Updates:
         except Unanswered:
             return {}
 
-    def _try(self, members: list[list[Any]], export: Export, version: int) -> tuple[dict[str, float], list[list[Any]]]:
+    def _try(
+        self, sender: WeightSender, members: list[list[Any]], export: Export, version: int
+    ) -> tuple[dict[str, float], list[list[Any]]]:
         """Metrics, and [index, incarnation, why] of those that ended; all ranks have done their part."""
         source = export()
         if self._client is None:
             source.follow()
             return {}, []
         try:
-            self._sender.connect(
+            sender.connect(
                 [
                     Engine.at(Address(host, port, self._key(index, incarnation)), index, incarnation)
                     for index, incarnation, host, port in members
                 ]
             )
-            return self._sender.publish(source, version), []
+            return sender.publish(source, version), []
         except (EngineLost, EngineLate) as error:
-            if not self._sender.may_lose:
+            if not sender.may_lose:
                 raise
             engines = error.engines if isinstance(error, EngineLost) else (error.engine,)
             say(f"the weight update to version {version} continues without {', '.join(map(str, engines))}: {error}")

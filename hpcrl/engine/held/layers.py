@@ -186,7 +186,7 @@ def _embedding(path: str, layer: VocabParallelEmbedding, owners: dict[int, str])
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class HeldMatrix:
     """A matrix of the checkpoint in a linear layer: its name without .weight, shape, cut, and rows [begin, end) of the
     layer."""
 
@@ -197,7 +197,7 @@ class _Matrix:
     end: int
 
 
-def _matrices(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -> list[_Matrix]:
+def matrices_of(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -> list[HeldMatrix]:
     """Those that were fused into a linear layer."""
     prefix, _, leaf = path.rpartition(".")
     local = list(layer.output_partition_sizes)
@@ -216,7 +216,7 @@ def _matrices(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]])
         bases = [0, *accumulate(whole[i] for i in group)]
         rows = tuple((base + starts[i], local[i]) for base, i in zip(bases, group, strict=False))
         shape = (bases[-1], layer.input_size)
-        found.append(_Matrix(name, shape, (rows, columns), offsets[group[0]], offsets[group[-1] + 1]))
+        found.append(HeldMatrix(name, shape, (rows, columns), offsets[group[0]], offsets[group[-1] + 1]))
     return found
 
 
@@ -243,7 +243,7 @@ def coded_cuts(
         return {}
     high, wide = method.weight_block_size
     found: dict[str, Cut] = {}
-    for matrix in _matrices(path, layer, packed):
+    for matrix in matrices_of(path, layer, packed):
         (rows, columns), (height, width) = matrix.cut, matrix.shape
         grid = -(-height // high), -(-width // wide)
         down = [in_blocks(segment, height, high) for segment in rows]
@@ -261,7 +261,7 @@ def _linear(path: str, layer: LinearBase, packed: Mapping[str, Sequence[str]]) -
     """A linear layer: one piece for each matrix that was fused into it."""
     found: dict[str, TensorShard] = {}
     dtype = _dtype(layer.params_dtype)
-    for matrix in _matrices(path, layer, packed):
+    for matrix in matrices_of(path, layer, packed):
         (rows, columns), begin, end = matrix.cut, matrix.begin, matrix.end
         found[f"{matrix.name}.weight"] = TensorShard(
             matrix.shape, dtype, rows, columns, partial(_product, layer, begin, end)

@@ -29,9 +29,12 @@ from hpcrl.run.rundir import TRACKER, write_atomic
 from hpcrl.trainer.checkpoint import save_load, whole
 from hpcrl.trainer.checkpoint.save_load import Position
 from hpcrl.trainer.collectives import agree, broadcast_json
+from hpcrl.trainer.lora.saved import base_digest
+from hpcrl.trainer.lora.values import begin_adapter
 from hpcrl.trainer.megatron.hf_weights import load_hf
 from hpcrl.trainer.megatron.model import NoOptimizer, Policy
 from hpcrl.trainer.parallel_state import Ranks
+from hpcrl.weights.fp8 import scheme_of
 
 TEACHER = "--opd-teacher-load"
 
@@ -78,13 +81,35 @@ def restore(
         HpcrlError: the same on all ranks, if what the options name is not there, is damaged, or does not fit the model.
     """
     source = _agreed(agree(lambda: find_source(options, checkpoints, run_id), ranks.rank == 0))
+    took = source
+    if policy.lora is not None:
+        took = _agreed(agree(lambda: find_base(options, checkpoints), ranks.rank == 0))
+        take_base(policy, ranks, options, took)
     if source.kind == "all":
         path, record = _whole(source, ranks, None if source.foreign else run_id, tell)
         save_load.load_state(policy, ranks, path)
         said = f"resumed from {path} at rollout {record.rollout_id}, policy version {record.version}"
-        return Position(record.rollout_id, record.version, record.data), said, source
+        return Position(record.rollout_id, record.version, record.data), said, took
+    if policy.lora is not None:
+        return Position(), f"took the weights of {took.path}, and {begin_adapter(policy, options)}", took
     take(policy, ranks, source)
     return Position(), f"took the weights of {source.path}", source
+
+
+def take_base(policy: Policy, ranks: Ranks, options: Options, source: WeightSource) -> None:
+    """The weights that adapters are trained over, which may be coded in FP8; collective."""
+    if source.kind == "hf":
+        agree(lambda: load_hf(policy, source.path, scheme=scheme_of(source.path)))
+    else:
+        take(policy, ranks, source)
+    policy.base.digest = base_digest(policy)
+
+
+def find_base(options: Options, checkpoints: Path) -> WeightSource:
+    """What adapters are trained over: --load where it is not --save, --ref-load, or --hf-checkpoint."""
+    if options.load and Path(options.load).resolve() != checkpoints.resolve():
+        return _at(Path(options.load), options.ckpt_step, "--load") or _nothing("--load", options.load)
+    return _reference(options) if options.ref_load else WeightSource("hf", Path(str(options.hf_checkpoint)))
 
 
 def _whole(

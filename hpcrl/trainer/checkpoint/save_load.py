@@ -43,6 +43,7 @@ from hpcrl.run.rundir import CHOSEN, TRACKER, flush, write_atomic
 from hpcrl.trainer.checkpoint import contents, optimizer_shards, writers
 from hpcrl.trainer.checkpoint.whole import RECORD, check, manifest, open_stored, saved_by
 from hpcrl.trainer.collectives import agree, agree_in_step, broadcast_json
+from hpcrl.trainer.lora.saved import ADAPTER, adapter_record, check_same_adapter, refuse_adapter, trained_tensors
 from hpcrl.trainer.megatron import cpu_shim
 from hpcrl.trainer.megatron.model import Policy, padded_vocab_size
 from hpcrl.trainer.parallel_state import Ranks
@@ -252,6 +253,7 @@ def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
     Raises:
         DataError: as `load_checkpoint`.
     """
+    policy = policy.trained
     cpu_shim.before_load(policy.optimizer)
     stored = open_stored(path, ranks)
     request = everything(policy, ranks, Position(), loading=True)
@@ -261,6 +263,11 @@ def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
         {k: copy.deepcopy(v) for k, v in leaf.items() if k != "param_state"}
         for leaf in contents.optimizer_parts(request["optimizer"])
     ]
+    if policy.lora is not None:
+        common = agree_in_step(lambda: dist_checkpointing.load_common_state_dict(str(path)))
+        check_same_adapter(policy, common.get(ADAPTER), path)
+    else:
+        refuse_adapter(stored)
     state = read(request, stored, policy)
     _fill(policy, state)
     state = {name: part for name, part in state.items() if not name.startswith("model")}  # which takes memory again
@@ -284,6 +291,7 @@ def load_weights(policy: Policy, ranks: Ranks, path: Path, heads: bool = True) -
         DataError: as `load_checkpoint`.
     """
     stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
+    refuse_adapter(stored)
     request = weights(policy)
     spare: tuple[str, ...] = ()
     if policy.value_head and (HEAD[1] not in stored.all or stored.all[HEAD[1]].shape != (1,)):
@@ -341,6 +349,7 @@ def writable(directory: Path) -> None:
 
 def everything(policy: Policy, ranks: Ranks, position: Position, *, loading: bool = False) -> dict[str, Any]:
     """Model, optimizer, schedule and RNG, under Megatron-LM's keys; collective."""
+    policy = policy.trained
     cpu_shim.before_load(policy.optimizer)  # before the first step there is no state to save
     optimizer_shards.fill_states(policy.optimizer, loading)
     model = weights(policy)
@@ -364,14 +373,18 @@ def weights(policy: Policy) -> dict[str, Any]:
     """The model alone, and what a reader asks for in addition; under model, or of virtual stages model0, model1, ..."""
     many = len(policy.modules) > 1
     model = {
-        f"model{i if many else ''}": m.sharded_state_dict(metadata=metadata()) for i, m in enumerate(policy.modules)
+        f"model{i if many else ''}": trained_tensors(m, policy, metadata())
+        if policy.of_adapters
+        else m.sharded_state_dict(metadata=metadata())
+        for i, m in enumerate(policy.modules)
     }
     for part in model.values() if policy.value_head else ():
         for name in HEAD:
             if name in part:  # Megatron takes it for rows of the vocabulary, which may be padded
                 part[name].allow_shape_mismatch = False
     args = contents.megatron_args(policy, padded_vocab_size(policy.vocab_size, policy.ranks.tp_size))
-    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, **model}
+    adapter = {ADAPTER: adapter_record(policy)} if policy.of_adapters else {}
+    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, **adapter, **model}
 
 
 def metadata() -> dict[str, Any]:

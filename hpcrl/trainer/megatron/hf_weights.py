@@ -8,10 +8,8 @@ at a time.  Nothing is pickled between ranks.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.model_files.safetensors_files import (
@@ -32,25 +28,26 @@ from hpcrl.model_files.safetensors_files import (
     read_header,
 )
 from hpcrl.model_files.stacked_experts import ExpertsApart, single
-from hpcrl.models.family import Rule
-from hpcrl.models.shared.mtp import is_head, mtp_name
+from hpcrl.models.shared.mtp import is_head
 from hpcrl.models.slicing import CUTS, Shapes
-from hpcrl.redistribution.layouts import Pattern, held_parts
 from hpcrl.trainer.collectives import agree, broadcast_json
+from hpcrl.trainer.lora.merged import sent_values
+from hpcrl.trainer.megatron.held_parameters import (
+    HeldParameter,
+    absent_tensors,
+    again,
+    held_table,
+    own_parameters,
+    shapes_of,
+    some_of,
+)
 from hpcrl.trainer.megatron.hf_reading import LIMIT, Parameter, divide, exchange, host_group, rounds
 from hpcrl.trainer.megatron.model import Policy
-from hpcrl.trainer.parallel_state import Ranks
 from hpcrl.weights.fp8 import Scheme
 from hpcrl.weights.from_fp8 import Dequantized, widened
-from hpcrl.weights.pieces.elements import OwnTensor
-from hpcrl.weights.pieces.planning import HeldTensor
 
-FACTS = 5  #: numbers of a parameter in the table that ranks agree on: dtype, dimensions, up to three lengths
 PACE = 1 << 30  #: bytes that rank 0 is behind the ranks that send to it, at most
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-#: a parameter of one expert, in its layer: those of Megatron's own experts, and of Transformer Engine's grouped ones
-EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
 
 
 # ---- in
@@ -79,7 +76,7 @@ def load_hf(
     directory = Path(directory)
     rank = policy.ranks.rank
     names = _listing(directory, rank, policy.family.stacked)
-    table = _table(policy)
+    table = held_table(policy)
     where = {name: entry.file for name, entry in names.items()}
     names = widened(names, scheme, directory) if scheme else names
     _check_wide(directory, names)
@@ -114,9 +111,9 @@ def _listing(directory: Path, rank: int, stacked: bool) -> dict[str, Entry]:
 
 def _parameters(policy: Policy, table: Iterable[HeldParameter]) -> Iterator[Parameter]:
     """Every parameter of the table, with this rank's part of it."""
-    mine = _own(policy)
+    mine = own_parameters(policy)
     for held in table:
-        cut = partial(_part, held, _shapes(policy, held.rule))
+        cut = partial(_part, held, shapes_of(policy, held.rule))
         own = mine.get(held.rule.megatron)
         yield Parameter(held.rule.hf, held.copies, cut, own[1].detach() if own else None)
 
@@ -144,7 +141,7 @@ def _check_names(policy: Policy, directory: Path, names: Mapping[str, Entry]) ->
     extra = {n for n in held - expected if not policy.family.ignores(n, policy.hf_config)}
     if missing or extra:
         texts = [
-            f"{what} {_some(sorted(which))}"
+            f"{what} {some_of(sorted(which))}"
             for what, which in (("lacks", missing), ("holds in excess", extra))
             if which
         ]
@@ -157,7 +154,7 @@ def _check_shapes(policy: Policy, directory: Path, names: Mapping[str, Entry], t
     wrong = []
     for held in table:
         rule = held.rule
-        full = CUTS[held.rule.kind].full(held.shape, _shapes(policy, held.rule))
+        full = CUTS[held.rule.kind].full(held.shape, shapes_of(policy, held.rule))
         for name, wanted in zip(rule.hf, full, strict=True):
             found = names[name]
             if found.shape != wanted:
@@ -165,12 +162,7 @@ def _check_shapes(policy: Policy, directory: Path, names: Mapping[str, Entry], t
             elif found.dtype not in FLOATS:
                 wrong.append(f"{name} holds {found.dtype}, not one of {', '.join(FLOATS)}")
     if wrong:
-        raise DataError(f"{directory}: {_some(wrong, '; ')}")
-
-
-def _some(items: list[str], between: str = ", ") -> str:
-    rest = f" and {len(items) - 4} more" if len(items) > 4 else ""
-    return between.join(items[:4]) + rest
+        raise DataError(f"{directory}: {some_of(wrong, '; ')}")
 
 
 # ---- out
@@ -193,13 +185,15 @@ def export(
         patient: a gloo group of all ranks, in which they wait for what rank 0 does with the tensors; None: the world.
         heads: with the layers that predict further tokens, where the model has them.
     """
-    mine = _own(policy)
+    mine = own_parameters(policy)
     rows: dict[tuple[str, ...], HeldParameter] = {}
-    for held in _table(policy):
+    for held in held_table(policy):
         rows.setdefault(held.rule.hf, held)  # of a tied pair, the embedding; in the order of `holdings`
     if missing := _expected(policy) - {name for names in rows for name in names}:
-        raise HpcrlError(f"no rank holds {_some(sorted(missing))}")
+        raise HpcrlError(f"no rank holds {some_of(sorted(missing))}")
     ahead = 0
+    made = sent_values(policy)
+    copies, absent = again(policy), absent_tensors(policy)
     for held in rows.values():
         if is_head(held.rule.megatron) and not heads:
             continue
@@ -208,7 +202,10 @@ def export(
             _wait_for_rank_0(policy, patient)
             ahead = 0
         ahead += held.nbytes
-        yield from zip(held.rule.hf, _collect(policy, held, own[1] if own else None), strict=True)
+        value = None if own is None else own[1] if made is None else made(own[1])
+        for name, tensor in zip(held.rule.hf, _collect(policy, held, value), strict=True):
+            if name not in absent:
+                yield from ((called, tensor) for called in (name, *copies.get(name, ())))
 
 
 def _wait_for_rank_0(policy: Policy, patient: dist.ProcessGroup | None) -> None:
@@ -221,7 +218,7 @@ def _collect(policy: Policy, held: HeldParameter, parameter: torch.Tensor | None
     """The tensors of one rule, on rank 0; elsewhere their likes on "meta"."""
     rank = policy.ranks.rank
     cut = CUTS[held.rule.kind]
-    shapes = _shapes(policy, held.rule)
+    shapes = shapes_of(policy, held.rule)
     if rank:
         if rank in held.owners:
             _exchange(dist.isend, [(parameter.detach().contiguous(), 0)])
@@ -239,152 +236,6 @@ def _exchange(operation: Callable[..., Any], pairs: list[tuple[torch.Tensor, int
             work.wait()
 
 
-@dataclass(frozen=True)
-class HeldParameter:
-    """What every rank knows of one parameter: its rule, the shape of one rank's part, dtype, and who holds the parts.
-
-    Attributes:
-        copies: for each part, in order of TP (of an expert's: ETP) rank, the global ranks that hold it.
-    """
-
-    rule: Rule
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    copies: tuple[tuple[int, ...], ...]
-
-    @property
-    def owners(self) -> tuple[int, ...]:
-        """The first that holds each part: who sends it to rank 0."""
-        return tuple(ranks[0] for ranks in self.copies)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all parts together."""
-        return math.prod(self.shape) * self.dtype.itemsize * len(self.copies)
-
-
-def _table(policy: Policy) -> list[HeldParameter]:
-    """Every parameter that some rank holds, agreed among all ranks as a table of numbers.
-
-    Raises:
-        HpcrlError: if no rank holds a part of one.
-    """
-    ranks = policy.ranks
-    mine = _own(policy)
-    rules = [rule for _, rule in policy.tensors()]
-    sizes = [ranks.tp_size if rule.expert is None else ranks.etp_size for rule in rules]
-    numbers = torch.full((len(rules), FACTS + ranks.world), -1, dtype=torch.int32)
-    for row, rule in zip(numbers, rules, strict=True):
-        if rule.megatron not in mine:
-            continue
-        parameter = mine[rule.megatron][1]
-        known = [DTYPES.index(parameter.dtype), parameter.dim(), *parameter.shape]
-        row[: len(known)] = torch.tensor(known)
-        row[FACTS + ranks.rank] = ranks.tp_rank if rule.expert is None else ranks.etp_rank
-    numbers = numbers.to(ranks.device)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    found = []
-    groups: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
-    for rule, size, (dtype, dims, *rest) in zip(rules, sizes, numbers.tolist(), strict=True):
-        parts = rest[FACTS - 2 :]
-        if dtype < 0:
-            continue
-        key = (size, *parts)
-        if key not in groups:
-            groups[key] = tuple(
-                tuple(rank for rank, part in enumerate(parts) if part == number) for number in range(size)
-            )
-        if () in groups[key]:
-            raise HpcrlError(f"no rank holds part {groups[key].index(())} of {rule.megatron}")
-        found.append(HeldParameter(rule, tuple(rest[:dims]), DTYPES[dtype], groups[key]))
-    return found
-
-
-@torch.no_grad()
-def holdings(policy: Policy, heads: bool = False) -> tuple[dict[str, HeldTensor], dict[str, OwnTensor]]:
-    """(who holds which part of each Hugging Face tensor, this rank's own parts), by name; collective.
-
-    A tied output layer is one more copy of the embedding.  Own parts are the parameters themselves.
-
-    Args:
-        heads: with the layers that predict further tokens, where the model has them.
-    """
-    mine = _own(policy)
-    rank = policy.ranks.rank
-    known: dict[tuple[Any, ...], list[tuple[tuple[int, ...], Pattern]]] = {}
-    held: dict[str, HeldTensor] = {}
-    own: dict[str, OwnTensor] = {}
-    for entry in _table(policy):
-        rule = entry.rule
-        if is_head(rule.megatron) and not heads:
-            continue
-        shapes = _shapes(policy, entry.rule)
-        key = (rule.kind, entry.shape, entry.copies, shapes)
-        if key not in known:
-            known[key] = held_parts(rule.kind, entry.shape, shapes, entry.copies)
-        for which, (name, (shape, parts)) in enumerate(zip(rule.hf, known[key], strict=True)):
-            twin = held.get(name)
-            held[name] = HeldTensor(shape, parts if twin is None else (*twin.parts, *parts))
-            if rule.megatron in mine and name not in own:
-                part = next(number for number, ranks in enumerate(entry.copies) if rank in ranks)
-                places = CUTS[rule.kind].places(part, entry.shape, shapes)
-                own[name] = OwnTensor(mine[rule.megatron][1], places, which, shape)
-    return held, own
-
-
-def part_group(policy: Policy, expert: bool) -> dist.ProcessGroup:
-    """The ranks that hold the parts of this rank's parameters: of experts, or of all others."""
-    if expert:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-# ---- names
-
-
-def _own(policy: Policy) -> dict[str, tuple[Rule, torch.Tensor]]:
-    """This rank's parameters with their rules, by name.
-
-    Raises:
-        HpcrlError: if the family has no rule for one.
-    """
-    rules = dict(policy.tensors())
-    held = {
-        _in_whole_model(module, name, policy.ranks): value
-        for module in policy.modules
-        for name, value in module.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and "_extra_state" not in name
-        if not (policy.value_head and name.startswith("output_layer."))  # no Hugging Face model has it
-        if policy.heads or not is_head(name)  # which the policy has, and nothing is to be done with
-    }
-    if unknown := sorted(held.keys() - rules.keys()):
-        raise HpcrlError(f"family {policy.family.model_type} has no rule for {_some(unknown)}")
-    return {name: (rules[name], value) for name, value in held.items()}
-
-
-def _in_whole_model(module: GPTModel, name: str, ranks: Ranks) -> str:
-    """A parameter's name with the numbers of layer and expert in the whole model, not in its pipeline stage and EP
-    rank."""
-    name = mtp_name(name)
-    match = re.match(r"decoder\.layers\.(\d+)\.|mtp\.layers\.\d+\.transformer_layer\.", name)
-    if match is None:
-        return name
-    layer = match[0]
-    if match[1]:
-        layer = f"decoder.layers.{module.decoder.layers[int(match[1])].layer_number - 1}."
-    rest = name[match.end() :]
-    if expert := EXPERT.match(rest):
-        first = ranks.ep_rank * (module.config.num_moe_experts // ranks.ep_size)
-        rest = f"{expert[1]}{first + int(expert[2])}{rest[expert.end() :]}"
-    return layer + rest
-
-
 def _expected(policy: Policy) -> set[str]:
     """The tensors that a directory must hold and an export gives."""
     return {name for _, rule in policy.tensors() for name in rule.hf}
-
-
-def _shapes(policy: Policy, rule: Rule) -> Shapes:
-    ranks = policy.ranks
-    parts = ranks.tp_size if rule.expert is None else ranks.etp_size
-    return Shapes.of(vars(policy.config), policy.vocab_size, parts)

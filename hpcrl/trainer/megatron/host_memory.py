@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcrl.adapters.rules import is_adapter
 from hpcrl.errors import UsageError
+from hpcrl.trainer.lora.switch import adapters_off
 
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy
@@ -64,12 +66,14 @@ class HostWeights:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the policy's modules hold this set; for forward passes alone."""
+        """Inside, the policy's modules hold this set, without adapters if it is one of a whole model; for forward
+        passes alone."""
         self.exchange()
-        try:
-            yield
-        finally:
-            self.exchange()
+        with adapters_off(self._policy.modules if self._policy.part == "model" else ()):
+            try:
+                yield
+            finally:
+                self.exchange()
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -122,12 +126,14 @@ def is_plain(value: torch.Tensor) -> bool:
 
 
 def weights(policy: Policy) -> dict[str, torch.Tensor]:
-    """Every parameter and saved buffer of this rank, by the number of its chunk and its name in it."""
+    """Every parameter and saved buffer of this rank's part of the policy, by the number of its chunk and its name in
+    it."""
     return {
         f"{chunk}.{name}": value.data
         for chunk, module in enumerate(policy.modules)
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and "_extra_state" not in name
+        if is_adapter(name) == policy.of_adapters
     }
 
 

@@ -15,9 +15,9 @@ optimizer steps: `scheduler.step(1)` after each.
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal, cast
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -30,6 +30,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from hpcrl.adapters.rules import AdaptedMatrix, adapted, adapter_tensors
+from hpcrl.adapters.settings import LoraSettings, lora_settings
 from hpcrl.config.custom_functions import guarded, short
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
@@ -39,6 +41,8 @@ from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import Config, Family, Rule, check_spec, find_family
 from hpcrl.models.routing import find_routing, replay_flag
 from hpcrl.models.shared.mtp import check_heads
+from hpcrl.trainer.lora.attach import BaseIdentity, attach
+from hpcrl.trainer.lora.partial_gradients import with_partial_gradients
 from hpcrl.trainer.megatron import mtp
 from hpcrl.trainer.megatron.fusions import NOTHING, Fusions
 from hpcrl.trainer.megatron.output_head import give_values
@@ -47,6 +51,10 @@ from hpcrl.trainer.megatron.settings import Settings, config_class, construct, r
 from hpcrl.trainer.parallel_state import Ranks, check_layout
 
 PROVIDER = "custom_model_provider_path"
+#: the weights, the adapters next to them, these with the scale in B, and the weights with them added in
+Part = Literal["model", "adapter", "sent", "merged"]
+ADAPTERS = ("adapter", "sent")
+HEAD = ("output_layer.",)  #: of a critic, which is trained whatever else is
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,9 @@ class Policy:
         value_head: it is a critic, whose output layer gives one number for each row.
         fusions: what its layers fuse.
         heads: layers behind the last one that predict further tokens; they are trained where trains_heads says so.
+        lora: what its adapters are like; None: it has none, and all its weights are trained.
+        part: what of it is read, written or sent.
+        base: with adapters, which weights they are trained over.
     """
 
     chunks: tuple[DistributedDataParallel, ...]
@@ -74,9 +85,33 @@ class Policy:
     fusions: Fusions = NOTHING
     heads: int = 0
     trains_heads: bool = False
+    lora: LoraSettings | None = None
+    part: Part = "model"
+    base: BaseIdentity = field(default_factory=BaseIdentity)
+
+    def of(self, part: Part) -> Policy:
+        """The same, to be read, written or sent of that part."""
+        return replace(self, part=part)
+
+    @property
+    def of_adapters(self) -> bool:
+        """Whether the part is the adapters."""
+        return self.part in ADAPTERS
+
+    @property
+    def trained(self) -> Policy:
+        """What changes in training: the adapters where there are any."""
+        return self if self.lora is None else self.of("adapter")
+
+    @cached_property
+    def matrices(self) -> list[AdaptedMatrix]:
+        """The layers with an adapter."""
+        return adapted(self.family.tensors(self.hf_config), self.lora) if self.lora else []
 
     def tensors(self) -> list[tuple[str, Rule]]:
-        """(Megatron name, rule) of every parameter of the whole model."""
+        """(Megatron name, rule) of every parameter of the whole model, or of its adapters."""
+        if self.of_adapters:
+            return list(adapter_tensors(self.matrices))
         return self.family.tensors(self.hf_config, self.heads)
 
     @property
@@ -146,7 +181,8 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     sizes = {name: hf_config.get(name) for name in ("vocab_size", "max_position_embeddings")}
     settings = resolve_settings(options, fields, {**gpt, **family.facts, **sizes})
     check_layout(options, settings.transformer)
-    if not trainable:
+    lora = lora_settings(options) if trainable else None
+    if not trainable or lora:
         settings.transformer["perform_initialization"] = (
             False  # every weight comes from a file, and no gradient is taken
         )
@@ -161,6 +197,9 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
     if trainable:
         for module in modules:
             settings.fusions.apply(module)
+    if lora:
+        for module in modules:
+            attach(module, family, hf_config, lora, ranks, HEAD if value_head else ())
     if options.bf16:
         modules = [Float16Module(config, module) for module in modules]
     if not trainable:
@@ -175,6 +214,7 @@ def build(options: Options, ranks: Ranks, *, trainable: bool = True, value_head:
         fusions=settings.fusions,
         heads=options.mtp_num_layers or 0,
         trains_heads=options.enable_mtp_training,
+        lora=lora,
     )
 
 
@@ -199,7 +239,7 @@ def _module(
     }
 
     def build() -> GPTModel:
-        layers = block_spec(config, family.adapt, stage)
+        layers = block_spec(config, family.adapt, stage, apart=bool(options.lora_rank))
         made = GPTModel(
             config,
             layers,
@@ -257,7 +297,9 @@ def _wrap(
         ]
     optimizer = make_optimizer(chunks, settings.optimizer, options.enable_mtp_training)
     scheduler = make_scheduler(optimizer, options)
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = (
+        with_partial_gradients(finalize_model_grads) if options.lora_rank else finalize_model_grads
+    )
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
     return Policy(tuple(chunks), config, family, hf_config, optimizer, scheduler, ranks)

@@ -69,13 +69,14 @@ def use_flash_attention(query: torch.Tensor) -> bool:
 
 
 def block_spec(
-    config: TransformerConfig, adapt: Adapt | None = None, vp_stage: int | None = None
+    config: TransformerConfig, adapt: Adapt | None = None, vp_stage: int | None = None, apart: bool = False
 ) -> TransformerBlockSubmodules:
     """The layers of this (virtual) pipeline stage: Transformer Engine's where installed, else Megatron's with our
     attention and norm.
 
     Args:
         adapt: a family's change to a layer's spec, called with (spec, norm class, config).
+        apart: norms are not in the layer that follows them, so that what goes into that layer can be had.
     """
     engine = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(
@@ -88,6 +89,9 @@ def block_spec(
             for owner in (layer.submodules, layer.submodules.self_attention.submodules):
                 _replace_norms(owner)
         block = TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)
+    elif apart:
+        for layer in block.layer_specs:
+            norms_apart(layer.submodules, block.layer_norm)
     if linear := config.linear_attention_freq:
         numbers = layer_numbers(config, vp_stage)
         specs = zip(numbers, block.layer_specs, strict=True)
@@ -101,6 +105,33 @@ def block_spec(
     for layer in block.layer_specs:
         name_as_elsewhere(layer, config.multi_latent_attention)
     return block
+
+
+#: a layer into which Transformer Engine puts a norm, the norm that it stands for, and whose they are
+_FUSED = (
+    ("self_attention", "linear_qkv", "input_layernorm"),
+    ("self_attention", "linear_q_up_proj", "q_layernorm"),
+    ("self_attention", "linear_kv_up_proj", "kv_layernorm"),
+    ("mlp", "linear_fc1", "pre_mlp_layernorm"),
+)
+
+
+def norms_apart(layer: Any, norm: type) -> None:
+    """Take Transformer Engine's norms out of the linear layers of one transformer layer's submodules, in place.
+
+    Args:
+        norm: of a norm on its own.
+    """
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELayerNormColumnParallelLinear
+
+    for owner, linear, name in _FUSED:
+        spec = getattr(layer, owner)
+        inside = getattr(spec, "submodules", None) or getattr(spec, "keywords", {}).get("submodules")
+        if inside is None or getattr(inside, linear, None) is not TELayerNormColumnParallelLinear:
+            continue
+        setattr(inside, linear, TEColumnParallelLinear)
+        where = inside if name in ("q_layernorm", "kv_layernorm") else layer
+        setattr(where, name, norm)
 
 
 def layer_numbers(config: TransformerConfig, vp_stage: int | None) -> Sequence[int]:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from hpcrl.config.options import Options
+from hpcrl.trainer.lora.switch import dropping
 from hpcrl.trainer.megatron.model import Policy, inner
 from hpcrl.trainer.megatron.output_head import Head, apart
 from hpcrl.trainer.megatron.packed_attention import boundaries
@@ -47,7 +48,9 @@ def run(
             output = model(packed.tokens, packed.positions, None, packed_seq_params=sequences)
         return output, partial(body, packed, head)
 
-    with routed(policy, micro_batches, experts, not forward_only, difference), _shapes(policy, micro_batches):
+    routing = routed(policy, micro_batches, experts, not forward_only, difference)
+    dropout = dropping(policy.modules, not forward_only) if policy.lora and policy.lora.dropout else nullcontext()
+    with routing, dropout, _shapes(policy, micro_batches):
         found = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(micro_batches) for _ in policy.chunks],  # each chunk sees every micro-batch, in order

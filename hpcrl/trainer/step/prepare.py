@@ -25,6 +25,7 @@ from hpcrl.errors import DataError
 from hpcrl.queue.share_format import Share
 from hpcrl.sample import PENDING, STATUSES, TRUNCATED, responses_of
 from hpcrl.trainer.custom_hooks import TrainerHooks
+from hpcrl.trainer.lora.switch import BaseAsReference
 from hpcrl.trainer.megatron.host_memory import HostWeights
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.step import passes
@@ -46,7 +47,7 @@ class OtherWeights:
         critic: a separate model, trained too.
     """
 
-    reference: HostWeights | None = None
+    reference: HostWeights | BaseAsReference | None = None
     old: HostWeights | None = None
     teacher: HostWeights | None = None
     critic: Policy | None = None
@@ -143,7 +144,7 @@ def _under(
     policy: Policy,
     options: Options,
     steps: Sequence[Sequence[Packed]],
-    weights: HostWeights | None,
+    weights: HostWeights | BaseAsReference | None,
     experts: How = "own",
 ) -> list[torch.Tensor]:
     """Log-probs of every micro-batch under `weights`, or (None) those that are trained."""

@@ -49,10 +49,12 @@ def operations(policy: Policy, options: Options, share: Share, trained: bool) ->
     """
     lengths = share.table["length"].tolist()
     work = float(sum(lengths)), pairs(lengths), float(sum(share.step_tokens))
-    model = model_flops(policy.family, policy.hf_config)
+    model = model_flops(policy.family, policy.hf_config, lora=policy.lora)
     wanted = needs(options)
     passes = wanted.reference + wanted.old_logprobs + wanted.teacher_model + wanted.critic  # forward alone
-    steps = model_flops(policy.family, policy.hf_config, options.trained_heads)  # only they go through those layers
+    steps = model_flops(
+        policy.family, policy.hf_config, options.trained_heads, policy.lora
+    )  # only they go through those layers
     return passes * model.forward(*work) + trained * steps.training(*work) + wanted.critic * model.training(*work)
 
 

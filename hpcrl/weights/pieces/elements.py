@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -148,17 +148,22 @@ class OwnTensor:
     Attributes:
         parameter: with the places of all of them in it.
         shape: of the whole tensor.
+        value: what is sent of the parameter, of its shape and dtype; None: itself.
     """
 
     parameter: torch.Tensor
     places: Sequence[SourceRectangle]
     which: int
     shape: tuple[int, ...]
+    value: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def matrix(self) -> torch.Tensor:
-        """[rows, columns]; a vector has one column, of more dimensions all but the first are columns."""
-        tensor = self.parameter.detach()
+        """[rows, columns]; a vector has one column, of more dimensions all but the first are columns.
+
+        Made each time, if it is not the parameter itself.
+        """
+        tensor = self.parameter.detach() if self.value is None else self.value(self.parameter)
         return tensor if tensor.dim() == 2 else tensor.view(len(tensor), -1)
 
 
@@ -169,6 +174,7 @@ def largest_values(tensor: OwnTensor, scheme: Scheme) -> torch.Tensor:
     rows, columns = tensor.shape
     high, wide = {"block": scheme.block, "channel": (1, columns), "tensor": (rows, columns)}[scheme.strategy]
     found = tensor.parameter.new_zeros(-(-rows // high), -(-columns // wide), dtype=torch.float32)
+    matrix = tensor.matrix
     for place in tensor.places:
         if place.tensor != tensor.which:
             continue
@@ -176,7 +182,7 @@ def largest_values(tensor: OwnTensor, scheme: Scheme) -> torch.Tensor:
         row = place.rows[0]
         while row < place.rows[1]:  # a band of blocks at a time, so that little is widened at once
             last = min((row // high + max(1, BAND // (high * (right - left)))) * high, place.rows[1])
-            part = tensor.matrix[place.at + row - place.rows[0] : place.at + last - place.rows[0]]
+            part = matrix[place.at + row - place.rows[0] : place.at + last - place.rows[0]]
             if place.left is not None:
                 part = part[:, place.left : place.left + right - left]
             part = part.abs().float()
@@ -202,6 +208,16 @@ class PieceValues:
     dtypes: Mapping[str, str]
     scheme: Scheme | None
     scales: Mapping[str, torch.Tensor]
+    last: dict[int, torch.Tensor] = field(default_factory=dict)  #: the parameter that was made last, by its id
+
+    def _matrix(self, tensor: OwnTensor) -> torch.Tensor:
+        """`OwnTensor.matrix`, made once for the pieces of one parameter, which follow one another."""
+        if tensor.value is None:
+            return tensor.matrix
+        if id(tensor.parameter) not in self.last:
+            self.last.clear()
+            self.last[id(tensor.parameter)] = tensor.matrix
+        return self.last[id(tensor.parameter)]
 
     @torch.no_grad()
     def write(self, name: str, area: Rectangle, out: torch.Tensor) -> None:
@@ -212,11 +228,12 @@ class PieceValues:
             return
         tensor = self.own[name]
         quantised = self.scheme is not None and self.scheme.scale_name(name) in self.scales
+        matrix = self._matrix(tensor)
         for part, piece in sources(tensor.places, tensor.which, area):
             if quantised:
-                self._code(name, tensor.matrix[part], area, piece, out)
+                self._code(name, matrix[part], area, piece, out)
             else:
-                copy(out[piece], tensor.matrix[part])
+                copy(out[piece], matrix[part])
 
     def _code(
         self, name: str, values: torch.Tensor, area: Rectangle, piece: tuple[slice, slice], out: torch.Tensor

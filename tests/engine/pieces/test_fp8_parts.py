@@ -301,16 +301,16 @@ def test_queries_keys_and_values_are_one_matrix() -> None:
     them."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
-    from hpcrl.engine.held.layers import _matrices
+    from hpcrl.engine.held.layers import matrices_of
 
     layer = object.__new__(MergedColumnParallelLinear)
     torch.nn.Module.__init__(layer)
     layer.tp_size, layer.tp_rank, layer.input_size, layer.output_partition_sizes = 2, 1, 8, [4, 4, 6, 6]
     packed = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}
-    mixed, gate = _matrices("m.in_proj_qkvz", layer, packed)
+    mixed, gate = matrices_of("m.in_proj_qkvz", layer, packed)
     assert (mixed.name, mixed.shape, mixed.begin, mixed.end) == ("m.in_proj_qkv", (28, 8), 0, 14)
     assert mixed.cut == (((4, 4), (12, 4), (22, 6)), None)
     assert (gate.name, gate.shape, gate.begin, gate.end) == ("m.in_proj_z", (12, 8), 14, 20)
     assert gate.cut == (((6, 6),), None)
-    (fused,) = _matrices("m.in_proj_qkvz", layer, {})
+    (fused,) = matrices_of("m.in_proj_qkvz", layer, {})
     assert fused.name == "m.in_proj_qkvz" and fused.end == 20

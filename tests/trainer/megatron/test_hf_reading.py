@@ -45,13 +45,13 @@ def side(options: Options, breaks: int | None, memory: bool = False) -> dict[str
     """
     from hpcrl.model_files import safetensors_files
     from hpcrl.models.slicing import CUTS
-    from hpcrl.trainer.megatron import hf_reading, hf_weights, model
+    from hpcrl.trainer.megatron import held_parameters, hf_reading, hf_weights, model
     from hpcrl.trainer.parallel_state import initialize
 
     directory = Path(str(options.hf_checkpoint))
     hf_reading.LIMIT = hf_weights.LIMIT = 100_000  # several rounds
     policy = model.build(options, initialize(options))
-    for _, parameter in hf_weights._own(policy).values():
+    for _, parameter in held_parameters.own_parameters(policy).values():
         parameter.data.fill_(7)
     if policy.ranks.rank == breaks and memory:
         parts = hf_reading._parts
@@ -75,10 +75,10 @@ def side(options: Options, breaks: int | None, memory: bool = False) -> dict[str
     found = {"read": read, "kernel": counted() - before, "different": []}
     with contextlib.ExitStack() as stack:
         files = SafetensorsDirectory(directory, stack)
-        for name, (rule, parameter) in hf_weights._own(policy).items():
+        for name, (rule, parameter) in held_parameters.own_parameters(policy).items():
             sources = [files.slice(one) for one in rule.hf]
             rank = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
-            shapes = hf_weights._shapes(policy, rule)
+            shapes = held_parameters.shapes_of(policy, rule)
             mine = CUTS[rule.kind].part(sources, rank, tuple(parameter.shape), shapes).to(parameter.dtype)
             if not torch.equal(mine, parameter):
                 found["different"].append(name)

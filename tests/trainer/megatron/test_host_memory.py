@@ -21,7 +21,7 @@ def policy(dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 64) -
             torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.LayerNorm(width)).to(dtype) for _ in range(2)
         ]
         chunks[0].register_buffer("bias_of_experts", torch.randn(5))
-    return SimpleNamespace(modules=tuple(chunks))
+    return SimpleNamespace(modules=tuple(chunks), part="model", of_adapters=False)
 
 
 def numbers(model: Any) -> dict[str, torch.Tensor]:
