@@ -16,6 +16,7 @@ CONVERSIONS = {
     "to-torch-dist": "hpcrl.convert.to_torch_dist",
     "to-hf": "hpcrl.convert.to_hf",
     "to-fp8": "hpcrl.convert.to_fp8",
+    "merge-lora": "hpcrl.convert.adapter",
 }
 
 

@@ -1,7 +1,7 @@
 """A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, a tensor of each file at
 a time.
 
-    hpcrl convert to-hf RUN                               # a run's last checkpoint -> RUN/hf
+    hpcrl convert to-hf RUN                               # a run's last checkpoint -> RUN/hf; of an adapter: adapter.py
     hpcrl convert to-hf --input-dir RUN/checkpoints --origin-hf-dir MODEL --output-dir OUT
     python tools/convert_torch_dist_to_hf.py ...          # the same, under slime's name
 
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from hpcrl.convert.adapter import RECORD, convert_adapter
 from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files import torch_dist
 from hpcrl.model_files.config_json import read_config
@@ -339,6 +340,11 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError(f"--{flag}-max-workers {count}", "give a positive number")
     save = args.save_max_workers or args.load_max_workers or 1
     _check_flags(args, read_config(args.origin_hf_dir, "--origin-hf-dir"))
+    found = torch_dist.find_checkpoint(args.input_dir, None, "--input-dir")
+    if (found / RECORD).is_file():
+        convert_adapter(found, args.output_dir, args.origin_hf_dir, args.force)
+        print(f"wrote {args.output_dir}, an adapter: hpcrl convert merge-lora adds it into its base")
+        return 0
     with torch.no_grad():
         convert(
             args.input_dir,
