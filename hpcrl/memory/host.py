@@ -35,7 +35,8 @@ def host_bytes(options: Options, models: Sequence[Count], layout: Layout, sizes:
         sizes: elements of each parameter of the rank.
     """
     count = models[0]
-    sets = needs(options).reference + 2 * options.keep_old_actor
+    over_base = bool(options.lora_rank)  # the base is the reference, and an old actor is an adapter
+    sets = (needs(options).reference + 2 * options.keep_old_actor) * (not over_base)
     there = sum(own(options, model, layout) for model in models) * offloaded(options)
     return {
         "optimizer": there * UPDATED,

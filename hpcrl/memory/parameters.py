@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from hpcrl.adapters.settings import LoraSettings, lora_settings
 from hpcrl.config.options import Options
+from hpcrl.memory.adapters import elements, matrices_by_name, of_layer
 from hpcrl.models.family import Config, Family, LayerKind, Rule, layer_kinds, tied
 
 FIRST = "num_layers_in_first_pipeline_stage"
@@ -28,6 +30,7 @@ class Layout:
         expert_copies: the same for the weights of experts.
         heads: layers that predict further tokens, on the last stage.
         trains_heads: else these are held alone.
+        lora: the adapters that alone are trained.
     """
 
     tp: int
@@ -41,6 +44,7 @@ class Layout:
     virtual_stages: int
     heads: int = 0
     trains_heads: bool = True
+    lora: LoraSettings | None = None
 
     @classmethod
     def of(cls, options: Options, layers: int) -> Layout:
@@ -64,6 +68,7 @@ class Layout:
             virtual_stages=stages,
             heads=options.mtp_num_layers or 0,
             trains_heads=options.enable_mtp_training,
+            lora=lora_settings(options),
         )
 
 
@@ -119,7 +124,25 @@ def on_stage(family: Family, config: Config, layout: Layout, stage: int, megatro
     found += heads if layout.trains_heads else []
     dense = sum(count.dense for count in found) + _ends(config, fields, layout, stage)
     fixed = 0 if layout.trains_heads else sum(count.all for count in heads)
-    return Count(dense, sum(count.expert for count in found), fixed)
+    count = Count(dense, sum(count.expert for count in found), fixed)
+    return count if layout.lora is None else _with_adapters(family, config, layout, layers, count)
+
+
+def _with_adapters(family: Family, config: Config, layout: Layout, layers: Sequence[int], base: Count) -> Count:
+    """Adapters of the layers of a rank, over the parameters of `base`."""
+    fields = family.transformer(config)
+    kinds = layer_kinds(fields)
+    assert layout.lora is not None
+    known = matrices_by_name(family, config, layout.lora)
+    dense = expert = 0
+    for layer in layers:
+        for rule, matrix in of_layer(layer_rules(family, fields, kinds[layer]), layer, known):
+            size = elements(matrix, part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
+            if ".experts." in rule.megatron:
+                expert += fields["num_moe_experts"] // layout.ep * size
+            else:
+                dense += size
+    return Count(dense, expert, base.all)
 
 
 def whole_model(family: Family, config: Config) -> Count:

@@ -103,9 +103,11 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
     fields = family.transformer(config)
     models = [count]
     if needs(options).critic:  # a model in addition to the policy, without layers that predict further tokens
-        models.append(on_stage(family, config, replace(layout, heads=0), stage, options.megatron))
+        critic = on_stage(family, config, replace(layout, heads=0), stage, options.megatron)
+        models.append(critic if layout.lora is None else replace(critic, fixed=0))  # over the same weights
     kept, passing = activation_bytes(options, family, config, layout, stage)
     sizes = list(sizes_on_stage(family, config, layout, stage, options.megatron))
+    stepped = max(sizes) if layout.lora is None else count.trained
     gpu = {
         "weights": sum(model.all for model in models) * weight_bytes(options)
         + _embedding_copy(options, config, layout, stage),
@@ -119,7 +121,7 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "save": save_bytes(options, count, layout),
         "start": start_bytes(options, count, layout, halved_on_stage(family, config, layout, stage, options.megatron)),
         "loaded states": renewed_bytes(options, count, layout),
-        "step": step_bytes(options, max(sizes)),
+        "step": step_bytes(options, min(stepped, max(sizes))),
         "CUDA": float(CUDA),
         "NCCL": nccl_bytes(options),
     }

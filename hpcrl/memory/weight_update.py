@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.adapters.serving import served_as
+from hpcrl.adapters.settings import lora_settings
 from hpcrl.config.options import Options
 from hpcrl.groups import layout as rank_layout
-from hpcrl.memory.parameters import Layout, part_shape, stage_layers
+from hpcrl.memory.parameters import Layout, on_stage, part_shape, stage_layers
 from hpcrl.model_files.config_json import LINEAR
 from hpcrl.models.family import Config, Family, Rule, tied
 from hpcrl.models.shared.mtp import is_head
@@ -73,7 +75,33 @@ class Gathered:
         return self.bytes * 8 / (self.link * GB)
 
 
-def predict(options: Options, family: Family, config: Config, plan: Plan, link: float = LINK) -> Update | Gathered:
+@dataclass(frozen=True)
+class AdapterUpdate:
+    """An update of an adapter alone.
+
+    Attributes:
+        bytes: of its tensors, once.
+        link: the rate of a card's link in Gb/s.
+    """
+
+    bytes: int
+    link: float
+
+    @property
+    def seconds(self) -> float:
+        """What a link needs for all of it once."""
+        return self.bytes * 8 / (self.link * GB)
+
+
+def adapter_bytes(options: Options, family: Family, config: Config) -> int:
+    """Of an adapter's tensors, each once."""
+    count = on_stage(family, config, replace(Layout(1, 1, 1, 1, 1, 1, 1, False, 1), lora=lora_settings(options)), 0, {})
+    return count.trained * (2 if options.bf16 else 4)
+
+
+def predict(
+    options: Options, family: Family, config: Config, plan: Plan, link: float = LINK
+) -> Update | Gathered | AdapterUpdate:
     """The weight update that a run of these options on these hosts makes; of FP8 weights the scales, a part in 4,000,
     are left out.
 
@@ -84,6 +112,8 @@ def predict(options: Options, family: Family, config: Config, plan: Plan, link: 
     """
     from hpcrl.weights.route import route  # imports ZeroMQ, which a dry run does not need
 
+    if served_as(options, family, config) == "adapter":
+        return AdapterUpdate(adapter_bytes(options, family, config), link)
     found = route(options, plan, cpu=not options.bf16)
     if found.gathered is not None:
         return Gathered(found.transfer, found.gathered, _bytes(options, family, config), link)
@@ -291,8 +321,12 @@ def _part(size: int, place: int, pieces: int) -> tuple[int, int]:
 # ---- for people
 
 
-def update_lines(update: Update | Gathered) -> Iterator[str]:
+def update_lines(update: Update | Gathered | AdapterUpdate) -> Iterator[str]:
     """What a card sends and receives, how long that takes, and the memory that it needs."""
+    if isinstance(update, AdapterUpdate):
+        yield "weights of one update: the adapter alone (docs/lora.md)"
+        yield f"  {update.bytes / 1e6:.1f} MB to each worker of the engines, the weights under it once, at the start"
+        return
     if isinstance(update, Gathered):
         yield from _gathered_lines(update)
         return

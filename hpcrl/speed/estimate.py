@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hpcrl.adapters.settings import lora_settings
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.memory.activations import tokens_per_gpu
@@ -106,13 +107,15 @@ def _training(
     options: Options, family: Family, config: Config, card: str, prompt: int, response: int, reached: float
 ) -> RoleSpeed:
     """All passes over a rollout, with the pipeline's bubble."""
-    model = model_flops(family, config)
+    model = model_flops(family, config, lora=lora_settings(options))
     layout = Layout.of(options, family.transformer(config)["num_layers"])
     samples = options.rollout_batch_size * options.n_samples_per_prompt
     work = samples * (prompt + response), samples * pairs([prompt + response]), samples * response
     wanted = needs(options)
     passes = wanted.reference + wanted.old_logprobs + wanted.teacher_model + wanted.critic
-    trained = model_flops(family, config, options.trained_heads)  # only an optimizer step goes through those
+    trained = model_flops(
+        family, config, options.trained_heads, lora_settings(options)
+    )  # only an optimizer step goes through those
     needed = passes * model.forward(*work) + trained.training(*work) + wanted.critic * model.training(*work)
     again = options.megatron.get("recompute_granularity") == "full"
     computed = needed + again * (1 + wanted.critic) * model.forward(work[0], work[1], 0)

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from hpcrl.adapters.settings import LoraSettings
+from hpcrl.memory.adapters import elements, matrices_by_name, of_layer
 from hpcrl.memory.parameters import head_rules, layer_rules, part_shape
 from hpcrl.models.family import Config, Family, LayerKind, Rule, layer_kinds
 
@@ -38,12 +40,16 @@ class ModelFlops:
         pair: operations of one (query, key) pair, in all layers together.
         fixed: elements of the output layer that layers which predict further tokens go through, in training alone;
             there it has no gradient.
+        adapter: elements of adapters that one token is multiplied with.
+        frozen: nothing but these has a gradient.
     """
 
     met: int
     head: int
     pair: int
     fixed: int = 0
+    adapter: int = 0
+    frozen: bool = False
 
     def forward(self, tokens: float, pairs: float, rows: float) -> float:
         """Operations of a forward pass.
@@ -52,19 +58,23 @@ class ModelFlops:
             pairs: (query, key) pairs of all samples, see `pairs`.
             rows: for which there are logits.
         """
-        return 2.0 * self.met * tokens + self.pair * pairs + 2.0 * self.head * rows
+        return 2.0 * (self.met + self.adapter) * tokens + self.pair * pairs + 2.0 * self.head * rows
 
     def training(self, tokens: float, pairs: float, rows: float) -> float:
         """Operations of a forward and a backward pass."""
         fixed = 2 * 2.0 * self.fixed * rows  # forward, and the gradient of what goes in
+        if self.frozen:  # of matrices, that of what goes in alone
+            products = 2.0 * (2 * self.met + (1 + BACKWARD) * self.adapter) * tokens + 2 * 2.0 * self.head * rows
+            return products + (1 + BACKWARD) * self.pair * pairs + fixed
         return (1 + BACKWARD) * self.forward(tokens, pairs, rows) + fixed
 
 
-def model_flops(family: Family, config: Config, heads: int = 0) -> ModelFlops:
+def model_flops(family: Family, config: Config, heads: int = 0, lora: LoraSettings | None = None) -> ModelFlops:
     """What the passes of a model multiply.
 
     Args:
         heads: layers that predict further tokens; each has a pass through the output layer too.
+        lora: the adapters that alone are trained.
     """
     fields = family.transformer(config)
     kinds = layer_kinds(fields)
@@ -73,7 +83,15 @@ def model_flops(family: Family, config: Config, heads: int = 0) -> ModelFlops:
     softmax = sum(not kind.linear for kind in kinds) + heads
     pair = 2 * fields["num_attention_heads"] * _columns(fields) * softmax
     head = config["vocab_size"] * fields["hidden_size"]
-    return ModelFlops(met, head, pair, heads * head)
+    if lora is None:
+        return ModelFlops(met, head, pair, heads * head)
+    known = matrices_by_name(family, config, lora)
+    adapter = 0
+    for layer, kind in enumerate(kinds):
+        for rule, matrix in of_layer(layer_rules(family, fields, kind), layer, known):
+            times = fields["moe_router_topk"] if ".experts." in rule.megatron else 1
+            adapter += times * elements(matrix, part_shape(rule, fields, config["vocab_size"], 1, 1))
+    return ModelFlops(met, head, pair, heads * head, adapter, frozen=True)
 
 
 def _columns(fields: Mapping[str, Any]) -> int:

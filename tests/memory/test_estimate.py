@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.adapters.settings import lora_settings
 from hpcrl.cli import main
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
@@ -53,6 +54,20 @@ REFERENCE = {
 def of(name: str) -> tuple[Any, dict[str, Any]]:
     config = MODELS[name][1]
     return find_family(config, name), config
+
+
+def test_adapters_take_little() -> None:
+    """Qwen3-30B-A3B on four cards: with adapters there is room, with all weights trained there is none."""
+    family, config = of("Qwen3-30B-A3B")
+    four = {"actor_num_gpus_per_node": 4, "tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}
+    four |= {"expert_tensor_parallel_size": 1, "sequence_parallel": True, "colocate": True, "hf_checkpoint": "m"}
+    full, lora = (fullest_rank(Options(**four, lora_rank=rank), family, config) for rank in (0, 16))
+    assert full.gpu["weights"] < lora.gpu["weights"] < 1.1 * full.gpu["weights"]
+    assert lora.gpu["gradients"] + lora.gpu["optimizer"] < 0.1 * full.gpu["gradients"]
+    assert lora.total < 80e9 < full.total
+    counted = model_flops(family, config, lora=lora_settings(Options(hf_checkpoint="m", lora_rank=16)))
+    work = (1000.0, 500_000.0, 1000.0)
+    assert 0.6 < counted.training(*work) / model_flops(family, config).training(*work) < 0.8
 
 
 def guide(name: str, **changes: Any) -> Options:
