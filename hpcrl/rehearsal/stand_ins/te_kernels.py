@@ -63,7 +63,7 @@ class Gemm(torch.autograd.Function):
     def forward(ctx: Any, x: Any, weight: Any, split: Split) -> Any:
         assert x.dtype == weight.dtype
         ctx.split = split
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # of a frozen weight no gradient is made
         if split.mode == "column" and split.sequence:
             x = _gather(x, split.group)
         out = x @ weight.t()
@@ -76,13 +76,15 @@ class Gemm(torch.autograd.Function):
         split = ctx.split
         x, weight = ctx.saved_tensors
         (grad,) = grads
-        if split.mode == "column" and split.sequence:
+        if x is not None and split.mode == "column" and split.sequence:
             x = _gather(x, split.group)
         if split.mode == "row" and split.sequence:
             grad = _gather(grad.contiguous(), split.group)
         of_x = grad @ weight
         if split.mode == "column":
             of_x = _scatter(of_x, split.group) if split.sequence else _reduce(of_x, split.group)
+        if x is None:
+            return of_x, None, None
         of_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         if split.fused:
             weight.main_grad.add_(of_weight)

@@ -263,11 +263,6 @@ def load_state(policy: Policy, ranks: Ranks, path: Path) -> None:
         {k: copy.deepcopy(v) for k, v in leaf.items() if k != "param_state"}
         for leaf in contents.optimizer_parts(request["optimizer"])
     ]
-    if policy.lora is not None:
-        common = agree_in_step(lambda: dist_checkpointing.load_common_state_dict(str(path)))
-        check_same_adapter(policy, common.get(ADAPTER), path)
-    else:
-        refuse_adapter(stored)
     state = read(request, stored, policy)
     _fill(policy, state)
     state = {name: part for name, part in state.items() if not name.startswith("model")}  # which takes memory again
@@ -291,7 +286,6 @@ def load_weights(policy: Policy, ranks: Ranks, path: Path, heads: bool = True) -
         DataError: as `load_checkpoint`.
     """
     stored = agree(lambda: TorchDist(path, whole=ranks.rank == 0))
-    refuse_adapter(stored)
     request = weights(policy)
     spare: tuple[str, ...] = ()
     if policy.value_head and (HEAD[1] not in stored.all or stored.all[HEAD[1]].shape != (1,)):
@@ -320,6 +314,11 @@ def read(request: dict[str, Any], stored: TorchDist, policy: Policy, spare: tupl
     Raises:
         DataError: as `load_checkpoint`.
     """
+    if policy.of_adapters:
+        common = agree_in_step(lambda: dist_checkpointing.load_common_state_dict(str(stored.path)))
+        check_same_adapter(policy, common.get(ADAPTER), stored.path)
+    else:
+        agree(lambda: refuse_adapter(stored))
     contents.check_fits(request, stored, policy.vocab_size, spare)
     try:
         strategy = FullyParallelLoadStrategyWrapper(
