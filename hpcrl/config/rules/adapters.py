@@ -24,7 +24,7 @@ _MEGATRON = {
 def check_adapters(o: Options) -> None:
     """Raise UsageError for all that cannot be with --lora-rank."""
     if o.lora_rank:
-        raise_together(failures([_trained_too, _megatron, _changes, _names], o))
+        raise_together(failures([_trained_too, _megatron, _changes, _names, _engines], o))
 
 
 def _trained_too(o: Options) -> None:
@@ -51,6 +51,12 @@ def _changes(o: Options) -> None:
 def _names(o: Options) -> None:
     if not o.target_modules:
         raise UsageError("--target-modules names nothing", "leave it out: all-linear is the default")
+
+
+def _engines(o: Options) -> None:
+    for name in o.vllm:
+        if "lora" in name:
+            raise UsageError(f"--vllm-{dashed(name)}: engines are started for the adapter of the run", "leave it out")
 
 
 def inert_in_adapters(o: Options) -> Iterator[tuple[str, str]]:
