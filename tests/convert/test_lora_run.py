@@ -39,18 +39,18 @@ def test_an_adapter_from_run_to_files(tmp_path: Path) -> None:
     assert max(row["train/train_rollout_logprob_abs_diff_max"] for row in steps) < 2e-5
     assert steps[0]["train/kl_loss"] < 1e-9 < steps[-1]["train/kl_loss"]
     hpcrl("resume", run, "--num-rollout", 5)
-    hpcrl("convert", "to-hf", run)
+    hpcrl("convert", "to-hf", run, "--output-dir", tmp_path / "adapter")
     hpcrl(
         "convert",
         "merge-lora",
         "--adapter-dir",
-        run / "hf",
+        tmp_path / "adapter",
         "--base-dir",
         run / "prepared/model",
         "--output-dir",
         tmp_path / "m",
     )
-    adapter = load_file(run / "hf/adapter_model.safetensors")
+    adapter = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert {row["perf/update_weights_bytes"] for row in steps} == {sum(4 * t.numel() for t in adapter.values())}
     base, merged = (load_file(place / "model.safetensors") for place in (run / "prepared/model", tmp_path / "m"))
     changed = {name for name in base if not torch.equal(base[name], merged[name])}

@@ -221,6 +221,16 @@ def test_a_critic_has_an_adapter_of_its_own(models: dict[str, Path], tmp_path: P
     assert run_ranks(1, resume, opts, tmp_path / "run")[0] == losses[3:]
 
 
+def test_activations_that_are_computed_again(models: dict[str, Path], tmp_path: Path) -> None:
+    """With what dropout leaves out, and in the first layer, whose input has no gradient of its own."""
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    kept, computed = (
+        run_ranks(1, train, [options(models["dense"], lora_dropout=0.2, megatron=megatron)], tmp_path, 3)[0][0]
+        for megatron in ({}, again)
+    )
+    assert [row["train/grad_norm"] for row in kept] == [row["train/grad_norm"] for row in computed]
+
+
 def dropped(opts: Options, directory: Path) -> tuple[list[float], list[float]]:
     """Log-probs of two passes without gradients, and losses of two steps with."""
     policy, others, _ = begun(opts, directory)
