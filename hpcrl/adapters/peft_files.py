@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.adapters.rules import AdaptedMatrix, leaf
+from hpcrl.adapters.rules import AdaptedMatrix, leaf, lora_name
 from hpcrl.adapters.settings import LoraSettings
 from hpcrl.errors import DataError
 from hpcrl.model_files.config_json import read_object
@@ -41,6 +41,13 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
+#: those that change nothing of what files hold
+_HARMLESS = {
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "task_type", "base_model_name_or_path", "revision"),
+    *("target_modules", "exclude_modules", "inference_mode", "peft_version", "auto_mapping", "megatron_config"),
+    *("megatron_core", "loftq_config", "qalora_group_size", "layers_pattern", "runtime_config", "eva_config"),
+    "ensure_weight_tying",
+}
 
 
 def read_settings(directory: Path) -> LoraSettings:
@@ -55,8 +62,12 @@ def read_settings(directory: Path) -> LoraSettings:
     for name, plain in _PLAIN.items():
         if name in found and found[name] not in plain:
             raise DataError(f"{directory / CONFIG} has {name} = {found[name]!r}", "only plain LoRA is supported")
+    if odd := sorted(
+        name for name in found.keys() - _PLAIN.keys() - _HARMLESS if found[name] not in (None, False, [], {})
+    ):
+        raise DataError(f"{directory / CONFIG} has {odd[0]} = {found[odd[0]]!r}", "only plain LoRA is supported")
     rank, alpha = found.get("r"), found.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
         raise DataError(f"{directory / CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}")
     return LoraSettings(
         rank, alpha, float(found.get("lora_dropout") or 0.0), rank_stabilized=bool(found.get("use_rslora"))
@@ -88,9 +99,29 @@ def read_adapter(directory: Path, settings: LoraSettings | None = None) -> dict[
                     f"{directory} has an adapter with {flag} {other}, this run {own}", f"give the same {flag}"
                 )
     names = read_header(directory / TENSORS)
+    if not names:
+        raise DataError(f"{directory / TENSORS} holds no adapter")
     with ExitStack() as stack:
         files = SafetensorsDirectory(directory, stack, dict.fromkeys(names, TENSORS))
         return {name.removeprefix(PREFIX): files.slice(name)[...].clone() for name in names}
+
+
+def pairs(tensors: Mapping[str, torch.Tensor], settings: LoraSettings, source: Path) -> list[str]:
+    """Names of the matrices that an adapter is of, each with an A and a B of its rank and nothing else.
+
+    Raises:
+        DataError: names what is not so.
+    """
+    weights = sorted({name.rpartition(".lora_")[0] + ".weight" for name in tensors})
+    wanted = {lora_name(weight, which) for weight in weights for which in "AB"}
+    if odd := sorted(wanted ^ tensors.keys()):
+        what = "holds" if odd[0] in tensors else "lacks"
+        raise DataError(f"{source} {what} {odd[0]}", "only plain LoRA is supported: an A and a B for each matrix")
+    for weight in weights:
+        a, b = (tuple(tensors[lora_name(weight, which)].shape) for which in "AB")
+        if len(a) != 2 or len(b) != 2 or (a[0], b[1]) != (settings.rank, settings.rank):
+            raise DataError(f"{source}: A and B of {weight} are {list(a)} and {list(b)}, the rank is {settings.rank}")
+    return weights
 
 
 def base_digest_of(directory: Path) -> str:

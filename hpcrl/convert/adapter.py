@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hpcrl.adapters.base_digest import bit_sums, digest_of
-from hpcrl.adapters.peft_files import base_digest_of, read_adapter, read_settings, target_names, write_adapter
+from hpcrl.adapters.peft_files import base_digest_of, pairs, read_adapter, read_settings, target_names, write_adapter
 from hpcrl.adapters.rules import ALL, adapted, lora_name
 from hpcrl.adapters.settings import LoraSettings
 from hpcrl.errors import DataError
@@ -81,13 +81,16 @@ def merge(adapter: Path, base: Path, output: Path, chunk_size: int = 5 * 1024**3
     settings = read_settings(adapter)
     tensors = read_adapter(adapter)
     names = listing(base)
-    inputs = {name.removesuffix(".lora_A.weight") + ".weight" for name in tensors if name.endswith(".lora_A.weight")}
-    for weight in sorted(inputs):
-        rows = tensors[lora_name(weight, "B")].shape[0] if lora_name(weight, "B") in tensors else None
-        wanted = (rows, tensors[lora_name(weight, "A")].shape[1])
+    inputs = pairs(tensors, settings, adapter)
+    for weight in inputs:
+        wanted = (len(tensors[lora_name(weight, "B")]), tensors[lora_name(weight, "A")].shape[1])
         entry = names.get(weight)
         if entry is None or tuple(entry.shape) != wanted or getattr(torch, entry.dtype) not in FLOATS:
-            raise DataError(f"{base} has no matrix {weight} of {list(wanted)}", "is it the base of this adapter?")
+            found = "none" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+            raise DataError(
+                f"{base} has no matrix {weight} of {list(wanted)} in bf16 or fp32 ({found})",
+                "is it the base of this adapter, and not coded in FP8?",
+            )
     _check_base(base, names, base_digest_of(adapter))
     plan = [[TensorHeader(name, getattr(torch, entry.dtype), tuple(entry.shape))] for name, entry in names.items()]
     with ExitStack() as stack, directory(output, force) as staging:

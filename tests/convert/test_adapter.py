@@ -80,10 +80,27 @@ def refused(files: Path, model: Path, tmp_path: Path) -> None:
         merge_lora([*words, str(tmp_path / "other")])
     assert not (tmp_path / "no").exists()
     config = json.loads((files / "adapter_config.json").read_text())
-    for fields in ({"use_dora": True}, {"rank_pattern": {"q_proj": 2}}, {"r": 0}):
+    odd = ({"use_dora": True}, {"rank_pattern": {"q_proj": 2}}, {"r": 0}, {"layers_to_transform": [1]}, {"new": "x"})
+    for fields in odd:
         (files / "adapter_config.json").write_text(json.dumps(config | fields))
         with pytest.raises(DataError, match=next(iter(fields))):
             merge_lora([*words, str(model)])
+    (files / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(files / "adapter_model.safetensors")
+    a = next(name for name in tensors if name.endswith(".lora_A.weight"))
+    b = a.replace("lora_A", "lora_B")
+    spoiled: list[tuple[str, dict[str, torch.Tensor]]] = [
+        ("lacks", {n: t for n, t in tensors.items() if n != a}),
+        ("holds", tensors | {a.replace("lora_A.weight", "lora_magnitude_vector.weight"): torch.ones(3)}),
+        ("the rank is", tensors | {a: tensors[a][:2], b: tensors[b][:, :2]}),
+        ("the rank is", tensors | {a: tensors[a][:2]}),
+        ("holds no adapter", {}),
+    ]
+    for told, changed in spoiled:
+        save_file({n: t.contiguous() for n, t in changed.items()}, files / "adapter_model.safetensors")
+        with pytest.raises(DataError, match=told):
+            merge_lora([*words, str(model)])
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="the package peft is not installed")
