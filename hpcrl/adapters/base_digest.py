@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
+BAND = 1 << 24  #: numbers that are looked at once
+
+
 class BitSums(NamedTuple):
     """The sum of the patterns of all numbers as fp32, read as int32, and that of their squares, both modulo 2^64."""
 
@@ -27,8 +30,11 @@ def bit_sums(part: torch.Tensor) -> BitSums:
     """Of a tensor, or of a part of one."""
     import torch
 
-    bits = part.float().contiguous().view(torch.int32).to(torch.int64)
-    return BitSums(int(bits.sum()), int((bits * bits).sum()))
+    sums = torch.zeros(2, dtype=torch.int64, device=part.device)
+    for band in part.reshape(-1).split(BAND):  # of which wide copies are made
+        bits = band.float().view(torch.int32).to(torch.int64)
+        sums += torch.stack([bits.sum(), (bits * bits).sum()])
+    return BitSums(*sums.tolist())
 
 
 def digest_of(lines: Iterable[str]) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
-from hpcrl.adapters.rules import adapted
 from hpcrl.adapters.settings import LoraSettings, lora_settings
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
@@ -58,8 +57,8 @@ def serves_adapter(options: Options) -> bool:
 def obstacle(options: Options, settings: LoraSettings, family: Family, config: Config) -> str:
     """Why engines cannot have the adapter alone; "" if they can."""
     fields = family.transformer(config)
-    if any(matrix.base.expert is not None for matrix in adapted(family.tensors(config), settings)):
-        return "engines would apply no adapter of single experts"
+    if fields.get("num_moe_experts"):  # vLLM then has other layers for all of them, whether they have an adapter or not
+        return "engines were not seen to apply adapters next to experts"
     if fields.get("multi_latent_attention"):
         return "vLLM absorbs matrices of multi-head latent attention, past their adapters"
     if fields.get("linear_attention_freq"):

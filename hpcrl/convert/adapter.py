@@ -69,7 +69,7 @@ def convert_adapter(source: Path, output: Path, origin: Path, force: bool = Fals
         raise DataError(f"{source} holds {min(extra)}, which is of no adapter of --origin-hf-dir's model")
     targets = target_names(matrices, adapted(tensors, replace(settings, targets=(ALL,), excluded=())))
     with directory(output, force) as staging:
-        write_adapter(staging, found, settings, targets, str(origin), record["base"])
+        write_adapter(staging, found, settings, targets, str(record.get("over") or origin), record["base"])
 
 
 def merge(adapter: Path, base: Path, output: Path, chunk_size: int = 5 * 1024**3, force: bool = False) -> None:

@@ -125,6 +125,8 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "CUDA": float(CUDA),
         "NCCL": nccl_bytes(options),
     }
+    if layout.lora is not None and len(models) > 1:  # a critic has weights of its own until it takes the policy's
+        gpu["start"] += count.fixed * weight_bytes(options)
     return MemoryTerms(gpu, host_bytes(options, models, layout, sizes), stage)
 
 

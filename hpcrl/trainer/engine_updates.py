@@ -52,6 +52,8 @@ def make_updates(
     if sent.of_adapters:
         under = WeightExporter(policy, patient, own, keys, options.hf_checkpoint)
         named = f"base-of-{identity}"
-        base = BaseUpdate(WeightSender(rundir, host, options, driver, None, named, base=True), under.stream)
+        base = BaseUpdate(
+            WeightSender(rundir, host, options, driver, None, named, base=True), under.stream, under.leave
+        )
     start = options.engine_start_timeout
     return exporter, Updates(sender, rundir, start, client, partial(http_key, rundir), together, base)

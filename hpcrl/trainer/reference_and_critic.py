@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.run.rundir import listed, write_atomic
 from hpcrl.trainer.checkpoint import save_load
 from hpcrl.trainer.checkpoint.resume import (
@@ -255,10 +255,17 @@ class ReferenceAndCritic:
         if resumed is not None and REFERENCE in _names(resumed):
             return self._stored(resumed / REFERENCE)
         if self._policy.lora is not None:
+            own = self._options.ref_load is None or find_reference(self._options, ranks).same_weights(self._took)
+            if self._options.ref_update_interval and not own:
+                raise UsageError(
+                    f"--ref-load {self._options.ref_load} is not what the adapter is trained over, and "
+                    "--ref-update-interval makes the policy the reference",
+                    "leave one of them out",
+                )
             if self._options.ref_update_interval:
                 fill = partial(without_values, self._policy)
                 return HostWeights(self._policy.trained, fill, average=self._moves_partly)
-            if self._options.ref_load is None or find_reference(self._options, ranks).same_weights(self._took):
+            if own:
                 return BaseAsReference(self._policy)
         return self._second(ranks, find_reference(self._options, ranks), average=self._moves_partly)
 

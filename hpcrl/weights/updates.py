@@ -36,10 +36,11 @@ Export = Callable[[], "Source"]
 
 @dataclass(frozen=True)
 class BaseUpdate:
-    """How the weights under an adapter are sent."""
+    """How the weights under an adapter are sent, and how a rank gives up what that took."""
 
     sender: WeightSender
     export: Export
+    leave: Callable[[], None]
 
 
 class Updates:
@@ -122,6 +123,7 @@ class Updates:
                 assert self._base is not None
                 lost = self._try(self._base.sender, new, self._base.export, version)[1]
                 self._base.sender.close()
+                self._base.leave()
                 if lost := self._together(lost):
                     continue
                 self._based |= {(m[0], m[1]) for m in new}

@@ -160,13 +160,8 @@ def test_what_vllm_would_leave_out(tmp_path: Path) -> None:
         assert served_as(options, known, config) == "merged"
         with pytest.raises(UsageError, match="--lora-serve"):
             served_as(options.model_copy(update={"lora_serve": "adapter"}), known, config)
-    attention = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-    assert (
-        served_as(Options(hf_checkpoint=str(tmp_path / "qwen3_moe"), **values, **attention), *of("qwen3_moe", tmp_path))
-        == "adapter"
-    )
-
-
-def of(family: str, root: Path) -> Any:
-    config = read_config(root / family)
-    return find_family(config, root / family), config
+        attention = {"target_modules": ["kv_b_proj" if family == "deepseek_v3" else "q_proj"]}
+        assert served_as(options.model_copy(update=attention), known, config) == "merged"
+    dense = make_model(tmp_path / "dense")
+    config = read_config(dense)
+    assert served_as(Options(hf_checkpoint=str(dense), **values), find_family(config, dense), config) == "adapter"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from hpcrl.config.options import Options
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.model_files import torch_dist
 from hpcrl.model_files.config_json import check_same_vocabulary
 from hpcrl.run.rundir import TRACKER, write_atomic
@@ -83,6 +83,11 @@ def restore(
     source = _agreed(agree(lambda: find_source(options, checkpoints, run_id), ranks.rank == 0))
     took = source
     if policy.lora is not None:
+        if source.kind == "weights" and source.path.is_relative_to(checkpoints):
+            raise UsageError(
+                f"--save {checkpoints} holds the weights of another trainer, and adapters alone would be saved there",
+                "name another --save; --load trains over those weights",
+            )
         took = _agreed(agree(lambda: find_base(options, checkpoints), ranks.rank == 0))
         take_base(policy, ranks, options, took)
     if source.kind == "all":
@@ -98,18 +103,21 @@ def restore(
 
 def take_base(policy: Policy, ranks: Ranks, options: Options, source: WeightSource) -> None:
     """The weights that adapters are trained over, which may be coded in FP8; collective."""
-    if source.kind == "hf":
-        agree(lambda: load_hf(policy, source.path, scheme=scheme_of(source.path)))
-    else:
-        take(policy, ranks, source)
+    take(policy, ranks, source)
     policy.base.digest = base_digest(policy)
+    policy.base.path = str(source.path)
 
 
 def find_base(options: Options, checkpoints: Path) -> WeightSource:
     """What adapters are trained over: --load where it is not --save, --ref-load, or --hf-checkpoint."""
-    if options.load and Path(options.load).resolve() != checkpoints.resolve():
-        return _at(Path(options.load), options.ckpt_step, "--load") or _nothing("--load", options.load)
-    return _reference(options) if options.ref_load else WeightSource("hf", Path(str(options.hf_checkpoint)))
+    load = Path(options.load) if options.load else None
+    if load and load.resolve() != checkpoints.resolve() and (found := _at(load, options.ckpt_step, "--load")):
+        return found
+    if options.ref_load:
+        return _reference(options)
+    if load and load.resolve() != checkpoints.resolve():
+        _nothing("--load", load)
+    return WeightSource("hf", Path(str(options.hf_checkpoint)))
 
 
 def _whole(
@@ -174,7 +182,8 @@ def take(policy: Policy, ranks: Ranks, source: WeightSource, heads: bool = True)
     if source.kind == "weights":
         save_load.load_weights(policy, ranks, source.path, heads)
     else:
-        agree(lambda: load_hf(policy if heads else replace(policy, heads=0), source.path))
+        scheme = scheme_of(source.path) if policy.lora is not None else None
+        agree(lambda: load_hf(policy if heads else replace(policy, heads=0), source.path, scheme=scheme))
 
 
 def _agreed(found: WeightSource | None) -> WeightSource:

@@ -30,6 +30,7 @@ class BaseIdentity:
     """Which weights adapters belong to: filled in once they are read (`saved.py`)."""
 
     digest: str = ""
+    path: str = ""
 
 
 def attach(

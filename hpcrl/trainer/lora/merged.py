@@ -2,8 +2,8 @@
 
 A rank holds its rows of B and all of A, or all of B and its columns of A: what it holds of W it can merge alone.
 
-Invariant: the sum is in fp32 and rounded once, to the dtype of the weights, so that it has the same bits in every
-layout and on every way to an engine or a file.
+Invariant: the sum is in fp32 and rounded once, to the dtype of the weights, so that it is the same on every way
+to an engine or a file; between layouts products of A and B may differ by their own rounding.
 """
 
 from __future__ import annotations

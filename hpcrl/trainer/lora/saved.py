@@ -9,7 +9,7 @@ Invariant: no weight of the base is in it; which base it belongs to, `base_diges
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,7 @@ def _sharded(key: str, parameter: torch.nn.Parameter, kind: str, adapter: Adapte
 def adapter_record(policy: Policy) -> dict[str, Any]:
     """What a checkpoint says of its adapter: its settings, and the digest of its base."""
     assert policy.lora is not None
-    return {**asdict(policy.lora), "base": policy.base.digest}
+    return {**asdict(policy.lora), "base": policy.base.digest, "over": policy.base.path}
 
 
 def refuse_adapter(stored: TorchDist) -> None:
@@ -131,7 +131,7 @@ def base_digest(policy: Policy) -> str:
 
     Made of the sum of all numbers' bits (as fp32) and of the sum of their squares, tensor by tensor.
     """
-    base = policy.of("model")
+    base = replace(policy.of("model"), heads=0)
     mine = own_parameters(base)
     rank = policy.ranks.rank
     table = held_table(base)
