@@ -92,7 +92,4 @@ def to_environment(options: Options) -> dict[str, str]:
 def of_environment(environment: Mapping[str, str]) -> LoraSettings | None:
     """What `to_environment` told."""
     text = environment.get(ENVIRONMENT)
-    if text is None:
-        return None
-    fields = json.loads(text)
-    return LoraSettings(**fields | {name: tuple(fields[name]) for name in ("targets", "excluded")})
+    return None if text is None else LoraSettings.of_plain(json.loads(text))

@@ -5,10 +5,15 @@ Invariant: one record, made of the options, is what a plan, a rank, an engine an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from math import sqrt
+from typing import Any
 
 from hpcrl.config.options import Options
+
+RECORD = "adapter.json"  #: of a checkpoint: the settings of its adapter, and what its base is
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,16 @@ class LoraSettings:
     excluded: tuple[str, ...] = ()
     shared_inputs: bool = False
     rank_stabilized: bool = False
+
+    @classmethod
+    def of_plain(cls, fields: Mapping[str, Any]) -> LoraSettings:
+        """From what `dataclasses.asdict` gave and JSON has carried; further keys are left out.
+
+        Raises:
+            KeyError, TypeError: if it is something else.
+        """
+        own = {field.name: fields[field.name] for field in dataclass_fields(cls)}
+        return cls(**own | {name: tuple(own[name]) for name in ("targets", "excluded")})
 
     @property
     def scale(self) -> float:

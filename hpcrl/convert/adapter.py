@@ -20,7 +20,7 @@ import torch
 from hpcrl.adapters.base_digest import bit_sums, digest_of
 from hpcrl.adapters.peft_files import base_digest_of, pairs, read_adapter, read_settings, target_names, write_adapter
 from hpcrl.adapters.rules import ALL, adapted, lora_name
-from hpcrl.adapters.settings import LoraSettings
+from hpcrl.adapters.settings import RECORD, LoraSettings
 from hpcrl.errors import DataError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.model_files.hf_writer import SafetensorsWriter, TensorHeader, copy_assets, directory, split
@@ -31,14 +31,7 @@ from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.toolbox.arguments import Parser
 from hpcrl.untrusted_files import Damaged, read_json
 
-RECORD = "adapter.json"  #: what a checkpoint says of its adapter (`hpcrl/trainer/lora/saved.py`)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def settings_of(record: dict[str, Any]) -> LoraSettings:
-    """Those of a checkpoint's record."""
-    fields = {name: record[name] for name in LoraSettings.__dataclass_fields__}
-    return LoraSettings(**fields | {name: tuple(fields[name]) for name in ("targets", "excluded")})
 
 
 def convert_adapter(source: Path, output: Path, origin: Path, force: bool = False) -> None:
@@ -49,7 +42,7 @@ def convert_adapter(source: Path, output: Path, origin: Path, force: bool = Fals
     """
     try:
         record = read_json(source / RECORD, dict[str, Any])
-        settings = settings_of(record)
+        settings = LoraSettings.of_plain(record)
     except (OSError, Damaged, KeyError, TypeError) as error:
         raise DataError(f"{source / RECORD} cannot be read: {error}") from error
     config = read_config(origin, "--origin-hf-dir")
@@ -81,8 +74,8 @@ def merge(adapter: Path, base: Path, output: Path, chunk_size: int = 5 * 1024**3
     settings = read_settings(adapter)
     tensors = read_adapter(adapter)
     names = listing(base)
-    inputs = pairs(tensors, settings, adapter)
-    for weight in inputs:
+    inputs = set(pairs(tensors, settings, adapter))
+    for weight in sorted(inputs):
         wanted = (len(tensors[lora_name(weight, "B")]), tensors[lora_name(weight, "A")].shape[1])
         entry = names.get(weight)
         if entry is None or tuple(entry.shape) != wanted or getattr(torch, entry.dtype) not in FLOATS:

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from hpcrl.convert.adapter import RECORD, convert_adapter
+from hpcrl.adapters.settings import RECORD
+from hpcrl.convert.adapter import convert_adapter
 from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files import torch_dist
 from hpcrl.model_files.config_json import read_config

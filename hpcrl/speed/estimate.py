@@ -113,9 +113,8 @@ def _training(
     work = samples * (prompt + response), samples * pairs([prompt + response]), samples * response
     wanted = needs(options)
     passes = wanted.reference + wanted.old_logprobs + wanted.teacher_model + wanted.critic
-    trained = model_flops(
-        family, config, options.trained_heads, lora_settings(options)
-    )  # only an optimizer step goes through those
+    # only an optimizer step goes through layers that predict further tokens
+    trained = model_flops(family, config, options.trained_heads, lora_settings(options))
     needed = passes * model.forward(*work) + trained.training(*work) + wanted.critic * model.training(*work)
     again = options.megatron.get("recompute_granularity") == "full"
     computed = needed + again * (1 + wanted.critic) * model.forward(work[0], work[1], 0)

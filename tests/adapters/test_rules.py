@@ -12,23 +12,13 @@ from hpcrl.adapters.settings import LoraSettings, lora_settings
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.models.family import registry
+from tests.models.test_families import CONFIG
 
-QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 128,
-    "rms_norm_eps": 1e-6,
-}
 SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def of(**fields: Any) -> list[Any]:
-    return adapted(registry()["qwen3"].tensors(QWEN3), LoraSettings(4, 8.0, **fields))
+    return adapted(registry()["qwen3"].tensors(CONFIG), LoraSettings(4, 8.0, **fields))
 
 
 def leaves(**fields: Any) -> set[str]:

@@ -88,8 +88,10 @@ def restore(
                 f"--save {checkpoints} holds the weights of another trainer, and adapters alone would be saved there",
                 "name another --save; --load trains over those weights",
             )
-        took = _agreed(agree(lambda: find_base(options, checkpoints), ranks.rank == 0))
-        take_base(policy, ranks, options, took)
+        took = _agreed(agree(lambda: _given(options, checkpoints, own=False), ranks.rank == 0))
+        take(policy, ranks, took)
+        policy.base.digest = base_digest(policy)
+        policy.base.path = str(took.path)
     if source.kind == "all":
         path, record = _whole(source, ranks, None if source.foreign else run_id, tell)
         save_load.load_state(policy, ranks, path)
@@ -99,25 +101,6 @@ def restore(
         return Position(), f"took the weights of {took.path}, and {begin_adapter(policy, options)}", took
     take(policy, ranks, source)
     return Position(), f"took the weights of {source.path}", source
-
-
-def take_base(policy: Policy, ranks: Ranks, options: Options, source: WeightSource) -> None:
-    """The weights that adapters are trained over, which may be coded in FP8; collective."""
-    take(policy, ranks, source)
-    policy.base.digest = base_digest(policy)
-    policy.base.path = str(source.path)
-
-
-def find_base(options: Options, checkpoints: Path) -> WeightSource:
-    """What adapters are trained over: --load where it is not --save, --ref-load, or --hf-checkpoint."""
-    load = Path(options.load) if options.load else None
-    if load and load.resolve() != checkpoints.resolve() and (found := _at(load, options.ckpt_step, "--load")):
-        return found
-    if options.ref_load:
-        return _reference(options)
-    if load and load.resolve() != checkpoints.resolve():
-        _nothing("--load", load)
-    return WeightSource("hf", Path(str(options.hf_checkpoint)))
 
 
 def _whole(
@@ -206,7 +189,18 @@ def find_source(options: Options, checkpoints: Path, run_id: str) -> WeightSourc
         if save_load.saved_by(path):
             return WeightSource("all", path, foreign=True, named=options.ckpt_step is not None)
         return WeightSource("weights", path)
-    if load and (found := _at(load, options.ckpt_step, "--load")):
+    return _given(options, checkpoints)
+
+
+def _given(options: Options, checkpoints: Path, own: bool = True) -> WeightSource:
+    """The weights of --load, --ref-load or --hf-checkpoint, the first that there are.
+
+    Args:
+        own: --load may be the directory of --save, which in a run with adapters holds no weights.
+    """
+    load = Path(options.load) if options.load else None
+    same = load is not None and load.resolve() == checkpoints.resolve()
+    if load and (own or not same) and (found := _at(load, options.ckpt_step, "--load")):
         return found
     if options.ref_load:
         return _reference(options)

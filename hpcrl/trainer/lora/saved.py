@@ -44,7 +44,6 @@ FLAGS = {
 }
 #: kinds of B that lie in two halves, and of each half this rank's part
 HALVES = ("gate_up", "fused_gate_up")
-RECORD = "adapter.json"  #: the same in a file, for what reads no Megatron checkpoint
 ADAPTER = "adapter"  #: the key of `adapter_record` in a checkpoint
 WHOLE = ("same", "over_heads")  #: kinds of which every rank's part is the whole
 
@@ -109,7 +108,7 @@ def check_same_adapter(policy: Policy, record: dict[str, Any] | None, path: Path
         raise DataError(f"{path} holds all weights, this run trains an adapter", "leave out --lora-rank")
     own = adapter_record(policy)
     for name, flag in FLAGS.items():
-        if name in record and list_of(record[name]) != list_of(own[name]):
+        if name in record and _list_of(record[name]) != _list_of(own[name]):
             raise DataError(
                 f"{path} has an adapter with {flag} {record[name]}, this run {own[name]}", f"give the same {flag}"
             )
@@ -120,7 +119,7 @@ def check_same_adapter(policy: Policy, record: dict[str, Any] | None, path: Path
         )
 
 
-def list_of(value: Any) -> Any:
+def _list_of(value: Any) -> Any:
     """A tuple, which a file may have made a list of, as a list."""
     return list(value) if isinstance(value, tuple) else value
 
