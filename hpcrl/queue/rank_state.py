@@ -54,6 +54,11 @@ class PendingShares:
     def __contains__(self, rollout_id: int) -> bool:
         return rollout_id in self._shares
 
+    @property
+    def under_way(self) -> int:
+        """Parts of all shares that are sent and not acknowledged."""
+        return sum(share.under_way for share in self._shares.values())
+
     def put(self, rollout_id: int, frames: Sequence[Buffer]) -> None:
         """Keep a share until it is acknowledged.
 
@@ -106,7 +111,7 @@ class PendingShares:
 
     def due(self, now: float) -> Iterator[tuple[SharePart, list[memoryview]]]:
         """Messages to send now, with their pieces; each counts as under way from here on."""
-        room = self._credit - sum(share.under_way for share in self._shares.values())
+        room = self._credit - self.under_way
         for rollout_id, share in self._shares.items():
             for part, pieces in enumerate(share.parts):
                 if room <= 0:

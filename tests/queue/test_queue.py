@@ -124,8 +124,7 @@ def test_prefetch_within_credit(served: Served, client: QueueClient) -> None:
         served.put(rollout_id, share(rollout_id, answers=LONG), share(rollout_id, seed=1))
     for rollout_id in range(3):
         assert same(client.fetch(rollout_id), share(rollout_id, answers=LONG))
-        box = served.server._ranks[0].outbox
-        assert sum(its.under_way for its in box._shares.values()) <= messages.CREDIT
+        assert served.look(lambda server: server._ranks[0].outbox.under_way) <= messages.CREDIT
 
 
 def count_parts(client: QueueClient, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> list[int]:

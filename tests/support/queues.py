@@ -60,6 +60,14 @@ class Served:
         """Run a coroutine in the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
+    def look(self, at: Callable[[QueueServer], Any]) -> Any:
+        """What the server holds, read in its own loop, so that nothing changes meanwhile."""
+
+        async def read() -> Any:
+            return at(self.server)
+
+        return self.run(read())
+
     def block(self, until: threading.Event) -> None:
         """Have the server's loop stand still, as that of a process that was stopped."""
         self._loop.call_soon_threadsafe(until.wait)
