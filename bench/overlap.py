@@ -90,7 +90,7 @@ class Shares(NamedTuple):
 
 
 class Rollouts:
-    """What the rollout process does when the trainer calls (hpcrl/rollout/main.py), without queue and files."""
+    """What the rollout process does when the trainer calls (rollout/policy_rollouts.py), without queue and files."""
 
     def __init__(self, options: Options, engines: Engines, root: Path, total: int) -> None:
         self.options = options

@@ -24,6 +24,11 @@ async def reward(options: Any, sample: Any) -> float:
     return sum(map(str.isdigit, sample.response)) / max(len(sample.response), 1)
 
 
+async def signs(options: Any, sample: Any) -> float:
+    """The share of the characters that are something else; 0 for an empty one."""
+    return sum(not character.isdigit() for character in sample.response) / max(len(sample.response), 1)
+
+
 def pair(rng: random.Random) -> dict[str, object]:
     """A prompt with a better and a worse response."""
     prompt = "+".join(str(rng.randrange(10)) for _ in range(LENGTH)) + "="

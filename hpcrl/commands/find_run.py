@@ -49,7 +49,7 @@ def find_run(word: str) -> Run:
         raise UsageError(f"{word} is a sweep of several runs", f"name one of them; hpcrl status {sweep} lists them")
     with contextlib.suppress(PermissionError):
         path = as_given(word)
-        for root in (path, path.parent):  # a stage's directory stands for its run
+        for root in (path, path.parent, *path.parents[1:3]):  # a stage's or an adapter's directory stands for its run
             if is_run(root) and (root == path or (path / "options.json").exists()):
                 return Run(root)
     runs = [Run(root) for root in all_runs()]

@@ -18,12 +18,10 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from hpcrl.config.custom_functions import ours
 from hpcrl.config.custom_settings import with_own_settings
@@ -33,7 +31,9 @@ from hpcrl.config.passthrough import flag
 from hpcrl.config.plugin_points import POINTS
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.config.rules.run import check_run_dir
-from hpcrl.config.setting_names import gather, kind_of_field, own, spell
+from hpcrl.config.rules.several_adapters import policies_of
+from hpcrl.config.rules.values import build_options
+from hpcrl.config.setting_names import gather, own, spell
 from hpcrl.config.stage_flags import flags_of, place_flags, reach, split_name, spread_flags, stage_flag
 from hpcrl.errors import UsageError, parts_of, raise_together
 from hpcrl.shipped_files import copy_hint
@@ -51,6 +51,7 @@ _TAKEN = {
     "checkpoints",
     "samples",
     "tensorboard",
+    "adapters",
 }  #: names inside a run directory
 
 
@@ -218,7 +219,8 @@ def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping
     everywhere, placed = recipe.places(places), recipe.placed(overrides)
     built = tuple(_build(recipe, stage, placed, everywhere) for stage in recipe.stages)
     plain = [name for name in placed if not split_name(name)[0]]
-    shared = {*recipe.values, *plain}.intersection(*(inert(options) for options in built))
+    trained = [own for options in built for own in policies_of(options)]
+    shared = {*recipe.values, *plain}.intersection(*(inert(options) for options in trained))
     for stage, options in zip(recipe.stages, built, strict=True):
         own_flags = [split_name(name)[1] for name in placed if name not in plain and split_name(name)[0] == stage.name]
         try:
@@ -235,7 +237,9 @@ def files_of(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping[str, 
     placed, everywhere = recipe.placed(overrides), recipe.places(places)
     found: dict[str, FunctionFile] = {}
     for stage in recipe.stages:
-        found |= function_files(_expand(_merged(recipe, stage, placed), everywhere), POINTS)
+        values = _expand(_merged(recipe, stage, placed), everywhere)
+        for each in (values, *_own_tables(values).values()):
+            found |= function_files(each, POINTS)
     return found | dict(recipe.files)
 
 
@@ -250,6 +254,11 @@ def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapp
         check_run_dir(merged["run_dir"])
     settled = with_own_settings(_expand(merged, places), Options.model_fields)
     merged = with_function_files(settled, POINTS, recipe.files)
+    for name, table in _own_tables(merged).items():
+        own = {**table, "code_path": merged.get("code_path", [])}
+        read = with_function_files({key: _own_path(key, value) for key, value in own.items()}, POINTS, recipe.files)
+        merged["code_path"] = read.pop("code_path", [])
+        merged["adapter"] = merged["adapter"] | {name: read}
     return build_options(merged, lambda name: f"{_origin(recipe, stage, placed, name)} {spell(merged[name])}")
 
 
@@ -266,26 +275,10 @@ def _merged(recipe: Recipe, stage: Stage, placed: Mapping[str, Any]) -> dict[str
     return {name: _own_path(name, value) for name, value in merged.items()}
 
 
-def build_options(values: Mapping[str, Any], shown: Callable[[str], str] | None = None) -> Options:
-    """Options of these values, without looking at what they say together.
-
-    Args:
-        shown: how an error names an option's value.
-
-    Raises:
-        UsageError: every value that is out of range or of another type.
-    """
-    try:
-        return Options.model_validate(dict(values), strict=True)
-    except ValidationError as error:
-        raise_together([_misfit(problem, values, shown) for problem in error.errors()])
-        raise  # never: there is one problem at least
-
-
-def _misfit(problem: Any, values: Mapping[str, Any], shown: Callable[[str], str] | None) -> UsageError:
-    name = str(problem["loc"][0])
-    wrong = problem["msg"] if len(problem["loc"]) > 1 else f"expected {kind_of_field(Options.model_fields[name])}"
-    return UsageError(f"{shown(name) if shown else f'{flag(name)} {spell(values[name])}'}: {wrong}")
+def _own_tables(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What adapters have of their own, as far as it is such tables."""
+    tables = values.get("adapter")
+    return {k: v for k, v in tables.items() if isinstance(v, dict)} if isinstance(tables, dict) else {}
 
 
 def _own_path(name: str, value: Any) -> Any:

@@ -26,6 +26,7 @@ import torch
 
 from hpcrl.adapters.settings import RECORD
 from hpcrl.convert.adapter import convert_adapter
+from hpcrl.convert.run_places import run_places
 from hpcrl.errors import DataError, UsageError
 from hpcrl.model_files import torch_dist
 from hpcrl.model_files.config_json import read_config
@@ -36,9 +37,6 @@ from hpcrl.model_files.torch_dist import TorchDist
 from hpcrl.models.family import Config, Family, Rule, find_family, tied
 from hpcrl.models.slicing import CUTS, Shapes
 from hpcrl.report.progress import Meter
-from hpcrl.run.role import read_options
-from hpcrl.run.rundir import TRACKER, RunDir
-from hpcrl.run.started_runs import is_run
 from hpcrl.toolbox.arguments import Parser
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)(\..*)")
@@ -359,27 +357,6 @@ def main(argv: Sequence[str]) -> int:
         )
     print(f"wrote {args.output_dir}")
     return 0
-
-
-def run_places(root: Path) -> tuple[Path, Path | None, Path]:
-    """(checkpoints, --hf-checkpoint, where the result goes) of a run: those of its last stage that has saved.
-
-    Raises:
-        UsageError: if it is not a run, or has not saved yet.
-    """
-    if not is_run(root):
-        raise UsageError(f"{root} is not a run directory", "give --input-dir, --origin-hf-dir and --output-dir instead")
-    stages = sorted((path.parent for path in [*root.glob("options.json"), *root.glob("*/options.json")]), key=_begun)
-    for stage in reversed(stages):
-        options = read_options(RunDir.latest(stage))
-        saved = Path(options.save) if options.save else RunDir(stage).checkpoints
-        if (saved / TRACKER).is_file():
-            return saved, Path(options.hf_checkpoint) if options.hf_checkpoint else None, root / "hf"
-    raise UsageError(f"{root} holds no checkpoint yet", "hpcrl status says how far it is")
-
-
-def _begun(stage: Path) -> float:
-    return (stage / "options.json").stat().st_mtime
 
 
 def _check_flags(args: Any, config: Config) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.adapters.serving import ID, NAME, of_environment
+from hpcrl.adapters.serving import requested_slot, slots_of_environment, vllm_id, vllm_name
 from hpcrl.engine.routed_experts import Experts, ExpertSource, asks_for_experts
 from hpcrl.token_frames import ABORT, GENERATE, SampleAnswer, frame, read_names, read_request
 
@@ -46,12 +46,12 @@ class LeanRoute:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self._adapter = of_environment(os.environ) is not None
+        self._adapters = slots_of_environment(os.environ)
         self._ours = {GENERATE: partial(generate, ExpertSource()), ABORT: abort}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._adapter and scope["type"] == "http":
-            under_adapter(scope["app"].state.engine_client)
+        if self._adapters and scope["type"] == "http":
+            under_adapter(scope["app"].state.engine_client, self._adapters)
         ours = self._ours.get(scope["path"]) if scope["type"] == "http" else None
         if ours is None:
             await self.app(scope, receive, send)
@@ -61,17 +61,19 @@ class LeanRoute:
             await ours(scope["app"].state.engine_client, receive, send)
 
 
-def under_adapter(client: AsyncLLM) -> None:
-    """From now on every request is computed under the adapter that updates bring, whichever route it came by."""
+def under_adapter(client: AsyncLLM, slots: int) -> None:
+    """From now on every request is computed under an adapter that updates bring, whichever route it came by: the only
+    one, or that whose slot its sampling parameters name, without which it is refused."""
     from vllm.lora.request import LoRARequest
 
     if vars(client).get("add_request") is not None:
         return
-    adapter = LoRARequest(NAME, ID, COMES_LATER)
+    adapters = [LoRARequest(vllm_name(slot), vllm_id(slot), COMES_LATER) for slot in range(slots)]
     given = client.add_request
 
-    async def add_request(*args: Any, **kwargs: Any) -> RequestOutputCollector:
-        return await given(*args, **kwargs | {"lora_request": adapter})
+    async def add_request(name: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+        slot = requested_slot(getattr(params, "extra_args", None), slots)
+        return await given(name, prompt, params, *args, **kwargs | {"lora_request": adapters[slot]})
 
     client.add_request = add_request  # type: ignore[method-assign]
 

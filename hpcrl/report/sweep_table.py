@@ -118,7 +118,7 @@ def sweep_row(swept: SweepRun, run: Run, status: Status, evaluations: BestEvalua
     Args:
         evaluations: what is known already of the stages of all its runs.
     """
-    found = next((found for stage in reversed(run.stages) if (found := evaluations[stage.root].look())), None)
+    found = next((found for stage in reversed(run.parts) if (found := evaluations[stage.root].look())), None)
     row = SweepRow(swept.name, swept.values, status)
     if found:
         row.accuracy, row.accuracy_after = found

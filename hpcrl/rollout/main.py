@@ -1,311 +1,101 @@
-"""The rollout role: answers the trainer's calls, makes the samples of each rollout and puts them into the queue.
+"""The rollout role: the rollouts of the policy that is trained, or of each of several adapters, and the engines that
+all of them ask.
 
     python -m hpcrl.rollout.main RUN --attempt N
 
-Invariants: whatever is wrong with the data, the tokenizer or the reward shows before any engine is waited for; a
-rollout is handed over whole or not at all; a snapshot says where the data stands after its rollout, so a run that is
-resumed from it continues with exactly the next prompts; an error here is recorded before anybody hears of it.
+Invariants: whatever is wrong with the data, the tokenizer or the reward shows before any engine is waited for; an error
+here is recorded before anybody hears of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
 
-from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.adapters.run_directories import places_of
 from hpcrl.engines.registry import Registry
-from hpcrl.errors import DataError, HpcrlError, failure_kind
-from hpcrl.handover import Event
-from hpcrl.queue.messages import UNFINISHED
-from hpcrl.queue.server import QueueServer
-from hpcrl.report.timeline.spans import IMPORT, MAKE, REQUESTS, process_began, role_timeline
-from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of, within
-from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
-from hpcrl.rollout.engines.accepted_drafts import AcceptedDrafts
-from hpcrl.rollout.engines.concurrency_limit import read_metrics
+from hpcrl.errors import failure_kind
+from hpcrl.report.timeline.spans import IMPORT, REQUESTS, process_began, role_timeline
+from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import keep_engines
 from hpcrl.rollout.engines.membership import EngineMembership
-from hpcrl.rollout.evaluation.evaluation_service import EvaluationService
-from hpcrl.rollout.generation.custom_generator import CustomGenerator
-from hpcrl.rollout.generation.generated_ahead import GeneratedAhead
-from hpcrl.rollout.generation.generator import RolloutGenerator
-from hpcrl.rollout.generation.group_store import GroupStore
 from hpcrl.rollout.inputs import RolloutInputs
-from hpcrl.rollout.prompts.custom_source import CustomSource
-from hpcrl.rollout.samplers.custom import started
-from hpcrl.rollout.samplers.sampler import LabelSampler, Sampler, SingleTurnSampler
-from hpcrl.rollout.samplers.teacher_logprobs import Teacher, TeacherLogprobsSampler
-from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout, write_samples
+from hpcrl.rollout.policy_rollouts import PolicyRollouts, SharedEngines
 from hpcrl.run.engine_files import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import STOP
 from hpcrl.toolbox.signs import LastSign
 
-T = TypeVar("T")
 POLL = 0.2  #: seconds between two counts of requests
 LOOK = 1.0  #: seconds between two looks at the stop file and at the other roles' errors
 TERMINATED = 128 + signal.SIGTERM
+#: name of an adapter ("" for the one policy), its place, and what was read for it
+Work = tuple[str, RoleContext, RolloutInputs]
 
 
 class RolloutRole:
-    """One attempt's rollout process, between `begin` and `finish`.
+    """One attempt's rollout process.
 
     Attributes:
+        works: of every policy, in the order of their slots.
         imported: when this process had imported all that it needs (microseconds of unix time), 0 if that is not known.
     """
 
-    def __init__(self, context: RoleContext, work: RolloutInputs, imported: int = 0) -> None:
+    def __init__(self, context: RoleContext, works: list[Work], imported: int = 0) -> None:
         self.context = context
-        self.options = context.options
-        self.work = work
         self.timeline = role_timeline(context.rundir, "rollout", 0, context.plan.rollout.host)
         if imported:
             self.timeline.add(IMPORT, process_began(), imported)
         registry = Registry(restart_limit(context.options, context.plan))
         self.pool = EnginePool(context.rundir, context.plan, context.options, self.timeline, registry)
         self.membership = EngineMembership(context.rundir, self.pool)
-        client = EngineClient(self.pool, work.tokenizer.vocab_size)
-        self.sampler: Sampler = LabelSampler()
-        if work.custom is not None:
-            work.custom.use(client, lambda: self.pool.model_len)
-        if isinstance(work.source, SavedRollouts):
-            self.sampler = work.source
-        elif work.samples and work.custom is not None:
-            self.sampler = work.custom
-        elif work.samples and work.file is not None:
-            self.sampler = SingleTurnSampler(self.options, work.tokenizer, client, work.grading)
-        asks = needs(self.options).teacher_server and work.file is not None  # what was saved has its teacher's words
-        self.teacher = Teacher(self.options, work.tokenizer) if asks else None
-        if self.teacher is not None:
-            self.sampler = TeacherLogprobsSampler(self.sampler, self.teacher)
-        samples = context.rundir.samples
-        self.evaluations = EvaluationService(
-            self.options, work, self.pool, client, samples, self.timeline, self._in_time, self._made
-        )
-        self.store = GroupStore(self.options, work.source, context.rundir)
-        self.drafts = AcceptedDrafts(self.pool, self.options)
-        look_at = functools.partial(read_metrics, self.pool) if self.options.never_waits else None
-        self.groups = RolloutGenerator(self.options, self.store, self.sampler, client.abort, look_at, work.total)
-        self.generator: RolloutGenerator | CustomGenerator | GeneratedAhead = self.groups
-        if (function := work.hooks.rollout_function) is not None and not isinstance(work.source, SavedRollouts):
-            self.generator = CustomGenerator(self.options, self.store, self.sampler, function)
-        self.generated_ahead: GeneratedAhead | None = None  # in the asynchronous loop that repeats bit for bit
-        if self.options.runs_ahead and self.options.deterministic_mode:
-            self.generator = self.generated_ahead = GeneratedAhead(
-                self.options, self.store, context.rundir, self.generator
-            )
-        methods = (self.begin, self.generate, self.snapshot, self.evaluations.evaluate, self.turn, self.finish)
-        methods += (self.membership.engines, self.membership.engines_updated, self.membership.engines_lost)
-        handlers = {method.__name__: self._guarded(method) for method in methods}
-        self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
+        client = EngineClient(self.pool, works[0][2].tokenizer.vocab_size)
+        shared = SharedEngines(self.pool, self.membership, client, self.timeline, self._fail, self._finished)
+        self.policies = [
+            PolicyRollouts(own, work, shared, name, slot if name else None)
+            for slot, (name, own, work) in enumerate(works)
+        ]
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._next: int | None = None  # the rollout that the trainer asks for next; None before `begin`
-        self._making: asyncio.Task[None] | None = None
-        self._made_id = -1  # the rollout of `_making`
-        self._idle_since: float | None = None  # when the last rollout was done
-        self._handed_over = -1  # the last rollout whose samples are in the queue
+        self._left = len(works)  # policies that the trainer has not finished with
         self._stopping = False
-        self._end_at: int | None = None  # the first rollout that a run that is asked to stop does not train on
-        self._states: dict[int, dict[str, Any]] = {}
-        self._stop_work: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._settle, TERMINATED)
         watch = asyncio.create_task(self._watch())
         keep = asyncio.create_task(keep_engines(self.membership, self.context))
-        keep.add_done_callback(self._made)
-        starting = asyncio.create_task(started(self.work.grading, self.work.custom))
+        keep.add_done_callback(self._kept)
+        starting = asyncio.create_task(self._start())
         try:
             await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
             if self._end.done():
                 return await self._end
             await starting
-            if self.teacher is not None:
-                await self.teacher.check()
-            await self.server.start()
             self.timeline.started()
-            say(self.work.said)
             return await self._end
         except Exception as error:  # told to the trainer, then raised
             self._note(error)
-            with contextlib.suppress(Exception):
-                await self.server.fail(text_of(error))
+            for policy in self.policies:
+                await policy.fail(text_of(error))
             raise
         finally:
-            await cancel(starting, watch, keep, self._making)
-            if self._stop_work is not None:
-                await asyncio.wait([self._stop_work])
-            await self.evaluations.close()
-            await self.groups.close()
+            await cancel(starting, watch, keep)
+            for policy in self.policies:
+                await policy.halt()
             self.pool.loads.close()
             await self.pool.close()
-            for part in (self.teacher, self.work.custom, self.work.grading):
-                if part is not None:
-                    await part.close()
-            await self.server.close()
-            self.store.close()
+            for policy in self.policies:
+                await policy.close()
             self.timeline.close()
 
-    # ---- what the trainer calls
-
-    async def begin(self, rollout_id: int, state: dict[str, Any] | None) -> dict[str, Any]:
-        """Start at `rollout_id`, with the data where `state` (of the snapshot before it) says."""
-        if state is not None:
-            if state.get("rollout_id") != rollout_id - 1:
-                raise DataError(
-                    f"the checkpoint's data position is that of rollout {state.get('rollout_id')}, the run resumes at "
-                    f"{rollout_id}"
-                )
-        elif rollout_id:
-            raise DataError(f"the run resumes at rollout {rollout_id}, but its checkpoint holds no data position")
-        self.store.restore(rollout_id, state)
-        if self.generated_ahead is not None:
-            self.generated_ahead.begin(rollout_id)
-        self._next = rollout_id
-        return {"num_rollout": self.work.total}
-
-    async def generate(
-        self, rollout_id: int, version: int, consumed: int | None = None, patience: float | None = None
-    ) -> dict[str, Any]:
-        """Start making the samples of `rollout_id` under policy `version`; returns once what was asked for before is
-        made.
-
-        Args:
-            consumed: the policy version of the trainer when it learns from them; None: the same.
-            patience: as for `EvaluationService.evaluate`.
-        """
-        if self._stopping and not self._last_ahead(rollout_id):
-            return {}
-        if rollout_id != self._next:
-            raise HpcrlError(f"rollout {rollout_id} was asked for, but {self._next} is next")
-        self.groups.publish(version)
-        if not await self._settled(patience):
-            return {UNFINISHED: {}}
-        if self._stopping and not self._last_ahead(rollout_id):
-            return {}
-        self._next = rollout_id + 1
-        self._made_id = rollout_id
-        self.work.hooks.rollout_id = rollout_id
-        self._making = asyncio.create_task(self._make(rollout_id, version, version if consumed is None else consumed))
-        self._making.add_done_callback(self._made)
-        return {}
-
-    async def _settled(self, patience: float | None) -> bool:
-        """Wait until what is being made is made, or has failed; False if it is not within `patience` seconds."""
-        return self._making is None or bool((await asyncio.wait([self._making], timeout=patience))[0])
-
-    async def snapshot(
-        self, rollout_id: int, saved: int = 0, settle: bool = False, patience: float | None = None
-    ) -> dict[str, Any]:
-        """The trainer has learned from `rollout_id`: where the data stands after it; its samples are on disk by then.
-
-        Args:
-            saved: the policy version of the newest checkpoint.
-            settle: wait until what is made ahead is made, too.
-            patience: as for `EvaluationService.evaluate`.
-        """
-        if (settle or self._made_id <= rollout_id) and not await self._settled(patience):
-            return {UNFINISHED: {}}
-        self.groups.trainer_is_waiting()
-        if rollout_id not in self._states:
-            raise HpcrlError(f"there is no snapshot of rollout {rollout_id}")
-        await asyncio.to_thread(self.store.remove, self.store.learned(rollout_id, saved))
-        if self.generated_ahead is not None:
-            await asyncio.to_thread(self.generated_ahead.prune, rollout_id, saved)
-        self._states = {number: state for number, state in self._states.items() if number >= rollout_id}
-        return self._states[rollout_id]
-
-    async def turn(self, event: str) -> dict[str, Any]:
-        """What happens on the GPUs that trainer and engines share (`hpcrl.handover`)."""
-        if event == Event.SLEEP:
-            await self._stop_if_asked()  # the trainer may have seen it before us: nothing is to send requests any more
-        await self.pool.turn(Event(event))
-        return {}
-
-    async def finish(self, rollout_id: int) -> dict[str, Any]:
-        """End this process, once the answer is out.
-
-        Args:
-            rollout_id: the first that the trainer has not learned from; what a resumed run will have to make again is
-                not waited for.
-        """
-        await self._stop_if_asked()
-        if self._making is not None:
-            if self.generated_ahead is None or self._made_id > rollout_id:
-                await cancel(self._making)
-            else:
-                await asyncio.wait([self._making])
-        await self.groups.close()
-        say(f"finished at rollout {rollout_id}")
-        asyncio.get_running_loop().call_later(POLL, self._settle, 0)
-        return {}
-
-    # ---- the work
-
-    async def _make(self, rollout_id: int, version: int, consumed: int) -> None:
-        await self.pool.connect()
-        await self.drafts.begin()
-        begun, at = time.monotonic(), self.timeline.now()
-        waited = begun - (self._idle_since or begun)
-        if self.groups.continuous and self._idle_since is not None:
-            begun = self._idle_since  # it never stops making
-        late = lambda: f"{self.generator} of rollout {rollout_id}"  # noqa: E731
-        made = await self._in_time(self.generator.make(rollout_id, version, consumed), late)
-        samples = made.rollout.samples()
-        source = self.work.source.own if isinstance(self.work.source, CustomSource) else self.work.source
-        await self.work.hooks.filter(samples, made.dropped, source=source)
-        # with what a custom source has learned of the samples, unless more has been issued since
-        self._states[rollout_id] = made.state or self.store.state(rollout_id)
-        check_staleness(samples, consumed, self.options.staleness_bound)
-        if self.options.save_debug_rollout_data is not None:
-            path = file_of(self.options.save_debug_rollout_data, rollout_id)
-            await asyncio.to_thread(write_rollout, path, rollout_id, consumed, samples)
-        seconds = time.monotonic() - begun
-        metrics = batch_metrics(
-            made.rollout, consumed, seconds, sampled=self.work.samples, gpus=self.options.sampling_gpus
-        )
-        metrics |= (
-            self.pool.loads.measures() | self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics
-        )
-        metrics |= await self.drafts.measures()
-        if self.work.samples and self.options.staleness_bound != 0:
-            metrics |= ages(samples, consumed)
-        metrics = await self.work.hooks.log(samples, metrics, seconds)
-        batch = await self.work.hooks.batch(samples, metrics)
-        shares = make_shares(made.rollout, self.options, metrics, batch)
-        self._handed_over = rollout_id
-        self.timeline.add(MAKE, at, self.timeline.now(), rollout_id=rollout_id)  # from here on the trainer may train it
-        await self.server.put(rollout_id, shares)
-        await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout_id:08d}.jsonl", samples)
-        words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
-        say(f"rollout {rollout_id}: {', '.join(words)}")
-        self._idle_since = time.monotonic()
-
-    async def _in_time(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
-        """The result of `work`, or DeadlineError, which names `what` was to come, a little before --rollout-timeout:
-        the trainer waits as long, and our error can say which engine is slow."""
-        seconds = self.options.rollout_timeout
-
-        def late() -> str:
-            return f"{what()} were not there within --rollout-timeout {seconds:g} s ({self.pool})"
-
-        return await within(seconds - min(1.0, 0.1 * seconds), work, late)
-
-    def _made(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    # ---- stopping and failing
+    async def _start(self) -> None:
+        for policy in self.policies:
+            await policy.start()
 
     async def _watch(self) -> None:
         """Look out for the stop file and for other roles' errors."""
@@ -313,55 +103,25 @@ class RolloutRole:
         try:
             while True:
                 if looked.due(LOOK):
-                    await self._stop_if_asked(STOP in self.context.rundir.check())
+                    asked = STOP in self.context.rundir.check()
+                    if asked and not self._stopping:
+                        say("asked to stop")
+                    self._stopping = asked
+                    await asyncio.gather(*(policy.stop_if_asked(asked) for policy in self.policies))
                 self.timeline.count(REQUESTS, running=self.pool.loads.total)
                 await asyncio.sleep(POLL)
         except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
             self._fail(error)
 
-    async def _stop_if_asked(self, asked: bool | None = None) -> None:
-        """If the run was asked to stop (None: look), wait until all is put away that a resumed run continues with; it
-        is done once, and to its end, also when the first caller is cancelled meanwhile."""
-        if self._stop_work is None and (self.context.rundir.stop_requested() if asked is None else asked):
-            self._stop_work = asyncio.create_task(self._stop())
-        if self._stop_work is not None:
-            await asyncio.shield(self._stop_work)
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
-    async def _stop(self) -> None:
-        """Make nothing more, and drop what is being made; the trainer sees by itself that it is to end."""
-        say("asked to stop")
-        self._stopping = True
-        await self.evaluations.stop()
-        if self._next is None:
-            return
-        end = self._next
-        if self._making is not None and not self._making.done() and self._handed_over != end - 1:
-            end -= 1
-            if self.generated_ahead is None:
-                await cancel(self._making)
-                self._next = end
-        await self.groups.stop()
-        self._end_at = end
-
-    def _last_ahead(self, rollout_id: int) -> bool:
-        """Whether a run that is asked to stop still makes this rollout, so that a resumed one learns from the same
-        samples."""
-        return self.generated_ahead is not None and rollout_id == self._end_at
-
-    def _guarded(
-        self, method: Callable[..., Awaitable[dict[str, Any]]]
-    ) -> Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]:
-        """`method` as a handler of the queue: an error in it is recorded as ours before the trainer hears of it."""
-
-        @functools.wraps(method)
-        async def handle(params: dict[str, Any]) -> dict[str, Any]:
-            try:
-                return await method(**params)
-            except Exception as error:
-                self._fail(error)
-                raise as_hpcrl_error(error) from error
-
-        return handle
+    def _finished(self) -> None:
+        """One more policy has no more rollouts."""
+        self._left -= 1
+        if not self._left:
+            asyncio.get_running_loop().call_later(POLL, self._settle, 0)
 
     def _note(self, error: BaseException) -> None:
         self.context.rundir.fail("rollout", 0, text_of(error), failure_kind(error))
@@ -383,12 +143,14 @@ def main() -> int:
 
     imported = time.time_ns() // 1000
 
-    async def serve(work: RolloutInputs) -> int:
-        return await RolloutRole(context, work, imported).run()
+    async def serve(works: list[Work]) -> int:
+        return await RolloutRole(context, works, imported).run()
 
     def body() -> None:
         nonlocal ended
-        ended = asyncio.run(serve(RolloutInputs(context)))
+        ended = asyncio.run(
+            serve([(name, place, RolloutInputs(place)) for name, place in places_of(context, make=True)])
+        )
 
     return act("rollout", context, 0, body) or ended
 

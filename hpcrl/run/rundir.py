@@ -25,6 +25,7 @@
       position.json               how far a run without a trainer is
       timeline/                   what every process did when (report/timeline/)
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
+      adapters/NAME/              the same of each of several adapters (hpcrl/adapters/run_directories.py)
 
 Invariants: every file appears whole or not at all (written next to it, then renamed); the first error of an attempt is
 kept and later ones never overwrite it.
@@ -52,6 +53,7 @@ from hpcrl.untrusted_files import Damaged, as_given, count_of, make_parents, rea
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 TRACKER = "latest_checkpointed_iteration.txt"  #: next to checkpoints: which of them is the last
 CHOSEN = "ckpt_step.txt"  #: next to it: the one that `hpcrl resume --ckpt-step` has named, until another is saved
+ADAPTERS = "adapters"  #: in RUN and in attempts/N: what is an adapter's own
 OVER = "over"  #: name of a mark in attempts/N
 STOP = "stop"  #: the same, of a run that was asked to save and end
 ERROR = "error.json"  #: the first error of an attempt: its name in attempts/N

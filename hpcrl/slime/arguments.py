@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
-from hpcrl.config.recipe import build_options
 from hpcrl.config.rules.option_rules import check_options, inert
+from hpcrl.config.rules.values import build_options
 from hpcrl.config.setting_names import nearest, own
 from hpcrl.config.stage_flags import split_name
 from hpcrl.errors import UsageError

@@ -1,4 +1,4 @@
-"""What a trainer rank sends to engines, put together: all weights, or the weights once and then an adapter.
+"""What a trainer rank sends to engines: all weights, or with adapters the weights under them first, then adapters.
 
 Invariant: every rank makes the same of the same options, since each export is collective.
 """
@@ -6,21 +6,59 @@ Invariant: every rank makes the same of the same options, since each export is c
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hpcrl.adapters.serving import slots
+from hpcrl.adapters.versions import name_of
 from hpcrl.queue.auth import client_keys, http_key
 from hpcrl.run.role import RoleContext
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.weight_export import WeightExporter, sent_part
 from hpcrl.weights.disk import Written
 from hpcrl.weights.sender import WeightSender
-from hpcrl.weights.updates import BaseUpdate, Updates
+from hpcrl.weights.updates import FirstUpdate, Updates
 
 if TYPE_CHECKING:
     from hpcrl.queue.client import QueueClient
+
+
+@dataclass
+class EngineUpdates:
+    """The updates of all policies of an attempt, on one rank.
+
+    Attributes:
+        exporter: of what is in the model.
+        versions: the policy version of each, by slot, as engines have it or are about to.
+    """
+
+    updates: Updates
+    exporter: WeightExporter
+    versions: list[int]
+
+    def wait(self) -> None:
+        """See `Updates.wait`."""
+        self.updates.wait()
+
+    def publish(self, version: int, slot: int = 0) -> dict[str, float]:
+        """Put the policy of a slot, which the model holds, into all engines; `Updates.publish`."""
+        self.versions[slot] = version
+        return self.updates.publish(self.exporter.stream, sum(self.versions), slot)
+
+    def join(self, version: int, slot: int = 0) -> None:
+        """The same for engines that wait for weights, if there are any."""
+        self.versions[slot] = version
+        self.updates.join(self.exporter.stream, sum(self.versions), slot)
+
+    def leave(self, driver: bool) -> None:
+        """Give up groups and memory."""
+        self.exporter.leave()
+        if driver:
+            self.updates.close()
 
 
 def make_updates(
@@ -30,7 +68,8 @@ def make_updates(
     written: Written,
     client: QueueClient | None,
     together: Callable[[Any], Any],
-) -> tuple[WeightExporter, Updates]:
+    shown: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> EngineUpdates:
     """What exports the weights of this rank, and what directs their updates.
 
     Args:
@@ -38,6 +77,7 @@ def make_updates(
         written: see `WeightSender`.
         client: of the queue, on rank 0 alone.
         together: broadcasts rank 0's value to every rank.
+        shown: has the model hold the adapter of a slot for a while.
     """
     options, rundir = context.options, context.rundir
     host = context.plan.trainers[0].at
@@ -47,13 +87,20 @@ def make_updates(
     own = context.plan.trainers[policy.ranks.rank].at
     sent = sent_part(policy, options)
     exporter = WeightExporter(sent, patient, own, keys, options.hf_checkpoint, options.refreshes_drafts)
-    sender = WeightSender(rundir, host, options, driver, written, identity)
-    base = None
+    versions = [0] * slots(options)
+    names = (lambda _: name_of(versions)) if len(versions) > 1 else str
+    sender = WeightSender(rundir, host, options, driver, written, identity, name=names)
+    firsts: list[FirstUpdate] = []
     if sent.of_adapters:
         under = WeightExporter(policy, patient, own, keys, options.hf_checkpoint)
         named = f"base-of-{identity}"
-        base = BaseUpdate(
-            WeightSender(rundir, host, options, driver, None, named, base=True), under.stream, under.leave
-        )
+        base = WeightSender(rundir, host, options, driver, None, named, base=True, name=names)
+        firsts.append(FirstUpdate(base, under.stream, under.leave))
+    if len(versions) > 1:
+        firsts += [
+            FirstUpdate(sender, exporter.stream, around=partial(shown, slot), slot=slot)
+            for slot in range(len(versions))
+        ]
     start = options.engine_start_timeout
-    return exporter, Updates(sender, rundir, start, client, partial(http_key, rundir), together, base)
+    updates = Updates(sender, rundir, start, client, partial(http_key, rundir), together, firsts)
+    return EngineUpdates(updates, exporter, versions)

@@ -13,7 +13,7 @@ that it is not, or raises EngineLost and the same update is made again at the ot
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from typing import Any
 
@@ -43,6 +43,8 @@ class WeightSender:
     Attributes:
         host: address of the driver.
         base: engines with an adapter are sent the weights under it.
+        slot: of the adapter that the next update brings, where engines have several.
+        name: what engines call their weights after an update to a version.
         written: is told of each directory that --weight-transfer disk has written.
         identity: the run's, in the name of these directories.
     """
@@ -56,9 +58,12 @@ class WeightSender:
         written: Written | None = None,
         identity: str = "run",
         base: bool = False,
+        name: Callable[[int], str] = str,
     ) -> None:
         self.adapter = is_driver and serves_adapter(options)
         self.base = base
+        self.slot = 0
+        self.name = name
         self.written = written
         self.identity = identity
         self.rundir = rundir
@@ -187,9 +192,13 @@ class WeightSender:
             if not self.options.takes_turns:  # asleep, and with an empty cache, as it is
                 self.fleet.post("pausing", "/pause?mode=keep")
                 self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
+            if self.adapter and not self.base and len(self.options.adapter) > 1:
+                self.fleet.call("choosing the adapter", "hpcrl_choose", str(self.slot))
             self.fleet.post("the weight update's start", "/start_weight_update")
             self.update.send()
-            self.fleet.post("the weight update's finish", "/finish_weight_update", {"weight_version": str(version)})
+            self.fleet.post(
+                "the weight update's finish", "/finish_weight_update", {"weight_version": self.name(version)}
+            )
             if self.comparison:
                 self.comparison.compare(self._calls(self.fleet))
             if not self.options.takes_turns:

@@ -5,13 +5,14 @@ registry of engines (in the rollout process) which ones to send to, and reports 
 
 Invariants: all ranks take the same branch, because rank 0's decision is broadcast before any rank acts; an update is
 repeated, whole, without the engines that ended during it, until all that are left hold the version; an engine that
-joins or comes back gets its own update; one that gets an adapter, the weights under it before.
+joins or comes back gets its own update; one that gets adapters, before that the weights under them and all of these.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,21 @@ Export = Callable[[], "Source"]
 
 
 @dataclass(frozen=True)
-class BaseUpdate:
-    """How the weights under an adapter are sent, and how a rank gives up what that took."""
+class FirstUpdate:
+    """What an engine is sent once, before it can serve: the weights under adapters, or one of several adapters.
+
+    Attributes:
+        sender: of it.
+        export: of it, which is done within `around`.
+        leave: gives up what the sending has taken; None: the next updates need it.
+        slot: see `WeightSender.slot`.
+    """
 
     sender: WeightSender
     export: Export
-    leave: Callable[[], None]
+    leave: Callable[[], None] | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    slot: int = 0
 
 
 class Updates:
@@ -52,7 +62,7 @@ class Updates:
         client: of the queue, on the driver alone: whom the registry in the rollout process is asked by.
         key: (index, incarnation) -> the HTTP key of an engine.
         together: broadcasts rank 0's value to every rank.
-        base: how engines that get an adapter are sent, once each, the weights under it.
+        firsts: what engines that get adapters are sent, once each, before these.
     """
 
     def __init__(
@@ -63,7 +73,7 @@ class Updates:
         client: QueueClient | None,
         key: Callable[[int, int], str],
         together: Callable[[Any], Any],
-        base: BaseUpdate | None = None,
+        firsts: Sequence[FirstUpdate] = (),
     ) -> None:
         self._sender = sender
         self._rundir = rundir
@@ -71,8 +81,8 @@ class Updates:
         self._client = client
         self._key = key
         self._together = together
-        self._base = base
-        self._based: set[tuple[int, int]] = set()  # (index, incarnation) of engines that have the weights
+        self._firsts = firsts
+        self._ready: set[tuple[int, int]] = set()  # (index, incarnation) of engines that have had them
 
     def wait(self) -> None:
         """Wait for the engines that start with the run, on the driver.
@@ -83,19 +93,22 @@ class Updates:
         if self._client is not None:
             self._wait_for_all()
 
-    def publish(self, export: Export, version: int) -> dict[str, float]:
+    def publish(self, export: Export, version: int, slot: int = 0) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it.
+
+        Args:
+            slot: see `WeightSender.slot`.
 
         Errors as `WeightSender.publish`, but for EngineLost.
 
         Returns:
             Metrics (on the driver).
         """
-        return self._send(export, version, alone=False)
+        return self._send(export, version, slot, alone=False)
 
-    def join(self, export: Export, version: int) -> dict[str, float]:
+    def join(self, export: Export, version: int, slot: int = 0) -> dict[str, float]:
         """Put `version` into engines that wait for it, if there are any; the others continue.  Every rank calls it."""
-        return self._send(export, version, alone=True)
+        return self._send(export, version, slot, alone=True)
 
     def close(self) -> None:
         """Give up memory and groups; the engines stay as they are."""
@@ -111,26 +124,36 @@ class Updates:
                 )
             time.sleep(LOOK)
 
-    def _send(self, export: Export, version: int, alone: bool) -> dict[str, float]:
+    def _send(self, export: Export, version: int, slot: int, alone: bool) -> dict[str, float]:
         lost: list[list[Any]] = []
         while True:
             members = self._together(self._members(alone, lost) if self._client else None)
             if not members:
                 self._tell([], version, alone)
                 return {}
-            metrics: dict[str, float] = {}
-            if new := [m for m in members if (m[0], m[1]) not in self._based] if self._base else []:
-                assert self._base is not None
-                lost = self._try(self._base.sender, new, self._base.export, version)[1]
-                self._base.sender.close()
-                self._base.leave()
-                if lost := self._together(lost):
-                    continue
-                self._based |= {(m[0], m[1]) for m in new}
+            if lost := self._send_firsts(members, version):
+                continue
+            self._sender.slot = slot
             metrics, lost = self._try(self._sender, members, export, version)
             if not (lost := self._together(lost)):
                 self._tell(members, version, alone)
                 return metrics
+
+    def _send_firsts(self, members: list[list[Any]], version: int) -> list[list[Any]]:
+        """Engines that ended while they were sent what comes before any update, on every rank the same."""
+        if not (new := [m for m in members if (m[0], m[1]) not in self._ready] if self._firsts else []):
+            return []
+        for first in self._firsts:
+            first.sender.slot = first.slot
+            with first.around():
+                _, lost = self._try(first.sender, new, first.export, version)
+            if first.leave is not None:
+                first.sender.close()
+                first.leave()
+            if lost := self._together(lost):
+                return lost
+        self._ready |= {(m[0], m[1]) for m in new}
+        return []
 
     def _members(self, alone: bool, lost: list[list[Any]]) -> list[list[Any]]:
         """The engines that the registry lists, once it knows which were lost."""

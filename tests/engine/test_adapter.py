@@ -14,9 +14,10 @@ from hpcrl.adapters.rules import adapted, lora_name
 from hpcrl.adapters.serving import served_as
 from hpcrl.adapters.settings import lora_settings
 from hpcrl.config.options import Options
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
+from hpcrl.token_frames import ADAPTER
 from hpcrl.weights.sender import Differs
 from tests.support.engines import LONG, PROMPT, Engines, Pairs, Reference, WholeTensors, connected, generate
 from tests.support.forked_engines import Nursery
@@ -62,8 +63,8 @@ class AdapterSide:
         self.version += 1
         return self.sender.publish(WholeTensors(pairs), self.version)
 
-    def distance(self, prompt: list[int] = PROMPT) -> float:
-        answer = generate(self.engines.address(), prompt, 24)
+    def distance(self, prompt: list[int] = PROMPT, **sampling: Any) -> float:
+        answer = generate(self.engines.address(), prompt, 24, **sampling)
         assert {span["version"] for span in answer["weight_versions"]} == {str(self.version)}
         return self.reference.distance(prompt, answer)
 
@@ -137,16 +138,37 @@ def test_what_is_not_whole_is_found(side: AdapterSide) -> None:
             side.push(side.adapter(4 if name == pairs[0][0] else 5))
 
 
-def test_workers_have_their_parts_of_it(nursery: Nursery, tmp_path: Path) -> None:
-    """Two workers that divide every matrix."""
+def test_workers_have_their_parts_of_several(nursery: Nursery, tmp_path: Path) -> None:
+    """Two workers that divide every matrix, and hold three adapters, each of which answers its own requests."""
     model = make_model(tmp_path / "model")
     fields = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2, "actor_num_gpus_per_node": 1}
-    engines = nursery.engines(tmp_path / "run", model, **LORA | fields | {"lora_type": "canonical_lora"})
+    fields |= {"lora_type": "canonical_lora", "adapter": {"a": {}, "b": {"lr": 1e-3}, "c": {"seed": 2}}}
+    engines = nursery.engines(tmp_path / "run", model, **LORA | fields)
     side = AdapterSide(engines, model)
-    side.push(side.adapter(1))
-    assert side.distance(LONG) < NEAR
+    pushed = {}
+    for seed, slot in enumerate([0, 2, 1, 2]):
+        side.sender.slot = slot
+        pushed[slot] = side.adapter(seed)
+        side.push(pushed[slot])
+        for other, pairs in pushed.items():
+            show(side, pairs)
+            assert side.distance(LONG, extra_args={ADAPTER: other}) < NEAR
+    show(side, pushed[0])
+    assert side.distance(LONG, extra_args={ADAPTER: 1}) > 100 * NEAR
+    for named in ({}, {ADAPTER: 3}, {ADAPTER: "a"}):
+        with pytest.raises(PeerError, match="/inference/v1/generate.* answered 500"):
+            generate(engines.address(), PROMPT, 2, extra_args=named)
     side.sender.close()
     assert engines.stop() == [0]
+
+
+def show(side: AdapterSide, pairs: Pairs) -> None:
+    """Have transformers compute under an adapter that was sent before."""
+    sent = dict(pairs)
+    for a in (name for name in sent if name.endswith("lora_A.weight")):
+        weight = a.replace("lora_A.weight", "weight")
+        delta = sent[a.replace("lora_A", "lora_B")] @ sent[a]
+        side.reference.model.get_parameter(weight).data.copy_(side.base[weight] + delta)
 
 
 def test_what_vllm_would_leave_out(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from hpcrl.adapters.settings import lora_settings
 from hpcrl.cli import main
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
-from hpcrl.config.recipe import build_options, load_recipe, resolve_stages
+from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.config.rules.values import build_options
 from hpcrl.errors import UsageError
 from hpcrl.memory.activations import logits_bytes, longest_sample, micro_batches, tokens_per_gpu
 from hpcrl.memory.engine import engine_terms, gpu_weights, model_bytes, share, token_bytes, update_bytes, utilization

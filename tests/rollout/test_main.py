@@ -27,7 +27,7 @@ from hpcrl.queue.auth import make_keys
 from hpcrl.queue.client import Late, QueueClient
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.share_format import Share
-from hpcrl.rollout.main import RolloutRole
+from hpcrl.rollout.policy_rollouts import PolicyRollouts
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, write_atomic
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of
@@ -294,14 +294,14 @@ def test_a_stop_is_done_once_and_to_its_end() -> None:
         done.append("put away")
 
     async def all_of_them() -> None:
-        watch = asyncio.create_task(rollout._stop_if_asked())
-        finish = asyncio.create_task(rollout._stop_if_asked())
+        watch = asyncio.create_task(rollout.stop_if_asked())
+        finish = asyncio.create_task(rollout.stop_if_asked())
         await asyncio.sleep(0)
         watch.cancel()
         await finish
-        await rollout._stop_if_asked()
+        await rollout.stop_if_asked()
 
-    rollout: Any = object.__new__(RolloutRole)
+    rollout: Any = object.__new__(PolicyRollouts)
     rollout._stop_work = None
     rollout._stop = stop
     rollout.context = SimpleNamespace(rundir=SimpleNamespace(stop_requested=lambda: True))

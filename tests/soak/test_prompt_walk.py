@@ -31,7 +31,8 @@ def test_a_prompts_way_is_short(tmp_path: Path) -> None:
     assert status == 0, out + run.logs()
     found = [json.loads(file.read_text()) for file in sorted(walks.glob("*.1.json"))]  # the second step of each process
     rollout, trainer = (
-        next(walk for walk in found if goes_by(walk, name)) for name in ("rollout/main.py", "trainer/main.py")
+        next(walk for walk in found if goes_by(walk, name))
+        for name in ("rollout/policy_rollouts.py", "trainer/training_loop.py")
     )
     files = {*rollout["files"], *trainer["files"]} - BESIDE
     for name, walk in (("rollout", rollout), ("trainer", trainer)):

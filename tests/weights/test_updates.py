@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from hpcrl.engines.fleet import EngineLate, EngineLost
 from hpcrl.engines.registry import Engine, Registry
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.run.rundir import RunDir
-from hpcrl.weights.updates import Updates
+from hpcrl.weights.updates import FirstUpdate, Updates
 
 TENSORS = [(f"layer.{i}", object()) for i in range(5)]
 
@@ -94,7 +96,9 @@ class Export:
         self.open = False
 
 
-def updates(tmp_path: Path, sender: Sender, registry: Registry, seconds: float = 1.0) -> tuple[Updates, Export]:
+def updates(
+    tmp_path: Path, sender: Sender, registry: Registry, seconds: float = 1.0, firsts: Any = ()
+) -> tuple[Updates, Export]:
     rundir = RunDir.create(tmp_path / "run")
     rundir.begin()
     made = Updates(
@@ -104,6 +108,7 @@ def updates(tmp_path: Path, sender: Sender, registry: Registry, seconds: float =
         Desk(registry),
         lambda index, incarnation: "key",
         lambda value: json.loads(json.dumps(value)),
+        firsts,
     )  # type: ignore[arg-type]
     return made, Export()
 
@@ -139,6 +144,53 @@ def test_engine_death_during_an_update(tmp_path: Path) -> None:
     assert made.join(export, 7) and sender.tries[-1] == [1, 2]
     assert [m.state for m in registry.members.values()] == ["serving"] * 3
     assert made.join(export, 7) == {} and len(sender.tries) == 4, "nobody waits: nothing is sent"
+
+
+def test_engines_have_all_adapters_before_they_serve(tmp_path: Path) -> None:
+    """One that joins gets the weights under them and every adapter, whichever is updated; one that dies meanwhile is
+    left out."""
+    sent: list[tuple[str, int, list[int]]] = []
+    shown: list[int] = []
+
+    class Slots(Sender):
+        slot = 0
+
+        def __init__(self, name: str) -> None:
+            super().__init__(self.note)
+            self.name = name
+            self.dies = -1
+
+        def note(self, there: tuple[Engine, ...], number: int) -> None:
+            if number == 0:
+                sent.append((self.name, self.slot, [engine.index for engine in there]))
+            if self.dies in [engine.index for engine in there]:
+                raise EngineLost("died", [engine for engine in there if engine.index == self.dies])
+
+    @contextmanager
+    def show(slot: int) -> Iterator[None]:
+        shown.append(slot)
+        yield
+        shown.append(-1)
+
+    registry, sender, base = engines(2), Slots("adapter"), Slots("base")
+    export = Export()
+    firsts = [FirstUpdate(base, export, lambda: None)]  # type: ignore[arg-type]
+    firsts += [FirstUpdate(sender, export, around=partial(show, slot), slot=slot) for slot in range(3)]  # type: ignore
+    made, _ = updates(tmp_path, sender, registry, firsts=firsts)
+    sender.dies = 1
+    made.publish(export, 0, slot=1)
+    both = [("base", 0, [0, 1]), ("adapter", 0, [0, 1])]
+    one = [("base", 0, [0]), *(("adapter", slot, [0]) for slot in (0, 1, 2, 1))]
+    assert sent == both + one and shown == [0, -1, 0, -1, 1, -1, 2, -1]
+    registry.ended(1, 0, "died", True)
+    registry.up(1, 1)
+    sender.dies = -1
+    sent.clear()
+    made.join(export, 0, slot=2)
+    assert sent == [("base", 0, [1]), *(("adapter", slot, [1]) for slot in (0, 1, 2, 2))]
+    sent.clear()
+    made.publish(export, 1, slot=0)
+    assert sent == [("adapter", 0, [0, 1])] and [m.state for m in registry.members.values()] == ["serving"] * 2
 
 
 def test_update_without_engines(tmp_path: Path) -> None:

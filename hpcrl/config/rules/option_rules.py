@@ -12,7 +12,17 @@ from collections.abc import Collection
 
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import flag
-from hpcrl.config.rules import adapters, algorithm, data, layout, passed_through, run, sampling, schedules
+from hpcrl.config.rules import (
+    adapters,
+    algorithm,
+    data,
+    layout,
+    passed_through,
+    run,
+    sampling,
+    schedules,
+    several_adapters,
+)
 from hpcrl.errors import UsageError, failures, raise_together
 
 _RULES = (
@@ -67,6 +77,9 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     Args:
         given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
+    if options.adapter:
+        several_adapters.check_several(options, given, check_options, inert)
+        return
     counts = failures(_COUNTS, options)
     wrong = failures(_RULES, options) + counts + failures(_PASSED_THROUGH, options)
     batches = [] if counts else failures((layout.check_batches,), options)

@@ -1,4 +1,4 @@
-"""The adapter of an engine: the one slot of vLLM's LoRA layers, as an update finds, fills and compares it.
+"""The adapters of an engine: the slots of vLLM's LoRA layers, as an update finds, fills and compares one of them.
 
 vLLM keeps A and B of each slot in stacked tensors, next to a layer that may be several of the checkpoint's matrices in
 one, and multiplies what was put there.  It would read an adapter's files; here its tensors come with an update and are
@@ -10,7 +10,7 @@ the first update, since there are no files that the adapter could be read from; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 
 from hpcrl.adapters.rules import adapted, leaf, lora_name
-from hpcrl.adapters.serving import ID
+from hpcrl.adapters.serving import vllm_id
 from hpcrl.adapters.settings import LoraSettings
 from hpcrl.engine.held.experts import TensorShard
 from hpcrl.engine.held.layers import HeldMatrix, Holdings, matrices_of
@@ -29,19 +29,26 @@ from hpcrl.model_files.safetensors_files import Entry
 from hpcrl.models.family import find_family
 from hpcrl.weights.comparison import dtype_name
 
+#: part of a tensor of the slot that is chosen then
+SlotView = Callable[[], torch.Tensor]
+
 
 class AdapterSlots:
-    """What a worker's model multiplies with of the adapter.
+    """What a worker's model multiplies with of its adapters.
 
     Attributes:
         runner: vLLM's model runner.
-        settings: of the adapter.
+        settings: of the adapters.
+        count: how many there are.
+        chosen: the slot of the one that updates fill, and comparisons read.
     """
 
-    def __init__(self, runner: Any, settings: LoraSettings) -> None:
+    def __init__(self, runner: Any, settings: LoraSettings, count: int) -> None:
         self.runner = runner
         self.settings = settings
-        self._places: dict[str, list[tuple[torch.Tensor, int, tuple[int, int]]]] = {}
+        self.count = count
+        self.chosen = 0
+        self._places: dict[str, list[tuple[SlotView, int, tuple[int, int]]]] = {}
         model = runner.get_model()
         self._wrapped = [
             (model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], layer)
@@ -88,17 +95,21 @@ class AdapterSlots:
             setattr(owner, name, layer.base_layer if alone else layer)
 
     def begin(self) -> None:
-        """Let requests find the adapter, of zeros until its tensors are there."""
+        """Let requests find the adapters, of zeros until their tensors are there."""
         manager = self._manager
-        if ID not in manager.list_adapters():  # its own way in asks for the tensors
-            manager._registered_adapters[ID] = LoRAModel(ID, self.settings.rank, {})
-        manager.activate_adapter(ID)
+        for slot in range(self.count):
+            number = vllm_id(slot)
+            if number not in manager.list_adapters():  # its own way in asks for the tensors
+                manager._registered_adapters[number] = LoRAModel(number, self.settings.rank, {})
+            manager.activate_adapter(number)
+            if manager.lora_index_to_id[slot] != number:
+                raise ValueError(f"vLLM has put adapter {number} into another slot than {slot}")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put this worker's parts of tensors where they are multiplied from."""
         for name, tensor in tensors:
             for slot, dimension, (start, length) in self._places[name]:
-                slot.copy_(tensor.narrow(dimension, start, length))
+                slot().copy_(tensor.narrow(dimension, start, length))
 
     @property
     def _manager(self) -> Any:
@@ -109,19 +120,27 @@ class AdapterSlots:
         (rows, columns), shape = matrix.cut, matrix.shape
         a, b = (lora_name(f"{matrix.name}.weight", which) for which in "AB")
         width = columns[1] if columns is not None else shape[1]
-        beyond = [layer.lora_a_stacked[number][0, 0, rank:] for number in slices]
-        beyond += [layer.lora_b_stacked[number][0, 0, :, rank:] for number in slices]
-        inputs = [layer.lora_a_stacked[number][0, 0, :rank, :width] for number in slices]
-        outputs = [layer.lora_b_stacked[number][0, 0, :, :rank] for number in slices]
+        stacked_a = [layer.lora_a_stacked[number] for number in slices]
+        stacked_b = [layer.lora_b_stacked[number] for number in slices]
+        inputs = [partial(self._view, of, (slice(rank), slice(width))) for of in stacked_a]
+        outputs = [partial(self._view, of, (slice(None), slice(rank))) for of in stacked_b]
+        beyond = [partial(self._view, of, (slice(rank, None),)) for of in stacked_a]
+        beyond += [partial(self._view, of, (slice(None), slice(rank, None))) for of in stacked_b]
         self._places[a] = [(slot, 1, columns or (0, shape[1])) for slot in inputs]  # each slice has all of it
         ends = [0, *accumulate(length for _, length in rows)]
-        parts = outputs if len(outputs) == len(rows) else [outputs[0][i:j] for i, j in pairwise(ends)]
+        parts = outputs
+        if len(outputs) != len(rows):
+            parts = [partial(self._view, stacked_b[0], (slice(i, j), slice(rank))) for i, j in pairwise(ends)]
         self._places[b] = [(slot, 0, segment) for slot, segment in zip(parts, rows, strict=True)]
-        dtype = dtype_name(inputs[0])
+        dtype = dtype_name(inputs[0]())
         return {
             a: TensorShard((rank, shape[1]), dtype, ((0, rank),), columns, partial(_same, inputs, beyond)),
-            b: TensorShard((shape[0], rank), dtype, rows, None, partial(torch.cat, outputs)),
+            b: TensorShard((shape[0], rank), dtype, rows, None, partial(_whole, outputs)),
         }
+
+    def _view(self, stacked: torch.Tensor, cut: tuple[slice, ...]) -> torch.Tensor:
+        """What the chosen slot has of one of vLLM's stacked tensors, [slots, 1, rows, columns]."""
+        return stacked[(self.chosen, 0, *cut)]
 
 
 def _slices(layer: Any, matrix: HeldMatrix) -> list[int]:
@@ -137,8 +156,13 @@ def _slices(layer: Any, matrix: HeldMatrix) -> list[int]:
     return found if rows == matrix.end - matrix.begin else []
 
 
-def _same(slots: list[torch.Tensor], beyond: list[torch.Tensor]) -> torch.Tensor:
-    """What all slots hold; not a number where they differ, or where there is something beyond the adapter's rank."""
-    first = slots[0]
-    right = all(torch.equal(first, slot) for slot in slots) and not any(bool(rest.any()) for rest in beyond)
+def _same(slots: list[SlotView], beyond: list[SlotView]) -> torch.Tensor:
+    """What all slices hold; not a number where they differ, or where there is something beyond the adapter's rank."""
+    first = slots[0]()
+    right = all(torch.equal(first, slot()) for slot in slots) and not any(bool(rest().any()) for rest in beyond)
     return first if right else torch.full_like(first, torch.nan)
+
+
+def _whole(parts: list[SlotView]) -> torch.Tensor:
+    """The rows of all slices."""
+    return torch.cat([part() for part in parts])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from hpcrl.adapters.versions import version_in
 from hpcrl.errors import PeerError
 from hpcrl.models.routing import Routing
 from hpcrl.rollout.engines.engine_pool import PooledEngine
@@ -110,6 +111,7 @@ class ExpectedAnswer(NamedTuple):
     Attributes:
         max_tokens: asked for.
         version: of the weights when it was asked for.
+        adapter: the slot that was asked, as `Sampling.adapter`.
         exact: whether the limit is the only reason for which the engine may end a response as too long (False where the
             engine's context is not known).
     """
@@ -119,6 +121,7 @@ class ExpectedAnswer(NamedTuple):
     max_tokens: int
     version: int
     exact: bool
+    adapter: int | None = None
 
 
 def check(
@@ -155,20 +158,25 @@ def check(
     elif not CLAMPED < logprobs.min() <= logprobs.max() < -CLAMPED:  # with a NaN both are
         at = int((np.abs(logprobs) < -CLAMPED).argmin())
         raise garbage(engine, f"log-prob {logprobs[at]} for token {tokens[at]} at position {at}: it is not finite")
-    versions = _versions(engine, count, spans, wanted.version)
+    versions = _versions(engine, count, spans, wanted)
     return Completion(tokens.astype(np.int32, copy=False), logprobs.astype(np.float32, copy=False), versions, status)
 
 
-def _versions(engine: PooledEngine, count: int, spans: Iterable[tuple[str, int, int]], version: int) -> np.ndarray:
+def _versions(
+    engine: PooledEngine, count: int, spans: Iterable[tuple[str, int, int]], wanted: ExpectedAnswer
+) -> np.ndarray:
     """The version of every token: as the engine says, or else the one that the call was made under."""
     versions, position = np.empty(count, np.int32), 0
-    versions.fill(version)
+    versions.fill(wanted.version)
     for name, start, end in spans:
-        if not name.isdecimal():
-            raise garbage(engine, f"tokens of weights called {name!r}, which are none that the trainer sent")
+        try:
+            version = version_in(name, wanted.adapter)
+        except ValueError:
+            what = f"tokens of weights called {name!r}, which are none that the trainer sent"
+            raise garbage(engine, what) from None
         if start != position or not start <= end <= count:
             raise garbage(engine, f"weight versions that do not cover its {count} tokens: {name} for [{start}, {end})")
-        versions[start:end] = int(name)
+        versions[start:end] = version
         position = end
     if position not in (0, count):
         raise garbage(engine, f"weight versions for {position} of its {count} tokens")

@@ -111,15 +111,20 @@ def megatron_args(policy: Any, padded_vocab_size: int) -> Namespace:
     )
 
 
-def rng_object(ranks: Ranks) -> ShardedObject:
-    """This rank's random-number states, as one object per (pipeline, tensor) rank, as Megatron-LM keeps them."""
-    mine = {
+def random_state() -> dict[str, Any]:
+    """The states of this process's random-number generators, under Megatron-LM's keys."""
+    return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
+
+
+def rng_object(ranks: Ranks) -> ShardedObject:
+    """This rank's random-number states, as one object per (pipeline, tensor) rank, as Megatron-LM keeps them."""
+    mine = random_state()
     shape = (ranks.pp_size, ranks.tp_size)
     offset = (ranks.pp_rank, ranks.tp_rank)
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)

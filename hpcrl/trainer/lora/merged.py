@@ -32,13 +32,14 @@ class ScaledAdapters:
     """Adapters as engines multiply with them: with the scale in B."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._scales = {id(a.lora_B): a.scale for module in modules for _, a in adapters_of(module)}
+        self._adapters = {id(a.lora_B): a for module in modules for _, a in adapters_of(module)}
 
     @torch.no_grad()
     def value(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter; of a B times the scale, rounded once."""
-        scale = self._scales.get(id(parameter))
-        return parameter.detach() if scale is None else (parameter.float() * scale).to(parameter.dtype)
+        if (adapter := self._adapters.get(id(parameter))) is None:
+            return parameter.detach()
+        return (parameter.float() * adapter.scale).to(parameter.dtype)
 
 
 class MergedWeights:

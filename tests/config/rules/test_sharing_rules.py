@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.recipe import build_options
 from hpcrl.config.rules.option_rules import check_options
+from hpcrl.config.rules.values import build_options
 from hpcrl.errors import UsageError
 from hpcrl.slime.arguments import translate
 from tests.slime.guides import GUIDES
