@@ -14,7 +14,7 @@ from typing import Any
 
 from hpcrl.config.flags import flag_words, parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
-from hpcrl.config.sweep import GridRun, grid, read_axis, seed_axis
+from hpcrl.config.sweep import GridRun, grid, sweep_axes, with_adapters
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.directories import file_system
 from hpcrl.errors import UsageError
@@ -47,6 +47,7 @@ usage: hpcrl submit [RECIPE.toml] [--site NAME] [--time T] [--layout L] [--set K
                      run for each combination. One job array, its runs in one directory; hpcrl status has their table
   --seeds N          N runs of each, with the seeds S, S+1, ... from --seed on (and --rollout-seed with them)
   --at-once K        not more than K of these runs at a time
+  --as-adapters      one job instead, which trains them as LoRA adapters over the same weights (docs/lora.md)
 
 Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there. One job is submitted, to
 Slurm unless the profile names another scheduler; it trains to the end, over as many requeues as that takes."""
@@ -54,6 +55,7 @@ Slurm unless the profile names another scheduler; it trains to the end, over as 
 OWN = {
     **FLAGS,
     "after": Kind("str", many=True),
+    "as-adapters": Kind("bool"),
     "at-once": Kind("int", bounds=">= 1"),
     "chain": Kind("int", bounds=">= 1"),
     "dry-run": Kind("bool"),
@@ -91,7 +93,11 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     """
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)
-    runs = _runs_of_sweep(recipe, overrides, own)
+    if own.get("as-adapters"):
+        if "at-once" in own:
+            raise UsageError("--at-once and --as-adapters exclude each other: it is one run", "leave one of them out")
+        overrides = with_adapters(recipe, overrides, own)
+    runs = [] if own.get("as-adapters") else _runs_of_sweep(recipe, overrides, own)
     if fitted := fitted_nodes(recipe, overrides, site.trainer.gpus_per_node):
         print(
             f"hpcrl: note: {shown_flags(fitted)}: nodes of site {site.name} have {site.trainer.gpus_per_node} GPUs",
@@ -125,9 +131,7 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
 
 def _runs_of_sweep(recipe: Recipe, flags: dict[str, Any], own: Mapping[str, Any]) -> list[GridRun]:
     """The runs that --sweep and --seeds ask for; none without them."""
-    axes = [read_axis(text) for text in own.get("sweep", [])]
-    if "seeds" in own:
-        axes.append(seed_axis(recipe, flags, own["seeds"]))
+    axes = sweep_axes(recipe, flags, own)
     if own.get("at-once", 1) < 1:
         raise UsageError(f"--at-once {own['at-once']}: expected a whole number >= 1")
     if not axes and "at-once" in own:

@@ -16,6 +16,7 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import dashed
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules.several_adapters import OWN
 from hpcrl.config.setting_names import find_flag
 from hpcrl.config.stage_flags import TABLES, leaves, split_name, stage_flag
 from hpcrl.config.value_types import shown_value
@@ -166,6 +167,43 @@ def grid(axes: Sequence[Axis], flags: Mapping[str, Any]) -> list[GridRun]:
             own = _merged(own, axis.flags[number])
         runs.append(GridRun(run_name(values), values, own))
     return _told_apart(runs)
+
+
+def sweep_axes(recipe: Recipe, flags: Mapping[str, Any], own: Mapping[str, Any]) -> list[Axis]:
+    """What --sweep and --seeds ask for, among a command's own flags.
+
+    Raises:
+        UsageError: as `read_axis` and `seed_axis`.
+    """
+    axes = [read_axis(text) for text in own.get("sweep", [])]
+    return [*axes, seed_axis(recipe, flags, own["seeds"])] if "seeds" in own else axes
+
+
+def with_adapters(recipe: Recipe, flags: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of one run that trains what a sweep would train as its adapters (--as-adapters).
+
+    Args:
+        own: the command's own flags.
+
+    Raises:
+        UsageError: for what no adapter can have of its own, and a recipe with stages, or with adapters.
+    """
+    if not (axes := sweep_axes(recipe, flags, own)):
+        raise UsageError("--as-adapters has no effect without a sweep", "give --sweep or --seeds")
+    if any(stage.name for stage in recipe.stages) or "adapter" in {*recipe.values, *flags}:
+        has = "adapters of its own" if "adapter" in {*recipe.values, *flags} else "stages"
+        raise UsageError(f"--as-adapters: {recipe.path.name} has {has}", "leave --as-adapters out")
+    tables = {}
+    for run in grid(axes, flags):
+        tables[run.name] = {
+            name: value for name, value in run.flags.items() if name not in flags or flags[name] != value
+        }
+        if shared := sorted(tables[run.name].keys() - OWN):
+            raise UsageError(
+                f"--as-adapters: {_flag_of((shared[0],))} cannot be swept, all adapters share it",
+                "leave --as-adapters out: each value then has a run of its own",
+            )
+    return {**flags, "adapter": tables}
 
 
 def _flag_of(path: tuple[str, ...]) -> str:

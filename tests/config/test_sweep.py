@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.recipe import Recipe, load_recipe
-from hpcrl.config.sweep import LONGEST, grid, read_axis, seed_axis
+from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
+from hpcrl.config.rules.several_adapters import adapter_options
+from hpcrl.config.sweep import LONGEST, grid, read_axis, seed_axis, with_adapters
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from tests.support.runs import REPO
@@ -102,6 +105,31 @@ def test_one_option_one_place(quickstart: Recipe) -> None:
         with pytest.raises(UsageError, match=both):
             grid(axes, flags)
     assert len(grid([lr], {"grpo.lr": 1.0})) == 2, "another stage's"
+
+
+def test_a_sweep_as_adapters_of_one_run() -> None:
+    recipe = load_recipe(REPO / "examples/recipes/lora.toml")
+    own = {"sweep": ["lr=1e-2,3e-3"], "seeds": 2}
+    flags = with_adapters(recipe, {"num_rollout": 2}, own)
+    assert flags["num_rollout"] == 2 and len(flags["adapter"]) == 4
+    assert flags["adapter"]["lr=0.003,seed=1235"] == {"lr": 3e-3, "seed": 1235, "rollout_seed": 43}
+    (options,) = resolve_stages(recipe, flags, {"run": "/run", "prepared": "/prepared"})
+    assert [own.lr for own in adapter_options(options).values()] == [1e-2, 1e-2, 3e-3, 3e-3]
+
+
+@pytest.mark.parametrize(
+    ("file", "own", "told"),
+    [
+        ("recipes/lora.toml", {}, "without a sweep"),
+        ("recipes/lora.toml", {"sweep": ["lora-rank=4,8"]}, "--lora-rank cannot be swept"),
+        ("recipes/lora.toml", {"sweep": ["vllm-max-num-seqs=4,8"]}, "--vllm cannot be swept"),
+        ("recipes/several_adapters.toml", {"sweep": ["lr=1,2"]}, "has adapters of"),
+        ("quickstart.toml", {"sweep": ["lr=1,2"]}, "has stages"),
+    ],
+)
+def test_what_is_no_sweep_of_adapters(file: str, own: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        with_adapters(load_recipe(REPO / "examples" / file), {}, own)
 
 
 @pytest.mark.parametrize("values", [("/a/x.jsonl", "/a:x.jsonl"), ("/a/" + "x" * LONGEST, "/b/" + "x" * LONGEST)])
