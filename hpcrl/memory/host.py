@@ -87,7 +87,7 @@ def copies_bytes(options: Options, models: Sequence[Count], layout: Layout) -> f
         return 0.0
     sets = bool(needs(options).reference and options.ref_update_interval) + 2 * options.keep_old_actor
     part = sum(background_bytes(options, model, layout) for model in models)
-    part += sets * models[0].all * weight_bytes(options) / layout.copies
+    part += sets * written(options, models[0]) * weight_bytes(options) / layout.copies
     places = 2 if options.actor_num_nodes > 1 else 1
     return (2 * places + 1) * part
 
@@ -95,4 +95,9 @@ def copies_bytes(options: Options, models: Sequence[Count], layout: Layout) -> f
 def background_bytes(options: Options, count: Count, layout: Layout) -> float:
     """What a background save keeps of the state at its beginning: all that the rank writes, weights in fp32 among the
     optimizer's states also where the model has them so."""
-    return count.all * weight_bytes(options) / layout.copies + STATES * own(options, count, layout)
+    return written(options, count) * weight_bytes(options) / layout.copies + STATES * own(options, count, layout)
+
+
+def written(options: Options, count: Count) -> int:
+    """Parameters of a rank's part of the model that a checkpoint holds: of a run with an adapter, the adapter's."""
+    return count.trained if options.lora_rank else count.all

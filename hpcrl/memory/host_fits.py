@@ -28,7 +28,7 @@ def on_host(options: Options, trainer: MemoryTerms, engine: EngineTerms | None) 
 
 def put_away(options: Options, trainer: MemoryTerms, engine: EngineTerms) -> float:
     """Bytes of host memory for one GPU's trainer and engine while they are not on it."""
-    away = trainer.gpu["weights"] + trainer.gpu["optimizer"] if options.offloads_train else 0.0
+    away = trainer.away if options.offloads_train else 0.0
     return away + (engine.gpu["weights"] if options.sleep_level == 1 else 0.0)
 
 

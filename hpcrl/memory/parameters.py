@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from hpcrl.adapters.rules import AdaptedMatrix
 from hpcrl.adapters.settings import LoraSettings, lora_settings
 from hpcrl.config.options import Options
 from hpcrl.memory.adapters import elements, matrices_by_name, of_layer
@@ -72,6 +73,9 @@ class Layout:
         )
 
 
+_ALONE = Layout(1, 1, 1, 1, 1, 1, 1, False, 1)
+
+
 @dataclass(frozen=True)
 class Count:
     """Parameters of one rank: dense ones, spread over TP, and those of experts, spread over EP and ETP.
@@ -130,24 +134,42 @@ def on_stage(family: Family, config: Config, layout: Layout, stage: int, megatro
 
 def _with_adapters(family: Family, config: Config, layout: Layout, layers: Sequence[int], base: Count) -> Count:
     """Adapters of the layers of a rank, over the parameters of `base`."""
+    dense = expert = 0
+    for rule, matrix, shape in _adapted(family, config, layout, layers):
+        if ".experts." in rule.megatron:
+            expert += family.transformer(config)["num_moe_experts"] // layout.ep * elements(matrix, shape)
+        else:
+            dense += elements(matrix, shape)
+    return Count(dense, expert, base.all)
+
+
+def _adapted(
+    family: Family, config: Config, layout: Layout, layers: Iterable[int]
+) -> Iterator[tuple[Rule, AdaptedMatrix, tuple[int, ...]]]:
+    """The matrices of these layers that have an adapter, of experts one, each with the shape of a rank's part."""
     fields = family.transformer(config)
     kinds = layer_kinds(fields)
     assert layout.lora is not None
     known = matrices_by_name(family, config, layout.lora)
-    dense = expert = 0
     for layer in layers:
         for rule, matrix in of_layer(layer_rules(family, fields, kinds[layer]), layer, known):
-            size = elements(matrix, part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp))
-            if ".experts." in rule.megatron:
-                expert += fields["num_moe_experts"] // layout.ep * size
-            else:
-                dense += size
-    return Count(dense, expert, base.all)
+            yield rule, matrix, part_shape(rule, fields, config["vocab_size"], layout.tp, layout.etp)
+
+
+def largest_adapted(family: Family, config: Config, layout: Layout, stage: int, megatron: Mapping[str, Any]) -> int:
+    """Elements of the largest matrix of a rank on a pipeline stage that has an adapter; 0 where none has."""
+    layers = stage_layers(family.transformer(config)["num_layers"], layout, stage, megatron)
+    return max((prod(shape) for _, _, shape in _adapted(family, config, layout, layers)), default=0)
+
+
+def adapter_parameters(options: Options, family: Family, config: Config) -> int:
+    """Parameters of the whole adapter of a run that trains one, each once."""
+    return on_stage(family, config, replace(_ALONE, lora=lora_settings(options)), 0, {}).trained
 
 
 def whole_model(family: Family, config: Config) -> Count:
     """Parameters of the whole model."""
-    return on_stage(family, config, Layout(1, 1, 1, 1, 1, 1, 1, False, 1), 0, {})
+    return on_stage(family, config, _ALONE, 0, {})
 
 
 def _ends(config: Config, fields: Mapping[str, Any], layout: Layout, stage: int) -> int:

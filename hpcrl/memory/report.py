@@ -14,6 +14,7 @@ from hpcrl.errors import UsageError
 from hpcrl.memory.engine import EngineTerms, engine_terms, share, utilization
 from hpcrl.memory.fits import Misfit, misfit
 from hpcrl.memory.host_fits import HOST, host_misfit, on_host
+from hpcrl.memory.parameters import adapter_parameters
 from hpcrl.memory.training import GIB, STATE, MemoryTerms, fullest_rank, most_resumed
 from hpcrl.models.family import Config, Family
 
@@ -34,6 +35,10 @@ def memory_lines(
     of = f" of stage {trainer.stage}" if options.pipeline_model_parallel_size > 1 else ""
     yield f"  trainer rank{of}: {trainer.total / GIB:.1f} in {trainer.fullest}"
     yield f"    always: {_sum({name: trainer.gpu[name] for name in STATE})}"
+    if options.lora_rank:
+        mine = {"weights": trainer.adapter, **{name: trainer.gpu[name] for name in ("gradients", "optimizer")}}
+        number = adapter_parameters(options, family, config) / 1e6
+        yield f"    of it the adapter: {_sum(mine)}; {number:,.0f} million parameters on all ranks"
     yield f"    for a time: {_each({name: size for name, size in trainer.gpu.items() if name not in STATE})}"
     yield f"    by phase: {_each(trainer.phases)}"
     if engine:

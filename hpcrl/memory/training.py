@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpcrl.adapters.serving import served_as
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.memory.activations import activation_bytes, logits_bytes, weight_bytes
-from hpcrl.memory.host import FP32, STATES, converted, host_bytes, offloaded, own
+from hpcrl.memory.host import FP32, STATES, converted, host_bytes, offloaded, own, pinned
 from hpcrl.memory.nccl import nccl_bytes, pieces_from_gpu
-from hpcrl.memory.parameters import Count, Layout, halved_on_stage, on_stage, sizes_on_stage
+from hpcrl.memory.parameters import Count, Layout, halved_on_stage, largest_adapted, on_stage, sizes_on_stage
 from hpcrl.models.family import Config, Family, tied
 
 GIB = 1024**3
@@ -25,6 +26,10 @@ GIB = 1024**3
 CUDA = 2 * GIB
 #: elements that are coded in FP8 at once, as `hpcrl.weights.fp8` has it, which a login node need not be able to import
 BAND = 1 << 22
+#: numbers that the digest of an adapter's base looks at together (`hpcrl.adapters.base_digest`), and the bytes that it
+#: makes of each: its bits in int64, and their square
+DIGESTED = 1 << 24
+DIGEST = 16.0
 #: what is an allowance, and not computed from the model
 ALLOWANCES = ("CUDA", "NCCL")
 #: what is there in every phase
@@ -34,11 +39,18 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 @dataclass(frozen=True)
 class MemoryTerms:
-    """Bytes on the GPU of one rank, by what takes them, and on the host for it."""
+    """Bytes on the GPU of one rank, by what takes them, and on the host for it.
+
+    Attributes:
+        away: of its weights and optimizer on the host, while they are not on the GPU.
+        adapter: of the weights, what an adapter has.
+    """
 
     gpu: Mapping[str, float]
     host: Mapping[str, float]
     stage: int
+    away: float
+    adapter: float = 0.0
 
     @property
     def phases(self) -> dict[str, float]:
@@ -108,6 +120,9 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
     kept, passing = activation_bytes(options, family, config, layout, stage)
     sizes = list(sizes_on_stage(family, config, layout, stage, options.megatron))
     stepped = max(sizes) if layout.lora is None else count.trained
+    halved = halved_on_stage(family, config, layout, stage, options.megatron)
+    if layout.lora is not None and not (options.load or options.ref_load):
+        halved = 0  # a Hugging Face directory is read tensor by tensor, and checkpoints hold no weights
     gpu = {
         "weights": sum(model.all for model in models) * weight_bytes(options)
         + _embedding_copy(options, config, layout, stage),
@@ -120,15 +135,25 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         "update buffers": kept_buffers(options),
         "weight update": update_bytes(options, config, fields),
         "save": save_bytes(options, count, layout),
-        "start": start_bytes(options, count, layout, halved_on_stage(family, config, layout, stage, options.megatron)),
+        "start": start_bytes(options, count, layout, halved),
         "loaded states": renewed_bytes(options, count, layout),
         "step": step_bytes(options, min(stepped, max(sizes))),
         "CUDA": float(CUDA),
         "NCCL": nccl_bytes(options),
     }
-    if layout.lora is not None and len(models) > 1:  # a critic has weights of its own until it takes the policy's
-        gpu["start"] += count.fixed * weight_bytes(options)
-    return MemoryTerms(gpu, host_bytes(options, models, layout, sizes), stage)
+    away = gpu["weights"] + gpu["optimizer"]
+    adapter = 0.0
+    if layout.lora is not None:
+        if served_as(options, family, config) == "merged":
+            largest = largest_adapted(family, config, layout, stage, options.megatron)
+            gpu["weight update"] = merging_bytes(options, largest, gpu["weight update"])
+        gpu["start"] = max(gpu["start"], digest_bytes(max(sizes)))
+        if len(models) > 1:  # a critic has weights of its own until it takes the policy's
+            gpu["start"] += count.fixed * weight_bytes(options)
+        base = [size * weight_bytes(options) for size in sizes]  # each a block; what is trained lies in large ones
+        away += sum(pinned(size) - size for size in base)
+        adapter = float(sum(model.trained for model in models) * weight_bytes(options))
+    return MemoryTerms(gpu, host_bytes(options, models, layout, sizes), stage, away, adapter)
 
 
 # ---- what the model's size decides
@@ -185,6 +210,12 @@ def start_bytes(options: Options, count: Count, layout: Layout, halved: int) -> 
     return max(copied - optimizer_bytes(options, count, layout), float(halved * weight_bytes(options)))
 
 
+def digest_bytes(largest: int) -> float:
+    """What the digest of an adapter's base takes: of so many numbers of a tensor at once, of which the `largest` has
+    all or more."""
+    return DIGEST * min(DIGESTED, largest)
+
+
 def renewed_bytes(options: Options, count: Count, layout: Layout) -> float:
     """New states, in fp32, that Transformer Engine's Adam makes of those that are loaded; of the weights in full
     precision only with --use-precision-aware-optimizer, else they are Megatron's own."""
@@ -216,6 +247,19 @@ def update_bytes(options: Options, config: Config, fields: Mapping[str, Any]) ->
         return 16.0 * BAND if config.get("quantization_config") else 0.0
     largest = fields["hidden_size"] * max(config["vocab_size"], 2 * fields["ffn_hidden_size"])
     return 2.0 * largest * weight_bytes(options)
+
+
+def merging_bytes(options: Options, largest: int, sent: float) -> float:
+    """What an update takes that brings weights with the adapter added in: the matrix, the product and their sum in
+    fp32; or the matrix that was made last, and what sending it takes.
+
+    Args:
+        largest: elements of the largest matrix with an adapter.
+        sent: bytes.
+    """
+    item = weight_bytes(options)
+    made = 3 * FP32 if item < FP32 else 2 * FP32  # fp32 weights are added to as they are
+    return max(float(made * largest), item * largest + sent)
 
 
 def kept_buffers(options: Options) -> float:

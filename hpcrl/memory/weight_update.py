@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from hpcrl.adapters.serving import served_as
-from hpcrl.adapters.settings import lora_settings
 from hpcrl.config.options import Options
 from hpcrl.groups import layout as rank_layout
-from hpcrl.memory.parameters import Layout, on_stage, part_shape, stage_layers
+from hpcrl.memory.parameters import Layout, adapter_parameters, part_shape, stage_layers
 from hpcrl.model_files.config_json import LINEAR
 from hpcrl.models.family import Config, Family, Rule, tied
 from hpcrl.models.shared.mtp import is_head
@@ -95,8 +94,7 @@ class AdapterUpdate:
 
 def adapter_bytes(options: Options, family: Family, config: Config) -> int:
     """Of an adapter's tensors, each once."""
-    count = on_stage(family, config, replace(Layout(1, 1, 1, 1, 1, 1, 1, False, 1), lora=lora_settings(options)), 0, {})
-    return count.trained * (2 if options.bf16 else 4)
+    return adapter_parameters(options, family, config) * (2 if options.bf16 else 4)
 
 
 def predict(

@@ -42,19 +42,25 @@ def load_nothing(policy: Any) -> None:
 
 def export(policy: Any, buffer: int) -> int:
     """Write every tensor of a rank into memory that pieces are sent from, of which an update of `buffer` bytes has two;
-    the elements that were written."""
+    the elements that were written.
+
+    Args:
+        policy: the part of it that is sent (`weight_export.sent_part`).
+    """
     import torch
 
     from hpcrl.models.slicing import CUTS
+    from hpcrl.trainer.lora.merged import sent_values
     from hpcrl.trainer.megatron import held_parameters
     from hpcrl.weights.pieces.elements import OwnTensor, PieceValues
 
     memory = torch.empty(buffer // 2, dtype=torch.bfloat16, device=next(policy.modules[0].parameters()).device)
     written = 0
+    value = sent_values(policy)
     for rule, parameter in held_parameters.own_parameters(policy).values():
         part = policy.ranks.tp_rank if rule.expert is None else policy.ranks.etp_rank
         places = CUTS[rule.kind].places(part, tuple(parameter.shape), held_parameters.shapes_of(policy, rule))
-        own = {name: OwnTensor(parameter, places, which, ()) for which, name in enumerate(rule.hf)}
+        own = {name: OwnTensor(parameter, places, which, (), value) for which, name in enumerate(rule.hf)}
         values = PieceValues(own, dict.fromkeys(own, "BF16"), None, {})
         for place in places:
             columns = place.columns or (0, parameter.shape[1] if parameter.dim() > 1 else 1)

@@ -88,6 +88,7 @@ def take_step(
     from hpcrl.trainer.checkpoint.save_load import Position, everything
     from hpcrl.trainer.megatron import model
     from hpcrl.trainer.step import packing, passes, train_batch
+    from hpcrl.trainer.weight_export import sent_part
 
     with phase(START):
         ranks = joined()
@@ -129,7 +130,7 @@ def take_step(
         everything(policy, ranks, Position(1, 1))
     if options.num_engines:
         with phase(UPDATE):
-            export(policy, options.update_weight_buffer_size)
+            export(sent_part(policy, options), options.update_weight_buffer_size)
     return policy, state
 
 

@@ -58,7 +58,13 @@ REWARD = '"""Rewards of the user\'s."""\n\n\ndef brief(options, sample):\n    re
 SITE = '# what a site may say\npython = "/opt/env/bin/python"\n'
 SITES = ("mine", "SITE", "S", "mycluster")
 #: published model of a recipe's directory -> whose config.json it has
-PUBLISHED = {"Qwen3-4B": "Qwen3-4B", "GLM-Z1-9B-0414": "GLM-4-9B-0414", "GLM-4.5": "GLM-4.5", "GLM-4.5-FP8": "GLM-4.5"}
+PUBLISHED = {
+    "Qwen3-4B": "Qwen3-4B",
+    "GLM-Z1-9B-0414": "GLM-4-9B-0414",
+    "GLM-4.5": "GLM-4.5",
+    "GLM-4.5-FP8": "GLM-4.5",
+    "Qwen3-30B-A3B": "Qwen3-30B-A3B",
+}
 PROMPTS = ("dapo-math-17k", "aime-2024")
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 ARRAYS = {
@@ -139,7 +145,7 @@ def make_scene(folder: Path, model: Path, checkout: bool = True, site: str = SIT
     (folder / "home").mkdir()
     (folder / "engine-keys").mkdir(mode=0o700)
     _prompts(folder)
-    _published(folder / "data")
+    published_models(folder / "data")
     _checkpoint(folder / "runs" / "x" / "checkpoints", folder)
     _script(folder)
     profiles = folder / "profiles"
@@ -166,7 +172,7 @@ def _prompts(folder: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
 
 
-def _published(data: Path) -> None:
+def published_models(data: Path) -> None:
     """Directories of the models that recipes for GPUs name: config.json alone, which is all that a login node reads."""
     for name, model in PUBLISHED.items():
         config = MODELS[model][1] | ({"quantization_config": FP8} if name.endswith("FP8") else {})

@@ -15,7 +15,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.memory.parameters import Layout, halved_on_stage, on_stage
-from hpcrl.memory.training import ALLOWANCES, kept_buffers, rank_on, start_bytes, update_bytes
+from hpcrl.memory.training import ALLOWANCES, DIGESTED, kept_buffers, rank_on, start_bytes, update_bytes
 from hpcrl.models.family import find_family
 from tests.support import families
 from tests.support.ranks import on_fake_device, on_fake_gpu
@@ -153,3 +153,52 @@ def test_phases_take_what_is_estimated(tmp_path: Path, case: str) -> None:
     for phase in ("forward and backward", "optimizer step"):
         if phase not in FUSED.get(case, ()):
             assert terms.phases[phase] - allowed == pytest.approx(found[phase], rel=NEAR), phase
+
+
+#: family, ranks, the one that is looked at, options
+ADAPTERS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "tp2 sp": ("qwen3", 2, 0, TP2),
+    "ep2": ("glm4_moe", 2, 1, {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+}
+
+
+def counted_with_adapter(path: str, n: int, rank: int, fields: dict[str, Any]) -> dict[str, int]:
+    """On a rank before its first step: bytes that are there, and the peaks of an update of merged weights and of the
+    digest of the base."""
+    from hpcrl.adapters import base_digest
+    from hpcrl.adapters.rules import is_adapter
+    from hpcrl.rehearsal import device as fake_device
+    from hpcrl.rehearsal.files_and_weights import export
+    from hpcrl.rehearsal.live_bytes import DeviceBytes
+    from hpcrl.trainer.megatron import model
+    from hpcrl.trainer.weight_export import sent_part
+
+    opts = options(path, n, fields)
+    with fake_device.FakeDevice() as device, DeviceBytes(device) as live:
+        policy = model.build(opts, fake_device.join(opts, rank))
+        base = [p for module in policy.modules for name, p in module.named_parameters() if not is_adapter(name)]
+        with live.phase("weight update"):
+            written = export(sent_part(policy, opts), BUFFER)
+        assert written >= sum(p.numel() for p in base), "all weights, and no adapter"
+        with live.phase("digest"):
+            base_digest.bit_sums(max(base, key=lambda p: p.numel()))
+    assert base_digest.BAND == DIGESTED
+    return {name: taken - live.now for name, taken in live.peaks.items()} | {"state": live.now}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_an_adapter_takes_what_is_estimated(tmp_path: Path, case: str) -> None:
+    """Next to weights without gradients; what is merged for an update, one matrix at a time; the digest of the base."""
+    family, n, rank, fields = ADAPTERS[case]
+    path = str(families.make(tmp_path, family, **SIZES))
+    fields |= {"lora_rank": 8, "lora_serve": "merged"}
+    found = on_fake_device(counted_with_adapter, path, n, rank, fields)
+    config = json.loads(Path(path, "config.json").read_text())
+    more = {"loss_type": "policy_loss", "rollout_num_gpus": 1, "update_weight_buffer_size": BUFFER}
+    opts = options(path, n, fields).model_copy(update=more)
+    terms = rank_on(opts, find_family(config, ""), config, Layout.of(opts, SIZES["num_hidden_layers"]), 0).gpu
+    state = terms["weights"] + terms["gradients"] + terms["optimizer"] / 3  # its moments come with the first step
+    assert found["state"] == pytest.approx(state, rel=1e-3)
+    update = terms["weight update"] + terms["update buffers"]
+    assert found["weight update"] == pytest.approx(update, rel=NEAR) and update > 1.2 * BUFFER
+    assert found["digest"] == pytest.approx(terms["start"], rel=NEAR), "a directory's tensors are read one by one"

@@ -31,6 +31,8 @@ from hpcrl.speed.flops import model_flops
 from hpcrl.weights import fp8
 from tests.slime.guides import GUIDES
 from tests.support.published_models import MODELS
+from tests.support.small_recipes import IN_FP8
+from tests.support.small_recipes import RECIPES as EXAMPLES
 
 ROOT = Path(__file__).parents[2]
 #: parameters in billions, as the models' own pages and files say; GLM-4.5 without its layer for further tokens
@@ -69,6 +71,24 @@ def test_adapters_take_little() -> None:
     counted = model_flops(family, config, lora=lora_settings(Options(hf_checkpoint="m", lora_rank=16)))
     work = (1000.0, 500_000.0, 1000.0)
     assert 0.6 < counted.training(*work) / model_flops(family, config).training(*work) < 0.8
+
+
+def test_an_adapter_on_disk_and_on_the_host() -> None:
+    """A background save keeps the adapter alone; what is put away lies in pinned blocks, one a parameter of the base;
+    only a base that may be in torch_dist is put together on the GPU."""
+    family, config = of("Qwen3-30B-A3B")
+    four = {"actor_num_gpus_per_node": 4, "tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}
+    four |= {"expert_tensor_parallel_size": 1, "hf_checkpoint": "m", "lora_rank": 16, "async_save": True}
+    found = fullest_rank(Options(**four), family, config)
+    count = on_stage(family, config, Layout.of(Options(**four), 48), 0, {})
+    assert found.adapter == 2 * count.trained
+    assert found.host["async save"] == (2 + 12) * count.trained
+    blocks = found.away - found.gpu["optimizer"] - found.gpu["weights"]
+    experts = 48 * 32 * (2 + 1) * 2**20  # of 6 MiB in one of 8, and of 3 MiB in one of 4
+    assert experts < blocks < 1.1 * experts
+    joined = fullest_rank(Options(**four, ref_load="m_torch_dist"), family, config)
+    assert joined.gpu["start"] == 2 * 48 * 32 * 2 * 768 * 2048
+    assert found.gpu["start"] == 16 * 2**24
 
 
 def guide(name: str, **changes: Any) -> Options:
@@ -288,23 +308,12 @@ def test_of_a_shared_gpu_every_turn_is_looked_at() -> None:
     assert "while the trainer trains" in text and "put away" in text
 
 
-EXAMPLES = {
-    "glm-z1-9b-8gpu": "GLM-4-9B-0414",
-    "glm-z1-9b-8gpu-colocated": "GLM-4-9B-0414",
-    "qwen3-4b-8gpu": "Qwen3-4B",
-    "qwen3-4b-8gpu-async": "Qwen3-4B",
-    "qwen3-4b-8gpu-colocated": "Qwen3-4B",
-    "glm-4.5-355b-64gpu": "GLM-4.5",
-    "glm-4.5-355b-64gpu-bf16": "GLM-4.5",
-}
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_reference_recipes_fit(name: str) -> None:
     recipe_path = ROOT / "examples" / f"{name}.toml"
     (options,) = resolve_stages(load_recipe(recipe_path), {}, {"run": "r", "prepared": "p"})
     family, config = of(EXAMPLES[name])
-    config = quantized(config) if name == "glm-4.5-355b-64gpu" else config
+    config = quantized(config) if name in IN_FP8 else config
     assert not [line for line in memory_lines(options, family, config) if line.startswith("warn")]
     terms = fullest_rank(options, family, config)
     usable = 79.1  # GiB of an H100 of 80 GB

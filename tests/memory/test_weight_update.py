@@ -23,6 +23,7 @@ from hpcrl.weights.pieces.piece_update import obstacle
 from hpcrl.weights.pieces.wire import UpdateGroup, WorkerJoinCommand, read_join_command, write_join_command
 from hpcrl.weights.route import backend
 from tests.support.published_models import MODELS
+from tests.support.small_recipes import IN_FP8
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: a disaggregated 355B: 32 trainer cards and one engine of 32
@@ -204,8 +205,10 @@ def test_what_is_printed_is_the_way_that_the_run_takes(options: dict[str, Any], 
 RECIPES = {
     "glm-4.5-355b-64gpu": ("GLM-4.5", 8, "ipc"),
     "glm-4.5-355b-64gpu-bf16": ("GLM-4.5", 8, "ipc"),
+    "glm-4.5-355b-lora-16gpu": ("GLM-4.5", 2, "ipc"),
     "glm-z1-9b-8gpu": ("GLM-4-9B-0414", 1, "nccl"),
     "glm-z1-9b-8gpu-colocated": ("GLM-4-9B-0414", 1, "ipc"),
+    "qwen3-30b-a3b-lora-4gpu": ("Qwen3-30B-A3B", 1, "ipc"),
     "qwen3-4b-8gpu": ("Qwen3-4B", 1, "nccl"),
     "qwen3-4b-8gpu-async": ("Qwen3-4B", 1, "nccl"),
     "qwen3-4b-8gpu-colocated": ("Qwen3-4B", 1, "ipc"),
@@ -221,7 +224,7 @@ def of_recipe(name: str) -> tuple[Options, Update | Gathered]:
     """Options of a shipped recipe, and the weight update of its run."""
     model, hosts, _ = RECIPES[name]
     config = MODELS[model][1]
-    if name == "glm-4.5-355b-64gpu":
+    if name in IN_FP8:
         config = config | {"quantization_config": {"quant_method": "fp8"}}
     (options,) = resolve_stages(load_recipe(EXAMPLES / f"{name}.toml"), {}, {})
     plan = make_plan(options, [Host(f"n{i}", 8) for i in range(hosts)], "run")

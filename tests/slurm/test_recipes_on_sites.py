@@ -28,7 +28,7 @@ LAYOUT = ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "rol
 
 
 def test_there_are_as_many_as_are_shipped() -> None:
-    assert len(RECIPES) == 7 and len(KNOWN) == 16
+    assert len(RECIPES) == 9 and len(KNOWN) == 16
 
 
 @pytest.mark.parametrize("file", KNOWN, ids=lambda path: path.stem)
@@ -41,8 +41,9 @@ def test_every_recipe_has_a_script(file: Path, tmp_path: Path, capsys: pytest.Ca
         text, said = capsys.readouterr()
         asked = [int(number) for number in re.findall(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)]
         values = load_recipe(recipe).values
-        total = 8 * values["actor_num_nodes"] if values.get("colocate") or values["rollout_num_gpus"] < 8 else None
-        assert len(asked) == 1 and (total is None or asked[0] * site.trainer.gpus_per_node == total), recipe.stem
+        trainers = values["actor_num_nodes"] * values["actor_num_gpus_per_node"]
+        total = trainers if values.get("colocate") else trainers + values["rollout_num_gpus"]
+        assert asked == [-(-total // site.trainer.gpus_per_node)], recipe.stem
         assert ("note: --actor-num-nodes" in said) == (values["actor_num_gpus_per_node"] > site.trainer.gpus_per_node)
         step = next(line for line in text.splitlines() if "HPCRL_STEP_0=" in line)
         assert (site.rank_launcher == "ranks") != ("--mpi=none" in shlex.split(shlex.split(step.partition("=")[2])[0]))

@@ -21,13 +21,16 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "we
 #: recipe -> its model
 RECIPES = {
     "glm-4.5-355b-64gpu": "GLM-4.5",
+    "glm-4.5-355b-lora-16gpu": "GLM-4.5",
     "glm-4.5-355b-64gpu-bf16": "GLM-4.5",
     "glm-z1-9b-8gpu": "GLM-4-9B-0414",
     "glm-z1-9b-8gpu-colocated": "GLM-4-9B-0414",
+    "qwen3-30b-a3b-lora-4gpu": "Qwen3-30B-A3B",
     "qwen3-4b-8gpu": "Qwen3-4B",
     "qwen3-4b-8gpu-async": "Qwen3-4B",
     "qwen3-4b-8gpu-colocated": "Qwen3-4B",
 }
+IN_FP8 = ("glm-4.5-355b-64gpu", "glm-4.5-355b-lora-16gpu")  #: whose --hf-checkpoint is
 NARROWER = 16
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "vocab_size")
 SHORTER = 16
@@ -69,7 +72,7 @@ def small_config(name: str, options: Options) -> dict[str, Any]:
     config = dict(MODELS[RECIPES[name]][1])
     config |= {width: config[width] // NARROWER for width in WIDTHS if width in config}
     config["num_hidden_layers"] = 2 * options.pipeline_model_parallel_size
-    if name == "glm-4.5-355b-64gpu":  # of which the engines' checkpoint is
+    if name in IN_FP8:
         config["quantization_config"] = FP8
     if "first_k_dense_replace" in config:
         config["first_k_dense_replace"] = 1

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.slime.test_scripts import HONOURED, given
 from tests.support.published_models import MODELS
-from tests.support.small_recipes import EXAMPLES, FP8, RECIPES
+from tests.support.small_recipes import EXAMPLES, FP8, IN_FP8, RECIPES
 
 pytestmark = pytest.mark.soak
 
@@ -36,7 +36,7 @@ CARDS = {"run-qwen3-4B-amd": 192, "run-qwen3-8B-amd": 192, "run-llama3.2-3B-Inst
 INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
 #: whose --hf-checkpoint is quantized
 QUANTIZED: dict[str, dict[str, Any]] = {
-    "glm-4.5-355b-64gpu": FP8,
+    **dict.fromkeys(IN_FP8, FP8),
     "low_precision/run-qwen3-4b-fp8": FP8,
     "run-qwen3-235B-A22B": FP8,
     "low_precision/run-qwen3-30b-a3b-fp8": FP8,
