@@ -14,12 +14,12 @@ from hpcrl.adapters.rules import AdaptedMatrix, adapted
 from hpcrl.adapters.settings import LoraSettings
 from hpcrl.models.family import Config, Family, Rule
 
-_LAST = 4  #: families and settings whose matrices are kept
+_LAST = 4  #: models, and settings of them, whose matrices are kept
 
 
 def matrices_by_name(family: Family, config: Config, settings: LoraSettings) -> dict[tuple[str, ...], AdaptedMatrix]:
     """The matrices with an adapter, by the Hugging Face tensors that they are made of."""
-    return {matrix.base.hf: matrix for matrix in adapted(_tensors(_ByIdentity(family), _ByIdentity(config)), settings)}
+    return _matrices(_ByIdentity(family), _ByIdentity(config), settings)
 
 
 def elements(matrix: AdaptedMatrix, shape: tuple[int, ...]) -> int:
@@ -51,6 +51,11 @@ class _ByIdentity:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+@lru_cache(_LAST)
+def _matrices(family: _ByIdentity, config: _ByIdentity, settings: LoraSettings) -> dict[tuple[str, ...], AdaptedMatrix]:
+    return {matrix.base.hf: matrix for matrix in adapted(_tensors(family, config), settings)}
 
 
 @lru_cache(_LAST)
