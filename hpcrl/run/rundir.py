@@ -283,11 +283,12 @@ class RunDir:
         of the dead."""
         last = self.root / "attempts" / str(self.attempt - 1)
         shutil.rmtree(last / BEATS, ignore_errors=True)
-        trees = (self.keys, self.samples, *(self.root / name for name in WRITTEN), last)
+        places = [self.root, *(self.root / ADAPTERS / name for name in listed(self.root / ADAPTERS))]
+        trees = (self.keys, *(place / name for place in places for name in ("samples", *WRITTEN)), last)
         below = (
             Path(folder) for tree in trees for folder, _, _ in os.walk(tree)
         )  # links into other places are not followed
-        for folder in (self.root, self.checkpoints, *below):
+        for folder in (*places, *(place / "checkpoints" for place in places), *below):
             for name in listed(folder):
                 found = HALF.fullmatch(name)
                 if found is None or (folder == self.root and found[1] not in OWN):

@@ -51,6 +51,7 @@ class AdapterTurns:
     """All adapters of an attempt, on one rank."""
 
     def __init__(self, rank: TrainerRank) -> None:
+        from hpcrl.config.plugin_points import load_points
         from hpcrl.trainer.lora.adapter_states import AdapterStates
 
         self.rank = rank
@@ -58,6 +59,7 @@ class AdapterTurns:
         self.loops: list[TrainingLoop] = []
         self.log = MetricsLog(rank.context.rundir) if rank.driver else None
         for slot, (name, place) in enumerate(places_of(rank.context, make=rank.driver)):
+            load_points(place.options, "trainer")  # what is wrong with a function of its own shows here
             policy = self.states.add(place.options)
             log = AdapterMetrics(place.rundir, name, self.log, self._done) if self.log else None
             self.loops.append(TrainingLoop(rank, place, policy, log, name, slot))

@@ -147,12 +147,15 @@ def test_partial_writes_are_removed(tmp_path: Path) -> None:
         "ahead",
         "attempts/0",
         "attempts/0/hosts",
+        "adapters/a",
+        "adapters/a/bank",
+        "adapters/b/checkpoints",
     )
     left = [first.root / place / ".00000024.jsonl.13423" for place in places]
     left.append(first.root / ".state.json.13423")
     kept = [first.root / ".options.json.13423", tmp_path / "elsewhere" / ".a.1", first.samples / "00000024.jsonl"]
     for path in (*left, *kept):
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"half")
     (first.samples / "link").symlink_to(tmp_path / "elsewhere")
     RunDir(first.root, 1).begin()
