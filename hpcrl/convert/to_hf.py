@@ -297,11 +297,19 @@ def _some(names: Sequence[str]) -> str:
 
 # ---- the command
 
+FILE = 5 * 1024**3  #: bytes of one file
+
 
 def main(argv: Sequence[str]) -> int:
     """The command line; errors are HpcrlErrors."""
     parser = Parser("convert to-hf", "A torch_dist checkpoint -> a Hugging Face directory.")
-    parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory: says the three that follow")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        type=Path,
+        nargs="?",
+        help="a run directory, or RUN/adapters/NAME: says the three that follow",
+    )
     parser.add_argument(
         "--input-dir", type=Path, help="iter_* or release directory, or the one above; RUN's checkpoints"
     )
@@ -316,7 +324,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "-a", "--add-missing-from-origin-hf", action="store_true", help="copy tensors that were not trained"
     )
-    parser.add_argument("--chunk-size", type=int, default=5 * 1024**3, help="bytes of one file (default 5 GiB)")
+    parser.add_argument("--chunk-size", type=int, default=FILE, help="bytes of one file (default 5 GiB)")
     parser.add_argument(
         "--save-max-workers", type=int, help="files written at once, each with a tensor in memory (default 1)"
     )
@@ -341,6 +349,7 @@ def main(argv: Sequence[str]) -> int:
     _check_flags(args, read_config(args.origin_hf_dir, "--origin-hf-dir"))
     found = torch_dist.find_checkpoint(args.input_dir, None, "--input-dir")
     if (found / RECORD).is_file():
+        _refuse_for_adapter(args)
         convert_adapter(found, args.output_dir, args.origin_hf_dir, args.force)
         print(f"wrote {args.output_dir}, an adapter: hpcrl convert merge-lora adds it into its base")
         return 0
@@ -357,6 +366,19 @@ def main(argv: Sequence[str]) -> int:
         )
     print(f"wrote {args.output_dir}")
     return 0
+
+
+def _refuse_for_adapter(args: Any) -> None:
+    """Raise UsageError for what has no effect on an adapter, whose one file is small."""
+    given = {
+        "--add-missing-from-origin-hf": args.add_missing_from_origin_hf,
+        "--chunk-size": args.chunk_size != FILE,
+        "--save-max-workers": args.save_max_workers is not None,
+        "--load-max-workers": args.load_max_workers is not None,
+    }
+    for flag, is_given in given.items():
+        if is_given:
+            raise UsageError(f"{flag} has no effect on an adapter: {args.input_dir} holds one", "leave it out")
 
 
 def _check_flags(args: Any, config: Config) -> None:

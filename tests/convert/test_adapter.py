@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hpcrl.convert.adapter import main as merge_lora
 from hpcrl.convert.to_hf import main as to_hf
-from hpcrl.errors import DataError
+from hpcrl.errors import DataError, UsageError
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_family, make_model
 from tests.trainer.lora.test_lora_training import options
@@ -56,7 +56,11 @@ def test_an_adapter_in_files(tmp_path: Path, kind: str, fields: dict[str, Any]) 
     opts = options(model, 2, **layout, **fields)
     adapter, merged = run_ranks(2, saved_and_exported, opts, tmp_path / "saved")[0]
     files, whole = tmp_path / "files", tmp_path / "whole"
-    to_hf(["--input-dir", str(tmp_path / "saved"), "--origin-hf-dir", str(model), "--output-dir", str(files)])
+    words = ["--input-dir", str(tmp_path / "saved"), "--origin-hf-dir", str(model), "--output-dir", str(files)]
+    for more in (["--chunk-size", "100"], ["-a"], ["--save-max-workers", "2"], ["--load-max-workers", "2"]):
+        with pytest.raises(UsageError, match="no effect on an adapter"):
+            to_hf([*words, *more])
+    to_hf(words)
     found = load_file(files / "adapter_model.safetensors")
     assert {f"base_model.model.{name}" for name in adapter} == found.keys()
     assert all(torch.equal(found[f"base_model.model.{name}"], value) for name, value in adapter.items())
