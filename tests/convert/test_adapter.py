@@ -42,7 +42,10 @@ def begun_with(opts: Any, directory: Path) -> tuple[str, dict[str, torch.Tensor]
     return said, dict(parity.exported(policy.of("adapter")))
 
 
-@pytest.mark.parametrize(("kind", "fields"), [("dense", {"lora_type": "lora"}), ("moe", {}), ("glm4", {})])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("dense", {"lora_type": "lora"}), ("moe", {}), pytest.param("glm4", {}, marks=pytest.mark.soak)],
+)
 def test_an_adapter_in_files(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
     from tests.trainer.step.test_invariance import VOCAB
 

@@ -83,12 +83,8 @@ def side(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path) -> It
 QWEN3: tuple[str, dict[str, Any]] = ("qwen3", {})
 
 
-@pytest.mark.parametrize(
-    "side",
-    [QWEN3, *(pytest.param((name, {}), marks=pytest.mark.soak) for name in ("qwen2", "glm4"))],
-    indirect=True,
-    ids=lambda case: case[0],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("side", [QWEN3, ("qwen2", {}), ("glm4", {})], indirect=True, ids=lambda case: case[0])
 def test_log_probs_are_those_of_merged_weights(side: AdapterSide) -> None:
     pairs = side.adapter(1)
     assert {name.split(".")[-3] for name, _ in pairs} >= {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
