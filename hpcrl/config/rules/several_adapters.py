@@ -153,10 +153,10 @@ def _together(o: Options) -> list[UsageError]:
         )
     if o.lora_serve == "merged":
         wrong.append(UsageError("--lora-serve merged: engines hold the weights of one policy", "leave it out"))
-    if o.megatron.get("optimizer_cpu_offload"):
-        wrong.append(
-            UsageError("--optimizer-cpu-offload and [adapter.NAME] exclude each other", "an adapter's state is small")
-        )
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):  # their states are not in torch's places
+        if o.megatron.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            wrong.append(UsageError(f"{flag} and [adapter.NAME] exclude each other", "an adapter's state is small"))
     if "ppo" in (o.advantage_estimator, *(table.get("advantage_estimator") for table in o.adapter.values())):
         wrong.append(UsageError("--advantage-estimator ppo: several adapters have no critic", "use another estimator"))
     return wrong

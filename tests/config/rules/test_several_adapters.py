@@ -77,6 +77,7 @@ def test_what_an_adapter_may_have_of_its_own() -> None:
         ('advantage_estimator = "ppo"', TABLES, "have no critic"),
         ("", TABLES + 'advantage_estimator = "ppo"', "have no critic"),
         ("optimizer_cpu_offload = true", TABLES, "--optimizer-cpu-offload"),
+        ("use_precision_aware_optimizer = true", TABLES, "--use-precision-aware-optimizer"),
         ("non_persistent_save_interval = 2", TABLES, "--non-persistent-save-interval"),
     ],
 )
