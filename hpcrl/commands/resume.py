@@ -24,7 +24,7 @@ from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.launch.submission import submit_again
 from hpcrl.run.job_files import UNQUEUED, read_job
 from hpcrl.run.role import read_options
-from hpcrl.run.rundir import CHOSEN, TRACKER, RunDir, write_atomic
+from hpcrl.run.rundir import ADAPTERS, CHOSEN, TRACKER, RunDir, write_atomic
 from hpcrl.run.summary import read_summary, write_summary
 from hpcrl.run.sweep_file import is_sweep
 
@@ -53,6 +53,7 @@ def extend_run(job: RunJob, num_rollout: int) -> None:
     with held(job.root):
         rundir = RunDir.latest(directory)
         options, summary = read_options(rundir, whole=True), read_summary(directory)
+        _refuse_adapters(options, rundir, "--num-rollout")
         done = summary.rollout_id if summary else 0
         if num_rollout <= done:
             raise UsageError(f"--num-rollout {num_rollout}: {done} rollouts are done", "give a larger number")
@@ -65,6 +66,16 @@ def extend_run(job: RunJob, num_rollout: int) -> None:
         write_atomic(rundir.options_file, longer.model_dump_json(indent=1).encode())
         if summary:
             write_summary(directory, msgspec.structs.replace(summary, status="stopped", total=num_rollout))
+
+
+def _refuse_adapters(options: Options, rundir: RunDir, flag: str) -> None:
+    """Raise UsageError for a run with several adapters, each of which has its own length and checkpoints."""
+    if options.adapter:
+        one = rundir.root / ADAPTERS / next(iter(options.adapter))
+        raise UsageError(
+            f"{flag}: {rundir.root} trains several adapters, each with checkpoints of its own",
+            f"hpcrl convert to-hf {one}, and begin another run with --lora-adapter-path",
+        )
 
 
 def rewind_run(job: RunJob, number: int) -> None:
@@ -80,6 +91,7 @@ def rewind_run(job: RunJob, number: int) -> None:
         raise UsageError(f"{job.root} has no stage that could resume from a checkpoint", "leave --ckpt-step out")
     with held(job.root):
         rundir = RunDir.latest(job.directory(stage))
+        _refuse_adapters(read_options(rundir), rundir, "--ckpt-step")
         directory = Path(read_options(rundir).save or rundir.checkpoints)
         if not step(directory, number).is_dir():
             there = ", ".join(str(int(path.name[5:])) for path in sorted(directory.glob("iter_*"))) or "none"

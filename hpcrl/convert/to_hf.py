@@ -338,13 +338,7 @@ def main(argv: Sequence[str]) -> int:
     for name in ("input_dir", "output_dir"):
         if getattr(args, name) is None:
             raise UsageError(f"--{name.replace('_', '-')} is not given", "or name the run: hpcrl convert to-hf RUN")
-    if args.origin_hf_dir is None:
-        raise UsageError("--origin-hf-dir is not given", "names and shapes come from its config.json")
-    if args.chunk_size < 1:
-        raise UsageError(f"--chunk-size {args.chunk_size}: expected a number of bytes")
-    for flag in ("load", "save"):
-        if (count := getattr(args, f"{flag}_max_workers")) is not None and count < 1:
-            raise UsageError(f"--{flag}-max-workers {count}", "give a positive number")
+    _check_given(args)
     save = args.save_max_workers or args.load_max_workers or 1
     _check_flags(args, read_config(args.origin_hf_dir, "--origin-hf-dir"))
     found = torch_dist.find_checkpoint(args.input_dir, None, "--input-dir")
@@ -366,6 +360,16 @@ def main(argv: Sequence[str]) -> int:
         )
     print(f"wrote {args.output_dir}")
     return 0
+
+
+def _check_given(args: Any) -> None:
+    if args.origin_hf_dir is None:
+        raise UsageError("--origin-hf-dir is not given", "names and shapes come from its config.json")
+    if args.chunk_size < 1:
+        raise UsageError(f"--chunk-size {args.chunk_size}: expected a number of bytes")
+    for flag in ("load", "save"):
+        if (count := getattr(args, f"{flag}_max_workers")) is not None and count < 1:
+            raise UsageError(f"--{flag}-max-workers {count}", "give a positive number")
 
 
 def _refuse_for_adapter(args: Any) -> None:

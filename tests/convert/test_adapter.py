@@ -61,7 +61,7 @@ def test_an_adapter_in_files(tmp_path: Path, kind: str, fields: dict[str, Any]) 
     files, whole = tmp_path / "files", tmp_path / "whole"
     words = ["--input-dir", str(tmp_path / "saved"), "--origin-hf-dir", str(model), "--output-dir", str(files)]
     for more in (["--chunk-size", "100"], ["-a"], ["--save-max-workers", "2"], ["--load-max-workers", "2"]):
-        with pytest.raises(UsageError, match="no effect on an adapter"):
+        with pytest.raises(UsageError, match="no effect on an"):
             to_hf([*words, *more])
     to_hf(words)
     found = load_file(files / "adapter_model.safetensors")

@@ -74,6 +74,7 @@ def adapter_options(o: Options) -> dict[str, Options]:
     found = {}
     for name, table in o.adapter.items():
         values = o.model_dump() | table | {"adapter": {}, "name": f"{o.name}-{name}"}
+        values["custom"] = {**o.custom, **table.get("custom", {})}
         values["save"] = f"{o.save}/{name}" if o.save else None
         values["reward_num_workers"] = max(1, (o.reward_num_workers or GRADERS) // len(o.adapter))
         try:

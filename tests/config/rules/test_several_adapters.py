@@ -55,6 +55,11 @@ def test_saves_lie_next_to_each_other() -> None:
     assert [own.save for own in adapter_options(options).values()] == ["/disk/saves/a", "/disk/saves/b"]
 
 
+def test_own_settings_are_added_to_those_of_the_run() -> None:
+    options = Options(**GRPO | {"lora_rank": 4, "custom": {"a": 1, "b": 2}, "adapter": {"x": {"custom": {"a": 3}}}})
+    assert adapter_options(options)["x"].custom == {"a": 3, "b": 2}
+
+
 def test_what_an_adapter_may_have_of_its_own() -> None:
     assert Options.model_fields.keys() >= OWN
     shared = {"lora_rank", "hf_checkpoint", "tensor_model_parallel_size", "loop", "vllm", "megatron", "load", "save"}
