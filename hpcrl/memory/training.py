@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpcrl.adapters import base_digest
 from hpcrl.adapters.serving import served_as
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
@@ -26,9 +27,7 @@ GIB = 1024**3
 CUDA = 2 * GIB
 #: elements that are coded in FP8 at once, as `hpcrl.weights.fp8` has it, which a login node need not be able to import
 BAND = 1 << 22
-#: numbers that the digest of an adapter's base looks at together (`hpcrl.adapters.base_digest`), and the bytes that it
-#: makes of each: its bits in int64, and their square
-DIGESTED = 1 << 24
+#: bytes that the digest of an adapter's base makes of a number: its bits in int64, and their square
 DIGEST = 16.0
 #: what is an allowance, and not computed from the model
 ALLOWANCES = ("CUDA", "NCCL")
@@ -213,7 +212,7 @@ def start_bytes(options: Options, count: Count, layout: Layout, halved: int) -> 
 def digest_bytes(largest: int) -> float:
     """What the digest of an adapter's base takes: of so many numbers of a tensor at once, of which the `largest` has
     all or more."""
-    return DIGEST * min(DIGESTED, largest)
+    return DIGEST * min(base_digest.BAND, largest)
 
 
 def renewed_bytes(options: Options, count: Count, layout: Layout) -> float:

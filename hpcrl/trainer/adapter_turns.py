@@ -4,7 +4,7 @@
     ranks                    a: step 0      b: step 0      c: step 0      a: step 1    ...
 
 While one adapter is trained, engines sample for the others under the weights that these have published: every sample is
-of the policy that trains on it, and neither side waits as long as it lasts.
+of the policy that trains on it.  An evaluation is waited for, as in any run of the synchronous loop.
 
 Invariants: an adapter's steps are those of a run of its own, whatever the others do; the order of turns is that of the
 recipe, and one whose rollouts are done has none any more.
