@@ -97,11 +97,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("kind", ["idle", f"frames={frames.LIMIT}", "frames=8000000"])
 def test_a_thousand_connections_cost_little(pair: list[Attacked], second_user: SecondUser, kind: str) -> None:
     """A thousand strangers' connections, each as heavy as it can be, cost at most 64 MB, and honest calls are answered
-    in at most twice the time that calls to another server take meanwhile: 1.1 to 1.7 times was measured, and the bound
-    allows for noise of a busy machine."""
+    meanwhile; how much later, bench/strangers.py measures."""
     cost = attack(second_user, kind, *pair)
     assert cost.grown <= 64e6
-    assert cost.slower <= 6
     assert cost.made >= 64
     pair[0].again()
 
