@@ -27,6 +27,7 @@ from hpcrl.config.passthrough import as_flag, locate
 from hpcrl.config.plugin_points import foreign_functions, missing_functions
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.sampling import check_draft_layers, drafts_of_files
+from hpcrl.config.rules.several_adapters import policies_of
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.site import SiteProfile
@@ -174,13 +175,14 @@ def begins_with(options: Options) -> Iterator[tuple[str, str]]:
     """(flag or words for it, path) of every file and directory that must be there when a stage begins."""
     named = {
         "--hf-checkpoint": options.hf_checkpoint,
-        "--eval-config": options.eval_config,
         "--ref-load": options.ref_load,
         "--critic-load": options.critic_load,
         "--opd-teacher-load": options.opd_teacher_load,
         "--load": None if _may_be_empty(options) else options.load,
     }
     yield from ((flag, path) for flag, path in named.items() if path)
+    configs = dict.fromkeys(own.eval_config for own in policies_of(options))
+    yield from (("--eval-config", path) for path in configs if path)
     yield from (("the prompt file", path) for path in prompt_files(options))
 
 

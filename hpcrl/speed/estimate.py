@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpcrl.adapters.settings import lora_settings
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
+from hpcrl.config.rules.several_adapters import policies_of
 from hpcrl.memory.activations import tokens_per_gpu
 from hpcrl.memory.engine import engine_terms, gpu_weights, token_bytes
 from hpcrl.memory.parameters import Layout, whole_model
@@ -81,10 +83,19 @@ class Estimate:
         return (max(parts) if self.ahead else sum(parts)) + update
 
 
+class RolloutWork(NamedTuple):
+    """What engines make: samples of prompts, each of so many tokens in the mean."""
+
+    prompts: int
+    samples: int
+    prompt: int
+    response: int
+
+
 def estimate(
     options: Options, family: Family, config: Config, card: str, memory: float, response: int | None = None
 ) -> Estimate:
-    """The speed of a step.
+    """The speed of a step; of several adapters, of the one that has the most tokens to sample.
 
     Args:
         memory: GiB of a GPU.
@@ -93,14 +104,27 @@ def estimate(
     Raises:
         UsageError: for a card whose rates are not known.
     """
-    prompt = min(PROMPT, options.rollout_max_prompt_len or PROMPT)
-    mean = response or max(1, int(SHORTER * options.rollout_max_response_len))
+    own = max(policies_of(options), key=_sampled)
+    prompt = min(PROMPT, own.rollout_max_prompt_len or PROMPT)
+    mean = response or max(1, int(SHORTER * own.rollout_max_response_len))
     reached = EXPERTS if whole_model(family, config).expert else DENSE
-    trainer = None if options.debug_rollout_only else _training(options, family, config, card, prompt, mean, reached)
+    trainer = None if options.debug_rollout_only else _training(own, family, config, card, prompt, mean, reached)
     engines, at_once = None, 0
     if options.num_engines:
-        engines, at_once = _sampling(options, family, config, card, memory, prompt, mean, reached)
-    return Estimate(card, trainer, engines, at_once, options.runs_ahead, prompt, mean, reached)
+        work = RolloutWork(own.rollout_batch_size, _samples(own), prompt, mean)
+        engines, at_once = _sampling(options, family, config, card, memory, work, reached)
+    ahead = options.runs_ahead or bool(options.adapter)  # they sample for another adapter
+    return Estimate(card, trainer, engines, at_once, ahead, prompt, mean, reached)
+
+
+def _samples(options: Options) -> int:
+    """Of a rollout."""
+    return options.rollout_batch_size * options.n_samples_per_prompt
+
+
+def _sampled(options: Options) -> int:
+    """Tokens of a rollout's responses, at most."""
+    return _samples(options) * options.rollout_max_response_len
 
 
 def _training(
@@ -109,7 +133,7 @@ def _training(
     """All passes over a rollout, with the pipeline's bubble."""
     model = model_flops(family, config, lora=lora_settings(options))
     layout = Layout.of(options, family.transformer(config)["num_layers"])
-    samples = options.rollout_batch_size * options.n_samples_per_prompt
+    samples = _samples(options)
     work = samples * (prompt + response), samples * pairs([prompt + response]), samples * response
     wanted = needs(options)
     passes = wanted.reference + wanted.old_logprobs + wanted.teacher_model + wanted.critic
@@ -132,14 +156,13 @@ def _sampling(
     config: Config,
     card: str,
     memory: float,
-    prompt: int,
-    response: int,
+    work: RolloutWork,
     reached: float,
 ) -> tuple[RoleSpeed, int]:
     """A rollout on all engines, and the responses that run together on one of them."""
+    prompts, samples, prompt, response = work
     model = model_flops(family, config)
     rates = named(card)
-    samples = options.rollout_batch_size * options.n_samples_per_prompt
     gpus = options.rollout_num_gpus_per_engine
     held = engine_terms(options, family, config, memory * GIB).cached_tokens
     each = samples / options.num_engines
@@ -151,10 +174,10 @@ def _sampling(
     one = max(
         read / (READ * rates.bandwidth * 1e9), at_once * token / gpus / (reached * rates.tflops * 1e12)
     )  # one token of each
-    prompts = options.rollout_batch_size / options.num_engines * model.forward(prompt, pairs([prompt]), 0)
+    read_in = prompts / options.num_engines * model.forward(prompt, pairs([prompt]), 0)
     rated = rates.tflops * 1e12 * gpus
-    seconds = max(1.0, each / at_once) * response * one + prompts / (reached * rated)
-    needed = each * response * token + prompts
+    seconds = max(1.0, each / at_once) * response * one + read_in / (reached * rated)
+    needed = each * response * token + read_in
     return RoleSpeed(seconds, samples * response, needed / (seconds * rated)), at_once
 
 

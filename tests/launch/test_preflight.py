@@ -110,6 +110,12 @@ def test_load_may_be_empty() -> None:
     assert not absent([Options(load="new", hf_checkpoint="none", custom_rm_path="own.absent")], NOTHING)
 
 
+def test_an_adapters_held_out_sets_are_looked_for() -> None:
+    own = {"a": {"eval_config": "sets.yaml", "eval_interval": 2}, "b": {}}
+    several = Options(hf_checkpoint="model", lora_rank=4, adapter=own)
+    assert [error.what for error in absent([several], HostView())] == ["--eval-config sets.yaml is not here"]
+
+
 def test_a_checkpoint_is_known_by_its_files(folder: Path) -> None:
     for name in (TRACKER, ".metadata", "config.json"):
         shutil.rmtree(folder / "empty")

@@ -74,6 +74,15 @@ def test_roles_wait_for_each_other_or_do_not() -> None:
     assert ahead.step(3.0) == max(ahead.trainer.seconds, ahead.engines.seconds) + 3.0
 
 
+def test_engines_sample_for_other_adapters() -> None:
+    """Of several adapters the step of the one that samples most, with its own lengths; engines do not wait."""
+    several = {"a": {"n_samples_per_prompt": 1}, "b": {"rollout_max_response_len": 16384}, "c": {}}
+    found = of(options(use_kl_loss=False, lora_rank=8, adapter=several), response=None)
+    assert found.response == 8192 and found.ahead
+    own = options(use_kl_loss=False, lora_rank=8, rollout_max_response_len=16384)
+    assert found.trainer == of(own, response=None).trainer
+
+
 def test_assumptions_are_printed() -> None:
     found = of(options(), response=None)
     said = "\n".join(speed_lines(found, 1.0))
