@@ -4,7 +4,8 @@
     ranks                    a: step 0      b: step 0      c: step 0      a: step 1    ...
 
 While one adapter is trained, engines sample for the others under the weights that these have published: every sample is
-of the policy that trains on it.  An evaluation is waited for, as in any run of the synchronous loop.
+of the policy that trains on it.  An adapter's evaluation is waited for before that adapter is trained again, or the
+run ends.
 
 Invariants: an adapter's steps are those of a run of its own, whatever the others do; the order of turns is that of the
 recipe, and one whose rollouts are done has none any more.
@@ -13,55 +14,30 @@ recipe, and one whose rollouts are done has none any more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hpcrl.adapters.run_directories import places_of
-from hpcrl.report.metrics import MetricsLog
-from hpcrl.run.rundir import RunDir
 from hpcrl.run.summary import Summary, write_summary
+from hpcrl.trainer.adapter_metrics import AdapterMetrics, TogetherLog
 from hpcrl.trainer.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
     from hpcrl.trainer.rank import TrainerRank
 
 
-class AdapterMetrics(MetricsLog):
-    """What one adapter logs: in its own directory, and under its name among the metrics of the run.
-
-    Attributes:
-        ours: the log of the run.
-        step: how many steps of all adapters are done.
-    """
-
-    def __init__(self, rundir: RunDir, name: str, ours: MetricsLog, step: Callable[[], int]) -> None:
-        super().__init__(rundir)
-        self._name = name
-        self._ours = ours
-        self._step = step
-
-    def append(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        super().append(rollout_id, metrics)
-        of_all = {key: value for key, value in metrics.items() if key.startswith("perf/")}
-        named = {f"{self._name}/{key}": value for key, value in metrics.items() if key not in of_all}
-        self._ours.append(self._step() - 1, named | of_all)
-
-
 class AdapterTurns:
     """All adapters of an attempt, on one rank."""
 
     def __init__(self, rank: TrainerRank) -> None:
-        from hpcrl.config.plugin_points import load_points
         from hpcrl.trainer.lora.adapter_states import AdapterStates
 
         self.rank = rank
         self.states = AdapterStates(rank.policy)
         self.loops: list[TrainingLoop] = []
-        self.log = MetricsLog(rank.context.rundir) if rank.driver else None
+        self.log = TogetherLog(rank.context.rundir) if rank.driver else None
         for slot, (name, place) in enumerate(places_of(rank.context, make=rank.driver)):
-            load_points(place.options, "trainer")  # what is wrong with a function of its own shows here
             policy = self.states.add(place.options)
-            log = AdapterMetrics(place.rundir, name, self.log, self._done) if self.log else None
+            log = AdapterMetrics(place.rundir, name, self.log) if self.log else None
             self.loops.append(TrainingLoop(rank, place, policy, log, name, slot))
 
     def _done(self) -> int:
@@ -79,13 +55,14 @@ class AdapterTurns:
         if self.rank.engines:
             self.rank.engines.versions[:] = [loop.at.version for loop in self.loops]
         if self.log:
-            self.log.truncate(self._done())
+            self.log.begin([(loop.name, loop.log) for loop in self.loops if loop.log])
         self.rank.ready(self._done(), sum(loop.total for loop in self.loops))
         try:
             self._train()
         except StopAsked as error:
             for loop in self.loops:
-                loop.stop(error)
+                if loop.more:
+                    loop.stop(error)
         for loop in self.loops:
             self.states.enter(loop.slot)
             loop.end()

@@ -1,8 +1,9 @@
 """When the trainer has its weights evaluated, whether it waits for the result, and where the numbers go.
 
-Invariants: every rank takes the same branch, as all of them get rank 0's answers; one evaluation runs at a time, so
-the next one that is due waits for it; the last one of a run is waited for; a resumed run makes up for one that was due
-and is not logged.
+Invariants: every rank takes the same branch, as all of them get rank 0's answers; one evaluation of a policy runs at a
+time, so the next one that is due waits for it; the last one of a run is waited for; a resumed run makes up for one that
+was due and is not logged.  Of several adapters, others are trained during an evaluation, and the adapter itself only
+after it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class EvaluationSchedule:
         log: of rank 0 alone.
         together: broadcasts rank 0's value to every rank.
         timeline: this rank's.
+        in_turn: whether other adapters are trained between two steps of this policy.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class EvaluationSchedule:
         log: MetricsLog | None,
         together: Callable[[Any], Any],
         timeline: Timeline,
+        in_turn: bool = False,
     ) -> None:
         self._options = options
         self._total = total
@@ -50,7 +53,8 @@ class EvaluationSchedule:
         self._together = together
         self._timeline = timeline
         self._beside = evaluates_beside(options)
-        self._open: dict[str, int] | None = None  # the evaluation that runs during training
+        self._in_turn = in_turn
+        self._open: dict[str, Any] | None = None  # the evaluation that runs meanwhile, as it is asked for
 
     def due(self, rollout_id: int) -> bool:
         """Whether the weights after `rollout_id` are to be evaluated."""
@@ -71,25 +75,35 @@ class EvaluationSchedule:
         """Have held-out accuracy measured, and logged with the rollout that it follows (-1: before the first)."""
         self.settle()
         asked = {"rollout_id": rollout_id, "version": version}
-        if self._beside and rollout_id + 1 < self._total:
-            self._open = asked
+        if self._in_turn or (self._beside and rollout_id + 1 < self._total):
+            self._open = asked | ({} if self._in_turn else {"while_training": True})
             self.look()
             return
         with self._timeline.span(EVALUATE, rollout_id=rollout_id):
             self._append(rollout_id, self._wait("evaluate", **asked))
 
     def look(self) -> None:
-        """Log the evaluation that runs during training, if it is done."""
+        """Log the evaluation that runs meanwhile, if it is done."""
         if self._open is not None:
-            self._take(self._open, self._ask("evaluate", **self._open, while_training=True, patience=0.0))
+            self._take(self._open, self._ask("evaluate", **self._open, patience=0.0))
 
     def settle(self) -> None:
-        """Wait for the evaluation that runs during training."""
+        """Wait for the evaluation that runs meanwhile."""
         if self._open is not None:
             with self._timeline.span(EVALUATE, rollout_id=self._open["rollout_id"]):
-                self._take(self._open, self._wait("evaluate", **self._open, while_training=True))
+                self._take(self._open, self._wait("evaluate", **self._open))
 
-    def _take(self, asked: dict[str, int], results: dict[str, Any]) -> None:
+    def before_training(self) -> None:
+        """Weights are about to change that an evaluation may have to have as they are."""
+        if self._in_turn:
+            self.settle()
+
+    def end(self) -> None:
+        """Nothing more is trained: log what is done, and wait for what the end of the run waits for."""
+        self.before_training()
+        self.look()
+
+    def _take(self, asked: dict[str, Any], results: dict[str, Any]) -> None:
         if UNFINISHED not in results:
             self._open = None
             self._append(asked["rollout_id"], results)

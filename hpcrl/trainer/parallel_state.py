@@ -125,7 +125,7 @@ def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
         device=device,
         stages=_stages(options, timeout),
     )
-    _seed(options.seed, ranks)
+    seed_rank(options.seed, ranks)
     if options.deterministic_mode:
         _deterministic()
     return ranks
@@ -243,9 +243,9 @@ def _variable(name: str) -> int:
         raise HpcrlError(f"the environment has no {name}", "trainer ranks are started by torchrun") from None
 
 
-def _seed(seed: int, ranks: Ranks) -> None:
-    """Megatron-LM's rule: pipeline stages differ, tensor-parallel ranks differ where they must, data-parallel ones are
-    alike."""
+def seed_rank(seed: int, ranks: Ranks) -> None:
+    """Begin this rank's random numbers, by Megatron-LM's rule: pipeline stages differ, tensor-parallel ranks differ
+    where they must, data-parallel ones are alike."""
     seed += 100 * ranks.pp_rank
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -15,7 +15,9 @@ from hpcrl.run.role import RoleContext, say
 from hpcrl.run.rundir import RunDir
 
 if TYPE_CHECKING:
+    from hpcrl.config.options import Options
     from hpcrl.queue.client import QueueClient
+    from hpcrl.trainer.custom_hooks import TrainerHooks
     from hpcrl.trainer.engine_updates import EngineUpdates
     from hpcrl.trainer.megatron.model import Policy
 
@@ -30,9 +32,7 @@ class TrainerRank:
     """
 
     def __init__(self, context: RoleContext, timeline: Timeline) -> None:
-        from hpcrl.config.plugin_points import load_points
         from hpcrl.trainer.collectives import make_patient
-        from hpcrl.trainer.custom_hooks import TrainerHooks
         from hpcrl.trainer.gpu_sharing import GpuSharing
         from hpcrl.trainer.parallel_state import initialize, verify_groups
         from hpcrl.trainer.start.rendezvous import connect
@@ -44,7 +44,7 @@ class TrainerRank:
         self.timeline = timeline
         self.store = connect(context)
         self.gpu_sharing = GpuSharing(context) if context.options.takes_turns else None  # before any rank touches a GPU
-        self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
+        self.hooks = self.hooks_of(context.options)
         with timeline.span(spans.MEET):
             self.ranks = initialize(context.options, self.store)
         self.hooks.initialized()
@@ -57,19 +57,32 @@ class TrainerRank:
         self.engines: EngineUpdates | None = None
 
     def _build(self) -> Policy:
-        """The model; rank 0 says what it runs with, and before that which hosts differ in what they build it of."""
+        """The model; rank 0 says what it runs with, and before that which hosts differ in what they build it of.
+
+        What training draws begins with the seed, however many numbers the building has drawn: so it does for each of
+        several adapters.
+        """
         from hpcrl.peer_proof.gloo_groups import protection
         from hpcrl.trainer.megatron import model, running_parts
+        from hpcrl.trainer.parallel_state import seed_rank
 
         versions = running_parts.exchange_versions(self.store, self.context.plan, self.ranks.rank)
         if warning := running_parts.differing(versions):
             say(warning)
         with self.timeline.span(spans.BUILD):
             policy = model.build(self.options, self.ranks)
+        seed_rank(self.options.seed, self.ranks)
         if self.driver:
             say(running_parts.line(running_parts.running_parts(policy, versions)))
             say(protection(self.ranks.device.type))
         return policy
+
+    def hooks_of(self, options: Options) -> TrainerHooks:
+        """The user's functions that the options of the run, or of one of its adapters, name."""
+        from hpcrl.config.plugin_points import load_points
+        from hpcrl.trainer.custom_hooks import TrainerHooks
+
+        return TrainerHooks(options, load_points(options, "trainer"))
 
     @property
     def driver(self) -> bool:

@@ -64,6 +64,7 @@ class TrainingLoop:
         from hpcrl.trainer.rollout_calls import RolloutCalls
 
         self.rank = rank
+        self.hooks = rank.hooks_of(context.options)
         self.context = context
         self.options = context.options
         self.policy = policy
@@ -108,7 +109,7 @@ class TrainingLoop:
         know_length(self.policy.scheduler, self.options, self.total)
         self.others.know_length(self.total)
         asking = (self.rollout.ask, self.rollout.wait, self.log, self.rank.together, self.timeline)
-        self.evaluations = EvaluationSchedule(self.options, self.total, *asking)
+        self.evaluations = EvaluationSchedule(self.options, self.total, *asking, in_turn=bool(self.name))
         if self.log:
             self.log.truncate(self.at.rollout_id)
 
@@ -152,7 +153,7 @@ class TrainingLoop:
         if self.total and self.on_disk is not self.at:  # what was only evaluated has not changed
             self._save()
         with contextlib.suppress(StopAsked):
-            self.evaluations.look()
+            self.evaluations.end()
         with contextlib.suppress(StopAsked):
             self.rollout.ask("finish", rollout_id=self.at.rollout_id)
         self.copies.finish()
@@ -177,6 +178,7 @@ class TrainingLoop:
         self.waited = 0.0
         self._generate(rollout_id)
         fetched = self.rollout.fetch(rollout_id)
+        self.evaluations.before_training()
         if self.gpu_sharing:
             self.gpu_sharing.take()
         share = self.rank.shares.exchange(fetched)
@@ -226,8 +228,7 @@ class TrainingLoop:
         record = partial(record_samples, self.context.rundir.root, self.options, self.ranks)
         trains = self.timeline.now()
         self.between = False
-        hooks = self.rank.hooks
-        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, hooks, version)
+        metrics = train_batch.train(self.policy, self.ranks, self.options, share, others, record, self.hooks, version)
         self.timeline.add(spans.LOGPROBS, trains, trains + int(1e6 * metrics["perf/train_preparation_time"]))
         self.timeline.add(spans.TRAIN, trains, self.timeline.now(), rollout_id=rollout_id)
         self.copies.look()

@@ -23,6 +23,7 @@ from hpcrl.config.options import Options
 from hpcrl.trainer.checkpoint.contents import random_state, restore_rng
 from hpcrl.trainer.lora.layer import Adapter, adapters_of
 from hpcrl.trainer.megatron.model import make_scheduler
+from hpcrl.trainer.parallel_state import seed_rank
 
 if TYPE_CHECKING:
     from hpcrl.trainer.megatron.model import Policy
@@ -80,6 +81,7 @@ class AdapterStates:
             for group in inner.param_groups:  # Megatron's schedule goes by these before its own
                 group["max_lr"] = options.lr
                 group["min_lr"] = options.min_lr
+        seed_rank(options.seed, self._policy.ranks)
         self._states.append(_State(settings))
         self._now = len(self._states) - 1
         return replace(self._policy, scheduler=make_scheduler(self._policy.optimizer, options), lora=settings)

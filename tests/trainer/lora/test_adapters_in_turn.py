@@ -35,7 +35,7 @@ DECAY = {"lr_decay_style": "linear", "lr_decay_iters": 8, "lr_warmup_iters": 2, 
 OWN: tuple[dict[str, Any], ...] = (
     {"seed": 1, "lora_dropout": 0.2},
     {"seed": 2, "lr": 1e-2, "lora_alpha": 3, "weight_decay": 0.0, **DECAY},
-    {"seed": 1, "lr": 1e-3, "min_lr": 1e-4, "lora_dropout": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.1},
+    {"seed": 3, "lr": 1e-3, "min_lr": 1e-4, "lora_dropout": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.1},
 )
 STEPS = 3
 
@@ -52,7 +52,6 @@ def in_turn(every: Sequence[Options], order: Sequence[int], directory: Path) -> 
 
     policy, _, _ = begun(every[0], directory)
     policy.base.digest = ""
-    torch.manual_seed(5)
     states = AdapterStates(policy)
     loops = []
     for slot, opts in enumerate(every):
@@ -62,10 +61,7 @@ def in_turn(every: Sequence[Options], order: Sequence[int], directory: Path) -> 
     logged: list[list[float]] = [[] for _ in every]
     for slot in order:
         states.enter(slot)
-        own, others, opts = loops[slot]
-        rate = own.optimizer.param_groups[0]["lr"]
-        (metrics,) = trained(own, others, opts, 1)
-        logged[slot] += [metrics["train/loss"], metrics["train/grad_norm"], rate]
+        logged[slot] += stepped(*loops[slot])
     found = []
     for slot in range(len(every)):
         with states.shown(slot):
@@ -75,6 +71,22 @@ def in_turn(every: Sequence[Options], order: Sequence[int], directory: Path) -> 
         found.append((logged[slot], shown))
     found.append(([held_bytes(states)], []))
     return found
+
+
+def stepped(policy: Any, others: Any, opts: Options) -> list[float]:
+    """Loss, gradient norm and learning rate of a step."""
+    rate = policy.optimizer.param_groups[0]["lr"]
+    (metrics,) = trained(policy, others, opts, 1)
+    return [metrics["train/loss"], metrics["train/grad_norm"], rate]
+
+
+def alone(opts: Options, steps: int, directory: Path) -> tuple[list[float], list[Any]]:
+    """The same of a run that trains one adapter."""
+    from hpcrl.trainer.parallel_state import seed_rank
+
+    policy, others, _ = begun(opts, directory)
+    seed_rank(opts.seed, policy.ranks)
+    return sum((stepped(policy, others, opts) for _ in range(steps)), start=list[float]()), values_of(policy)
 
 
 def held_bytes(states: Any) -> float:
@@ -100,13 +112,13 @@ def test_an_adapter_is_trained_as_if_alone(layout: str, tmp_path: Path) -> None:
     every = [options(model, n, **fields | {"adam_eps": 1e-8} | own) for own in OWN]
     together = run_ranks(n, in_turn, every, [0, 1, 2] * STEPS, tmp_path)
     for slot, opts in enumerate(every):
-        alone = run_ranks(n, in_turn, [opts], [0] * STEPS, tmp_path)
-        for ours, theirs in zip(together, alone, strict=True):
-            assert ours[slot][0] == theirs[0][0]
-            assert all(map(torch.equal, ours[slot][1], theirs[0][1]))
-    several = every[0].model_copy(update={"adapter": {"a": {}, "b": {}, "c": {}}})
-    config = read_config(model)
-    planned = fullest_rank(several, find_family(config, model), config).gpu["other adapters"]
-    assert max(rank[-1][0][0] for rank in together) == pytest.approx(planned, rel=0.02)
+        for ours, (logged, values) in zip(together, run_ranks(n, alone, opts, STEPS, tmp_path), strict=True):
+            assert ours[slot][0] == logged
+            assert all(map(torch.equal, ours[slot][1], values))
+    if "ep2" not in layout:  # engines cannot hold several next to experts, so nothing is planned
+        several = every[0].model_copy(update={"adapter": {"a": {}, "b": {}, "c": {}}})
+        config = read_config(model)
+        planned = fullest_rank(several, find_family(config, model), config).gpu["other adapters"]
+        assert max(rank[-1][0][0] for rank in together) == pytest.approx(planned, rel=0.02)
     rates = [log[2::3] for log, _ in together[0][:-1]]
     assert rates[0] == [3e-3] * STEPS and rates[1] == pytest.approx([0.0, 5e-3, 1e-2]) and rates[2] == [1e-3] * STEPS
