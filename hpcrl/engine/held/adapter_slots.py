@@ -22,6 +22,7 @@ from vllm.lora.lora_model import LoRAModel
 from hpcrl.adapters.rules import adapted, leaf, lora_name
 from hpcrl.adapters.serving import vllm_id
 from hpcrl.adapters.settings import LoraSettings
+from hpcrl.engine.held.cpu_products import replace_products
 from hpcrl.engine.held.experts import TensorShard
 from hpcrl.engine.held.layers import HeldMatrix, Holdings, matrices_of
 from hpcrl.model_files.config_json import read_config
@@ -57,6 +58,7 @@ class AdapterSlots:
         ]
         # vLLM empties its slots when an update ends, since it takes it for one of the weights under them
         runner.reset_lora_state = lambda: None
+        replace_products(self._manager)
 
     def holdings(self, directory: str, names: Mapping[str, Entry]) -> Holdings:
         """All of the adapter's tensors, with this worker's part of each.
