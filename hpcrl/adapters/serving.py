@@ -23,6 +23,7 @@ from hpcrl.token_frames import ADAPTER
 
 ENVIRONMENT = "HPCRL_LORA"  #: of an engine: the adapter's settings, as JSON
 SEVERAL = "adapters"  #: the key in it of how many there are, each in a slot of its own
+RENEW = "/hpcrl/renew_adapter"  #: an engine's path: {"slot": N} of the adapter that an update is about to change
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  #: what --max-lora-rank of vLLM may be
 Serve = Literal["adapter", "merged"]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.adapters.serving import requested_slot, slots_of_environment, vllm_id, vllm_name
+from hpcrl.adapters.serving import RENEW, slots_of_environment
+from hpcrl.engine.adapter_requests import AdapterRequests
 from hpcrl.engine.routed_experts import Experts, ExpertSource, asks_for_experts
 from hpcrl.token_frames import ABORT, GENERATE, SampleAnswer, frame, read_names, read_request
 
@@ -37,21 +39,21 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-#: in the place of a path to an adapter's files: there are none, an engine without the adapter ends by looking for them
-COMES_LATER = "updates bring it"
-
-
 class LeanRoute:
     """ASGI middleware that answers our paths itself and leaves all others to vLLM."""
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self._adapters = slots_of_environment(os.environ)
+        self._ours: dict[str, Callable[[AsyncLLM, Receive, Send], Awaitable[None]]]
         self._ours = {GENERATE: partial(generate, ExpertSource()), ABORT: abort}
+        self._adapters: AdapterRequests | None = None
+        if slots := slots_of_environment(os.environ):
+            self._adapters = AdapterRequests(slots)
+            self._ours[RENEW] = partial(renew, self._adapters)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._adapters and scope["type"] == "http":
-            under_adapter(scope["app"].state.engine_client, self._adapters)
+            self._adapters.attach(scope["app"].state.engine_client)
         ours = self._ours.get(scope["path"]) if scope["type"] == "http" else None
         if ours is None:
             await self.app(scope, receive, send)
@@ -61,21 +63,14 @@ class LeanRoute:
             await ours(scope["app"].state.engine_client, receive, send)
 
 
-def under_adapter(client: AsyncLLM, slots: int) -> None:
-    """From now on every request is computed under an adapter that updates bring, whichever route it came by: the only
-    one, or that whose slot its sampling parameters name, without which it is refused."""
-    from vllm.lora.request import LoRARequest
-
-    if vars(client).get("add_request") is not None:
-        return
-    adapters = [LoRARequest(vllm_name(slot), vllm_id(slot), COMES_LATER) for slot in range(slots)]
-    given = client.add_request
-
-    async def add_request(name: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> RequestOutputCollector:
-        slot = requested_slot(getattr(params, "extra_args", None), slots)
-        return await given(name, prompt, params, *args, **kwargs | {"lora_request": adapters[slot]})
-
-    client.add_request = add_request  # type: ignore[method-assign]
+async def renew(adapters: AdapterRequests, client: AsyncLLM, receive: Receive, send: Send) -> None:
+    """One of several adapters is about to change; 400 for a malformed body."""
+    try:
+        found = json.loads(await _body(receive))
+        await adapters.renew(client, int(found["slot"]))
+    except (ValueError, TypeError, KeyError) as error:
+        return await _text(send, 400, f"{type(error).__name__}: {error}")
+    return await _text(send, 200, "")
 
 
 async def abort(client: AsyncLLM, receive: Receive, send: Send) -> None:

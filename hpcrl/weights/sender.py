@@ -1,7 +1,7 @@
 """The trainer's side of a weight update: its tensors into all running engines, under a new version.
 
 One update goes through vLLM's own phases, on all engines at the same time:
-    pause (requests are kept) -> reset the prefix cache -> start -> update -> finish, with the version ->
+    pause (requests are kept) -> forget prefixes -> start -> update -> finish, with the version ->
     (compare, on request) -> resume (the KV cache of kept requests is recomputed with the new weights)
 Engines that take turns with the trainer sleep meanwhile: they are neither paused nor resumed here (`hpcrl.handover`).
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from typing import Any
 
-from hpcrl.adapters.serving import serves_adapter
+from hpcrl.adapters.serving import RENEW, serves_adapter
 from hpcrl.config.options import Options
 from hpcrl.engines.fleet import EngineBroadcast, EngineLate, EngineLost, in_thread
 from hpcrl.engines.http import status
@@ -188,11 +188,12 @@ class WeightSender:
             self._tell_lost(error)
             raise
         paused = time.monotonic()
+        one_of_several = self.adapter and not self.base and len(self.options.adapter) > 1
         try:
             if not self.options.takes_turns:  # asleep, and with an empty cache, as it is
                 self.fleet.post("pausing", "/pause?mode=keep")
-                self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
-            if self.adapter and not self.base and len(self.options.adapter) > 1:
+                self._forget_prefixes(one_of_several)
+            if one_of_several:
                 self.fleet.call("choosing the adapter", "hpcrl_choose", str(self.slot))
             self.fleet.post("the weight update's start", "/start_weight_update")
             self.update.send()
@@ -213,6 +214,15 @@ class WeightSender:
             "perf/update_weights_pause_time": end - paused,
             "perf/update_weights_bytes": float(self.update.bytes),
         }
+
+    def _forget_prefixes(self, one_of_several: bool) -> None:
+        """Have the engines compute nothing more from what they computed under the old weights: under the others of
+        several adapters they may."""
+        assert self.fleet is not None
+        if one_of_several:
+            self.fleet.post("forgetting the adapter's prefixes", RENEW, {"slot": self.slot})
+        else:
+            self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
 
     def _is_due(self) -> bool:
         """Whether what the workers have put together is to be compared after this update."""
