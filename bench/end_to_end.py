@@ -103,8 +103,12 @@ def warmed(root: Path) -> Path:
     return root / "warm-model"
 
 
-def ours(root: Path, work: Work, loop: str, steps: int) -> list[Row]:
-    """By the clock of the run's own metrics."""
+def ours(root: Path, work: Work, loop: str, steps: int, **more: Any) -> list[Row]:
+    """By the clock of the run's own metrics, which are in root/run afterwards.
+
+    Args:
+        more: options of the run.
+    """
     threads = work.threads if loop == "sync" else max(1, CORES // 2)
     values = {
         "hf_checkpoint": str(work.model), "prompt_data": str(work.data), "input_key": "prompt", "label_key": "label",
@@ -112,7 +116,7 @@ def ours(root: Path, work: Work, loop: str, steps: int) -> list[Row]:
         "bf16": False, "num_rollout": steps, "rollout_batch_size": work.groups, "n_samples_per_prompt": EACH,
         "rollout_max_response_len": work.longest, "rollout_max_context_len": work.longest + 48, "advantage_estimator": "grpo",
         "eps_clip": 0.2, "eps_clip_high": 0.28, "lr": 2e-4, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096,
-        "trainer_threads": threads,
+        "trainer_threads": threads, **more,
     }  # fmt: skip
     recipe, run = root / "recipe.toml", root / "run"
     recipe.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
@@ -122,10 +126,10 @@ def ours(root: Path, work: Work, loop: str, steps: int) -> list[Row]:
     return [Row(row["time"] - rows[0]["time"], row["rollout/reward"], row["perf/rollout_wait_time"]) for row in rows]
 
 
-def trl(python: str, work: Work, steps: int) -> list[Row]:
-    """The same of TRL."""
-    told = {"model": str(work.model), "data": str(work.data), "steps": steps, "lr": 2e-4}
-    told |= {"groups": work.groups, "each": EACH, "longest": work.longest}
+def trl(python: str, work: Work, steps: int, **more: Any) -> list[Row]:
+    """The same of TRL; `more`: of trl_side.py's work."""
+    told: dict[str, Any] = {"model": str(work.model), "data": str(work.data), "steps": steps, "lr": 2e-4}
+    told |= {"groups": work.groups, "each": EACH, "longest": work.longest, **more}
     command = [python, str(REPO / "bench" / "end_to_end_roles" / "trl_side.py"), json.dumps(told)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)

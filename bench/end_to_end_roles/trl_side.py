@@ -2,7 +2,7 @@
 
     python bench/end_to_end_roles/trl_side.py '{"model": ..., "data": ..., "steps": ..., "groups": ..., "each": ..., "longest": ..., "lr": ...}'
 
-Generation is TRL's own, by transformers in the process that trains.  The last line printed is a JSON list, of every
+With "rank" and "alpha" PEFT's adapter is trained in the place of the weights.  Generation is TRL's own, by transformers in the process that trains.  The last line printed is a JSON list, of every
 step: seconds since the first one's end, and the mean reward.
 """
 
@@ -63,8 +63,18 @@ def main() -> None:
             disable_tqdm=True,
         )
         data = load_dataset("json", data_files=work["data"], split="train", cache_dir=scratch)
+        adapter = None
+        if "rank" in work:
+            from peft import LoraConfig
+
+            adapter = LoraConfig(r=work["rank"], lora_alpha=work["alpha"], target_modules="all-linear")
         trainer = GRPOTrainer(
-            model=work["model"], reward_funcs=right, args=config, train_dataset=data, callbacks=[TimeLimitWatcher()]
+            model=work["model"],
+            reward_funcs=right,
+            args=config,
+            train_dataset=data,
+            callbacks=[TimeLimitWatcher()],
+            peft_config=adapter,
         )
         trainer.train()
     print(json.dumps([(end - ENDS[0], reward) for end, reward in zip(ENDS, REWARDS, strict=True)]))
