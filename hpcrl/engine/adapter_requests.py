@@ -4,12 +4,13 @@ vLLM keeps what it has computed of prompts, and tells an adapter's from another'
 LoRARequest.  An update of one of several adapters changes that path, so what was computed under the old values is found
 by no later request, and what belongs to the others stays.
 
-Invariants: no request is computed from what was computed under other values of its adapter; one that is at work when its
-adapter is updated is computed again.
+Invariants: no request is computed from what was computed under other values of its adapter; where one is at work when
+its adapter is updated, all that are at work are computed again.
 """
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.adapters.serving import requested_slot, vllm_id, vllm_name
@@ -28,6 +29,7 @@ class AdapterRequests:
 
     def __init__(self, slots: int) -> None:
         self._updates = [0] * slots
+        self._own = secrets.token_hex(8)  # a cache that outlives this process, or is shared, knows paths of others too
 
     def attach(self, client: AsyncLLM) -> None:
         """From now on every request is computed under an adapter that updates bring, whichever route it came by; one
@@ -57,4 +59,4 @@ class AdapterRequests:
     def _of(self, slot: int) -> LoRARequest:
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(vllm_name(slot), vllm_id(slot), f"{COMES_LATER}: {self._updates[slot]}")
+        return LoRARequest(vllm_name(slot), vllm_id(slot), f"{COMES_LATER}: {self._own}-{self._updates[slot]}")

@@ -191,7 +191,8 @@ class WeightSender:
         one_of_several = self.adapter and not self.base and len(self.options.adapter) > 1
         try:
             if not self.options.takes_turns:  # asleep, and with an empty cache, as it is
-                self.fleet.post("pausing", "/pause?mode=keep")
+                # vLLM empties its caches as it pauses, unless it is told not to
+                self.fleet.post("pausing", "/pause?mode=keep" + ("&clear_cache=false" if one_of_several else ""))
                 self._forget_prefixes(one_of_several)
             if one_of_several:
                 self.fleet.call("choosing the adapter", "hpcrl_choose", str(self.slot))

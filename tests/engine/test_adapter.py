@@ -19,6 +19,7 @@ from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
 from hpcrl.token_frames import ADAPTER
 from hpcrl.weights.sender import Differs
+from tests.engine.test_updates_and_ends import metric
 from tests.support.engines import LONG, PROMPT, Engines, Pairs, Reference, WholeTensors, connected, generate
 from tests.support.forked_engines import Nursery
 from tests.support.tiny import make_family, make_model
@@ -146,14 +147,17 @@ def test_workers_have_their_parts_of_several(nursery: Nursery, tmp_path: Path) -
     fields |= {"lora_type": "canonical_lora", "adapter": {"a": {}, "b": {"lr": 1e-3}, "c": {"seed": 2}}}
     engines = nursery.engines(tmp_path / "run", model, **LORA | fields)
     side = AdapterSide(engines, model)
-    pushed = {}
+    pushed: dict[int, Pairs] = {}
     for seed, slot in enumerate([0, 2, 1, 2]):
         side.sender.slot = slot
         pushed[slot] = side.adapter(seed)
         side.push(pushed[slot])
         for other, pairs in pushed.items():
             show(side, pairs)
+            hits = metric(engines.address(), "prefix_cache_hits_total")
             assert side.distance(LONG, extra_args={ADAPTER: other}) < NEAR
+            kept = metric(engines.address(), "prefix_cache_hits_total") > hits
+            assert kept == (other != slot), "of the others alone, what was computed of prompts stays"
     show(side, pushed[0])
     assert side.distance(LONG, extra_args={ADAPTER: 1}) > 100 * NEAR
     for named in ({}, {ADAPTER: 3}, {ADAPTER: "a"}):

@@ -30,8 +30,8 @@ class Client:
 
 
 def test_an_update_leaves_other_adapters_prefixes() -> None:
-    """vLLM knows prefixes by name and path: the updated adapter's path changes alone, and only its own requests that
-    are at work are computed again."""
+    """vLLM knows prefixes by name and path: the updated adapter's path changes alone, and caches are emptied only where
+    a request of its is at work."""
     from hpcrl.engine.adapter_requests import AdapterRequests
 
     async def work() -> None:

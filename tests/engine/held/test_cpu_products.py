@@ -53,3 +53,30 @@ def test_products_are_vllms(name: str, prefill: bool, dtype: torch.dtype) -> Non
     torch.testing.assert_close(found[1][under], found[0][under], **close)
     assert torch.equal(found[1][~under], y[~under])
     assert not bool(under.any()) or not torch.allclose(found[1], y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_does_not_depend_on_others(dtype: torch.dtype) -> None:
+    """To the last bit, however many are computed with it."""
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from hpcrl.engine.held.cpu_products import AdapterProducts
+
+    draw = torch.Generator().manual_seed(2)
+    inputs, columns, rank, most = 320, 960, 8, 64
+    a = (torch.randn(1, 1, rank, inputs, generator=draw).to(dtype),)
+    b = (torch.randn(1, 1, columns, rank, generator=draw).to(dtype),)
+    x = torch.randn(most, inputs, generator=draw).to(dtype)
+    products = AdapterProducts(PunicaWrapperCPU(most, most, torch.device("cpu")))
+
+    def of(rows: torch.Tensor) -> torch.Tensor:
+        count = len(rows)
+        products.update_metadata(LoRAMapping((1,) * count, (1,) * count, is_prefill=False), [1], 1, 100)
+        out = torch.zeros(count, columns, dtype=dtype)
+        products.add_lora_linear(out, rows, a, b, 1.0, (columns,))
+        return out
+
+    alone = torch.cat([of(row) for row in x.split(1)])
+    for count in (2, 3, 5, 8, 16, 33, most):
+        assert torch.equal(of(x[:count]), alone[:count]), count
