@@ -120,10 +120,10 @@ class MetricsLog:
                 f"cannot write {self.path}: {describe(error, self.path)}",
                 f"{remedy(error)}, then continue with --resume",
             ) from error
-        self._add_event(rollout_id + 1, values)
+        self.add_event(rollout_id + 1, values)
 
-    def _add_event(self, step: int, values: dict[str, float]) -> None:
-        """The same for TensorBoard. What fails there is said once, and costs the rest of this attempt's events."""
+    def add_event(self, step: int, values: dict[str, float]) -> None:
+        """A record for TensorBoard. What fails there is said once, and costs the rest of this attempt's events."""
         try:
             if self.events is None:
                 self.events = open_events(self.rundir.tensorboard, self.rundir.attempt, self._purge)

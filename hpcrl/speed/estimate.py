@@ -113,7 +113,7 @@ def estimate(
     if options.num_engines:
         work = RolloutWork(own.rollout_batch_size, _samples(own), prompt, mean)
         engines, at_once = _sampling(options, family, config, card, memory, work, reached)
-    ahead = options.runs_ahead or bool(options.adapter)  # they sample for another adapter
+    ahead = options.runs_ahead or len(options.adapter) > 1  # they sample for another adapter
     return Estimate(card, trainer, engines, at_once, ahead, prompt, mean, reached)
 
 

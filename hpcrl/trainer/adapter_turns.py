@@ -55,7 +55,7 @@ class AdapterTurns:
         if self.rank.engines:
             self.rank.engines.versions[:] = [loop.at.version for loop in self.loops]
         if self.log:
-            self.log.begin([(loop.name, loop.log) for loop in self.loops if loop.log])
+            self.log.begin([(loop.name, loop.log, loop.at.rollout_id) for loop in self.loops if loop.log])
         self.rank.ready(self._done(), sum(loop.total for loop in self.loops))
         try:
             self._train()
@@ -63,8 +63,10 @@ class AdapterTurns:
             for loop in self.loops:
                 if loop.more:
                     loop.stop(error)
-        for loop in self.loops:
+        for loop in self.loops:  # before any waits for an evaluation: a stop has a deadline
             self.states.enter(loop.slot)
+            loop.keep()
+        for loop in self.loops:
             loop.end()
         self.rank.leave()
         seconds = time.monotonic() - started
@@ -83,6 +85,8 @@ class AdapterTurns:
                 self.states.enter(loop.slot)
                 loop.step()
                 loop.request()
+            for loop in self.loops:
+                loop.evaluations.look()
 
 
 def _of_all(summaries: list[Summary]) -> Summary:

@@ -40,6 +40,7 @@ def train(rank: TrainerRank) -> None:
             loop.step()
     except StopAsked as error:
         loop.stop(error)
+    loop.keep()
     loop.end()
     rank.leave()
     loop.finish(time.monotonic() - started)

@@ -64,7 +64,7 @@ class TrainingLoop:
         from hpcrl.trainer.rollout_calls import RolloutCalls
 
         self.rank = rank
-        self.hooks = rank.hooks_of(context.options)
+        self.hooks = rank.hooks if context is rank.context else rank.hooks_of(context.options)
         self.context = context
         self.options = context.options
         self.policy = policy
@@ -146,14 +146,19 @@ class TrainingLoop:
             ) from error
         self.stopping = True
 
-    def end(self) -> None:
-        """Save what has changed, and let the rollout process end."""
-        from hpcrl.trainer.rollout_calls import StopAsked
-
+    def keep(self) -> None:
+        """Save what has changed."""
         if self.total and self.on_disk is not self.at:  # what was only evaluated has not changed
             self._save()
-        with contextlib.suppress(StopAsked):
+
+    def end(self) -> None:
+        """Log the evaluations that are due, and let the rollout process end."""
+        from hpcrl.trainer.rollout_calls import StopAsked
+
+        try:
             self.evaluations.end()
+        except StopAsked:  # a resumed run makes up for it
+            self.stopping = True
         with contextlib.suppress(StopAsked):
             self.rollout.ask("finish", rollout_id=self.at.rollout_id)
         self.copies.finish()
@@ -173,12 +178,12 @@ class TrainingLoop:
         from hpcrl.trainer.rollout_calls import StopAsked
         from hpcrl.trainer.step.speed import of_step
 
+        self.evaluations.before_training()
         rollout_id = self.at.rollout_id
         begun, at = time.monotonic(), self.timeline.now()
         self.waited = 0.0
         self._generate(rollout_id)
         fetched = self.rollout.fetch(rollout_id)
-        self.evaluations.before_training()
         if self.gpu_sharing:
             self.gpu_sharing.take()
         share = self.rank.shares.exchange(fetched)

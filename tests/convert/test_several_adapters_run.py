@@ -18,6 +18,7 @@ pytestmark = pytest.mark.vllm
 
 RECIPE = "examples/recipes/several_adapters.toml"
 NAMES = ("digits", "signs", "slow")
+DROPOUT = ("--lora-dropout", "0.1")  # what it draws begins with the seed of each
 SAME = ("rollout/reward", "train/loss", "train/grad_norm", "policy_version")
 
 
@@ -72,7 +73,7 @@ def told(place: Path) -> list[float]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """What each adapter logs in a run that nothing disturbs."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    hpcrl("run", REPO / RECIPE, "--run-dir", run)
+    hpcrl("run", REPO / RECIPE, "--run-dir", run, *DROPOUT)
     return {name: told(run / "adapters" / name) for name in NAMES}
 
 
@@ -85,7 +86,7 @@ def test_an_adapter_of_several_is_as_one_alone(whole: dict[str, list[float]], tm
     alone = tmp_path / "alone.toml"
     text = (REPO / RECIPE).read_text().partition("[adapter.")[0].replace("{recipe}/..", str(REPO / "examples"))
     alone.write_text(text.replace("{seed}", "1234") + 'custom_rm_path = "examples.algorithms.digits.signs"\nseed = 2\n')
-    hpcrl("run", alone, "--run-dir", tmp_path / "alone")
+    hpcrl("run", alone, "--run-dir", tmp_path / "alone", *DROPOUT)
     assert told(tmp_path / "alone") == pytest.approx(whole["signs"], rel=1e-6, abs=1e-7)
 
 
@@ -93,7 +94,7 @@ def test_an_adapter_of_several_is_as_one_alone(whole: dict[str, list[float]], tm
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
 def test_several_adapters_resume(whole: dict[str, list[float]], tmp_path: Path, how: signal.Signals) -> None:
     root = tmp_path / "run"
-    run = Run(REPO / RECIPE, "--run-dir", root, "--save-interval", "2", root=root)
+    run = Run(REPO / RECIPE, "--run-dir", root, "--save-interval", "2", *DROPOUT, root=root)
     run.until(lambda: logged(run) >= 8)
     os.kill(run.process.pid, how)
     run.end()
@@ -110,7 +111,7 @@ def test_several_adapters_resume(whole: dict[str, list[float]], tmp_path: Path, 
 def test_several_adapters_after_a_fault(whole: dict[str, list[float]], tmp_path: Path, victim: str) -> None:
     root = tmp_path / "run"
     more = ["--attempts", "3", "--engine-restarts", "2", "--save-interval", "1", "--check-weight-update-equal"]
-    run = Run(REPO / RECIPE, "--run-dir", root, *more, root=root)
+    run = Run(REPO / RECIPE, "--run-dir", root, *more, *DROPOUT, root=root)
     run.until(lambda: logged(run) >= 6)
     os.kill(role_pid(root, victim), signal.SIGKILL)
     status, out = run.end()

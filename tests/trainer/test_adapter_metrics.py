@@ -8,6 +8,7 @@ from typing import Any
 from hpcrl.report.metrics import read_metrics
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.adapter_metrics import AdapterMetrics, TogetherLog
+from tests.support.runs import events
 
 
 def rows_of(log: Any) -> list[dict[str, Any]]:
@@ -25,7 +26,7 @@ def logs(root: Path) -> tuple[TogetherLog, dict[str, AdapterMetrics]]:
 def begin(together: TogetherLog, own: dict[str, AdapterMetrics], **at: int) -> None:
     for name, log in own.items():
         log.truncate(at[name])
-    together.begin([*own.items()])
+    together.begin([(name, log, at[name]) for name, log in own.items()])
 
 
 def test_steps_of_all_are_counted_together(tmp_path: Path) -> None:
@@ -62,3 +63,35 @@ def test_adapters_resume_at_different_steps(tmp_path: Path) -> None:
     assert [row["rollout_id"] for row in rows_of(together)] == [*range(5)]
     own["b"].append(1, {"train/loss": 11.0})
     assert rows_of(together)[-1] == {"rollout_id": 5, "b/train/loss": 11.0}
+
+
+def test_rows_of_an_adapter_that_lost_its_file_stay(tmp_path: Path) -> None:
+    together, own = logs(tmp_path)
+    begin(together, own, a=0, b=0)
+    for step in range(3):
+        for log in own.values():
+            log.append(step, {"train/loss": step})
+    before = rows_of(together)
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    together, own = logs(tmp_path)
+    begin(together, own, a=3, b=3)
+    assert rows_of(together) == before
+    own["b"].append(3, {"train/loss": 3.0})
+    assert rows_of(together)[-1]["rollout_id"] == 6
+
+
+def test_tensorboard_has_the_rows_of_a_resumed_run(tmp_path: Path) -> None:
+    """Each step once, and none that an adapter has gone back over."""
+    together, own = logs(tmp_path)
+    begin(together, own, a=0, b=0)
+    for step in range(4):
+        for log in own.values():
+            log.append(step, {"train/loss": step})
+    together.close()
+    together = TogetherLog(RunDir(tmp_path, 1))
+    own = {name: AdapterMetrics(RunDir(tmp_path / name, 1), name, together) for name in own}
+    begin(together, own, a=4, b=1)
+    together.close()
+    seen = events(tmp_path)
+    assert [step for step, _ in seen["a/train/loss"]] == [1, 3, 4, 5]
+    assert [step for step, _ in seen["b/train/loss"]] == [2]
