@@ -5,10 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from hpcrl.report import metrics
 from hpcrl.report.metrics import read_metrics
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.adapter_metrics import AdapterMetrics, TogetherLog
 from tests.support.runs import events
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each record is a second after the one before."""
+    now = iter(range(1_000_000, 1_001_000))
+    monkeypatch.setattr(metrics.time, "time", lambda: float(next(now)))
 
 
 def rows_of(log: Any) -> list[dict[str, Any]]:
