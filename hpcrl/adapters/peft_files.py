@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+AS_PEFT = "name a directory as PEFT writes it; hpcrl convert to-hf makes one of a run"
+NOT_PLAIN = "only plain LoRA is supported: merge this one into its base with PEFT, and train a new one over that"
 BASE = "hpcrl_base"  #: in the file's metadata: the digest of the base
 PREFIX = "base_model.model."
 #: settings of PEFT's that change what an adapter computes, and the values with which they do not
@@ -58,20 +60,35 @@ def read_settings(directory: Path) -> LoraSettings:
     """
     found = read_object(directory, CONFIG, "--lora-adapter-path")
     if found is None:
-        raise DataError(f"{directory} has no {CONFIG}", "name a directory as PEFT writes it")
+        raise DataError(f"{directory} has no {CONFIG}", AS_PEFT)
     for name, plain in _PLAIN.items():
         if name in found and found[name] not in plain:
-            raise DataError(f"{directory / CONFIG} has {name} = {found[name]!r}", "only plain LoRA is supported")
+            raise DataError(f"{directory / CONFIG} has {name} = {found[name]!r}", NOT_PLAIN)
     if odd := sorted(
         name for name in found.keys() - _PLAIN.keys() - _HARMLESS if found[name] not in (None, False, [], {})
     ):
-        raise DataError(f"{directory / CONFIG} has {odd[0]} = {found[odd[0]]!r}", "only plain LoRA is supported")
+        raise DataError(f"{directory / CONFIG} has {odd[0]} = {found[odd[0]]!r}", NOT_PLAIN)
     rank, alpha = found.get("r"), found.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
         raise DataError(f"{directory / CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}")
     return LoraSettings(
         rank, alpha, float(found.get("lora_dropout") or 0.0), rank_stabilized=bool(found.get("use_rslora"))
     )
+
+
+def check_settings(directory: Path, settings: LoraSettings) -> None:
+    """Raise DataError for an adapter that is not of these settings: it names all that is different, and the flags."""
+    said = read_settings(directory)
+    every = (
+        (f"--lora-rank {said.rank}", said.rank, settings.rank),
+        (f"--lora-alpha {said.alpha:g}", said.alpha, settings.alpha),
+        ("--use-rslora" if said.rank_stabilized else "--no-use-rslora", said.rank_stabilized, settings.rank_stabilized),
+    )
+    if flags := [flag for flag, its, own in every if its != own]:
+        wanted = " ".join(flags)
+        raise DataError(
+            f"--lora-adapter-path {directory} is an adapter of {wanted}, and this run is not", f"give {wanted}"
+        )
 
 
 def read_adapter(directory: Path, settings: LoraSettings | None = None) -> dict[str, torch.Tensor]:
@@ -87,17 +104,10 @@ def read_adapter(directory: Path, settings: LoraSettings | None = None) -> dict[
 
     from hpcrl.model_files.safetensors_files import SafetensorsDirectory, read_header
 
-    said = read_settings(directory)
     if settings is not None:
-        for flag, own, other in (
-            ("--lora-rank", settings.rank, said.rank),
-            ("--lora-alpha", settings.alpha, said.alpha),
-            ("--use-rslora", settings.rank_stabilized, said.rank_stabilized),
-        ):
-            if own != other:
-                raise DataError(
-                    f"{directory} has an adapter with {flag} {other}, this run {own}", f"give the same {flag}"
-                )
+        check_settings(directory, settings)
+    else:
+        read_settings(directory)
     names = read_header(directory / TENSORS)
     if not names:
         raise DataError(f"{directory / TENSORS} holds no adapter")
@@ -168,6 +178,7 @@ def write_adapter(
     metadata = {"format": "pt"} | ({BASE: digest} if digest else {})
     named = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, directory / TENSORS, metadata)
+    (directory / TENSORS).chmod(0o644)  # as all that an export writes: a new file of safetensors' is its owner's alone
     write_atomic(directory / CONFIG, (json.dumps(config, indent=2) + "\n").encode(), mode=0o644)
 
 

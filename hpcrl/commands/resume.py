@@ -50,8 +50,11 @@ def _policies(rundir: RunDir, options: Options) -> list[tuple[str, RunDir, Optio
     ]
 
 
-def extend_run(job: RunJob, num_rollout: int) -> None:
+def extend_run(job: RunJob, num_rollout: int, ckpt_step: int | None = None) -> None:
     """Let the last stage continue to `num_rollout` rollouts, each of its adapters if it has several.
+
+    Args:
+        ckpt_step: the checkpoint that it is to go back to first.
 
     Raises:
         UsageError: if it has not begun, has done more, or must not.
@@ -65,7 +68,7 @@ def extend_run(job: RunJob, num_rollout: int) -> None:
         options = read_options(rundir, whole=True)
         policies = _policies(rundir, options)
         for shown, place, own in policies:
-            _may_be_longer(shown, place, own, num_rollout)
+            _may_be_longer(shown, place, own, num_rollout, ckpt_step)
         each = {name: table | {"num_rollout": num_rollout} for name, table in options.adapter.items()}
         longer = options.model_copy(update={"num_rollout": num_rollout, "adapter": each})
         write_atomic(rundir.options_file, longer.model_dump_json(indent=1).encode())
@@ -75,10 +78,10 @@ def extend_run(job: RunJob, num_rollout: int) -> None:
                 write_summary(place, msgspec.structs.replace(summary, status="stopped", total=total))
 
 
-def _may_be_longer(shown: str, place: RunDir, options: Options, num_rollout: int) -> None:
+def _may_be_longer(shown: str, place: RunDir, options: Options, num_rollout: int, ckpt_step: int | None) -> None:
     """Raise UsageError if a policy cannot be trained up to `num_rollout`."""
     summary = read_summary(place.root)
-    done = summary.rollout_id if summary else 0
+    done = ckpt_step or (summary.rollout_id if summary else 0)
     if num_rollout <= done:
         raise UsageError(f"{shown}--num-rollout {num_rollout}: {done} rollouts are done", "give a larger number")
     if bent := _bent(options):
@@ -97,8 +100,12 @@ def rewind_run(job: RunJob, number: int) -> None:
     from hpcrl.model_files.torch_dist import step  # with torch, which no other way to resume needs
 
     stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
-    if stage is None or not (job.directory(stage) / "options.json").is_file():
-        raise UsageError(f"{job.root} has no stage that could resume from a checkpoint", "leave --ckpt-step out")
+    if stage is None:
+        raise UsageError(
+            f"--ckpt-step {number}: {job.root} is finished", "give --num-rollout N as well, how far to train from there"
+        )
+    if not (job.directory(stage) / "options.json").is_file():
+        raise UsageError(f"{job.root} has saved nothing yet", "leave --ckpt-step out")
     with held(job.root):
         rundir = RunDir.latest(job.directory(stage))
         policies = _policies(rundir, read_options(rundir))
@@ -154,7 +161,7 @@ def resume(argv: list[str]) -> int:
     job = reopen_job(Path(words[0]) if known else find_run(words[0]).root)
     root = job.root
     if "num_rollout" in overrides:
-        extend_run(job, overrides["num_rollout"])
+        extend_run(job, overrides["num_rollout"], overrides.get("ckpt_step"))
     if "ckpt_step" in overrides:
         rewind_run(job, overrides["ckpt_step"])
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):

@@ -21,13 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcrl.adapters.peft_files import AS_PEFT, check_settings
+from hpcrl.adapters.peft_files import CONFIG as ADAPTER_CONFIG
+from hpcrl.adapters.settings import lora_settings
 from hpcrl.config import megatron_flags
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
 from hpcrl.config.plugin_points import foreign_functions, missing_functions
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.sampling import check_draft_layers, drafts_of_files
-from hpcrl.config.rules.several_adapters import policies_of
+from hpcrl.config.rules.several_adapters import adapter_options, policies_of
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.site import SiteProfile
@@ -75,6 +78,8 @@ def refuse_what_cannot_run(
     """
     rules = (lambda found: refuse_settings(found, hosts, packages), *((refuse_missing_packages,) if packages else ()))
     raise_together([*failures(rules, stages), *absent(stages, sight)])
+    if sight.files:
+        check_adapters(stages)
     look_at(stages)
 
 
@@ -127,12 +132,30 @@ def made_by_run(recipe: Recipe, run: str, path: str) -> bool:
 
 def absent(stages: Sequence[Options], sight: HostView) -> list[UsageError]:
     """An error for every file and directory that a stage begins with, and every custom function, that is not here."""
-    own = (error for options in stages for error in [*missing_functions(options), *foreign_functions(options)])
+    own = (error for options in stages for error in _functions_absent(options))
     found = list(own) if sight.code else []
     if sight.files:
         rows = [row for options in stages for row in begins_with(options) if not sight.elsewhere(row[1])]
         found = [*(error for row in rows if (error := _nothing_at(*row))), *found]
     return [*{str(error): error for error in found}.values()]
+
+
+def _functions_absent(options: Options) -> list[UsageError]:
+    """Of the stage, and of its adapters where that is another."""
+    found = [*missing_functions(options), *foreign_functions(options)]
+    said = set(map(str, found))
+    for name, own in adapter_options(options).items():
+        more = [error for error in (*missing_functions(own), *foreign_functions(own)) if str(error) not in said]
+        found += [UsageError(f"adapter {name}: {error.what}", error.hint) for error in more]
+    return found
+
+
+def check_adapters(stages: Sequence[Options]) -> None:
+    """Raise DataError for an adapter that is here, and is not what a stage begins with."""
+    for own in (own for options in stages for own in policies_of(options)):
+        settings = lora_settings(own)
+        if settings is not None and own.lora_adapter_path and Path(own.lora_adapter_path).is_dir():
+            check_settings(Path(own.lora_adapter_path), settings)
 
 
 def note_absent(recipe: Recipe, stages: Sequence[Options]) -> None:
@@ -181,8 +204,9 @@ def begins_with(options: Options) -> Iterator[tuple[str, str]]:
         "--load": None if _may_be_empty(options) else options.load,
     }
     yield from ((flag, path) for flag, path in named.items() if path)
-    configs = dict.fromkeys(own.eval_config for own in policies_of(options))
-    yield from (("--eval-config", path) for path in configs if path)
+    for own in policies_of(options):
+        of_policy = {"--eval-config": own.eval_config, "--lora-adapter-path": own.lora_adapter_path}
+        yield from ((flag, path) for flag, path in of_policy.items() if path)
     yield from (("the prompt file", path) for path in prompt_files(options))
 
 
@@ -200,6 +224,8 @@ def _nothing_at(flag: str, path: str) -> UsageError | None:
     """The error for a path where there is not what `flag` wants, or None."""
     if not Path(path).exists():
         return UsageError(f"{flag} {path} is not here", _how_to_get(flag, path))
+    if flag == "--lora-adapter-path" and not (Path(path) / ADAPTER_CONFIG).is_file():
+        return UsageError(f"{flag} {path} holds no {ADAPTER_CONFIG}", AS_PEFT)
     if flag.endswith("load") and not holds_weights(Path(path)):
         hint = "give a directory that a run saved to, or a Hugging Face model"
         return UsageError(f"{flag} {path} holds no {TRACKER} and no config.json", hint)

@@ -63,7 +63,9 @@ def test_an_adapters_own_schedule_is_not_stretched(tmp_path: Path) -> None:
 def test_every_adapter_goes_back(tmp_path: Path) -> None:
     """To a checkpoint that all of them have; else nothing changes."""
     job, rundir = of_two(tmp_path)
-    write_summary(rundir.root, Summary("stopped", 0, 8, 9, 8, 1.0))
+    with pytest.raises(UsageError, match="is finished; give --num-rollout N as well"):
+        rewind_run(job, 2)
+    extend_run(job, 4, 2)
     trackers = [AdapterDir(rundir, name).checkpoints / "latest_checkpointed_iteration.txt" for name in DONE]
     with pytest.raises(UsageError, match="adapter a: --ckpt-step 4: .*/adapters/a/checkpoints has no such.*1, 2, 3"):
         rewind_run(job, 4)

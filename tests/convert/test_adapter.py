@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpcrl.adapters.peft_files import check_settings
+from hpcrl.adapters.settings import LoraSettings
 from hpcrl.convert.adapter import main as merge_lora
 from hpcrl.convert.to_hf import main as to_hf
 from hpcrl.errors import DataError, UsageError
@@ -132,3 +134,12 @@ def test_peft_loads_the_files(tmp_path: Path) -> None:
         base = load(model, dtype=torch.float32)(ids).logits
     assert float((adapted - merged).abs().max()) < 1e-5
     assert float((adapted - base).abs().max()) > 1e-3
+
+
+def test_settings_that_differ_are_told_at_once(tmp_path: Path) -> None:
+    """All of them in one error, with the flags to give."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="give --lora-rank 4 --lora-alpha 8 --use-rslora$"):
+        check_settings(tmp_path, LoraSettings(8, 16.0, 0.0))
+    check_settings(tmp_path, LoraSettings(4, 8.0, 0.0, rank_stabilized=True))

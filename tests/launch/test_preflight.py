@@ -12,7 +12,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
-from hpcrl.errors import UsageError
+from hpcrl.errors import DataError, UsageError
 from hpcrl.launch import preflight
 from hpcrl.launch.preflight import NOTHING, HostView, absent, refuse_missing_packages
 from hpcrl.launch.site import load_site
@@ -114,6 +114,23 @@ def test_an_adapters_held_out_sets_are_looked_for() -> None:
     own = {"a": {"eval_config": "sets.yaml", "eval_interval": 2}, "b": {}}
     several = Options(hf_checkpoint="model", lora_rank=4, adapter=own)
     assert [error.what for error in absent([several], HostView())] == ["--eval-config sets.yaml is not here"]
+
+
+def test_an_adapter_to_begin_with_is_looked_at(folder: Path) -> None:
+    begun = Options(hf_checkpoint="model", lora_rank=4, lora_adapter_path="empty")
+    assert "empty holds no adapter_config.json" in absent([begun], HostView())[0].what
+    (folder / "empty" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}')
+    assert not absent([begun], HostView())
+    with pytest.raises(DataError, match="give --lora-rank 8$"):
+        preflight.check_adapters([begun])
+
+
+def test_an_adapters_functions_are_looked_for() -> None:
+    own = {"a": {"custom_rm_path": "own.absent"}, "b": {}}
+    several = Options(hf_checkpoint="model", lora_rank=4, custom_rm_path="own.reward", adapter=own)
+    assert [error.what for error in absent([several], HostView())] == [
+        "adapter a: --custom-rm-path own.absent: own has no absent"
+    ]
 
 
 def test_a_checkpoint_is_known_by_its_files(folder: Path) -> None:

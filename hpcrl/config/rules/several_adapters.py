@@ -89,6 +89,12 @@ def policies_of(o: Options) -> list[Options]:
     return [*adapter_options(o).values()] or [o]
 
 
+def rollouts_of(o: Options) -> int | None:
+    """All rollouts of a run, of its adapters together; None if epochs say how many."""
+    each = [own.num_rollout for own in policies_of(o)]
+    return None if None in each else sum(filter(None, each))
+
+
 def check_several(
     o: Options,
     given: Collection[str] | None,
@@ -121,12 +127,15 @@ def _tables(tables: Mapping[str, Any]) -> list[UsageError]:
     wrong = []
     for name, table in tables.items():
         if not NAME.match(name):
-            wrong.append(UsageError(f"[adapter.{name}]: the name cannot be that of a directory", "use letters and -"))
+            wrong.append(
+                UsageError(f"[adapter.{name}]: the name cannot be that of a directory", "use letters, digits and -")
+            )
         if not isinstance(table, dict):
             wrong.append(UsageError(f"adapter.{name} is not a table", f"begin it with [adapter.{name}]"))
             continue
         for key in table.keys() - OWN:
-            wrong.append(UsageError(f"[adapter.{name}] {key}: an adapter has none of its own", _hint(key)))
+            what = "an adapter has none of its own" if key in Options.model_fields else "there is no such option"
+            wrong.append(UsageError(f"[adapter.{name}] {key}: {what}", _hint(key)))
     return wrong
 
 
