@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,20 +24,21 @@ from hpcrl.rollout.samplers.conversation import Arguments
 from hpcrl.rollout.samplers.trajectory import Turn
 from hpcrl.sample import Sample
 from tests.documents.texts import python_files
+from tests.support.asked_endpoint import AskedEndpoint, asked, form_model, spoken
 from tests.support.shares import plain_sample
 
 PAGE = Path(__file__).parents[2] / "docs" / "customise.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Every block of the page as the file that its first line names."""
     folder = tmp_path_factory.mktemp("customise")
     for name, text in python_files("customise"):
         (folder / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        yield
+        yield folder
 
 
 def sample(response: str = "abc", index: int = 0, reward: float = 0.0) -> Sample:
@@ -281,6 +283,23 @@ def test_the_row_says_what_it_is_called_with(name: str) -> None:
     wanted = ", ".join([*point.parameters, *(["*", *point.keywords] if point.keywords else [])])
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| [`{spelled(name)}`]"))
     assert f"`({wanted})`" in row
+
+
+def test_the_pages_agent_asks_the_endpoint(modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of the page calls its tool over two turns, and they are one conversation."""
+    monkeypatch.chdir(modules)
+    tokenizer = form_model(tmp_path, "hermes")
+    calls = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+    async def work(found: AskedEndpoint) -> None:
+        args = SimpleNamespace(base_url=f"{found.url}/v1", api_key=found.key)
+        one = SimpleNamespace(prompt="1+2=")
+        await importlib.import_module("examples_of_generating").agent(args, one, {})
+        [dialogue] = found.session.dialogues
+        assert len(found.policy.asked) == 4, "it gives up after four turns"
+        assert tokenizer._hf.decode(dialogue.trajectory.tokens).count("<|tool|>3<|end|>") == 3
+
+    asked(tokenizer, work, spoken(tokenizer, calls))
 
 
 def test_all_points_of_a_role_are_loaded_at_once() -> None:

@@ -17,6 +17,7 @@ Whole runs
     twins, twin_models    tiny twins of the reference runs of slime's guides and scripts; what they train
     second_user, gloo_attack    an account from which tests attack what runs under the first; what it does to gloo groups
     attacked, strangers    servers of a run in processes of their own; what strangers send to their ports, and its cost
+    asked_endpoint     an endpoint in front of a policy that says what a test wants; models of each form of tool calls
     crowds             many honest clients of an HTTP server at once
     faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards
 

@@ -1,4 +1,6 @@
-"""The OpenAI-compatible endpoint of the rollout process: agents ask here, and what they are answered becomes samples.
+"""The endpoint of the rollout process, as OpenAI's and Anthropic's servers have it: agents ask here, and what they are
+answered becomes samples.
 
-Open `server.py` first.
+Open `server.py` first; `turns.py` is what the protocols (`openai.py`, `anthropic.py`) share, `tool_calls/__init__.py`
+says what a form of tool calls is.
 """

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
+from hpcrl.rollout.endpoint.call_forms import CallForm, form_of
 from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
 from hpcrl.rollout.samplers.trajectory import Trajectory, continuation, opening, plain
 from hpcrl.untrusted_files import parse_json
 
-#: a call as Qwen's and Hermes' templates ask for it
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+#: roles that chat templates have another word for
+_ROLES = {"developer": "system"}
 
 
 @dataclass
@@ -85,38 +83,53 @@ def begin_chat(tokenizer: Tokenizer, messages: Messages, tools: Messages | None,
     Raises:
         ValueError: with the template's words.
     """
-    return Dialogue(
-        Trajectory(opening(tokenizer, for_template(messages), tools).tolist(), version), tools=spelled(tools)
-    )
+    shown = for_template(messages, call_form(tokenizer))
+    return Dialogue(Trajectory(opening(tokenizer, shown, tools).tolist(), version), tools=spelled(tools))
 
 
 def new_tokens(tokenizer: Tokenizer, dialogue: Dialogue, messages: Messages, tools: Messages | None) -> list[int]:
-    """What is told to the policy before its next turn in a conversation that continues."""
+    """What is told to the policy before its next turn in a conversation that continues.
+
+    Raises:
+        ValueError: if the template refuses the messages.
+    """
     if not dialogue.messages:
         return []
-    before = messages[: len(dialogue.messages) - 1]
-    after = messages[len(dialogue.messages) :]
+    shown = for_template(messages, call_form(tokenizer))
+    at = len(dialogue.messages)
+    before, said, after = shown[: at - 1], shown[at - 1], shown[at:]
     last = dialogue.trajectory.tokens[-1]
-    return continuation(tokenizer, for_template(before), for_template(after), last, tools).tolist()
+    return continuation(tokenizer, before, after, last, tools, said.get("tool_calls")).tolist()
 
 
-def for_template(messages: Messages) -> Messages:
-    """Messages as templates read them: content as text, the arguments of calls as objects."""
+def call_form(tokenizer: Tokenizer) -> CallForm:
+    """The form of tool calls that the model's template shows."""
+    return form_of(tokenizer.template)
+
+
+def for_template(messages: Messages, form: CallForm) -> Messages:
+    """Messages as templates read them: content as text, the arguments of calls as objects, or as JSON where the form's
+    templates read that, and no list of calls where there are none."""
     found = []
     for message in messages:
         copy = dict(message) | {"content": plain(message.get("content"))}
-        if calls := copy.get("tool_calls"):
-            copy["tool_calls"] = [_object_call(call) for call in calls]
+        copy["role"] = _ROLES.get(copy["role"], copy["role"])
+        calls = copy.pop("tool_calls", None)
+        if calls:
+            copy["tool_calls"] = [_shown_call(call, form.as_text) for call in calls]
         found.append(copy)
     return found
 
 
-def _object_call(call: dict[str, Any]) -> dict[str, Any]:
+def _shown_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
+    arguments = function.get("arguments")
+    if as_text:
+        function["arguments"] = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    elif isinstance(arguments, str):
         with contextlib.suppress(ValueError):
-            function["arguments"] = parse_json(function["arguments"])
-    return call | {"function": function}
+            function["arguments"] = parse_json(arguments)
+    return {"type": "function"} | call | {"function": function}
 
 
 def spelled(tools: Any) -> str:
@@ -141,43 +154,32 @@ def find_text(
 # ---- what is answered
 
 
-def calls_in(text: str, at: int) -> tuple[str, list[dict[str, Any]]]:
-    """(the text before the first call, the calls) of a turn that calls tools as Hermes' and Qwen's templates ask for.
-
-    Args:
-        at: for ids.
-    """
-    calls = []
-    for found in _CALL.finditer(text):
-        try:
-            call = msgspec.json.decode(found[1])
-            name, arguments = call["name"], call.get("arguments", {})
-        except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, UnicodeEncodeError, RecursionError):
-            continue
-        if isinstance(name, str):
-            said = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            calls.append(
-                {"id": f"call_{at}_{len(calls)}", "type": "function", "function": {"name": name, "arguments": said}}
-            )
-    return (text[: text.index("<tool_call>")].rstrip() if calls else text), calls
-
-
-def until(text: str, params: dict[str, Any]) -> str:
-    """A turn's text up to the first of the strings that a request wanted to end it; the tokens keep what ended it."""
+def ended_by(text: str, params: dict[str, Any]) -> tuple[str, str | None]:
+    """(a turn's text up to the first of the strings that a request wanted to end it, that string or None); the tokens
+    keep what ended it."""
     stops = params.get("stop") or ()
-    at = [text.find(stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop in text]
-    return text[: min(at)] if at else text
+    at = [(text.find(stop), stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop in text]
+    return (text[: min(at)[0]], min(at)[1]) if at else (text, None)
 
 
-def answer(text: str, whole: str, tools: bool, at: int) -> dict[str, Any]:
+def answer(form: CallForm, text: str, whole: str, tools: Sequence[Any] | None, at: int) -> dict[str, Any]:
     """The assistant's message of a turn.
 
     Args:
         text: of the turn without special tokens.
         whole: with them, which the marks of a call are for some models.
-        at: tokens of the conversation before it, of which the ids of its calls are made.
+        tools: of the request, if the turn may call them.
+        at: tokens of the conversation before it, of which the ids of its calls are made where the model writes none.
     """
-    calls: list[dict[str, Any]] = []
-    if tools:
-        text, calls = next((found for found in (calls_in(text, at), calls_in(whole, at)) if found[1]), (text, calls))
-    return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+    said, calls = form.split(text, tools) if tools else (text, [])
+    if tools and not calls and whole != text:
+        said, calls = form.split(whole, tools)
+    if not calls:
+        return {"role": "assistant", "content": text}
+    found, ids = [], set[str]()
+    for number, call in enumerate(calls):
+        name = call.id if call.id and call.id not in ids else f"call_{at}_{number}"
+        ids.add(name)
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        found.append({"id": name, "type": "function", "function": function})
+    return {"role": "assistant", "content": said, "tool_calls": found}

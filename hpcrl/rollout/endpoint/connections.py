@@ -26,7 +26,10 @@ IDLE = 15.0  #: seconds until a connection must have brought a key
 #: together
 HEAD, ALL, SLICE = 2**16, 2**17, 2**13
 _END = b"\r\n\r\n"  # of the headers
-_KEY = re.compile(rb"\r\nauthorization:([^\r\n]*)\r\n", re.IGNORECASE)
+_HEADERS = (
+    re.compile(rb"\r\nauthorization:[ \t]*bearer ([^\r\n]*)", re.IGNORECASE),
+    re.compile(rb"\r\nx-api-key:([^\r\n]*)", re.IGNORECASE),
+)
 _PATH = re.compile(rb"POST /(hpcrl-[\w-]+)/")  # a request that has its key in the path
 
 
@@ -37,7 +40,7 @@ class Connections:
         """Create one.
 
         Args:
-            opens: whether an Authorization header has a key that opens something now.
+            opens: whether a key opens something now.
         """
         self.server = server
         self.opens = opens
@@ -93,8 +96,8 @@ class Connection(web.RequestHandler):
             return
         self._asked, self._head = True, b""
         named = _PATH.match(head)
-        given = [b"Bearer " + named[1]] if named else _KEY.findall(head + b"\r\n")
-        if len(given) == 1 and self._connections.opens(given[0].decode("latin-1").strip()):
+        given = [[named[1]]] if named else [header.findall(head) for header in _HEADERS]
+        if any(len(keys) == 1 and self._connections.opens(keys[0].decode("latin-1").strip()) for keys in given):
             self.proved()
 
     def proved(self) -> None:

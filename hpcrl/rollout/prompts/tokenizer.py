@@ -91,12 +91,20 @@ class Tokenizer:
                     f"it looks at {', '.join(sorted(known)) or 'nothing'}",
                 )
 
+    @property
+    def template(self) -> str:
+        """The text of the chat template, of all of them where there are several; "" if there is none."""
+        return "\n".join(self._templates())
+
+    def _templates(self) -> list[str]:
+        found = self._hf.chat_template
+        return list(found.values()) if isinstance(found, dict) else [found] if found else []
+
     def _variables(self) -> set[str]:
         """What the chat template looks at besides what it is always given."""
         from jinja2 import Environment, TemplateError, meta
 
-        found = self._hf.chat_template
-        texts = list(found.values()) if isinstance(found, dict) else [found]
+        texts = self._templates()
         try:
             parsed = [Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_PLAIN.sub("", text)) for text in texts]
         except TemplateError as error:

@@ -120,27 +120,69 @@ def opening(tokenizer: Tokenizer, messages: Messages, tools: Messages | None = N
 
 
 def continuation(
-    tokenizer: Tokenizer, before: Messages, after: Messages, last: int | None, tools: Messages | None = None
+    tokenizer: Tokenizer,
+    before: Messages,
+    after: Messages,
+    last: int | None,
+    tools: Messages | None = None,
+    calls: Messages | None = None,
 ) -> np.ndarray:
     """int32: what follows a turn of the policy when `after` was said, up to where its next turn begins.
 
     Args:
         before: the messages up to that turn, without it.
         last: the turn's last token, so that the token that ends a turn is not written twice, or None.
+        calls: the turn's calls of tools, for a template that refuses a tool's answer behind a turn without any.
 
     Raises:
         ValueError: if the template refuses the messages, or leaves the turn's place out.
     """
-    text = tokenizer.render([*before, {"role": "assistant", "content": MARK}, *after], generation=True, tools=tools)
-    _, mark, rest = text.rpartition(MARK)
+    turn = [*before, {"role": "assistant", "content": MARK}]
+    try:
+        _, mark, rest = tokenizer.render([*turn, *after], generation=True, tools=tools).rpartition(MARK)
+    except ValueError:
+        if not calls:
+            raise
+        mark, rest = MARK, _behind_calls(tokenizer, turn, after, tools, calls)
     if not mark:
         raise ValueError(
             "the chat template leaves out what the assistant said before a message: such a chat cannot be continued"
         )
     tokens = tokenizer.encode([rest])[0]
-    if last in tokenizer.eos_ids and len(tokens) and int(tokens[0]) in tokenizer.eos_ids:
-        return tokens[1:]  # the turn has its end already, be it another token than the template's
+    ends = last in tokenizer.eos_ids and len(tokens) and int(tokens[0]) in tokenizer.eos_ids
+    # the turn has its end already, be it another token than the template's, unless that begins what was said: GLM's
+    # models end a turn with the token of the role that speaks next, and may have expected another one
+    if ends and (int(tokens[0]) == last or _ends_turns(tokenizer, turn, tools)):
+        return tokens[1:]
     return tokens
+
+
+def _behind_calls(
+    tokenizer: Tokenizer, turn: Messages, after: Messages, tools: Messages | None, calls: Messages
+) -> str:
+    """What a template writes behind a turn that calls tools: what it ends any turn with, and `after`.
+
+    Raises:
+        ValueError: if the template writes the turn otherwise once something follows it.
+    """
+    end = tokenizer.render(turn, generation=False, tools=tools).rpartition(MARK)[2]
+    called = [*turn[:-1], turn[-1] | {"tool_calls": calls}]
+    alone = tokenizer.render(called, generation=False, tools=tools)
+    whole = tokenizer.render([*called, *after], generation=True, tools=tools)
+    begin = alone.removesuffix(end)
+    if not alone.endswith(end) or not whole.startswith(begin):
+        raise ValueError("the chat template writes a turn that calls tools otherwise once their answers follow it")
+    return whole.removeprefix(begin)
+
+
+def _ends_turns(tokenizer: Tokenizer, turn: Messages, tools: Messages | None) -> bool:
+    """Whether the template ends a turn with a token of its own, whatever follows."""
+    try:
+        _, mark, end = tokenizer.render(turn, generation=False, tools=tools).rpartition(MARK)
+    except ValueError:
+        return True
+    tokens = tokenizer.encode([end])[0]
+    return not mark or (len(tokens) > 0 and int(tokens[0]) in tokenizer.eos_ids)
 
 
 def plain(content: Any) -> str:

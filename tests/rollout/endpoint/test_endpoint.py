@@ -14,7 +14,8 @@ import aiohttp
 import pytest
 
 from hpcrl.errors import PeerError
-from hpcrl.rollout.endpoint.chat import answer, calls_in, for_template
+from hpcrl.rollout.endpoint.call_forms import form_of
+from hpcrl.rollout.endpoint.chat import answer, for_template
 from hpcrl.rollout.endpoint.server import LARGEST, Endpoint
 from hpcrl.rollout.endpoint.session import ResponseContext, Session
 from hpcrl.rollout.engines.sampling import Sampling
@@ -137,7 +138,6 @@ def test_room_is_that_of_the_whole_response(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
-        ("chat/completions", {"messages": [user("a")], "stream": True}, "stream is not served"),
         ("chat/completions", {"messages": [user("a")], "n": 2}, "n is 1 here"),
         ("chat/completions", {"messages": [user("a")], "n": True}, "n is 1 here"),
         (
@@ -157,11 +157,20 @@ def test_room_is_that_of_the_whole_response(tokenizer: Tokenizer) -> None:
             {"messages": [user("a")], "tools": [{}], "tool_choice": "required"},
             "tool_choice is not served",
         ),
-        (
-            "chat/completions",
-            {"messages": [user("a")], "tools": [{}], "tool_choice": "none"},
-            "tool_choice is not served",
-        ),
+        ("chat/completions", {"messages": [user("a")], "tool_choice": {"type": "function"}}, "tool_choice is not"),
+        ("chat/completions", {"messages": [user("a")], "tools": 3}, "tools has None"),
+        ("chat/completions", {"messages": [user("a")], "tools": {}}, "tools has None"),
+        ("chat/completions", {"messages": [user("a")], "tools": [{}]}, "tools has {}"),
+        ("chat/completions", {"messages": [user("a")], "tools": [{"type": "function", "function": 3}]}, "tools has {'"),
+        ("chat/completions", {"messages": [user("a")], "stop": 3}, "stop 3 is not"),
+        ("chat/completions", {"messages": [user("a")], "stop": ["a", ""]}, "stop ['a', ''] is not"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": 3}]}, "tool_calls is not"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}]}, "tool_calls is"),
+        ("chat/completions", {"messages": [{"role": 3, "content": "a"}]}, "object with a role"),
+        ("chat/completions", {"messages": [user("a")], "max_tokens": "9"}, "'9' is not a number"),
+        ("completions", {"prompt": 3}, "neither one text nor"),
+        ("completions", {"prompt": [7, "a"]}, "it has 'a'"),
+        ("completions", {"prompt": [7, True]}, "it has True"),
         (
             "chat/completions",
             {"messages": [user("a")], "logprobs": True, "top_logprobs": 3},
@@ -271,11 +280,13 @@ def test_a_route_that_is_not_there_is_named(tokenizer: Tokenizer) -> None:
 
 def test_calls_marked_by_special_tokens() -> None:
     """Tool calls are found although their marks are special tokens."""
+    form, tools = form_of(""), [{}]
     whole = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert answer('{"name": "add", "arguments": {}}', whole, True, 3)["tool_calls"][0]["function"]["name"] == "add"
+    [call] = answer(form, '{"name": "add", "arguments": {}}', whole, tools, 3)["tool_calls"]
+    assert (call["id"], call["function"]) == ("call_3_0", {"name": "add", "arguments": "{}"})
     assert (
-        answer("text", "text<|x|>", True, 3)
-        == answer("text", "text<|x|>", False, 3)
+        answer(form, "text", "text<|x|>", tools, 3)
+        == answer(form, "text", "text<|x|>", None, 3)
         == {"role": "assistant", "content": "text"}
     )
 
@@ -296,17 +307,24 @@ def test_keys_sizes_and_engines(tokenizer: Tokenizer) -> None:
     served(tokenizer, work)
 
 
-def test_tool_calls_and_results(tokenizer: Tokenizer) -> None:
-    """Tool calls are parsed, and their results continue the chat."""
-    said = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    text, (call,) = calls_in(said, 5)
-    assert (text, call["id"], call["function"]) == ("Let me see.", "call_5_0", {"name": "add", "arguments": '{"a": 1}'})
-    assert calls_in("<tool_call>{no json}</tool_call>", 0) == ("<tool_call>{no json}</tool_call>", [])
+def test_calls_as_templates_read_them() -> None:
+    """Arguments are objects, or JSON where the form's templates join them to text; what is no JSON stays as it is."""
     deep = "[" * 100_000
-    assert calls_in(f"<tool_call>{deep}</tool_call>", 0)[1] == []
-    call = {"type": "function", "function": {"name": "add", "arguments": deep}}
-    [shown] = for_template([{"role": "assistant", "content": "", "tool_calls": [call]}])
-    assert shown["tool_calls"] == [call]
+    objects, texts = form_of(""), form_of("<｜tool▁calls▁begin｜><｜tool▁sep｜>")
+    for form, given, wanted in (
+        (objects, '{"a": 1}', {"a": 1}),
+        (objects, {"a": 1}, {"a": 1}),
+        (objects, deep, deep),
+        (texts, '{"a": 1}', '{"a": 1}'),
+        (texts, {"a": 1}, '{"a": 1}'),
+        (texts, None, "{}"),
+    ):
+        call = {"function": {"name": "add", "arguments": given}}
+        [shown] = for_template([{"role": "assistant", "content": None, "tool_calls": [call]}], form)
+        assert shown["content"] == ""
+        assert shown["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": wanted}}]
+    [shown] = for_template([{"role": "developer", "content": "a", "tool_calls": None}], objects)
+    assert shown == {"role": "system", "content": "a"}
 
 
 def test_incomplete_template_cannot_continue(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""What the forms of tool calls share: where a call is in a text, JSON inside of text, values by their schema.
+
+Invariants: nothing here raises for what a model has written; arguments are an object that JSON in UTF-8 can spell, so
+no NaN, no infinity and no half of a surrogate pair; the time is linear in the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+DEEPEST = 8  #: schemas inside of schemas that are looked into
+
+
+class FoundCall(NamedTuple):
+    """A well-formed call in a text.
+
+    Attributes:
+        start, end: characters of the text that it takes.
+        id: as the model wrote it, "" where its form has none.
+    """
+
+    start: int
+    end: int
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+
+#: what finds the calls of a form in a text; the request's tools say the types of arguments
+Find = Callable[[str, "Tools"], list[FoundCall]]
+
+
+class Tools:
+    """What a request's tools say of the types of arguments."""
+
+    def __init__(self, tools: Sequence[Any] | None = None) -> None:
+        """Read them.
+
+        Args:
+            tools: as OpenAI has them; what is no tool is passed over.
+        """
+        self._schemas: dict[str, Mapping[str, Any]] = {}
+        for tool in tools or ():
+            function = tool.get("function") if isinstance(tool, Mapping) else None
+            schema = function.get("parameters") if isinstance(function, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if isinstance(schema, Mapping) and isinstance(name, str):
+                self._schemas[name] = schema
+
+    def typed(self, function: str, argument: str, text: str) -> Any:
+        """An argument's value, of which the model wrote this text; text where the schema says nothing, or another type.
+
+        The values of Python that chat templates write (True, None) count as those of JSON.
+        """
+        schema = self._schemas.get(function, {})
+        properties = schema.get("properties")
+        own = properties.get(argument) if isinstance(properties, Mapping) else None
+        kinds = set(_kinds(own, schema))
+        word = text.strip()
+        if "null" in kinds and word in ("null", "None"):
+            return None
+        if not kinds or "string" in kinds:
+            return text
+        if "boolean" in kinds and word.lower() in ("true", "false"):
+            return word.lower() == "true"
+        read = read_json(text, 0)
+        if read is None or text[read[1] :].strip():
+            return text
+        value = read[0]
+        if isinstance(value, float) and value.is_integer() and "number" not in kinds:
+            value = int(value)
+        return value if _kind(value) in kinds or (_kind(value) == "integer" and "number" in kinds) else text
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
+    """The types that a schema permits, as far as it says so."""
+    if not isinstance(schema, Mapping) or depth > DEEPEST:
+        return
+    kind = schema.get("type")
+    yield from (k for k in (kind if isinstance(kind, list) else [kind]) if isinstance(k, str))
+    if kind is None and isinstance(schema.get("enum"), list):
+        yield from (_kind(value) for value in schema["enum"])
+    for name in ("anyOf", "oneOf", "allOf"):
+        for part in schema[name] if isinstance(schema.get(name), list) else ():
+            yield from _kinds(part, root, depth + 1)
+    if isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#/"):
+        found: Any = root
+        for step in schema["$ref"][2:].split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        yield from _kinds(found, root, depth + 1)
+
+
+def _kind(value: Any) -> str:
+    """The type of a value of JSON."""
+    if isinstance(value, bool):
+        return "boolean"
+    names = {str: "string", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"}
+    return names.get(type(value), "")
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_SPACE = re.compile(r"\s*")
+
+
+def after_space(text: str, at: int) -> int:
+    """The first place from `at` where there is no white space."""
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def read_json(text: str, at: int) -> tuple[Any, int] | None:
+    """(the value that JSON has here, behind white space; where it ends), or None."""
+    try:
+        value, end = _DECODER.raw_decode(text, after_space(text, at))
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value, end
+
+
+def read_object(text: str, at: int) -> tuple[dict[str, Any], int] | None:
+    """The same of an object."""
+    if not text.startswith("{", after_space(text, at)):
+        return None
+    return read_json(text, at)
+
+
+def closed(text: str, at: int, mark: str) -> int:
+    """Where the mark ends that comes here, behind white space; -1 if another thing comes."""
+    at = after_space(text, at)
+    return at + len(mark) if text.startswith(mark, at) else -1
+
+
+def scan(text: str, opening: str, read: Callable[[int], FoundCall | None]) -> list[FoundCall]:
+    """The calls that begin with a mark, none inside of another.
+
+    Args:
+        read: where a mark begins -> the call there, or None if it is none.
+    """
+    found = []
+    at = text.find(opening)
+    while at >= 0:
+        call = read(at)
+        if call is not None:
+            found.append(call)
+        at = text.find(opening, at + len(opening) if call is None else call.end)
+    return found
