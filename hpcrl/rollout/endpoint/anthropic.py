@@ -16,7 +16,7 @@ import msgspec
 
 from hpcrl.rollout.endpoint import fields
 from hpcrl.rollout.endpoint.openai import read_chat
-from hpcrl.rollout.endpoint.session import BadRequest, Session
+from hpcrl.rollout.endpoint.session import FULL, BadRequest, Session
 from hpcrl.rollout.endpoint.turns import MODEL, ChatAnswer, ChatRequest, place, say
 from hpcrl.rollout.samplers.trajectory import LENGTH
 from hpcrl.untrusted_files import parse_json
@@ -242,5 +242,7 @@ def event(type: str, **data: Any) -> bytes:
 
 def failure(status: int, message: str, code: str) -> dict[str, Any]:
     """An error as Anthropic's servers say it."""
+    if code == FULL:
+        message = f"prompt is too long: {message}"  # what clients of Anthropic's look for
     kind = _ERRORS.get(status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}

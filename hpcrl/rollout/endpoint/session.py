@@ -37,6 +37,12 @@ KEPT = 2**20  #: tokens of one response's requests that are kept in the ledger s
 RECENT = 16  #: turns among which that is looked for which a request continues
 
 
+#: the code of a request that leaves no room, and the words that clients look for in its message, as in OpenAI's own:
+#: they then give up a conversation and do not ask again
+FULL = "context_length_exceeded"
+FULL_WORDS = "this model's maximum context length is"
+
+
 class BadRequest(Exception):
     """What was asked for cannot be done.
 
@@ -164,7 +170,7 @@ class Session:
         sampling = replace(sampling, logprobs=sampling.logprobs or logprobs)
         if (context := self.context()) is not None and len(ids) >= context:
             raise BadRequest(
-                f"{len(ids)} tokens leave no room in the model's context of {context}", "context_length_exceeded"
+                f"{FULL_WORDS} {context} tokens, of which {len(ids)} leave no room for an answer", FULL
             )
         if self.in_flight >= SIDE_BY_SIDE or self.requests >= REQUESTS:
             raise BadRequest(

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcrl.rollout.endpoint import chat
 from hpcrl.rollout.endpoint.chat import Dialogue
-from hpcrl.rollout.endpoint.session import DIALOGUES, BadRequest, Session
+from hpcrl.rollout.endpoint.session import DIALOGUES, FULL, FULL_WORDS, BadRequest, Session
 from hpcrl.rollout.prompts.tokenizer import Messages
 from hpcrl.rollout.samplers.trajectory import LENGTH, Trajectory, Turn
 
@@ -123,12 +123,12 @@ async def take_turn(
     try:
         if room < 1:
             raise BadRequest(
-                f"the {session.making.room} tokens of --rollout-max-response-len are used up", "context_length_exceeded"
+                f"{FULL_WORDS} reached: the {session.making.room} tokens of --rollout-max-response-len are used up", FULL
             )
         most = min(room, params.get("max_new_tokens", room))
         turn = await session.ask([*trajectory.tokens, *told], params | {"max_new_tokens": most}, logprobs)
     except BadRequest as error:
-        if error.code == "context_length_exceeded":
+        if error.code == FULL:
             trajectory.finish = LENGTH
         raise
     finally:

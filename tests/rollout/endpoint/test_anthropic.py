@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hpcrl.rollout.endpoint import openai
+from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.sample import ABORTED
 from tests.rollout.endpoint.test_tool_calls import WANTED, check
@@ -156,9 +158,9 @@ def block(kind: str, role: str = "user", **more: Any) -> dict[str, Any]:
         (block("redacted_thinking", "assistant", data="a"), "type 'redacted_thinking'"),
         (block("tool_use", id="a", name="add", input={}), "type 'tool_use' in a message"),
         (block("tool_result", "assistant", tool_use_id="a"), "type 'tool_result' in a message"),
-        (block("text"), "type text has no text"),
-        (block("tool_use", "assistant", id="a", name="add", input="{}"), "type tool_use has no input"),
-        (block("tool_use", "assistant", id="a", input={}), "type tool_use has no name"),
+        (block("text"), "text has no text"),
+        (block("tool_use", "assistant", id="a", name="add", input="{}"), "tool_use has no input"),
+        (block("tool_use", "assistant", id="a", input={}), "tool_use has no name"),
         (block("tool_result", content="a"), "has no tool_use_id"),
         (block("tool_result", tool_use_id="a", content=[{"type": "image"}]), "type 'image'"),
         (block("tool_result", tool_use_id="a", content=3), "content of a tool_result"),
@@ -202,7 +204,7 @@ def test_what_is_not_served_is_said(plain: Tokenizer, request_body: Any, says: s
 
 
 def test_errors_in_anthropics_words(plain: Tokenizer) -> None:
-    """Keys, sizes, routes, rooms and endings."""
+    """Keys, sizes, routes, rooms and endings; no room is said in the words that clients look for."""
 
     async def work(found: AskedEndpoint) -> None:
         for headers in ({"x-api-key": "other"}, {"Authorization": "Bearer "}, {"x-api-key": ""}):
@@ -212,6 +214,13 @@ def test_errors_in_anthropics_words(plain: Tokenizer) -> None:
         assert (status, answer["error"]["type"]) == (404, "not_found_error") and "/v1/messages" in str(answer)
         status, answer = await found.ask(MESSAGES, b" " * (2**24 + 1))
         assert (status, answer["error"]["type"]) == (413, "request_too_large")
+        found.session.making = replace(found.session.making, sampling=Sampling(1.0, 1, (), (1,)))
+        turns = [USER, {"role": "assistant", "content": "a"}, USER]
+        assert (await found.ask(MESSAGES, body(USER)))[1]["content"][0]["text"] == "a"
+        status, answer = await found.ask(MESSAGES, body(*turns))
+        assert status == 400 and "prompt is too long" in answer["error"]["message"]
+        status, answer = await found.ask("/v1/chat/completions", {"messages": turns})
+        assert status == 400 and "model's maximum context length" in answer["error"]["message"]
         found.policy.status = ABORTED
         status, answer = await found.ask(MESSAGES, body(USER))
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error") and found.session.ended
