@@ -1,7 +1,8 @@
 """What the forms of tool calls share: where a call is in a text, JSON inside of text, values by their schema.
 
 Invariants: nothing here raises for what a model has written; arguments are an object that JSON in UTF-8 can spell, so
-no NaN, no infinity and no half of a surrogate pair; the time is linear in the text.
+no NaN, no infinity and no half of a surrogate pair; a long text of broken calls costs little, since only the first of
+them are looked at.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 DEEPEST = 8  #: schemas inside of schemas that are looked into
+TRIES = 8  #: places where an object may end
+BROKEN = 64  #: broken calls of a text that are looked at; it is all text from the next one
 
 
 class FoundCall(NamedTuple):
@@ -66,12 +69,11 @@ class Tools:
             return text
         if "boolean" in kinds and word.lower() in ("true", "false"):
             return word.lower() == "true"
-        read = read_json(text, 0)
-        if read is None or text[read[1] :].strip():
-            return text
-        value = read[0]
+        value = read_json(text)
         if isinstance(value, float) and value.is_integer() and "number" not in kinds:
             value = int(value)
+        if value is None:  # null has been looked for
+            return text
         return value if _kind(value) in kinds or (_kind(value) == "integer" and "number" in kinds) else text
 
 
@@ -105,7 +107,6 @@ def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
 _SPACE = re.compile(r"\s*")
 
 
@@ -115,21 +116,34 @@ def after_space(text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def read_json(text: str, at: int) -> tuple[Any, int] | None:
-    """(the value that JSON has here, behind white space; where it ends), or None."""
+def read_json(text: str) -> Any:
+    """What a text is as JSON, None if it is none."""
     try:
-        value, end = _DECODER.raw_decode(text, after_space(text, at))
+        value = json.loads(text, parse_constant=_refuse)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
-    return value, end
+    return value
 
 
-def read_object(text: str, at: int) -> tuple[dict[str, Any], int] | None:
-    """The same of an object."""
-    if not text.startswith("{", after_space(text, at)):
-        return None
-    return read_json(text, at)
+def read_object(text: str, at: int, end: str, fence: str = "") -> tuple[dict[str, Any], int] | None:
+    """(the object that is here as JSON, where the mark ends that follows it), or None.
+
+    Args:
+        end: the mark; an object may have it in a text of its own a few times.
+        fence: what stands between object and mark.
+    """
+    at = after_space(text, at)
+    stop = at if text.startswith("{", at) else -1
+    for _ in range(TRIES):
+        if stop < 0 or (stop := text.find(end, stop)) < 0:
+            return None
+        inner = text[at:stop].rstrip()
+        value = read_json(inner.removesuffix(fence)) if inner.endswith(fence) else None
+        stop += len(end)
+        if isinstance(value, dict):
+            return value, stop
+    return None
 
 
 def closed(text: str, at: int, mark: str) -> int:
@@ -138,17 +152,21 @@ def closed(text: str, at: int, mark: str) -> int:
     return at + len(mark) if text.startswith(mark, at) else -1
 
 
-def scan(text: str, opening: str, read: Callable[[int], FoundCall | None]) -> list[FoundCall]:
-    """The calls that begin with a mark, none inside of another.
+def scan(text: str, opening: str, end: str, read: Callable[[int], FoundCall | None]) -> list[FoundCall]:
+    """The calls that begin with one mark and end with another, none inside of another.
 
     Args:
-        read: where a mark begins -> the call there, or None if it is none.
+        read: where the first mark begins -> the call there, or None if it is none.
     """
-    found = []
-    at = text.find(opening)
-    while at >= 0:
+    found, broken = [], 0
+    last, at = text.rfind(end), text.find(opening)
+    while 0 <= at < last and broken <= BROKEN:
         call = read(at)
-        if call is not None:
+        if call is None:
+            broken += 1
+            at += len(opening)
+        else:
             found.append(call)
-        at = text.find(opening, at + len(opening) if call is None else call.end)
+            at = call.end
+        at = text.find(opening, at)
     return found

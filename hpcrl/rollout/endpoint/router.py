@@ -53,6 +53,7 @@ async def generate(session: Session, body: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(given["text"], str):
             raise BadRequest("text is not one text: ask once for each")
         tokens = session.tokenizer.encode([given["text"]])[0].tolist()
+    _check_list(tokens)
     params, shown = _split(given.get("sampling_params"))
     meta = {"id": secrets.token_hex(8), "prompt_tokens": len(tokens), "cached_tokens": 0}
     try:
@@ -97,9 +98,13 @@ async def inference(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     return {"request_id": secrets.token_hex(8), "choices": [choice], "prompt_logprobs": None}
 
 
-async def _asked(session: Session, tokens: Any, params: Mapping[str, Any]) -> Turn:
+def _check_list(tokens: Any) -> None:
     if not isinstance(tokens, list) or any(isinstance(token, list) for token in tokens):
         raise BadRequest("the prompt is not one list of token ids: ask once for each")
+
+
+async def _asked(session: Session, tokens: Any, params: Mapping[str, Any]) -> Turn:
+    _check_list(tokens)
     return await session.ask(tokens, params, logprobs=True)
 
 

@@ -169,9 +169,7 @@ class Session:
         sampling = _changed(self.making.sampling, params)
         sampling = replace(sampling, logprobs=sampling.logprobs or logprobs)
         if (context := self.context()) is not None and len(ids) >= context:
-            raise BadRequest(
-                f"{FULL_WORDS} {context} tokens, of which {len(ids)} leave no room for an answer", FULL
-            )
+            raise BadRequest(f"{FULL_WORDS} {context} tokens, of which {len(ids)} leave no room for an answer", FULL)
         if self.in_flight >= SIDE_BY_SIDE or self.requests >= REQUESTS:
             raise BadRequest(
                 f"more than {SIDE_BY_SIDE} requests at once, or {REQUESTS} in all, for one response",
@@ -232,13 +230,11 @@ class Session:
         return self.tokenizer.decode(tokens, frozenset(self.making.sampling.stop_token_ids), skip_special)
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
-        bad = next((t for t in tokens if type(t) is not int or not 0 <= t < self.tokenizer.vocab_size), None)
-        if bad is not None or not len(tokens):
-            raise BadRequest(
-                f"{bad!r} is not a token id below {self.tokenizer.vocab_size}"
-                if len(tokens)
-                else "no tokens were given"
-            )
+        if not len(tokens):
+            raise BadRequest("no tokens were given")
+        bad = [t for t in tokens if type(t) is not int or not 0 <= t < self.tokenizer.vocab_size]
+        if bad:
+            raise BadRequest(f"{bad[0]!r:.80} is not a token id below {self.tokenizer.vocab_size}")
         return np.asarray(tokens, np.int32)
 
 

@@ -122,9 +122,8 @@ async def take_turn(
     dialogue.busy = True
     try:
         if room < 1:
-            raise BadRequest(
-                f"{FULL_WORDS} reached: the {session.making.room} tokens of --rollout-max-response-len are used up", FULL
-            )
+            used = f"the {session.making.room} tokens of --rollout-max-response-len are used up"
+            raise BadRequest(f"{FULL_WORDS} reached: {used}", FULL)
         most = min(room, params.get("max_new_tokens", room))
         turn = await session.ask([*trajectory.tokens, *told], params | {"max_new_tokens": most}, logprobs)
     except BadRequest as error:

@@ -111,7 +111,7 @@ def test_oldest_without_key_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_key_counts_with_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection is proved as soon as the headers with a live key are there, however they come, before any handler;
-    one with another key, or with a key in its body, is not."""
+    one with another key, with two, or with a key in its body, is not."""
     proved = []
     monkeypatch.setattr(connections.Connection, "proved", lambda self: proved.append(self))
 
@@ -121,9 +121,12 @@ def test_key_counts_with_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
         for said in ([head], [head[:-40], head[-40:]], [head[:-1], head[-1:]], [head.replace(b"hpcrl-", b"x")]):
             found.append(await heard(port, said, proved))
         found.append(await heard(port, [bare + head], proved))
+        as_anthropics = head.replace(b"Authorization: Bearer ", b"x-api-key: ")
+        found.append(await heard(port, [as_anthropics], proved))
+        found.append(await heard(port, [as_anthropics.replace(b"\r\n\r\n", b"\r\nX-Api-Key: a\r\n\r\n")], proved))
         return found
 
-    assert served(work) == [1, 1, 1, 0, 0]
+    assert served(work) == [1, 1, 1, 0, 0, 1, 0]
 
 
 async def heard(port: int, said: list[bytes], proved: list[object]) -> int:

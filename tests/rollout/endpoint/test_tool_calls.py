@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpcrl.rollout.endpoint.call_forms import USUAL, form_of, forms
-from hpcrl.rollout.endpoint.call_values import Tools
+from hpcrl.rollout.endpoint.call_values import BROKEN, Tools
 from hpcrl.rollout.endpoint.chat import answer
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from tests.support.asked_endpoint import FORMS, AskedEndpoint, asked, form_model, spoken
@@ -79,6 +79,15 @@ def test_spoilt_calls_are_no_error(form: str) -> None:
             text = text[:begin] + draw.choice(pieces) + text[end:]
         for _, arguments in split(form, text)[1]:
             json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
+
+
+def test_many_broken_calls_are_text(form: str) -> None:
+    """Where a model repeats the beginning of a call without end, only the first ones are looked at."""
+    said = FORMS[form].said
+    broken = said[: len(said) // 2]
+    text = (broken + "<") * (BROKEN // 2) + said
+    assert split(form, text)[1]
+    assert split(form, (broken + "<") * (4 * BROKEN)) == ((broken + "<") * (4 * BROKEN), [])
 
 
 @pytest.mark.parametrize(

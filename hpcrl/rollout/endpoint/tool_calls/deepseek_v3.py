@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, closed, read_object, scan
+from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, read_object, scan
 
 MARKS = ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")
 WRAPPERS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -26,14 +26,9 @@ def find(text: str, tools: Tools) -> list[FoundCall]:
     """The calls in a text."""
 
     def read(at: int) -> FoundCall | None:
-        head = _HEAD.match(text, at)
-        arguments = read_object(text, head.end()) if head else None
-        if head is None or arguments is None:
+        if (head := _HEAD.match(text, at)) is None:
             return None
-        end = arguments[1]
-        if head[2] is not None and (end := closed(text, end, _FENCE)) < 0:
-            return None
-        end = closed(text, end, _END)
-        return None if end < 0 else FoundCall(at, end, head[2] or head[1], arguments[0])
+        arguments = read_object(text, head.end(), _END, _FENCE if head[2] else "")
+        return arguments and FoundCall(at, arguments[1], head[2] or head[1], arguments[0])
 
-    return scan(text, _OPEN, read)
+    return scan(text, _OPEN, _END, read)

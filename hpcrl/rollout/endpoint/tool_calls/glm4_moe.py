@@ -37,4 +37,4 @@ def find(text: str, tools: Tools) -> list[FoundCall]:
         end = closed(text, end, _END)
         return None if end < 0 else FoundCall(at, end, name, arguments)
 
-    return scan(text, MARKS[0], read)
+    return scan(text, MARKS[0], _END, read)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, closed, read_object, scan
+from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, read_json, read_object, scan
 
 MARKS = ("<tool_call>",)
 _END = "</tool_call>"
@@ -17,18 +17,15 @@ def find(text: str, tools: Tools) -> list[FoundCall]:
     """The calls in a text."""
 
     def read(at: int) -> FoundCall | None:
-        call = read_object(text, at + len(MARKS[0]))
-        if call is None or (end := closed(text, call[1], _END)) < 0:
+        call = read_object(text, at + len(MARKS[0]), _END)
+        if call is None:
             return None
         name, arguments = call[0].get("name"), call[0].get("arguments")
         if isinstance(arguments, str):  # the object as JSON once more
-            inner = read_object(arguments, 0)
-            arguments = None if inner is None or arguments[inner[1] :].strip() else inner[0]
-            if arguments is None:
-                return None
+            arguments = read_json(arguments) or arguments
         arguments = {} if arguments is None else arguments
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             return None
-        return FoundCall(at, end, name, arguments)
+        return FoundCall(at, call[1], name, arguments)
 
-    return scan(text, MARKS[0], read)
+    return scan(text, MARKS[0], _END, read)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, closed, read_object, scan
+from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, read_object, scan
 
 MARKS = ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>")
 WRAPPERS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -24,11 +24,9 @@ def find(text: str, tools: Tools) -> list[FoundCall]:
     """The calls in a text."""
 
     def read(at: int) -> FoundCall | None:
-        head = _HEAD.match(text, at)
-        arguments = read_object(text, head.end()) if head else None
-        if head is None or arguments is None:
+        if (head := _HEAD.match(text, at)) is None:
             return None
-        end = closed(text, arguments[1], _END)
-        return None if end < 0 else FoundCall(at, end, head[2], arguments[0], head[1])
+        arguments = read_object(text, head.end(), _END)
+        return arguments and FoundCall(at, arguments[1], head[2], arguments[0], head[1])
 
-    return scan(text, _OPEN, read)
+    return scan(text, _OPEN, _END, read)

@@ -38,4 +38,4 @@ def find(text: str, tools: Tools) -> list[FoundCall]:
         end = closed(text, end, _END)
         return None if end < 0 else FoundCall(at, end, name, arguments)
 
-    return scan(text, MARKS[1], read)
+    return scan(text, MARKS[1], _END, read)

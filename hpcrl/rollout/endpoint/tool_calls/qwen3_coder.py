@@ -46,4 +46,4 @@ def find(text: str, tools: Tools) -> list[FoundCall]:
             at -= len(before) - before.rindex(_OPEN)
         return FoundCall(at, max(end, closed(text, end, _CLOSE)), name, arguments)
 
-    return scan(text, "<function=", read)
+    return scan(text, "<function=", _FUNCTION, read)
