@@ -119,6 +119,19 @@ def test_both_protocols_continue_one_chat(plain: Tokenizer) -> None:
     asked(plain, work, spoken(plain, "ok"))
 
 
+def test_results_come_before_the_text(plain: Tokenizer) -> None:
+    """A message with results of tools and text is read in that order, wherever its text is."""
+
+    async def work(found: AskedEndpoint) -> None:
+        results = [{"type": "tool_result", "tool_use_id": name, "content": name} for name in "pq"]
+        blocks = [{"type": "text", "text": "so"}, *results, {"type": "text", "text": "?"}]
+        await found.ask(MESSAGES, body({"role": "user", "content": blocks}))
+        text = plain._hf.decode(found.session.dialogues[0].trajectory.prompt)
+        assert text == "<|tool|>p<|end|><|tool|>q<|end|><|user|>so?<|end|><|assistant|>"
+
+    asked(plain, work)
+
+
 def test_usual_values_are_taken(plain: Tokenizer) -> None:
     """What changes nothing may be said."""
     usual = {
