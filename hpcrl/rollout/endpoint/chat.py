@@ -108,8 +108,8 @@ def call_form(tokenizer: Tokenizer) -> CallForm:
 
 
 def for_template(messages: Messages, form: CallForm) -> Messages:
-    """Messages as templates read them: content as text, the arguments of calls as objects, or as JSON where the form's
-    templates read that, and no list of calls where there are none."""
+    """Messages as templates read them: content as text, the arguments of calls as objects, and no list of calls where
+    there are none.  DeepSeek's read arguments as JSON text, and R1's writes calls only where there is no content."""
     found = []
     for message in messages:
         copy = dict(message) | {"content": plain(message.get("content"))}
@@ -117,6 +117,7 @@ def for_template(messages: Messages, form: CallForm) -> Messages:
         calls = copy.pop("tool_calls", None)
         if calls:
             copy["tool_calls"] = [_shown_call(call, form.as_text) for call in calls]
+            copy["content"] = None if form.as_text and not copy["content"] else copy["content"]
         found.append(copy)
     return found
 
