@@ -112,6 +112,7 @@ WRITERS = {
     "run/rundir.py": "write_atomic, write_first, write_unread",
     "run/scratch.py": "a scratch directory and its lock",
     "run/storage_errors.py": "a probe",
+    "sandbox/box_files.py": "inside a box, which ends with it",
     "sandbox/main.py": "what a confined command has left, into a directory of the caller's",
     "sandbox/private_root.py": "memory of the sandbox's own",
     "sandbox/system_calls.py": "/proc",

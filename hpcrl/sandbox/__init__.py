@@ -4,6 +4,14 @@
 process itself there, for good.  Both take a `View` of files, and both refuse where the kernel lets this user make no
 namespaces: nothing is run half confined.
 
+A box is such a place that stays: commands run in it one after another, and find the files and processes of those
+before.  `async with sandbox() as box` (`pool.py`) hands one out that was made ahead:
+
+    this process                    one for all boxes       two of each box
+    `pool.py`, `box.py`   control   `spawner.py`     fork   `keeper.py`, outside: limits, the end
+                          ------->                  ---->     fork: `box_init.py`, process 1 inside, starts commands
+            `box_line.py` <------------------------------------- stream, `frames.py`
+
 | of the machine | a confined program has | by |
 |---|---|---|
 | files | system directories and those of its View, read-only; one bounded /tmp | a private root (`private_root.py`) |
@@ -18,3 +26,54 @@ namespaces: nothing is run half confined.
 Invariant: standard library alone, and nothing imported from the rest of hpcrl but errors and deadlines, so that it
 starts quickly and can be read as a whole.
 """
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpcrl.sandbox.box import Box
+    from hpcrl.sandbox.limits import BoxLimits
+
+#: names that can be imported from here, and the modules that they are in, which are imported when they are asked for
+_PUBLIC = {
+    "Box": "box",
+    "BoxLimits": "limits",
+    "BoxProcess": "box",
+    "CommandResult": "box",
+    "ListedFile": "box",
+    "PoolCounts": "pool",
+    "SandboxLost": "box_line",
+    "SandboxPool": "pool",
+    "Unconfined": "run",
+}
+
+
+@contextlib.asynccontextmanager
+async def sandbox(image: str = "system", limits: BoxLimits | None = None) -> AsyncIterator[Box]:
+    """A box of this caller's alone, of the pool that this process has: `async with sandbox() as box`.
+
+    It is ended, with all that runs and lies in it, when the block is left.
+
+    Args:
+        image: "system", the programs of this machine, or the absolute path of an unpacked root file system.
+        limits: what the box may use; see `BoxLimits` for their defaults.
+
+    Raises:
+        UsageError: if the image is no such directory.
+        Unconfined: if this machine can make no box, and why.
+        SandboxLost: if the box ends while it is used; whatever needed it is done again.
+    """
+    from hpcrl.sandbox.pool import default_pool
+
+    async with default_pool().box(image, limits) as box:
+        yield box
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"hpcrl.sandbox.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module hpcrl.sandbox has no attribute {name}")

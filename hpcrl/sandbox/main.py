@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import resource
 import select
 import signal
@@ -31,17 +30,14 @@ from hpcrl.sandbox.system_calls import (
     RECURSIVE,
     mount,
     prctl,
-    read_kernel,
     reason,
-    write_kernel,
 )
+from hpcrl.sandbox.usage import POLL, START, bound_numbers, bound_process, come_first, threads_of_user, usage
 from hpcrl.toolbox.deadline import Deadline
 
 PROCESSES = 128  #: that it may have at once
 NUMBERS = 512  #: process ids, of which the kernel keeps 300 to itself once they were all given
 MEMORY = 1536 << 20  #: bytes that they may have together
-START = 30.0  #: seconds that confining may take
-_POLL = 0.005  #: seconds between two looks
 _EACH = {  #: limits of each process
     resource.RLIMIT_AS: 1 << 30,
     resource.RLIMIT_CORE: 0,
@@ -50,7 +46,6 @@ _EACH = {  #: limits of each process
     resource.RLIMIT_MEMLOCK: 1 << 20,
     resource.RLIMIT_NOFILE: 256,
 }
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def main(argv: list[str]) -> int:
@@ -69,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 def _run(task: dict[str, Any]) -> dict[str, Any]:
     prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
-    _come_first()
+    come_first()
     view = View(tuple((inside, outside) for inside, outside in task["shown"]), task["results"])
     others = threads_of_user()
     become_own_user(NEW_MOUNTS | NEW_PIDS)
@@ -98,27 +93,6 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def _bound_numbers() -> None:
-    """Let this PID namespace have NUMBERS process ids: root's processes have no other limit of their number.
-
-    Since Linux 6.14 each namespace has a pid_max of its own; before, the file is the whole machine's.
-    """
-    major, minor = (int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-    if os.getuid() == 0 and os.getpid() == 1 and (major, minor) >= (6, 14):
-        with contextlib.suppress(OSError):
-            write_kernel("/proc/sys/kernel/pid_max", str(NUMBERS))
-
-
-def _come_first() -> None:
-    """Have this process, and nothing that it starts, come before all others, where the kernel lets it: root's.
-
-    Root's processes have no limit of their number, and thousands that fork would leave the one that counts them no time
-    to end them.
-    """
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
-
-
 def _become(task: dict[str, Any], view: View, output: list[int], telling: int, processes: int) -> None:
     """Become the command, confined; what keeps this process from it goes through the pipe `telling`.
 
@@ -128,16 +102,11 @@ def _become(task: dict[str, Any], view: View, output: list[int], telling: int, p
     try:
         os.setsid()
         prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
-        _bound_numbers()
+        bound_numbers(NUMBERS)
         confine_first_process(view)
         for number, file in enumerate(output, 1):
             os.dup2(file, number)
-        for what, most in (_EACH | {resource.RLIMIT_NPROC: processes}).items():
-            hard = resource.getrlimit(what)[1]
-            limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(what, (limit, limit))
-        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
-            signal.signal(ignored, signal.SIG_DFL)
+        bound_process(_EACH | {resource.RLIMIT_NPROC: processes})
         os.umask(0o077)
         os.chdir(task["directory"])
         os.execve(task["command"][0], task["command"], task["environment"])
@@ -161,7 +130,7 @@ def _watch(child: int, deadline: Deadline) -> dict[str, Any]:
         pid, status = os.waitpid(child, 0 if ended else os.WNOHANG)
         if pid:
             return {"status": os.waitstatus_to_exitcode(status), "ended": ended}
-        processes, used = _usage(child)
+        processes, used = usage(f"/proc/{child}/root/proc", PROCESSES + 1)
         if deadline.over:
             ended = "time"
         elif processes > PROCESSES:
@@ -171,32 +140,7 @@ def _watch(child: int, deadline: Deadline) -> dict[str, Any]:
         if ended:
             os.kill(child, signal.SIGKILL)
         else:
-            time.sleep(_POLL)
-
-
-def _usage(child: int) -> tuple[int, int]:
-    """(processes, bytes of memory) of the PID namespace whose first process is `child`, by its own /proc."""
-    folder = f"/proc/{child}/root/proc"
-    pids: list[str] = []
-    with contextlib.suppress(OSError):  # it has just ended
-        pids = [name for name in os.listdir(folder) if name.isdigit()]
-    used = 0
-    for pid in pids[: PROCESSES + 1]:  # more are too many anyway, and looking at them takes time
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            used += int(read_kernel(f"{folder}/{pid}/statm").split()[1]) * _PAGE
-    return len(pids), used
-
-
-def threads_of_user(folder: str = "/proc") -> int:
-    """How many threads this user's processes have: before Linux 5.14 RLIMIT_NPROC of a namespace counts them all."""
-    found = 0
-    for name in filter(str.isdigit, os.listdir(folder)):
-        with contextlib.suppress(OSError, KeyError, ValueError):  # it has just ended
-            lines = read_kernel(f"{folder}/{name}/status").splitlines()
-            said = {words[0]: words[1] for line in lines if len(words := line.split()) > 1}
-            if int(said["Uid:"]) == os.getuid():
-                found += int(said["Threads:"])
-    return found
+            time.sleep(POLL)
 
 
 def _keep(folder: str, kept: int) -> None:

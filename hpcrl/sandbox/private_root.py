@@ -51,7 +51,7 @@ LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd
 #: an existing directory that the new root is put together in; nothing outside of this process sees that
 _PLACES = ("/sys", "/mnt", "/media", "/srv")
 TMP = 64 << 20  #: bytes of /tmp
-_TMPFS = "size={bytes},nr_inodes=16384,mode={mode}"
+_TMPFS = "size={bytes},nr_inodes={inodes},mode={mode}"
 
 
 class View(NamedTuple):
@@ -77,21 +77,22 @@ def in_system(path: str) -> bool:
     return any(real.startswith(f"{folder}/") for folder in map(os.path.realpath, SYSTEM))
 
 
-def make_tmpfs(place: str, most: int, mode: str) -> None:
+def make_tmpfs(folder: str, most: int, mode: str, inodes: int = 16384) -> None:
     """Mount an empty file system in memory, of at most `most` bytes."""
-    mount("tmpfs", place, "tmpfs", NO_SUID | NO_DEVICES, _TMPFS.format(bytes=most, mode=mode))
+    mount("tmpfs", folder, "tmpfs", NO_SUID | NO_DEVICES, _TMPFS.format(bytes=most, inodes=inodes, mode=mode))
 
 
 def nameless_files(count: int, most: int) -> list[int]:
     """Empty files in memory that are in no directory, of `most` bytes together; this process sees where they would be
     no more."""
-    place = _place()
-    make_tmpfs(place, most, "700")
-    return [os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600) for _ in range(count)]
+    folder = place()
+    make_tmpfs(folder, most, "700")
+    return [os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600) for _ in range(count)]
 
 
-def _place() -> str:
-    return next(place for place in _PLACES if os.path.isdir(place))
+def place() -> str:
+    """An existing directory to put a new root together in."""
+    return next(folder for folder in _PLACES if os.path.isdir(folder))
 
 
 def enter(view: View, own_pids: bool) -> None:
@@ -102,45 +103,68 @@ def enter(view: View, own_pids: bool) -> None:
     Args:
         own_pids: it is in a PID namespace of its own, and gets a /proc, which shows that alone.
     """
-    root = _place()
+    root = place()
     mount(None, "/", None, RECURSIVE | PRIVATE)
     make_tmpfs(root, 4 << 20, "755")
-    for folder in SYSTEM:
-        if os.path.islink(folder):  # such as /bin, which leads to usr/bin
-            os.makedirs(os.path.dirname(root + folder), exist_ok=True)
-            os.symlink(os.readlink(folder), root + folder)
-        elif os.path.isdir(folder):
-            _show(root, folder, folder)
-    for name in SETTINGS:
-        if os.path.exists(f"/etc/{name}"):
-            _show(root, f"/etc/{name}", os.path.realpath(f"/etc/{name}"))
-    for name in DEVICES:
-        _show(root, f"/dev/{name}", f"/dev/{name}", READ_ONLY | NO_SUID | NO_EXEC)
-    for name, target in LINKS.items():
-        os.symlink(target, f"{root}/dev/{name}")
+    show_system(root)
+    show_devices(root)
     for name in ("proc", "tmp", "run", "home", "var"):
         os.mkdir(f"{root}/{name}")
     os.symlink("/tmp", f"{root}/var/tmp")
     make_tmpfs(f"{root}/tmp", view.tmp, "1777")
     for inside, outside in sorted(view.shown):
-        _show(root, inside, outside)
+        show(root, inside, outside)
     if view.results:
         os.mkdir(root + RESULTS)
         mount(view.results, root + RESULTS, None, BIND)
     if own_pids:
-        # user 0 of the machine could change the kernel's settings there without any capability
-        mount("proc", f"{root}/proc", "proc", READ_ONLY | NO_SUID | NO_DEVICES | NO_EXEC)
+        mount_proc(root)
     pivot_root(root)
-    # the root's own file system cannot be written to any more; what is mounted in it keeps its own rights
+    make_root_read_only()
+    empty_standard_input()
+
+
+def show_system(root: str) -> None:
+    """Show the machine's programs, libraries, and what these read of its settings, read-only."""
+    for folder in SYSTEM:
+        if os.path.islink(folder):  # such as /bin, which leads to usr/bin
+            os.makedirs(os.path.dirname(root + folder), exist_ok=True)
+            os.symlink(os.readlink(folder), root + folder)
+        elif os.path.isdir(folder):
+            show(root, folder, folder)
+    for name in SETTINGS:
+        if os.path.exists(f"/etc/{name}"):
+            show(root, f"/etc/{name}", os.path.realpath(f"/etc/{name}"))
+
+
+def show_devices(root: str) -> None:
+    """Show the devices that hold nothing, and the links that programs expect next to them."""
+    for name in DEVICES:
+        show(root, f"/dev/{name}", f"/dev/{name}", READ_ONLY | NO_SUID | NO_EXEC)
+    for name, target in LINKS.items():
+        os.symlink(target, f"{root}/dev/{name}")
+
+
+def mount_proc(root: str) -> None:
+    """Mount what shows the PID namespace that this process is the first of."""
+    # user 0 of the machine could change the kernel's settings there without any capability
+    mount("proc", f"{root}/proc", "proc", READ_ONLY | NO_SUID | NO_DEVICES | NO_EXEC)
+
+
+def make_root_read_only() -> None:
+    """Let nothing write to the root's own file system any more; what is mounted in it keeps its own rights."""
     mount(None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES)
-    # /dev/null from outside, as it was open, is one whose mode user 0 could change
+
+
+def empty_standard_input() -> None:
+    """/dev/null from outside, as it was open, is one whose mode user 0 could change."""
     number = os.open("/dev/null", os.O_RDONLY)
     if number != 0:
         os.dup2(number, 0)
         os.close(number)
 
 
-def _show(root: str, inside: str, outside: str, flags: int = READ_ONLY | NO_SUID | NO_DEVICES) -> None:
+def show(root: str, inside: str, outside: str, flags: int = READ_ONLY | NO_SUID | NO_DEVICES) -> None:
     """Show a file or directory; its place is made unless what is shown there already has one."""
     target = root + inside
     if not os.path.exists(target):

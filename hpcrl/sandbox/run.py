@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hpcrl.errors import HpcrlError
-from hpcrl.sandbox.main import START
 from hpcrl.sandbox.private_root import View
+from hpcrl.sandbox.usage import START
 
 OUTPUT = 16 << 20  #: bytes that are read of what it writes
 _MORE = 15.0  #: seconds that the watching process may take beyond what it gives the command
@@ -26,6 +26,11 @@ _PYTHONS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "PYTHONPATH", "VIRTUA
 
 class Unconfined(HpcrlError):
     """The command was not run, because it cannot be confined here."""
+
+
+def python_variables() -> dict[str, str]:
+    """Of this process's variables those that Python needs to start, and no other: no key is among them."""
+    return {name: os.environ[name] for name in _PYTHONS if name in os.environ}
 
 
 def refusal() -> str:
@@ -79,7 +84,6 @@ def run_confined(
         "seconds": seconds,
         "shown": [list(pair) for pair in view.shown],
     }
-    ours = {name: os.environ[name] for name in _PYTHONS if name in os.environ}
     with (
         tempfile.TemporaryFile() as told,
         tempfile.TemporaryFile() as report,
@@ -93,7 +97,7 @@ def run_confined(
         try:
             subprocess.run(
                 words,
-                env=ours,
+                env=python_variables(),
                 pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

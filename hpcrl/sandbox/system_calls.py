@@ -33,6 +33,7 @@ _KEPT = {"ro": 0x1, "nosuid": 0x2, "nodev": 0x4, "noexec": 0x8, "noatime": 0x400
 _RELATIME = 0x200000
 
 PARENT_DEATH_SIGNAL = 1
+NO_DUMP = 4  #: PR_SET_DUMPABLE, with 0: no other process of this user may trace it or open its /proc
 _DROP_BOUND = 24
 NO_NEW_PRIVILEGES = 38
 _LAST_CAPABILITY = 63

@@ -1,5 +1,5 @@
 """A hostile program against what a user has: every attempt of `attacks.py`, from a script that is imported, from a
-command that is confined, and from a worker that has confined itself; as root and as an ordinary user."""
+command that is confined, from a worker that has confined itself, and from a box; as root and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -48,6 +48,32 @@ confine(View(((folder, folder),)), programs=True)
 sys.argv[:] = ["attacks.py", f"{folder}/victim.json"]
 __file__ = f"{folder}/attacks.py"
 exec(compile(open(__file__).read(), __file__, "exec"))
+"""
+#: the same in a box, whose files from outside were written into it
+BOX = """
+import asyncio, json, os, sys
+package, folder = sys.argv[1:3]
+sys.path.insert(0, package)
+os.environ["PYTHONPATH"] = package
+from hpcrl.sandbox import SandboxPool
+
+INSIDE = '''
+import sys
+sys.argv[:] = ["attacks.py", "victim.json"]
+__file__ = "/usr/lib/os-release"
+exec(compile(open("attacks.py").read(), __file__, "exec"))
+'''
+
+async def main():
+    async with SandboxPool(warm=0) as pool, pool.box() as box:
+        for name in ("attacks.py", "victim.json"):
+            with open(f"{folder}/{name}") as file:
+                await box.write(name, file.read())
+        done = await box.run([sys.executable, "-I", "-c", INSIDE], 120.0)
+        print(done.stdout if done.stdout else json.dumps(done._asdict()))
+        assert (await box.run("echo served")).stdout == "served\\n"
+
+asyncio.run(main())
 """
 #: nothing is confined
 BARE = """
@@ -131,11 +157,13 @@ def attack(program: str, user: SecondUser | None) -> Outcome:
         return Outcome(json.loads(lines[-1]), damage, said)
 
 
-WAYS = {"import": "import", "command": COMMAND, "worker": WORKER}
+WAYS = {"import": "import", "command": COMMAND, "worker": WORKER, "box": BOX}
 _done: dict[tuple[str, bool], Outcome] = {}
 
 
-@pytest.fixture(params=["import-root", "command-root", "command-user", "worker-root", "worker-user"])
+@pytest.fixture(
+    params=["import-root", "command-root", "command-user", "worker-root", "worker-user", "box-root", "box-user"]
+)
 def outcome(request: pytest.FixtureRequest) -> Outcome:
     """Once for each way and account."""
     way, account = request.param.split("-")

@@ -1,0 +1,88 @@
+"""Files into a box and out of it, by the first process of the box: every path and link is resolved inside.
+
+Invariant: only regular files of the box's own disk or image are read and written; nothing here waits for a pipe, and
+nothing is read beyond a bound.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Any
+
+from hpcrl.sandbox.box_root import WORK
+
+MOST_ENTRIES = 10_000  #: of one directory that are listed
+_WAITLESS = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_KINDS = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "link"))
+
+
+def place_of(path: str) -> str:
+    """A path inside; one that is not absolute begins at the working directory."""
+    return os.path.join(WORK, path)
+
+
+def _regular(number: int, path: str) -> os.stat_result:
+    found = os.fstat(number)
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "is a directory", path)
+    if not stat.S_ISREG(found.st_mode) or found.st_dev == os.stat("/proc").st_dev:
+        raise OSError(errno.EINVAL, "is no regular file", path)
+    return found
+
+
+def write_file(path: str, data: bytes, mode: int) -> None:
+    """Write a whole file, and make the directories above it.
+
+    Raises:
+        OSError: if it is none that can be written, or the disk is full.
+    """
+    full = place_of(path)
+    os.makedirs(os.path.dirname(full), exist_ok=True)
+    number = os.open(full, os.O_WRONLY | os.O_CREAT | _WAITLESS, 0o600)
+    try:
+        _regular(number, path)
+        os.ftruncate(number, 0)
+        place = 0
+        while place < len(data):
+            place += os.write(number, data[place:])
+        os.fchmod(number, mode & 0o777)
+    finally:
+        os.close(number)
+
+
+def read_file(path: str, most: int) -> bytes:
+    """A whole file.
+
+    Raises:
+        OSError: if it is none that can be read, or has more than `most` bytes (EFBIG).
+    """
+    number = os.open(place_of(path), os.O_RDONLY | _WAITLESS)
+    try:
+        found = _regular(number, path)
+        data = b""
+        while len(data) <= most and (more := os.read(number, min(most + 1, max(found.st_size, 1 << 16)))):
+            data += more
+    finally:
+        os.close(number)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"has more than {most:,} bytes", path)
+    return data
+
+
+def list_files(path: str) -> list[dict[str, Any]]:
+    """The entries of a directory, by name; links are not followed.
+
+    Raises:
+        OSError: if it is none, or has more than MOST_ENTRIES (EFBIG).
+    """
+    found = []
+    with os.scandir(place_of(path)) as entries:
+        for entry in entries:
+            if len(found) == MOST_ENTRIES:
+                raise OSError(errno.EFBIG, f"has more than {MOST_ENTRIES:,} entries", path)
+            seen = entry.stat(follow_symlinks=False)
+            kind = next((name for test, name in _KINDS if test(seen.st_mode)), "other")
+            found.append({"name": entry.name, "kind": kind, "size": seen.st_size})
+    return sorted(found, key=lambda one: one["name"])

@@ -1,0 +1,166 @@
+"""The process outside of a box that made it, watches what it uses, and ends it.
+
+Its parent is the spawner, its only child the first process of the box.
+
+Invariant: a box is confined as a command of `main.py` is, or its user is told why it cannot be; it has ended, with all
+that runs in it, when this process does, and this process ends with the spawner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+
+from hpcrl.sandbox import seccomp
+from hpcrl.sandbox.box_init import serve_box
+from hpcrl.sandbox.box_root import enter_box
+from hpcrl.sandbox.confine import OWN, become_own_user
+from hpcrl.sandbox.frames import pack
+from hpcrl.sandbox.limits import BoxLimits
+from hpcrl.sandbox.system_calls import (
+    NEW_PIDS,
+    NO_DUMP,
+    PARENT_DEATH_SIGNAL,
+    drop_capabilities,
+    prctl,
+    reason,
+    unshare,
+)
+from hpcrl.sandbox.usage import POLL, START, bound_numbers, come_first, kernel, threads_of_user, usage
+from hpcrl.toolbox.deadline import Deadline
+
+_SLOWEST = 0.05  #: seconds between two looks at what uses little
+_PATIENCE = 2.0  #: seconds that the first process has to end what is over a limit
+_KEPT_BACK = 384  #: process ids that the kernel gives none of to a namespace whose ids were all given once
+
+
+def keep_box(spawner: int, image: str, limits: BoxLimits, talk: socket.socket, lifeline: socket.socket) -> None:
+    """Make a box, and watch it until it ends or is to end; then this process ends.
+
+    Args:
+        spawner: the process id of this one's parent.
+        talk: the user's questions come through it; the box says there first that it is ready, or why it is not.
+        lifeline: closed by the spawner when the box is to end; told why it has ended by itself.
+    """
+    why = ""
+    try:
+        prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
+        if os.getppid() == spawner:
+            come_first()
+            others = threads_of_user() if kernel() < (5, 14) else 2
+            become_own_user(NEW_PIDS)
+            mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            child = os.fork()
+            if child == 0:
+                for number in (mine, lifeline):
+                    number.close()
+                _become_box(image, limits, others, talk, its)
+            for number in (talk, its):
+                number.close()
+            why = _watch(child, limits, mine, lifeline)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            talk.send(pack({"n": 0, "refused": reason(error)}))
+    with contextlib.suppress(OSError):
+        lifeline.send(why.encode())
+    os._exit(0)
+
+
+def _become_box(image: str, limits: BoxLimits, others: int, talk: socket.socket, keeper: socket.socket) -> None:
+    """Become the first process of a box, confined, and serve it."""
+    try:
+        os.setsid()
+        prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
+        bound_numbers(limits.processes + _KEPT_BACK)
+        unshare(OWN)
+        disk = enter_box(image, limits.disk, limits.inodes)
+        for number in (1, 2):
+            os.dup2(0, number)
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        socket.send_fds(keeper, [b"made"], [proc, disk.folder])
+        os.close(proc)
+        os.close(disk.folder)
+        keeper.settimeout(START)
+        keeper.recv(16)  # the keeper has them, and would see nothing of this process later
+        drop_capabilities()
+        prctl(NO_DUMP, 0, "hiding the first process from those inside")
+        seccomp.refuse_calls(own_pids=True)
+        talk.send(pack({"n": 0, "ready": True, "layered": disk.layered}))
+    except BaseException as error:  # noqa: BLE001  (nothing may get past this)
+        with contextlib.suppress(OSError):
+            talk.send(pack({"n": 0, "refused": reason(error)}))
+        os._exit(1)
+    serve_box(talk, keeper, limits.of_process(others))
+
+
+def _watch(child: int, limits: BoxLimits, box: socket.socket, lifeline: socket.socket) -> str:
+    """Watch a box until it ends; why it was ended, "" if it did so itself or was to end."""
+    why = ""
+    try:
+        box.settimeout(START)
+        word, files, _, _ = socket.recv_fds(box, 16, 2)
+        if word:
+            box.send(b"seen")
+            why = _Watch(child, limits, box, lifeline, *files).run()
+    except TimeoutError:
+        why = f"making it took more than {START:g} s"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)  # which is when all that it has started has ended
+    return why
+
+
+class _Watch:
+    """Looks at a box while anything runs in it but its first process."""
+
+    def __init__(
+        self, child: int, limits: BoxLimits, box: socket.socket, lifeline: socket.socket, proc: int, disk: int
+    ) -> None:
+        self._proc = f"/proc/self/fd/{proc}"
+        self._disk = disk
+        self._limits = limits
+        self._box = box
+        self._lifeline = lifeline
+        self._strikes: Deadline | None = None
+
+    def run(self) -> str:
+        """Why the box is to be ended by force; "" otherwise."""
+        poll = select.poll()
+        for one in (self._box, self._lifeline):
+            poll.register(one, select.POLLIN)
+        pause: float | None = None
+        while True:
+            ready = dict(poll.poll(None if pause is None else pause * 1000))
+            if self._lifeline.fileno() in ready:
+                return ""
+            if self._box.fileno() in ready:
+                if not self._box.recv(64):
+                    return ""
+                pause = POLL
+            processes, used = self._usage()
+            if over := self._over(processes, used):
+                if self._strikes and self._strikes.over:
+                    return over
+                self._strikes = self._strikes or Deadline(_PATIENCE)
+                self._box.send(over.encode())
+                pause = POLL
+                continue
+            self._strikes = None
+            near = 2 * processes > self._limits.processes or 2 * used > self._limits.memory
+            pause = None if processes <= 1 else POLL if near else min(1.3 * (pause or POLL), _SLOWEST)
+
+    def _usage(self) -> tuple[int, int]:
+        """(processes, bytes) of the box, its disk included."""
+        processes, used = usage(self._proc, self._limits.processes + 2)
+        disk = os.fstatvfs(self._disk)
+        return processes, used + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+
+    def _over(self, processes: int, used: int) -> str:
+        if processes > self._limits.processes + 1:
+            return f"it had more than {self._limits.processes} processes"
+        if used > self._limits.memory:
+            return f"it took more than {self._limits.memory >> 20} MiB of memory"
+        return ""

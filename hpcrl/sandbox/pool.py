@@ -1,0 +1,233 @@
+"""Boxes made ahead: one is handed out at once, used by one caller, and never handed out again.
+
+Invariant: no file and no process of one use is there in another, for a box is replaced, not cleaned; and there are
+never more boxes in use than the pool may have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.sandbox.box import Box
+from hpcrl.sandbox.box_line import BoxLine, SandboxLost
+from hpcrl.sandbox.box_root import SYSTEM_IMAGE
+from hpcrl.sandbox.limits import BoxLimits
+from hpcrl.sandbox.spawner_client import Spawner
+
+_AT_ONCE = 4  #: boxes that are made at a time: more would wait for the processors alone
+_KINDS = 4  #: of images and limits, those used last, whose boxes are made ahead
+_TRIES = 3  #: spawners that may be lost while one box is made
+
+Kind = tuple[str, BoxLimits]
+
+
+class PoolCounts(NamedTuple):
+    """What a pool has done, and has.
+
+    Attributes:
+        used, warm, making: boxes in use, made ahead, and being made.
+        made: boxes that have been ready.
+        lost: boxes that ended while they were in use, and were not to.
+        handed_out: how often a box was.
+        waited: seconds that callers waited for one, in all.
+    """
+
+    used: int = 0
+    warm: int = 0
+    making: int = 0
+    made: int = 0
+    lost: int = 0
+    handed_out: int = 0
+    waited: float = 0.0
+
+
+class SandboxPool:
+    """Keeps boxes ready, and hands each to one caller: `async with pool.box("system") as box`."""
+
+    def __init__(self, warm: int = 2, most: int = 64, limits: BoxLimits | None = None) -> None:
+        """A pool for the event loop that runs; its spawner starts when the first box is asked for.
+
+        Args:
+            warm: boxes of each image that are made ahead.
+            most: boxes that may be in use at once; who asks for more waits.
+            limits: of boxes that are asked for without.
+
+        Raises:
+            UsageError: if a number is too small.
+        """
+        if warm < 0 or most < 1:
+            raise UsageError(
+                f"SandboxPool(warm={warm}, most={most})", "give 0 or more warm boxes, and 1 or more in use"
+            )
+        self._warm = warm
+        self._limits = limits or BoxLimits()
+        self._ready: OrderedDict[Kind, deque[BoxLine]] = OrderedDict()
+        self._making = asyncio.Semaphore(_AT_ONCE)
+        self._places = asyncio.Semaphore(most)
+        self._spawner: Spawner | None = None
+        self._tasks: dict[asyncio.Task[None], Kind] = {}
+        self._counts = PoolCounts()
+        self._closed = False
+
+    @contextlib.asynccontextmanager
+    async def box(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[Box]:
+        """A box of this caller's alone; it is ended, with all that is in it, when the block is left.
+
+        Args:
+            image: "system", the programs of this machine, or the absolute path of an unpacked root file system.
+
+        Raises:
+            UsageError: if the image is no such directory, or the pool is closed.
+            Unconfined: if this machine can make no box.
+            SandboxLost: if spawners end before they have made one.
+        """
+        kind = _kind(image, limits or self._limits)
+        begun = time.monotonic()
+        async with self._places:
+            line = await self._take(kind)
+            self._count(used=1, handed_out=1, waited=time.monotonic() - begun)
+
+            async def renew(before: BoxLine) -> BoxLine:
+                self._discard(before)
+                return await self._take(kind)
+
+            box = Box(line, kind[1], renew)
+            try:
+                yield box
+            finally:
+                self._count(used=-1)
+                self._discard(box._line)
+
+    async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None:
+        """Make boxes ahead until there are `count` of that image.
+
+        Raises:
+            UsageError, Unconfined, SandboxLost: as `box`.
+        """
+        kind = _kind(image, limits or self._limits)
+        lines = self._lines_of(kind)
+        missing = count - len(lines)
+        for line in await asyncio.gather(*(self._make(kind) for _ in range(missing))):
+            lines.append(line)
+
+    def counts(self) -> PoolCounts:
+        """What there is now, and was done so far."""
+        warm = sum(not line.lost for lines in self._ready.values() for line in lines)
+        return self._counts._replace(warm=warm)
+
+    async def close(self) -> None:
+        """End every box, those in use too, and the spawner; wait until they have ended."""
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._ready.clear()
+        if self._spawner:
+            await self._spawner.close()
+
+    async def __aenter__(self) -> SandboxPool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _count(self, **more: float) -> None:
+        self._counts = self._counts._replace(**{name: getattr(self._counts, name) + more[name] for name in more})
+
+    def _lines_of(self, kind: Kind) -> deque[BoxLine]:
+        """The boxes that are ready of a kind, which is the one used last from now on."""
+        lines = self._ready.setdefault(kind, deque())
+        self._ready.move_to_end(kind)
+        while len(self._ready) > _KINDS:
+            for line in self._ready.popitem(last=False)[1]:
+                self._discard(line, used=False)
+        return lines
+
+    async def _take(self, kind: Kind) -> BoxLine:
+        """A box that nothing has used."""
+        lines = self._lines_of(kind)
+        line = None
+        while lines and line is None:
+            line = lines.popleft()
+            line = None if line.lost else line
+        self._refill(kind)
+        return line or await self._make(kind)
+
+    def _refill(self, kind: Kind) -> None:
+        under_way = sum(found == kind for found in self._tasks.values())
+        for _ in range(self._warm - len(self._ready[kind]) - under_way):
+            task = asyncio.get_running_loop().create_task(self._make_ahead(kind))
+            self._tasks[task] = kind
+            task.add_done_callback(self._tasks.pop)
+
+    async def _make_ahead(self, kind: Kind) -> None:
+        with contextlib.suppress(HpcrlError):  # who asks for a box is told
+            line = await self._make(kind)
+            if kind in self._ready:
+                self._ready[kind].append(line)
+            else:
+                self._discard(line, used=False)
+
+    async def _make(self, kind: Kind) -> BoxLine:
+        if self._closed:
+            raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
+        self._count(making=1)
+        try:
+            async with self._making:
+                line = await self._made(kind)
+        finally:
+            self._count(making=-1)
+        self._count(made=1)
+        return line
+
+    async def _made(self, kind: Kind) -> BoxLine:
+        """A box of this spawner's, or of the next where it is lost."""
+        wrong: SandboxLost | None = None
+        for _ in range(_TRIES):
+            if self._spawner is None or self._spawner.over:
+                self._spawner = Spawner()
+            spawner = self._spawner
+            try:
+                return await spawner.make(*kind)
+            except SandboxLost as error:
+                wrong = error
+        raise wrong or SandboxLost("no sandbox was made")
+
+    def _discard(self, line: BoxLine, used: bool = True) -> None:
+        """End a box, and do not wait for that."""
+        if used and line.lost:
+            self._count(lost=1)
+        if self._spawner and not self._spawner.over:
+            self._spawner.begin_end(line)
+        else:
+            line.end("it was closed")
+
+
+def _kind(image: str, limits: BoxLimits) -> Kind:
+    if image != SYSTEM_IMAGE:
+        if not os.path.isabs(image) or not os.path.isdir(image):
+            raise UsageError(
+                f"the image {image!r} of a sandbox", f'give "{SYSTEM_IMAGE}", or the absolute path of a directory'
+            )
+        image = os.path.realpath(image)
+    return image, limits
+
+
+_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, SandboxPool] = weakref.WeakKeyDictionary()
+
+
+def default_pool() -> SandboxPool:
+    """The pool of the event loop that runs; it ends with this process."""
+    loop = asyncio.get_running_loop()
+    if loop not in _pools or _pools[loop]._closed:
+        _pools[loop] = SandboxPool()
+    return _pools[loop]

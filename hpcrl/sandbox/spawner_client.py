@@ -1,0 +1,141 @@
+"""The spawner as the process that uses it holds it: it is started, asked for boxes, and gone with this object.
+
+Invariant: each box that was asked for is ready, has raised an error, or is ended; of a spawner that has ended, every
+box is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+
+from hpcrl.sandbox.box_line import BoxLine, SandboxLost
+from hpcrl.sandbox.limits import BoxLimits
+from hpcrl.sandbox.run import python_variables
+
+_SEND = 10.0  #: seconds until the spawner has room for a message
+_ENDING = 30.0  #: seconds that the end of a box may take
+_PACKET = 1 << 16
+
+
+class Spawner:
+    """One process, and the boxes that it has forked.
+
+    Attributes:
+        pid: its process id.
+        over: it has ended, or was told to.
+    """
+
+    def __init__(self) -> None:
+        """Start it; to be called while an event loop runs."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            words = [sys.executable, "-P", "-m", "hpcrl.sandbox.spawner", str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(
+                words,
+                env=python_variables(),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self.over = False
+        self._numbers = itertools.count(1)
+        self._lines: dict[int, BoxLine] = {}
+        self._ends: dict[int, asyncio.Future[None]] = {}
+        self._control.settimeout(_SEND)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._control, self._hear)
+
+    async def make(self, image: str, limits: BoxLimits) -> BoxLine:
+        """A box that is ready.
+
+        Raises:
+            Unconfined: if this machine cannot make it.
+            SandboxLost: if the spawner, or the box, has ended.
+        """
+        line = BoxLine(next(self._numbers))
+        mine, theirs = socket.socketpair()
+        wish = {"make": line.number, "image": image, "limits": vars(limits)}
+        with theirs:
+            try:
+                socket.send_fds(self._control, [json.dumps(wish).encode()], [theirs.fileno()])
+            except OSError as error:
+                mine.close()
+                self._end_all("its spawner has ended")
+                raise SandboxLost(f"no sandbox was made: its spawner has ended ({error.strerror})") from error
+        self._lines[line.number] = line
+        try:
+            await line.open(mine)
+        except BaseException:
+            self.begin_end(line)
+            raise
+        return line
+
+    def begin_end(self, line: BoxLine) -> asyncio.Future[None]:
+        """End a box: done when nothing of it is left."""
+        line.end("it was closed")
+        future = self._ends.get(line.number)
+        if future is None:
+            future = self._ends[line.number] = self._loop.create_future()
+            if self.over or line.number not in self._lines:
+                self._ended(line.number, "")
+            else:
+                with contextlib.suppress(OSError):
+                    self._control.send(json.dumps({"end": line.number}).encode())
+        return future
+
+    async def end(self, line: BoxLine) -> None:
+        """End a box, and wait until nothing of it is left.
+
+        Raises:
+            TimeoutError: if that takes half a minute.
+        """
+        await asyncio.wait_for(asyncio.shield(self.begin_end(line)), _ENDING)
+
+    def _hear(self) -> None:
+        """Take what the spawner says of boxes that have ended."""
+        try:
+            data = self._control.recv(_PACKET)
+            if data:
+                said = json.loads(data)
+                self._ended(said["ended"], said["why"])
+        except (OSError, ValueError, KeyError):
+            data = b""
+        if not data:
+            self._end_all("its spawner has ended")
+
+    def _ended(self, number: int, why: str) -> None:
+        line = self._lines.pop(number, None)
+        if line:
+            line.end(why or "it has ended")
+        future = self._ends.pop(number, None)
+        if future and not future.done():
+            future.set_result(None)
+
+    def _end_all(self, why: str) -> None:
+        if not self.over:
+            self.over = True
+            self._loop.remove_reader(self._control)
+            self._control.close()
+        for number in list(self._lines):
+            self._ended(number, why)
+        for number in list(self._ends):
+            self._ended(number, why)
+
+    async def close(self) -> None:
+        """End the spawner and with it every box; wait until it has ended.
+
+        Raises:
+            TimeoutExpired: if it has not within half a minute.
+        """
+        self._end_all("its spawner was closed")
+        await asyncio.to_thread(self._process.wait, _ENDING)

@@ -1,0 +1,346 @@
+"""Boxes: commands one after another and at once, long ones, files in and out, limits, images."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.errors import UsageError
+from hpcrl.sandbox import Box, BoxLimits, SandboxPool, Unconfined
+from tests.support.boxes import Loop
+
+pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+SMALL = BoxLimits(memory=128 << 20, processes=24, disk=8 << 20, inodes=200, output=4096, cpu=2, seconds=30.0)
+PYTHON = "/usr/bin/python3"
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    with Loop() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def box(loop: Loop) -> Iterator[Box]:
+    """One box for what leaves nothing that another test would see."""
+    with loop.box() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def small(loop: Loop) -> Iterator[Box]:
+    """One with small limits, that every test resets."""
+    with loop.box(limits=SMALL) as made:
+        yield made
+
+
+def test_commands_one_after_another(loop: Loop, box: Box) -> None:
+    """Files stay between them; a line is the shell's, words are as they are; a code is the shell's."""
+    go = loop.run
+    assert go(box.run("echo one > file; pwd; echo $HOME")).stdout == "/work\n/work\n"
+    done = go(box.run(["cat", "file", "not there"]))
+    assert (done.stdout, done.code, done.ok) == ("one\n", 1, False) and "not there" in done.stderr
+    assert go(box.run("cat; exit 7", stdin="text")) == (7, "text", "", False, False, False, "")
+    assert go(box.run("echo $A; cat", env={"A": "x y"}, cwd="/tmp")).stdout == "x y\n"
+    assert go(box.run(["no-such-program"])).code == 127
+    assert go(box.run(["true"], cwd="/nowhere")).code == 127
+    assert go(box.run(["/etc/passwd"])).code == 126
+    assert go(box.run("kill -9 $$")).code == -9
+
+
+def test_commands_at_once(loop: Loop, box: Box) -> None:
+    """Each waits for what another writes: one at a time they would not end."""
+
+    async def three() -> list[str]:
+        lines = [f"echo > at-{n}; until [ -e at-{(n + 1) % 3} ]; do sleep 0.01; done; echo {n}" for n in range(3)]
+        return [done.stdout for done in await asyncio.gather(*(box.run(line) for line in lines))]
+
+    assert loop.run(three()) == ["0\n", "1\n", "2\n"]
+
+
+def test_time_is_bounded(loop: Loop, box: Box) -> None:
+    """Of what ignores signals too, and what it has started in sessions of its own; the box stays."""
+    done = loop.run(box.run("trap '' TERM INT HUP; echo a; setsid sleep 4711 & while :; do :; done", 0.5))
+    assert done.timed_out and not done.ok and done.stdout == "a\n" and done.code == -9
+    assert "4711" not in loop.run(box.run("cat /proc/*/cmdline | tr '\\0' ' '")).stdout
+
+
+def test_what_is_cancelled_ends(loop: Loop, box: Box) -> None:
+    async def cancelled() -> str:
+        task = asyncio.create_task(box.run("echo > begun; sleep 4712"))
+        while (await box.run("test -e begun")).code:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return (await box.run("cat /proc/*/cmdline | tr '\\0' ' '")).stdout
+
+    assert "4712" not in loop.run(cancelled())
+
+
+def test_processes_in_the_background(loop: Loop) -> None:
+    """They stay, hold no command's end up, and end with a reset, as files do."""
+    with loop.box() as box:
+        assert loop.run(box.run("(while :; do date +%N > clock; sleep 0.01; done) & echo left > file")).ok
+        assert loop.run(box.run("a=$(cat clock); sleep 0.2; [ $a != $(cat clock) ]")).ok
+        loop.run(box.reset())
+        assert loop.run(box.run("ls /work /tmp; ls /proc | grep -c '^[0-9]'")).stdout.split()[-1] in ("4", "5")
+        assert loop.run(box.listing()) == []
+
+
+def test_a_long_process(loop: Loop, box: Box) -> None:
+    """It is written to and read while it runs, waited for, and killed."""
+
+    async def talk() -> None:
+        shell = await box.start(["bash"])
+        await shell.write("echo $((6 * 7)); echo wrong >&2\n")
+        text = await shell.read()
+        while b"wrong" not in text:
+            text += await shell.read()
+        assert text == b"42\nwrong\n"
+        with pytest.raises(TimeoutError):
+            await shell.read(0.05)
+        with pytest.raises(TimeoutError):
+            await shell.wait(0.05)
+        await shell.write("echo end; exit 3\n", last=True)
+        assert await shell.wait() == 3
+        assert await shell.read() == b"end\n" and await shell.read() == b""
+        with pytest.raises(BrokenPipeError):
+            await shell.write("more")
+        asleep = await box.start("sleep 4713 & sleep 4713")
+        await asleep.kill()
+        assert await asleep.wait() == -9
+        late = await box.start("cat", seconds=0.1)
+        assert await late.wait() == -9
+
+    loop.run(talk())
+
+
+def test_a_long_process_that_is_not_read(loop: Loop, small: Box) -> None:
+    """It waits, and so does its output: all of it comes, however little of it is held."""
+
+    async def count() -> int:
+        loud = await small.start("head -c 1M /dev/zero; echo")
+        size = 0
+        while data := await loud.read():
+            size += len(data)
+            assert len(data) <= SMALL.output + (1 << 16)
+        return size
+
+    assert loop.run(count()) == (1 << 20) + 1
+
+
+def test_files_in_and_out(loop: Loop, box: Box) -> None:
+    go = loop.run
+    data = bytes(range(256)) * 5000
+    go(box.write("a/b/bytes", data))
+    assert go(box.read("/work/a/b/bytes")) == data
+    go(box.write("a/b/bytes", "short"))
+    assert go(box.run("wc -c < a/b/bytes; stat -c %a a/b/bytes")).stdout == "5\n644\n"
+    go(box.write("a/run", "#!/bin/sh\necho ran\n", mode=0o755))
+    assert go(box.run("a/run; ln -s run a/link; mkfifo a/pipe")).stdout == "ran\n"
+    found = [(one.name, one.kind) for one in go(box.listing("a"))]
+    assert found == [("b", "directory"), ("link", "link"), ("pipe", "other"), ("run", "file")]
+    assert go(box.read("a/link")).endswith(b"ran\n")
+
+
+@pytest.mark.parametrize(
+    ("ask", "number"),
+    [
+        (lambda box: box.read("nowhere"), errno.ENOENT),
+        (lambda box: box.read("/tmp"), errno.EISDIR),
+        (lambda box: box.read("/usr/bin/env", most=100), errno.EFBIG),
+        (lambda box: box.write("/usr/x", b""), errno.EROFS),
+        (lambda box: box.write("/tmp", b""), errno.EISDIR),
+        (lambda box: box.write("large", bytes(9 << 20)), errno.ENOSPC),
+        (lambda box: box.listing("/etc/passwd"), errno.ENOTDIR),
+    ],
+)
+def test_files_that_cannot_be(ask: Any, number: int, loop: Loop, small: Box) -> None:
+    with pytest.raises(OSError, match=os.strerror(number)) as error:
+        loop.run(ask(small))
+    assert error.value.errno == number and error.value.filename
+    loop.run(small.reset())
+
+
+@pytest.mark.parametrize(
+    ("command", "limit"),
+    [
+        ("f() { f | f & }; f; while :; do :; done", "24 processes"),
+        (f"for i in 1 2 3; do {PYTHON} -c \"x = b'x' * (90 << 20); input()\" < <(sleep 60) & done; wait", "128 MiB"),
+        (f"{PYTHON} -c \"x = b'x' * (1 << 30)\"", "128 MiB"),
+        ("while :; do :; done", "2 s of processor"),
+        ("head -c 20M /dev/zero > large", "8 MiB"),
+        ("for i in $(seq 400); do : > /tmp/$i || exit 1; done", "files"),
+    ],
+    ids=["fork bomb", "memory of several", "memory of one", "processor", "disk", "inodes"],
+)
+def test_limits_of_a_box(command: str, limit: str, loop: Loop, small: Box) -> None:
+    """The command is ended, or refused more; the result names the limit, and the box serves the next one."""
+    done = loop.run(small.run(command))
+    refused = "fork" in done.stderr and "process" in limit
+    assert not done.ok and (limit in done.limit or refused), done
+    assert loop.run(small.run("echo still here")).stdout == "still here\n"
+    loop.run(small.reset())
+    assert loop.run(small.run("head -c 7M /dev/zero > large")).ok
+
+
+def test_the_disk_counts_as_memory(loop: Loop) -> None:
+    """As it lies in memory, what is on it leaves less for processes."""
+    limits = BoxLimits(memory=96 << 20, disk=80 << 20)
+    with loop.box(limits=limits) as box:
+        hold = f"{PYTHON} -c \"x = b'x' * (40 << 20); print(len(x))\""
+        assert loop.run(box.run(hold)).ok
+        assert loop.run(box.run("head -c 60M /dev/zero > large; sleep 0.2")).ok
+        assert "96 MiB" in loop.run(box.run(f"{hold}; sleep 1")).limit
+
+
+def test_output_is_bounded(loop: Loop, small: Box) -> None:
+    done = loop.run(small.run("yes & yes >&2 & sleep 0.5; kill %1 %2", 20.0))
+    assert (len(done.stdout), done.stdout_cut, len(done.stderr), done.stderr_cut) == (4096, True, 4096, True)
+    done = loop.run(small.run("head -c 4096 /dev/zero; echo >&2"))
+    assert (len(done.stdout), done.stdout_cut, done.stderr_cut) == (4096, False, False)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"memory": 1}, {"processes": 0}, {"seconds": 0.0}, {"disk": 2 << 30}, {"output": 1 << 30}, {"files": "x"}],
+)
+def test_limits_that_cannot_hold(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(given))):
+        BoxLimits(**given)
+
+
+@pytest.mark.parametrize(
+    ("ask", "named"),
+    [
+        (lambda box: box.run(""), "''"),
+        (lambda box: box.run([]), r"\[\]"),
+        (lambda box: box.run("a\0b"), "command"),
+        (lambda box: box.run("true", 0.0), "seconds=0.0"),
+        (lambda box: box.write("x", bytes((64 << 20) + 1)), "67,108,865"),
+    ],
+)
+def test_questions_that_are_refused(ask: Any, named: str, loop: Loop, box: Box) -> None:
+    with pytest.raises(UsageError, match=named):
+        loop.run(ask(box))
+
+
+# ---- images
+
+
+PROGRAMS = ("sh", "cat", "ls", "rm", "mkdir", "mv")
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small root file system, where some of what a box needs is something else."""
+    root = tmp_path_factory.mktemp("image, a:b")
+    for name in ("bin", "etc", "data/deep"):
+        (root / name).mkdir(parents=True)
+    for name in PROGRAMS:
+        source = Path(shutil.which(name) or "").resolve()
+        shutil.copy(source, root / "bin" / name)
+        listed = subprocess.run(["ldd", source], capture_output=True, text=True, timeout=60, check=True).stdout
+        for word in listed.split():
+            if word.startswith("/"):
+                (root / word[1:]).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(word, root / word[1:])
+    (root / "etc" / "motd").write_text("of the image\n")
+    (root / "data" / "deep" / "file").write_text("deep\n")
+    (root / "tmp").symlink_to("/etc")
+    (root / "proc").write_text("no directory")
+    return root
+
+
+def written(root: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(root)): path.read_text()
+        for path in (root / "etc", root / "data")
+        for path in path.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_an_image_and_its_layer(image: Path, loop: Loop) -> None:
+    """All of it can be changed inside, nothing of it outside; a reset has it as it was."""
+    before = written(image)
+    with loop.box(str(image)) as box:
+        assert box.layered
+        change = "echo mine > /etc/motd; rm -r /data/deep; mv /bin/mv /bin/moved; mkdir /new; cat /etc/motd; ls /data"
+        assert loop.run(box.run(change)).stdout == "mine\n"
+        assert loop.run(box.run("ls /new /bin/moved /tmp; cat /proc/self/stat > /dev/null")).code == 0
+        assert written(image) == before and not (image / "new").exists()
+        loop.run(box.reset())
+        assert loop.run(box.run("cat /etc/motd /data/deep/file; ls /new")).stdout == "of the image\ndeep\n"
+        assert loop.run(box.run("ls /usr/bin/python3")).code
+
+
+def test_an_image_that_is_not_there(loop: Loop, tmp_path: Path) -> None:
+    for name in ("relative", str(tmp_path / "none"), "/etc/passwd"):
+        with pytest.raises(UsageError, match=name), loop.box(name):
+            pass
+
+
+HOOK = """
+import os
+from hpcrl.sandbox import {module}
+def refuse(*words):
+    if {where}:
+        raise OSError(1, "refused by the test")
+    return before(*words)
+before = {module}.{name}
+{module}.{name} = refuse
+"""
+
+
+def hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, where: str) -> None:
+    """Have the kernel refuse a step, in spawners that are started from now on."""
+    (tmp_path / "sitecustomize.py").write_text(HOOK.format(module=module, name=name, where=where))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_no_overlay(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where users may mount none the image is read-only, and the box says so."""
+    hooked(tmp_path, monkeypatch, "box_root", "mount", "words[2] == 'overlay'")
+    with Loop() as loop, loop.box(str(image)) as box:
+        assert not box.layered
+        done = loop.run(box.run("cat /etc/motd; echo a > /work/b; echo c > /tmp/d; cat /work/b /tmp/d; echo > /etc/x"))
+        assert done.stdout == "of the image\na\nc\n" and done.code
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("confine", "unshare"),
+        ("keeper", "unshare"),
+        ("box_root", "pivot_root"),
+        ("keeper", "drop_capabilities"),
+        ("seccomp", "check"),
+    ],
+)
+def test_no_box_is_half_confined(module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where any part fails there is one error that says which, and whoever asks again is told again."""
+    hooked(tmp_path, monkeypatch, module, name, "True")
+
+    async def ask() -> None:
+        async with SandboxPool(warm=1) as pool:
+            for _ in range(2):
+                with pytest.raises(Unconfined, match="refused by the test"):
+                    async with pool.box():
+                        pass
+            assert pool.counts().made == 0
+
+    run_alone(ask())
+
+
+def run_alone(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 120))

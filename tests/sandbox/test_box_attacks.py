@@ -1,0 +1,157 @@
+"""What is tried from inside a box against its own keeper, against other boxes and against who reads files out of it.
+
+What a hostile program tries against the user's account is in `test_attacks.py`, which does it in boxes as well."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.sandbox import Box, BoxLimits
+from tests.support.boxes import Loop
+
+pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+LIMITS = BoxLimits(memory=256 << 20, processes=48, disk=16 << 20, inodes=500, output=1 << 16, seconds=30.0)
+PYTHON = "/usr/bin/python3"
+#: no program may say that it had what it wanted
+GOT = "GOT-IT"
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    """Its spawner begins while this process has a secret in its environment."""
+    os.environ["HPCRL_TEST_SECRET"] = "secret-of-the-run"
+    try:
+        with Loop() as made, made.box():
+            yield made
+    finally:
+        del os.environ["HPCRL_TEST_SECRET"]
+
+
+@pytest.fixture
+def box(loop: Loop) -> Iterator[Box]:
+    with loop.box(limits=LIMITS) as made:
+        yield made
+
+
+def spawner_of(loop: Loop) -> int:
+    assert loop.pool._spawner is not None
+    return loop.pool._spawner.pid
+
+
+ATTACKS = {
+    "signals to its first process": "for s in KILL TERM INT STOP CHLD HUP USR1 SEGV ABRT; do kill -$s 1; done; sleep 0.1",
+    "signals to all": "kill -KILL -1",
+    "signals to outside": "kill -0 {spawner} && echo GOT-IT; kill -0 {test} && echo GOT-IT",
+    "memory of its first process": "cat /proc/1/mem /proc/1/environ /proc/1/maps && echo GOT-IT; : > /proc/1/mem && echo GOT-IT",
+    "files of its first process": "ls /proc/1/fd/ /proc/1/root/ /proc/1/cwd/ && echo GOT-IT",
+    "tracing its first process": f"{PYTHON} -c \"import ctypes; r = ctypes.CDLL(None).ptrace(16, 1, 0, 0); print('GOT-IT' if r == 0 else r)\"",
+    "limits of its first process": f"{PYTHON} -c \"import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (5, 5)); print('GOT-IT')\"",
+    "raised limits": "ulimit -u 100000 && echo GOT-IT; ulimit -v unlimited && echo GOT-IT; ulimit -f unlimited && echo GOT-IT",
+    "secrets of the run": "cat /proc/*/environ | grep -a secret-of && echo GOT-IT; env | grep -i secret && echo GOT-IT",
+    "a larger disk": "mount -o remount,size=1G /tmp && echo GOT-IT; mount -t tmpfs x /tmp && echo GOT-IT",
+    "the image": "echo x > /usr/bin/x && echo GOT-IT; chmod 777 /usr && echo GOT-IT; echo x >> /etc/passwd && echo GOT-IT",
+    "namespaces": "unshare --user --map-root-user true && echo GOT-IT; nsenter -t 1 -a true && echo GOT-IT",
+    "devices": "mknod /tmp/disk b 8 0 && echo GOT-IT; cat /dev/mem /dev/kmsg && echo GOT-IT; ls /dev/pts && echo GOT-IT",
+    "a terminal": "(: < /dev/tty) && echo GOT-IT; (: > /dev/console) && echo GOT-IT",
+    "a program of another user": "cp /bin/sh /tmp/s; chmod u+s /tmp/s; grep -q 'NoNewPrivs:.1' /proc/self/status || echo GOT-IT",
+    "capabilities": "grep -E 'Cap(Prm|Eff|Bnd|Amb)' /proc/self/status | grep -qv 0000000000000000 && echo GOT-IT",
+    "the network": f"{PYTHON} -c \"import socket; socket.socket(); print('GOT-IT')\"; grep -q : /proc/net/dev && grep -qv lo: /proc/net/dev && ls /sys/class/net && echo GOT-IT",
+    "abstract sockets": f"{PYTHON} -c \"import socket; socket.socket(socket.AF_UNIX); print('GOT-IT')\"",
+    "endless output": "timeout 1 yes; timeout 1 yes >&2; true",
+    "many pipes left open": "for i in $(seq 40); do sleep 4721 & done; true",
+    "deep directories": f"{PYTHON} -c \"import os\nfor i in range(600): os.mkdir('d'); os.chdir('d')\"",
+    "a fork bomb that hides": "f() {{ setsid sh -c ':' & f & f; }}; f > /dev/null 2>&1 & sleep 1; true",
+    "holes": "truncate -s 15M a b c d; cp --sparse=never a e && cp --sparse=never a f && echo GOT-IT",
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_from_inside(name: str, loop: Loop, box: Box) -> None:
+    """It gets nothing, and the box serves its user as before, or is itself again after a reset."""
+    command = ATTACKS[name].replace("{{", "{").replace("}}", "}")
+    command = command.replace("{spawner}", str(spawner_of(loop))).replace("{test}", str(os.getpid()))
+    done = loop.run(box.run(command, 20.0))
+    assert GOT not in done.stdout + done.stderr, done
+    assert len(done.stdout) <= LIMITS.output and not done.timed_out, done
+    loop.run(box.write("after", "as before"))
+    assert loop.run(box.read("after")) == b"as before" or "deep" in name
+    assert loop.run(box.run("echo alive")).stdout == "alive\n"
+    assert os.path.exists(f"/proc/{spawner_of(loop)}")
+
+
+def test_what_an_ignored_signal_keeps(loop: Loop, box: Box) -> None:
+    """Neither a time limit nor a reset asks politely."""
+    stubborn = "trap '' TERM INT HUP QUIT; while :; do sleep 0.05; done"
+    assert loop.run(box.run(stubborn, 0.3)).timed_out
+    loop.run(box.run(f'(setsid bash -c "{stubborn}" hpcrl-stubborn-4722 > /dev/null 2>&1 &)'))
+    assert "4722" in command_lines()
+    loop.run(box.reset())
+    until(lambda: "4722" not in command_lines())
+    assert "4722" not in loop.run(box.run("cat /proc/*/cmdline")).stdout
+
+
+def test_another_box(loop: Loop, box: Box) -> None:
+    """Its files, processes, and the memory that processes share are not there."""
+    with loop.box(limits=LIMITS) as other:
+        loop.run(other.run("echo hidden > /work/mine; echo hidden > /dev/shm/mine; (sleep 4723 > /dev/null &)"))
+        found = loop.run(box.run("cat /work/* /tmp/* /dev/shm/*; cat /proc/*/cmdline; ls /proc/*/root/work")).stdout
+        assert "hidden" not in found and "4723" not in found and "mine" not in found
+        loop.run(box.run("kill -9 -1"))
+        assert "4723" in loop.run(other.run("cat /proc/*/cmdline")).stdout
+
+
+def test_ways_out_through_files(loop: Loop, box: Box, tmp_path: Path) -> None:
+    """Links lead nowhere but to what the box itself has; what would wait or has no end is refused."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret-of-the-run")
+    link = f"ln -s {secret} one; ln -s /proc/1/root{secret} two; ln -s ../../../../..{secret} three; "
+    loop.run(
+        box.run(link + "ln -s /proc/self/environ four; ln -s /proc/1/fd/3 five; mkfifo six; ln -s /dev/zero seven")
+    )
+    loop.run(box.run(f"ln -s {tmp_path} folder; ln -s nine nine; ln -s /proc/self/mem ten"))
+    for name in ("one", "two", "three", "four", "five", "six", "seven", "folder/secret", "nine", "ten"):
+        with pytest.raises(OSError, match=name):
+            loop.run(box.read(name))
+        if name not in ("one", "two", "three", "folder/secret"):  # there these make directories, or fail, inside
+            with pytest.raises(OSError, match=name):
+                loop.run(box.write(name, "x"))
+    loop.run(box.run("rm -r folder; mkdir -p target; ln -s target folder"))
+    loop.run(box.write("folder/file", "inside"))
+    assert loop.run(box.run("cat target/file")).stdout == "inside"
+    assert secret.read_text() == "secret-of-the-run" and list(tmp_path.iterdir()) == [secret]
+
+
+def test_who_holds_a_lease_is_not_waited_for(loop: Loop, box: Box) -> None:
+    """The kernel would have whoever opens such a file wait 45 s."""
+    text = "import fcntl, time; f = open('leased', 'w'); fcntl.fcntl(f, 1024, 1); print('held', flush=True); time.sleep(60)"
+    holder = loop.run(box.start([PYTHON, "-c", text]))
+    assert b"held" in loop.run(holder.read())
+    began = time.monotonic()
+    with pytest.raises(BlockingIOError):
+        loop.run(box.read("leased"))
+    assert time.monotonic() - began < 20
+
+
+def command_lines() -> str:
+    """What every process of this machine was started with."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_text(errors="replace"))
+        except OSError:
+            continue
+    return "\n".join(found)
+
+
+def until(done: object, seconds: float = 30.0) -> None:
+    """Wait until it is true."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.02)

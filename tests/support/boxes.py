@@ -1,0 +1,55 @@
+"""Boxes for tests that are no coroutines: an event loop in a thread of its own, with one pool.
+
+Invariant: when it is left, the pool is closed: no box and no spawner of it is there any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+from hpcrl.sandbox import Box, BoxLimits, SandboxPool
+
+T = TypeVar("T")
+SECONDS = 120.0
+
+
+class Loop:
+    """The loop and its pool; a context manager."""
+
+    def __init__(self, warm: int = 1) -> None:
+        self._warm = warm
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine returns, or raises."""
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, SECONDS), self._loop).result(SECONDS + 10)
+
+    def __enter__(self) -> Loop:
+        self._thread.start()
+
+        async def pool() -> SandboxPool:
+            return SandboxPool(self._warm)
+
+        self.pool = self.run(pool())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self.pool.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(SECONDS)
+        self._loop.close()
+
+    @contextlib.contextmanager
+    def box(self, image: str = "system", limits: BoxLimits | None = None) -> Iterator[Box]:
+        """A box of the pool's."""
+        made = self.pool.box(image, limits)
+        box = self.run(made.__aenter__())
+        try:
+            yield box
+        finally:
+            self.run(made.__aexit__(None, None, None))
