@@ -16,6 +16,7 @@ from typing import NamedTuple
 from hpcrl.errors import UsageError
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.frames import TRANSFER
+from hpcrl.sandbox.keeper import LIMIT
 from hpcrl.sandbox.limits import BoxLimits
 
 WORK = "/work"
@@ -69,15 +70,23 @@ class Box:
         limits: what it may use.
     """
 
-    def __init__(self, line: BoxLine, limits: BoxLimits, renew: Callable[[BoxLine], Awaitable[BoxLine]]) -> None:
+    def __init__(
+        self,
+        line: BoxLine,
+        limits: BoxLimits,
+        renew: Callable[[BoxLine], Awaitable[BoxLine]],
+        reason: Callable[[BoxLine], Awaitable[str]],
+    ) -> None:
         """Use a box that is ready.
 
         Args:
             renew: ends a box and hands out a new one like it.
+            reason: why one has ended, as its keeper says.
         """
         self.limits = limits
         self._line = line
         self._renew = renew
+        self._reason = reason
 
     @property
     def layered(self) -> bool:
@@ -116,6 +125,11 @@ class Box:
             with contextlib.suppress(SandboxLost):
                 line.begin(do="kill", id=number, signal=signal.SIGKILL)
             raise
+        except SandboxLost:
+            why = await self._reason(line)
+            if not why.startswith(LIMIT):
+                raise
+            return CommandResult(-signal.SIGKILL, "", "", limit=f"{why.removeprefix(LIMIT)}; the sandbox was ended")
         out, err = head["sizes"]
         return CommandResult(
             head["code"],

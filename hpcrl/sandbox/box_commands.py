@@ -104,7 +104,7 @@ class Running:
         command: str | Sequence[str],
         environment: Mapping[str, str],
         directory: str,
-        limits: Mapping[int, int],
+        limits: dict[int, int],
         most: int,
         seconds: float,
         lasting: bool,
@@ -213,7 +213,7 @@ class Running:
 
 
 def _become(
-    words: list[str], environment: dict[str, str], directory: str, limits: Mapping[int, int], files: list[int]
+    words: list[str], environment: dict[str, str], directory: str, limits: dict[int, int], files: list[int]
 ) -> None:
     """Become a command; what keeps this process from it is its error output."""
     code = _NOT_RUN
@@ -223,7 +223,9 @@ def _become(
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        bound_process(limits)
+        bound_process(limits | {resource.RLIMIT_CPU: limits[resource.RLIMIT_CPU] + 1})
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]  # comes a second after the signal that says what it is for
+        resource.setrlimit(resource.RLIMIT_CPU, (min(limits[resource.RLIMIT_CPU], hard), hard))
         os.umask(0o022)
         os.chdir(place_of(directory))
         os.execvpe(words[0], words, environment)

@@ -135,7 +135,8 @@ class BoxInit:
         try:
             answer = getattr(self, f"_do_{head['do']}")(head, body)
         except OSError as error:
-            answer = {"errno": error.errno, "text": error.strerror, "path": os.fsdecode(error.filename or "")}
+            path = os.fsdecode(error.filename or head.get("path", ""))
+            answer = {"errno": error.errno, "text": error.strerror, "path": path}
         if answer is not None:
             self._answer(head["n"], answer)
 

@@ -34,12 +34,14 @@ class BoxLine:
     Attributes:
         number: the box's, at its spawner.
         lost: why it is of no use any more; "" while it is.
+        reason: what its keeper said of that.
         layered: all of its image can be changed, for this box alone.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.lost = ""
+        self.reason = ""
         self.layered = False
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Message]] = {}

@@ -32,6 +32,7 @@ from hpcrl.sandbox.system_calls import (
 from hpcrl.sandbox.usage import POLL, START, bound_numbers, come_first, kernel, threads_of_user, usage
 from hpcrl.toolbox.deadline import Deadline
 
+LIMIT = "limit: "  #: begins the reason for which a box was ended, where that is what ran in it
 _SLOWEST = 0.05  #: seconds between two looks at what uses little
 _PATIENCE = 2.0  #: seconds that the first process has to end what is over a limit
 _KEPT_BACK = 384  #: process ids that the kernel gives none of to a namespace whose ids were all given once
@@ -87,7 +88,7 @@ def _become_box(image: str, limits: BoxLimits, others: int, talk: socket.socket,
         keeper.recv(16)  # the keeper has them, and would see nothing of this process later
         drop_capabilities()
         prctl(NO_DUMP, 0, "hiding the first process from those inside")
-        seccomp.refuse_calls(own_pids=True)
+        seccomp.refuse_calls(own_pids=True, only_itself=True)  # this process is one of them
         talk.send(pack({"n": 0, "ready": True, "layered": disk.layered}))
     except BaseException as error:  # noqa: BLE001  (nothing may get past this)
         with contextlib.suppress(OSError):
@@ -104,6 +105,7 @@ def _watch(child: int, limits: BoxLimits, box: socket.socket, lifeline: socket.s
         word, files, _, _ = socket.recv_fds(box, 16, 2)
         if word:
             box.send(b"seen")
+            box.setblocking(False)
             why = _Watch(child, limits, box, lifeline, *files).run()
     except TimeoutError:
         why = f"making it took more than {START:g} s"
@@ -143,9 +145,10 @@ class _Watch:
             processes, used = self._usage()
             if over := self._over(processes, used):
                 if self._strikes and self._strikes.over:
-                    return over
+                    return LIMIT + over
                 self._strikes = self._strikes or Deadline(_PATIENCE)
-                self._box.send(over.encode())
+                with contextlib.suppress(BlockingIOError):  # it does not listen: its time runs
+                    self._box.send(over.encode())
                 pause = POLL
                 continue
             self._strikes = None

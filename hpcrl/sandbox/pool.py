@@ -99,7 +99,7 @@ class SandboxPool:
                 self._discard(before)
                 return await self._take(kind)
 
-            box = Box(line, kind[1], renew)
+            box = Box(line, kind[1], renew, self._reason)
             try:
                 yield box
             finally:
@@ -201,6 +201,12 @@ class SandboxPool:
             except SandboxLost as error:
                 wrong = error
         raise wrong or SandboxLost("no sandbox was made")
+
+    async def _reason(self, line: BoxLine) -> str:
+        """Why a box has ended, "" if that is not known."""
+        if self._spawner is None or self._spawner.over:
+            return ""
+        return await self._spawner.reason(line)
 
     def _discard(self, line: BoxLine, used: bool = True) -> None:
         """End a box, and do not wait for that."""

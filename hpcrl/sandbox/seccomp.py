@@ -130,19 +130,20 @@ def supported() -> bool:
     return os.uname().machine in ARCHITECTURES and struct.calcsize("P") == 8
 
 
-def refuse_calls(own_pids: bool, programs: bool = True) -> None:
+def refuse_calls(own_pids: bool, programs: bool = True, only_itself: bool = False) -> None:
     """Refuse this process, and all that it starts, the calls of this module, for good.
 
     Args:
         own_pids: it has a PID namespace of its own, so that signals reach nothing else.
         programs: it may start processes.
+        only_itself: it may change the priorities and limits of no other process of its PID namespace either.
 
     Raises:
         OSError: if the kernel has no such filters, or the architecture is unknown here.
     """
     if not supported():
         raise OSError(errno.ENOSYS, f"the system calls of {os.uname().machine} are not known here")
-    program = filter_program(os.uname().machine, own_pids, programs)
+    program = filter_program(os.uname().machine, own_pids, programs, only_itself)
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     buffer = ctypes.create_string_buffer(header, len(header))
@@ -150,7 +151,7 @@ def refuse_calls(own_pids: bool, programs: bool = True) -> None:
     check(libc.prctl(_SET_SECCOMP, *words), "refusing system calls")
 
 
-def filter_program(machine: str, own_pids: bool, programs: bool) -> bytes:
+def filter_program(machine: str, own_pids: bool, programs: bool, only_itself: bool = False) -> bytes:
     """The filter's instructions for a machine of ARCHITECTURES."""
     refused = REFUSED | ({} if own_pids else SIGNALS) | ({} if programs else PROGRAMS)
     which = _MACHINES.index(machine)
@@ -168,6 +169,7 @@ def filter_program(machine: str, own_pids: bool, programs: bool) -> bytes:
     lines += _refuse_where(_IOCTL[which], 1, [(_EQUAL, request) for request in typing])
     if not own_pids:
         lines += _refuse_where(_FCNTL[which], 1, [(_EQUAL, command) for command in _OWNERS])
+    if not own_pids or only_itself:
         lines += _refuse_unless(_SETPRIORITY[which], 1, (_EQUAL, 0))
         for numbers in ITSELF.values():
             lines += _refuse_unless(numbers[which], 0, (_EQUAL, 0))

@@ -50,7 +50,7 @@ class Spawner:
         self.over = False
         self._numbers = itertools.count(1)
         self._lines: dict[int, BoxLine] = {}
-        self._ends: dict[int, asyncio.Future[None]] = {}
+        self._ends: dict[int, asyncio.Future[str]] = {}
         self._control.settimeout(_SEND)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._control, self._hear)
@@ -80,26 +80,26 @@ class Spawner:
             raise
         return line
 
-    def begin_end(self, line: BoxLine) -> asyncio.Future[None]:
-        """End a box: done when nothing of it is left."""
+    def begin_end(self, line: BoxLine) -> asyncio.Future[str]:
+        """End a box: done when nothing of it is left, with the reason if it has ended before."""
         line.end("it was closed")
         future = self._ends.get(line.number)
         if future is None:
             future = self._ends[line.number] = self._loop.create_future()
             if self.over or line.number not in self._lines:
-                self._ended(line.number, "")
+                self._ended(line.number, line.reason)
             else:
                 with contextlib.suppress(OSError):
                     self._control.send(json.dumps({"end": line.number}).encode())
         return future
 
-    async def end(self, line: BoxLine) -> None:
-        """End a box, and wait until nothing of it is left.
+    async def reason(self, line: BoxLine) -> str:
+        """Why a box has ended, as far as its keeper knows; nothing of it is left then.
 
         Raises:
             TimeoutError: if that takes half a minute.
         """
-        await asyncio.wait_for(asyncio.shield(self.begin_end(line)), _ENDING)
+        return await asyncio.wait_for(asyncio.shield(self.begin_end(line)), _ENDING)
 
     def _hear(self) -> None:
         """Take what the spawner says of boxes that have ended."""
@@ -117,9 +117,10 @@ class Spawner:
         line = self._lines.pop(number, None)
         if line:
             line.end(why or "it has ended")
+            line.reason = why
         future = self._ends.pop(number, None)
         if future and not future.done():
-            future.set_result(None)
+            future.set_result(why)
 
     def _end_all(self, why: str) -> None:
         if not self.over:

@@ -91,6 +91,13 @@ def test_the_filter(machine: str) -> None:
     for numbers in seccomp.ITSELF.values():
         assert run_filter(closed, arch, numbers[which], (0,)) == ALLOW
         assert run_filter(closed, arch, numbers[which], (7,)) == EPERM
+    shared = seccomp.filter_program(machine, own_pids=True, programs=True, only_itself=True)
+    for numbers in seccomp.ITSELF.values():
+        assert run_filter(shared, arch, numbers[which], (0,)) == ALLOW
+        assert run_filter(shared, arch, numbers[which], (1,)) == EPERM
+        assert run_filter(free, arch, numbers[which], (1,)) == ALLOW
+    assert run_filter(shared, arch, (141, 140)[which], (0, 1)) == EPERM
+    assert run_filter(shared, arch, seccomp.SIGNALS["kill"][which], (1,)) == ALLOW
     clone, ioctl, fcntl = ((56, 16, 72), (220, 29, 25))[which]
     assert run_filter(free, arch, clone, (17,)) == ALLOW
     assert run_filter(closed, arch, clone, (17,)) == EPERM

@@ -34,15 +34,15 @@ async def until(done: Callable[[], bool]) -> None:
     raise AssertionError("it did not come true within 30 s")
 
 
-def processes(*marks: str) -> list[int]:
-    """Those whose command line has one of the marks."""
+def sleepers(mark: str) -> list[int]:
+    """The processes `sleep MARK`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if any(mark in text for mark in marks):
+        if words[:2] == [b"sleep", mark.encode()]:
             found.append(int(path.parent.name))
     return found
 
@@ -152,13 +152,13 @@ def test_a_box_that_is_lost() -> None:
                     keeper, first = sorted(family(pool._spawner.pid) - {pool._spawner.pid})
                     assert (await box.run("(sleep 4731 > /dev/null &)")).ok
                     asked = asyncio.create_task(box.run("sleep 4731"))
-                    await until(lambda: len(processes("sleep 4731")) == 2)
+                    await until(lambda: len(sleepers("4731")) == 2)
                     os.kill(keeper if which == "keeper" else first, signal.SIGKILL)
                     with pytest.raises(SandboxLost):
                         await asked
                     with pytest.raises(SandboxLost):
                         await box.run("true")
-                    await until(lambda: not processes("sleep 4731"))
+                    await until(lambda: not sleepers("4731"))
                     await box.reset()
                     assert (await box.run("echo again")).stdout == "again\n"
             assert pool.counts().lost == 2
@@ -184,6 +184,27 @@ def test_a_box_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     run(work())
 
 
+def test_a_box_that_cannot_end_what_runs_in_it() -> None:
+    """Over a limit it is ended from outside, and that is the command's result: no loss, after which it would run
+    again."""
+
+    async def work() -> None:
+        limits = BoxLimits(memory=64 << 20, disk=1 << 20)
+        async with SandboxPool(warm=0, limits=limits) as pool, pool.box() as box:
+            assert pool._spawner is not None
+            first = max(family(pool._spawner.pid))
+            hold = "/usr/bin/python3 -c \"import time; time.sleep(1); x = b'x' * (100 << 20); time.sleep(60)\""
+            asked = asyncio.create_task(box.run(hold, 30.0))
+            await until(lambda: len(family(pool._spawner.pid)) > 3)
+            os.kill(first, signal.SIGSTOP)
+            done = await asked
+            assert "64 MiB" in done.limit and not done.ok
+            with pytest.raises(SandboxLost):
+                await box.run("true")
+
+    run(work())
+
+
 def test_the_spawner_is_killed_with_ten_boxes() -> None:
     """Each of them raises, nothing of them is left, and the pool has boxes again."""
 
@@ -193,16 +214,16 @@ def test_the_spawner_is_killed_with_ten_boxes() -> None:
             async def use() -> None:
                 async with pool.box() as box:
                     await box.run("(setsid sleep 4732 > /dev/null &)")
-                    await box.run("setsid sleep 4732")
+                    await box.run("sleep 4732")
 
             tasks = [asyncio.create_task(use()) for _ in range(10)]
-            await until(lambda: len(processes("sleep 4732")) == 20)
+            await until(lambda: len(sleepers("4732")) == 20)
             assert pool._spawner is not None
             left = family(pool._spawner.pid)
             os.kill(pool._spawner.pid, signal.SIGKILL)
             raised = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(error, SandboxLost) for error in raised), raised
-            await until(lambda: gone(left) and not processes("sleep 4732"))
+            await until(lambda: gone(left) and not sleepers("4732"))
             async with pool.box() as box:
                 assert (await box.run("echo again")).stdout == "again\n"
             assert pool.counts().lost == 10
@@ -218,7 +239,7 @@ async def use(pool, ready):
     async with pool.box() as box:
         await box.run("(setsid sleep 4733 > /dev/null &)")
         ready.release()
-        await box.run("setsid sleep 4733")
+        await box.run("sleep 4733")
 
 async def main():
     pool = SandboxPool(warm=2)
@@ -247,9 +268,9 @@ def test_the_user_is_killed_with_ten_boxes(stopped: bool) -> None:
         user.kill()
         user.wait(60)
         end = time.monotonic() + 30
-        while processes("sleep 4733") and time.monotonic() < end:
+        while sleepers("4733") and time.monotonic() < end:
             time.sleep(0.02)
-        assert not processes("sleep 4733")
+        assert not sleepers("4733")
         if stopped:
             os.kill(spawner, signal.SIGCONT)
         while not gone(left) and time.monotonic() < end:
