@@ -43,7 +43,7 @@ _PUBLIC = {
     "Box": "box",
     "BoxLimits": "limits",
     "BoxProcess": "box",
-    "CommandResult": "box",
+    "BoxResult": "box",
     "ListedFile": "box",
     "PoolCounts": "pool",
     "SandboxLost": "box_line",

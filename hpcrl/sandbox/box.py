@@ -23,7 +23,7 @@ WORK = "/work"
 _FILES = 30.0  #: seconds that a file's way in or out may take
 
 
-class CommandResult(NamedTuple):
+class BoxResult(NamedTuple):
     """What became of a command.
 
     Attributes:
@@ -101,7 +101,7 @@ class Box:
         env: Mapping[str, str] | None = None,
         cwd: str = WORK,
         stdin: bytes | str = b"",
-    ) -> CommandResult:
+    ) -> BoxResult:
         """Run a command, and wait for its end; processes that it leaves in the background stay.
 
         Args:
@@ -129,9 +129,9 @@ class Box:
             why = await self._reason(line)
             if not why.startswith(LIMIT):
                 raise
-            return CommandResult(-signal.SIGKILL, "", "", limit=f"{why.removeprefix(LIMIT)}; the sandbox was ended")
+            return BoxResult(-signal.SIGKILL, "", "", limit=f"{why.removeprefix(LIMIT)}; the sandbox was ended")
         out, err = head["sizes"]
-        return CommandResult(
+        return BoxResult(
             head["code"],
             body[:out].decode(errors="replace"),
             body[out : out + err].decode(errors="replace"),

@@ -108,36 +108,36 @@ class Running:
         most: int,
         seconds: float,
         lasting: bool,
+        data: bytes,
     ) -> None:
         """Start it.
 
         Args:
             limits: of `resource.RLIMIT_*`.
+            data: what it can read; nothing more comes after it unless it is lasting.
             most: bytes of each output that are kept.
             lasting: it is read and fed while it runs, its outputs in one; else they are kept until it has ended.
 
         Raises:
             OSError: if there can be no more processes.
         """
-        words = (
-            [next(filter(os.path.exists, _SHELLS), "/bin/sh"), "-c", command] if isinstance(command, str) else command
-        )
-        pipes = [os.pipe() for _ in range(2 if lasting else 3)]
-        given, *written = pipes
+        shell = [next(filter(os.path.exists, _SHELLS), "/bin/sh"), "-c"]
+        words = [*shell, command] if isinstance(command, str) else list(command)
+        written = [os.pipe() for _ in range(1 if lasting else 2)]
+        given = os.pipe() if lasting or data else (os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC),)
         try:
             self.pid = os.fork()
         except OSError:
-            for number in (end for pipe in pipes for end in pipe):
+            for number in (end for ends in (given, *written) for end in ends):
                 os.close(number)
             raise
         if self.pid == 0:
-            _become(list(words), dict(environment), directory, limits, [given[0], written[0][1], written[-1][1]])
+            _become(words, dict(environment), directory, limits, [given[0], written[0][1], written[-1][1]])
         os.close(given[0])
         self.outputs = [Output(read, most, lasting) for read, _ in written]
         for _, end in written:
             os.close(end)
-        self.input = given[1]
-        os.set_blocking(self.input, False)
+        self.input = given[1] if len(given) > 1 else -1
         self.lasting = lasting
         self.deadline = Deadline(seconds)
         self.code: int | None = None
@@ -146,6 +146,9 @@ class Running:
         self._fed = b""
         self._closing = False
         self._cpu = limits[resource.RLIMIT_CPU]
+        if self.input >= 0:
+            os.set_blocking(self.input, False)
+            self.feed(data, last=not lasting)
 
     def feed(self, data: bytes, last: bool) -> None:
         """Hand bytes over to its standard input, as it takes them.

@@ -21,7 +21,7 @@ from typing import Any
 from hpcrl.sandbox import frames
 from hpcrl.sandbox.box_commands import Running
 from hpcrl.sandbox.box_files import list_files, read_file, write_file
-from hpcrl.sandbox.frames import FrameReader, Message
+from hpcrl.sandbox.frames import IncomingMessages, Message
 from hpcrl.toolbox.deadline import Deadline
 
 ENVIRONMENT = {
@@ -48,7 +48,7 @@ class BoxInit:
         self._talk = talk
         self._keeper = keeper
         self._limits = limits
-        self._reader = FrameReader()
+        self._reader = IncomingMessages()
         self._unsent = bytearray()
         self._running: dict[int, Running] = {}
         self._takes: dict[int, tuple[int, Deadline]] = {}  #: command -> (question, until when it waits)
@@ -161,13 +161,13 @@ class BoxInit:
                 head["output"],
                 head["seconds"],
                 lasting,
+                body,
             )
         except BlockingIOError:
             return {"code": 126, "sizes": [0, 0], "cut": [False, False], "late": False, "limit": _FULL}
         with contextlib.suppress(BlockingIOError):  # it has not looked for long, and will
             self._keeper.send(WAKE)
         self._running[head["n"]] = running
-        running.feed(body, last=not lasting)
         return {} if lasting else None
 
     def _do_take(self, head: dict[str, Any], body: bytes) -> None:

@@ -12,7 +12,7 @@ import socket
 from typing import Any
 
 from hpcrl.errors import HpcrlError
-from hpcrl.sandbox.frames import FrameReader, Message, pack
+from hpcrl.sandbox.frames import IncomingMessages, Message, pack
 from hpcrl.sandbox.run import Unconfined
 from hpcrl.sandbox.usage import START
 from hpcrl.toolbox.deadline import Deadline
@@ -114,7 +114,7 @@ class BoxLine:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hand each answer to its question, until the stream ends."""
-        frames = FrameReader()
+        frames = IncomingMessages()
         why = "it has ended, or its spawner has"
         try:
             while data := await reader.read(1 << 18):

@@ -32,7 +32,7 @@ def _check(text: int, body: int) -> None:
         raise ValueError(f"a message of {text:,} and {body:,} bytes; at most {_TEXT:,} and {TRANSFER:,}")
 
 
-class FrameReader:
+class IncomingMessages:
     """Puts together what arrives in pieces."""
 
     def __init__(self) -> None:
