@@ -16,6 +16,7 @@ import msgspec
 from hpcrl.sample import PackedSample, Sample, pack
 
 TIMEOUT, ERROR = "timeout", "error"  #: how a grading or a call fails
+LOST = "lost"  #: how a call fails whose sandbox was lost: it is made again
 MOST = 256  #: samples of one response
 _LENGTH = struct.Struct("<Q")
 
@@ -181,7 +182,7 @@ class CustomResult(msgspec.Struct):
             that it had the endpoint make, of which `reward`, `rewards` and `metadata` are.
         given: of samples of slime's, which of them have log-probs of their own; they say no versions.  None: they are
             hpcrl's, and say both.
-        failure: "", TIMEOUT or ERROR, with its text.
+        failure: "", TIMEOUT, ERROR or LOST, with its text.
     """
 
     id: int

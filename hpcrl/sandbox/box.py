@@ -150,13 +150,14 @@ class Box:
     ) -> BoxProcess:
         """Start a command that is written to and read while it runs: a shell, a debugger, a server.
 
-        Its standard error is one with its standard output.  The arguments, and what is raised, are those of `run`.
+        Its standard error is one with its standard output.  The arguments, and what is raised, are those of `run`; and
+
+        Raises:
+            BlockingIOError: if the box has as many processes as it may have.
         """
         line = self._line
         number, future = line.begin(**self._start(command, seconds, env, cwd), lasting=True)
-        head, _ = await line.finish(number, future, 0.0)
-        if "code" in head:
-            raise SandboxLost(f"a process could not be started: {head['limit']}")
+        await line.finish(number, future, 0.0)
         return BoxProcess(line, number)
 
     def _start(

@@ -32,6 +32,8 @@ ENVIRONMENT = {
 }
 WAKE = b"w"  #: told to the keeper when something was started, which it sees then
 _UNSENT = 2 * frames.TRANSFER  #: bytes of answers; with more no question is read
+_AT_ONCE = 256  #: ended processes that are waited for before anything else is looked at
+_LEFT = 64  #: outputs of commands that have ended, and that something in the background still has open
 _FULL = "it has as many processes as it may have"
 
 
@@ -54,6 +56,7 @@ class BoxInit:
         self._takes: dict[int, tuple[int, Deadline]] = {}  #: command -> (question, until when it waits)
         self._waits: list[tuple[int, int]] = []  #: (question, command)
         self._left: list[Any] = []  #: outputs that processes in the background still have open
+        self._more_ended = False
         self._children, waking = os.pipe()
         for number in (self._children, waking):
             os.set_blocking(number, False)
@@ -98,7 +101,7 @@ class BoxInit:
                 poll.register(running.input, select.POLLOUT)
         times = [running.deadline.left for running in self._running.values() if running.runs]
         times += [deadline.left for _, deadline in self._takes.values()]
-        shortest = min(times, default=None)
+        shortest = 0.0 if self._more_ended else min(times, default=None)
         return dict(poll.poll(None if shortest is None else min(shortest, 3600.0) * 1000 + 1))
 
     def _outputs(self) -> Iterator[Any]:
@@ -164,6 +167,8 @@ class BoxInit:
                 body,
             )
         except BlockingIOError:
+            if lasting:
+                raise
             return {"code": 126, "sizes": [0, 0], "cut": [False, False], "late": False, "limit": _FULL}
         with contextlib.suppress(BlockingIOError):  # it has not looked for long, and will
             self._keeper.send(WAKE)
@@ -203,16 +208,20 @@ class BoxInit:
     def _reap(self) -> None:
         """Wait for every child that has ended: commands, and what was left to this process."""
         by_pid = {running.pid: running for running in self._running.values() if running.code is None}
+        self._more_ended = False
         with contextlib.suppress(ChildProcessError):
-            while True:
+            for _ in range(_AT_ONCE):
                 pid, status, used = os.wait3(os.WNOHANG)
                 if not pid:
-                    break
+                    return
                 if pid in by_pid:
                     by_pid[pid].ended(status, used)
+            self._more_ended = True
 
     def _answer_what_is_due(self) -> None:
         self._left = [output for output in self._left if output.number >= 0]
+        while len(self._left) > _LEFT:
+            self._left.pop(0).close()
         for number, running in list(self._running.items()):
             if running.runs and running.deadline.over:
                 running.run_out()

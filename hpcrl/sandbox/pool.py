@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import time
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -228,12 +227,16 @@ def _kind(image: str, limits: BoxLimits) -> Kind:
     return image, limits
 
 
-_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, SandboxPool] = weakref.WeakKeyDictionary()
+_pools: dict[asyncio.AbstractEventLoop, SandboxPool] = {}
 
 
 def default_pool() -> SandboxPool:
-    """The pool of the event loop that runs; it ends with this process."""
+    """The pool of the event loop that runs; it ends with this process, or when the next loop asks for one."""
     loop = asyncio.get_running_loop()
+    for other in [other for other in _pools if other.is_closed()]:
+        spawner = _pools.pop(other)._spawner
+        if spawner:
+            spawner.drop()
     if loop not in _pools or _pools[loop]._closed:
         _pools[loop] = SandboxPool()
     return _pools[loop]

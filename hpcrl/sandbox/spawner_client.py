@@ -17,7 +17,7 @@ import sys
 
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.limits import BoxLimits
-from hpcrl.sandbox.run import python_variables
+from hpcrl.sandbox.run import Unconfined, python_variables
 
 _SEND = 10.0  #: seconds until the spawner has room for a message
 _ENDING = 30.0  #: seconds that the end of a box may take
@@ -33,19 +33,27 @@ class Spawner:
     """
 
     def __init__(self) -> None:
-        """Start it; to be called while an event loop runs."""
+        """Start it; to be called while an event loop runs.
+
+        Raises:
+            Unconfined: if this process may start none, as one that grades built-in rewards.
+        """
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             words = [sys.executable, "-P", "-m", "hpcrl.sandbox.spawner", str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                words,
-                env=python_variables(),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    words,
+                    env=python_variables(),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._control.close()
+                raise Unconfined(f"no sandbox can be made here: starting its spawner: {error.strerror}") from error
         self.pid = self._process.pid
         self.over = False
         self._numbers = itertools.count(1)
@@ -131,6 +139,12 @@ class Spawner:
             self._ended(number, why)
         for number in list(self._ends):
             self._ended(number, why)
+
+    def drop(self) -> None:
+        """End the spawner and with it every box, after the end of the event loop that it was started in."""
+        self.over = True
+        self._control.close()
+        self._process.poll()
 
     async def close(self) -> None:
         """End the spawner and with it every box; wait until it has ended.

@@ -4,6 +4,7 @@ What a hostile program tries against the user's account is in `test_attacks.py`,
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.sandbox import Box, BoxLimits
-from tests.support.boxes import Loop
+from tests.support.boxes import Loop, family
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
 LIMITS = BoxLimits(memory=256 << 20, processes=48, disk=16 << 20, inodes=500, output=1 << 16, seconds=30.0)
@@ -133,6 +134,33 @@ def test_ways_out_through_files(loop: Loop, box: Box, tmp_path: Path) -> None:
     loop.run(box.write("folder/file", "inside"))
     assert loop.run(box.run("cat target/file")).stdout == "inside"
     assert secret.read_text() == "secret-of-the-run" and list(tmp_path.iterdir()) == [secret]
+
+
+def test_background_processes_that_keep_outputs_open(loop: Loop, box: Box) -> None:
+    """A process that opens the outputs of every command holds few of the first process's files."""
+    keep = (
+        "import glob, os, time\nheld = {}\nwhile True:\n    for path in glob.glob('/proc/*/fd/[12]'):\n"
+        "        try:\n            name = os.readlink(path)\n            if 'pipe' in name and name not in held:\n"
+        "                held[name] = os.open(path, os.O_WRONLY)\n        except OSError:\n            pass\n"
+        "    open('/tmp/held', 'w').write(str(len(held)))\n    time.sleep(0.005)\n"
+    )
+    loop.run(box.write("keep.py", keep))
+    loop.run(box.run(f"({PYTHON} keep.py > /dev/null 2>&1 &)"))
+
+    async def many() -> None:
+        for _ in range(6):
+            await asyncio.gather(*(box.run("echo x; sleep 0.1") for _ in range(12)))
+
+    loop.run(many())
+    first = next(pid for pid in inside(loop) if b"keep.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    parent = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
+    assert int(loop.run(box.read("/tmp/held"))) > 80
+    assert len(os.listdir(f"/proc/{parent}/fd")) < 90
+
+
+def inside(loop: Loop) -> list[int]:
+    """The processes of this pool, and all that runs in its boxes."""
+    return sorted(family(spawner_of(loop)) - {spawner_of(loop)})
 
 
 def test_who_holds_a_lease_is_not_waited_for(loop: Loop, box: Box) -> None:

@@ -17,6 +17,7 @@ import pytest
 from hpcrl.errors import UsageError
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, sandbox
 from hpcrl.sandbox.pool import default_pool
+from tests.support.boxes import family
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
 
@@ -44,20 +45,6 @@ def sleepers(mark: str) -> list[int]:
             continue
         if words[:2] == [b"sleep", mark.encode()]:
             found.append(int(path.parent.name))
-    return found
-
-
-def family(pid: int) -> set[int]:
-    """A process and all that descend from it, by what the kernel says now."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found = {pid}
-    while more := {one for one, parent in parents.items() if parent in found and one not in found}:
-        found |= more
     return found
 
 
@@ -130,6 +117,32 @@ def test_the_pool_of_a_process() -> None:
         await default_pool().close()
 
     run(work())
+
+
+def test_a_pool_whose_loop_has_ended() -> None:
+    """It ends when the next loop asks for one."""
+    left: set[int] = set()
+
+    async def leave() -> None:
+        async with sandbox() as box:
+            assert (await box.run("true")).ok
+        spawner = default_pool()._spawner
+        assert spawner is not None
+        left.update(family(spawner.pid))
+
+    async def next_loop() -> None:
+        await until(lambda: gone(left))
+        await default_pool().close()
+
+    run(leave())
+    assert len(left) >= 3 and not gone(left)
+
+    async def ask() -> None:
+        async with sandbox() as box:
+            assert (await box.run("true")).ok
+        await next_loop()
+
+    run(ask())
 
 
 def test_numbers_of_a_pool() -> None:
@@ -279,3 +292,27 @@ def test_the_user_is_killed_with_ten_boxes(stopped: bool) -> None:
     finally:
         user.kill()
         user.communicate(timeout=60)
+
+
+CONFINED = """
+import asyncio
+from hpcrl.sandbox import SandboxPool, Unconfined
+from hpcrl.sandbox.confine import confine, view_of_python
+
+async def main():
+    pool = SandboxPool()
+    confine(view_of_python())
+    try:
+        async with pool.box():
+            print("made")
+    except Unconfined as error:
+        print("refused:", error)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_may_start_none() -> None:
+    """Such as one of built-in rewards: one clear error, not one of a subprocess."""
+    done = subprocess.run([sys.executable, "-c", CONFINED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("refused:") and "spawner" in done.stdout, done

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from typing import Any
 
 from hpcrl.rollout.samplers.conversation import Conversation
 from hpcrl.sample import Sample
+from hpcrl.sandbox import sandbox
+from hpcrl.sandbox.pool import default_pool
 
 AGENT = """
 import httpx, json, os, sys
@@ -110,6 +113,21 @@ async def two(args: Any, sample: Sample) -> Sample:
 
 def plain(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     return sample
+
+
+_calls: dict[int, int] = {}
+
+
+async def loses_its_sandbox(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Its sandbox's spawner is killed in the first call of response 1, and in every call of response 0."""
+    _calls[sample.index] = _calls.get(sample.index, 0) + 1
+    async with sandbox() as box:
+        found = await at_the_engine(args, sample, sampling_params)
+        if sample.index == 0 or _calls[sample.index] == 1:
+            os.kill(default_pool()._spawner.pid, signal.SIGKILL)
+        found.response = (await box.run("echo from the box")).stdout
+    found.metadata["calls"] = _calls[sample.index]
+    return found
 
 
 async def by_label(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:

@@ -29,6 +29,7 @@ from hpcrl.rollout.samplers.sampled_tokens import received
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.worker_messages import (
     ERROR,
+    LOST,
     TIMEOUT,
     CancelRequest,
     CustomCall,
@@ -108,7 +109,10 @@ class CustomSampler:
             return found
         making = ResponseContext(self._sampling(asked), self._seed(asked), asked.version)
         prompt = self._prompt(asked)
-        done, found = await self._call(asked, making, prompt, 1.0)
+        for _ in range(3):  # a sandbox that was lost says nothing of the response
+            done, found = await self._call(asked, making, prompt, 1.0)
+            if done is None or done.failure != LOST:
+                break
         if done is not None and done.failure and self._options.deterministic_mode:
             done, found = await self._call(asked, making, prompt, MORE)
         if done is None:
@@ -264,7 +268,7 @@ class CustomSampler:
             logprobs=np.zeros(1, np.float32),
             versions=np.full(1, asked.version, np.int32),
             status=COMPLETED,
-            grading=done.failure,
+            grading=TIMEOUT if done.failure == TIMEOUT else ERROR,
             grading_error=text,
         )
 

@@ -26,6 +26,7 @@ from hpcrl.rollout.slime_names.conversion import NotSlimes
 from hpcrl.rollout.slime_names.speakers import speaks_slime
 from hpcrl.rollout.worker_messages import (
     ERROR,
+    LOST,
     MOST,
     TIMEOUT,
     CustomCall,
@@ -34,6 +35,7 @@ from hpcrl.rollout.worker_messages import (
     frame,
 )
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, PackedSample, Sample, pack, unpack
+from hpcrl.sandbox.box_line import SandboxLost
 
 LARGEST = 1e30  #: as of a reward
 
@@ -198,6 +200,8 @@ class FunctionRunner:
             done = await self._made(call)
         except asyncio.CancelledError:
             done = CustomResult(call.id, failure=TIMEOUT)
+        except SandboxLost as error:
+            done = CustomResult(call.id, failure=LOST, text=f"lost its sandbox: {error}")
         except (NoSample, NotSlimes) as error:
             done = CustomResult(call.id, failure=ERROR, text=str(error))
         except BaseException as error:  # noqa: BLE001  (whatever the user's function does)

@@ -254,6 +254,19 @@ def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
             assert sample.remove_sample == (sample.index == 1), "what the function says of its sample is kept"
 
 
+def test_a_lost_sandbox_costs_no_response(model: Path) -> None:
+    """The call is made again, in another box; three times at most."""
+
+    async def run() -> list[Sample]:
+        async with sampler(model, "loses_its_sandbox") as (made, _):
+            return [sample for index in (1, 0) for sample in await made.make(asked(model, index))]
+
+    good, bad = asyncio.run(run())
+    check(good)
+    assert good.response == "from the box\n" and good.metadata["calls"] == 2 and not good.grading
+    assert "sandbox" in bad.grading_error and bad.grading == "error" and bad.loss_mask.tolist() == [0]
+
+
 def test_failures_and_the_limit(model: Path) -> None:
     """Too many failures end the run; one bad prompt does not."""
 
