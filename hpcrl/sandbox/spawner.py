@@ -53,6 +53,13 @@ class _Boxes:
             if self._control.fileno() in ready and not self._hear():
                 return
 
+    def end(self) -> None:
+        """End every box, and wait until nothing of any is left."""
+        for _, lifeline in self._boxes.values():
+            lifeline.close()
+        for keeper, _ in self._boxes.values():
+            os.waitpid(keeper, 0)
+
     def _pidfd(self) -> int:
         with contextlib.suppress(OSError, AttributeError):  # Linux before 5.3
             return os.pidfd_open(self._parent)
@@ -108,7 +115,9 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()
     gc.freeze()  # what is there now is never looked at, and so stays shared with the boxes
-    _Boxes(control, int(argv[1])).serve()
+    boxes = _Boxes(control, int(argv[1]))
+    boxes.serve()
+    boxes.end()
     return 0
 
 

@@ -153,4 +153,7 @@ class Spawner:
             TimeoutExpired: if it has not within half a minute.
         """
         self._end_all("its spawner was closed")
-        await asyncio.to_thread(self._process.wait, _ENDING)
+        try:
+            await asyncio.to_thread(self._process.wait, _ENDING)
+        finally:
+            self._process.kill()
