@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -214,8 +215,8 @@ class Box:
             OSError: as the kernel says; EFBIG of one with more than 10,000 entries.
             SandboxLost: if the box has ended.
         """
-        head, _ = await self._line.ask(_FILES, do="list", path=path)
-        return [ListedFile(**entry) for entry in head["entries"]]
+        _, body = await self._line.ask(_FILES, do="list", path=path)
+        return [ListedFile(**entry) for entry in json.loads(body)]
 
     async def reset(self) -> None:
         """End every process of the box and forget every file that was written: it is as it was made.

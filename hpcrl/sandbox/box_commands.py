@@ -143,7 +143,7 @@ class Running:
         self.code: int | None = None
         self.late = False
         self.limit = ""
-        self._fed = b""
+        self._fed = bytearray()
         self._closing = False
         self._cpu = limits[resource.RLIMIT_CPU]
         if self.input >= 0:
@@ -174,13 +174,13 @@ class Running:
         """Write what its input takes now."""
         try:
             while self.hungry:
-                self._fed = self._fed[os.write(self.input, self._fed[:_PIECE]) :]
+                del self._fed[: os.write(self.input, self._fed[:_PIECE])]
         except BlockingIOError:
             return
         except OSError:  # it reads no more
             self._closing = True
         if self._closing and self.input >= 0:
-            self._fed = b""
+            self._fed.clear()
             os.close(self.input)
             self.input = -1
 
@@ -197,7 +197,7 @@ class Running:
         for output in self.outputs:
             output.drain()
         self._closing = True
-        self._fed = b""
+        self._fed.clear()
         self.push()
 
     def kill(self, number: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ WAKE = b"w"  #: told to the keeper when something was started, which it sees the
 _UNSENT = 2 * frames.TRANSFER  #: bytes of answers; with more no question is read
 _AT_ONCE = 256  #: ended processes that are waited for before anything else is looked at
 _LEFT = 64  #: outputs of commands that have ended, and that something in the background still has open
+_PATH = 4096  #: characters of a path that an error names
 _FULL = "it has as many processes as it may have"
 
 
@@ -139,7 +141,9 @@ class BoxInit:
             answer = getattr(self, f"_do_{head['do']}")(head, body)
         except OSError as error:
             path = os.fsdecode(error.filename or head.get("path", ""))
-            answer = {"errno": error.errno, "text": error.strerror, "path": path}
+            answer = {"errno": error.errno, "text": error.strerror, "path": path[:_PATH]}
+        except ValueError as error:  # a path that no kernel takes
+            answer = {"errno": errno.EINVAL, "text": str(error), "path": str(head.get("path", ""))[:_PATH]}
         if answer is not None:
             self._answer(head["n"], answer)
 
@@ -200,8 +204,8 @@ class BoxInit:
     def _do_read(self, head: dict[str, Any], body: bytes) -> None:
         self._answer(head["n"], {}, read_file(head["path"], head["most"]))
 
-    def _do_list(self, head: dict[str, Any], body: bytes) -> dict[str, Any]:
-        return {"entries": list_files(head["path"])}
+    def _do_list(self, head: dict[str, Any], body: bytes) -> None:
+        self._answer(head["n"], {}, json.dumps(list_files(head["path"])).encode())
 
     # ---- what has ended
 

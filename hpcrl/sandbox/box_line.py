@@ -11,7 +11,7 @@ import itertools
 import socket
 from typing import Any
 
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sandbox.frames import IncomingMessages, Message, pack
 from hpcrl.sandbox.run import Unconfined
 from hpcrl.sandbox.usage import START
@@ -72,7 +72,7 @@ class BoxLine:
 
         Raises:
             OSError: what the box's kernel has answered, with the path inside.
-            ValueError: if the question is too large.
+            UsageError: if the question is too large.
             SandboxLost: if the box has ended, or gives no answer.
         """
         number, future = self.begin(body, **head)
@@ -82,12 +82,16 @@ class BoxLine:
         """Send a question: its number, and the answer to come.
 
         Raises:
+            UsageError: if it is too large.
             SandboxLost: if the box has ended.
         """
         if self.lost or self._writer is None:
             raise SandboxLost(f"the sandbox was lost: {self.lost or 'it was never ready'}", _HINT)
         number = next(self._numbers)
-        data = pack(head | {"n": number}, body)
+        try:
+            data = pack(head | {"n": number}, body)
+        except ValueError as error:
+            raise UsageError(f"a sandbox takes no such question: {error}") from error
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._writer.write(data)
         return number, future

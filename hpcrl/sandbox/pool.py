@@ -113,9 +113,7 @@ class SandboxPool:
         """
         kind = _kind(image, limits or self._limits)
         lines = self._lines_of(kind)
-        missing = count - len(lines)
-        for line in await asyncio.gather(*(self._make(kind) for _ in range(missing))):
-            lines.append(line)
+        await asyncio.gather(*(self._add(kind) for _ in range(count - len(lines))))
 
     def counts(self) -> PoolCounts:
         """What there is now, and was done so far."""
@@ -170,11 +168,15 @@ class SandboxPool:
 
     async def _make_ahead(self, kind: Kind) -> None:
         with contextlib.suppress(HpcrlError):  # who asks for a box is told
-            line = await self._make(kind)
-            if kind in self._ready:
-                self._ready[kind].append(line)
-            else:
-                self._discard(line, used=False)
+            await self._add(kind)
+
+    async def _add(self, kind: Kind) -> None:
+        """Make a box ahead, unless its kind is not among those used last any more."""
+        line = await self._make(kind)
+        if kind in self._ready:
+            self._ready[kind].append(line)
+        else:
+            self._discard(line, used=False)
 
     async def _make(self, kind: Kind) -> BoxLine:
         if self._closed:
@@ -205,7 +207,9 @@ class SandboxPool:
         """Why a box has ended, "" if that is not known."""
         if self._spawner is None or self._spawner.over:
             return ""
-        return await self._spawner.reason(line)
+        with contextlib.suppress(TimeoutError):
+            return await self._spawner.reason(line)
+        return ""
 
     def _discard(self, line: BoxLine, used: bool = True) -> None:
         """End a box, and do not wait for that."""

@@ -155,6 +155,26 @@ def test_files_in_and_out(loop: Loop, box: Box) -> None:
     assert go(box.read("a/link")).endswith(b"ran\n")
 
 
+def test_much_input(loop: Loop, box: Box) -> None:
+    """All of what a command reads comes; a command that reads none of it ends all the same."""
+    data = b"a line of some length\n" * 400_000
+    assert loop.run(box.run("wc -c; sleep 0.1", stdin=data)).stdout == f"{len(data)}\n"
+    assert loop.run(box.run("true", stdin=data)).ok
+
+
+def test_a_directory_of_many_long_names(loop: Loop) -> None:
+    """What a listing takes is bounded by the entries, however their names are written."""
+    make = f"{PYTHON} -c \"for i in range(4000): open(b'%06d' % i + b'\\xff' * 249, 'w')\""
+    with loop.box() as box:
+        assert loop.run(box.run(make)).ok
+        found = loop.run(box.listing())
+        assert len(found) == 4000 and found[7].name.startswith("000007\udcff")
+        assert loop.run(box.run(make.replace("range(4000)", "range(11000)"))).ok
+        with pytest.raises(OSError, match="10,000"):
+            loop.run(box.listing())
+        assert loop.run(box.run("true")).ok
+
+
 @pytest.mark.parametrize(
     ("ask", "number"),
     [
@@ -165,6 +185,8 @@ def test_files_in_and_out(loop: Loop, box: Box) -> None:
         (lambda box: box.write("/tmp", b""), errno.EISDIR),
         (lambda box: box.write("large", bytes(9 << 20)), errno.ENOSPC),
         (lambda box: box.listing("/etc/passwd"), errno.ENOTDIR),
+        (lambda box: box.read("a\0b"), errno.EINVAL),
+        (lambda box: box.write("x" * 5000, b""), errno.ENAMETOOLONG),
     ],
 )
 def test_files_that_cannot_be(ask: Any, number: int, loop: Loop, small: Box) -> None:
@@ -230,6 +252,7 @@ def test_limits_that_cannot_hold(given: dict[str, Any]) -> None:
         (lambda box: box.run("a\0b"), "command"),
         (lambda box: box.run("true", 0.0), "seconds=0.0"),
         (lambda box: box.write("x", bytes((64 << 20) + 1)), "67,108,865"),
+        (lambda box: box.run("x" * (5 << 20)), "sandbox"),
     ],
 )
 def test_questions_that_are_refused(ask: Any, named: str, loop: Loop, box: Box) -> None:
