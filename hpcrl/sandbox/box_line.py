@@ -140,8 +140,13 @@ class BoxLine:
             if not future.done():
                 future.set_exception(SandboxLost(f"the sandbox was lost: {self.lost}", _HINT))
                 future.exception()  # it may be that nothing waits for it any more
-        if self._writer:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the stream with it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the stream with it
+            if self._writer:
                 self._writer.close()
-        if self._task and self._task is not asyncio.current_task():
-            self._task.cancel()
+            if self._task and self._task is not asyncio.current_task():
+                self._task.cancel()
+
+    async def ended(self) -> None:
+        """Wait until nothing is read any more, after `end`."""
+        if self._task:
+            await asyncio.wait([self._task], timeout=GRACE)

@@ -194,8 +194,11 @@ class SandboxPool:
         """A box of this spawner's, or of the next where it is lost."""
         wrong: SandboxLost | None = None
         for _ in range(_TRIES):
-            if self._spawner is None or self._spawner.over:
+            before = self._spawner
+            if before is None or before.over:
                 self._spawner = Spawner()
+                if before:
+                    await before.close()
             spawner = self._spawner
             try:
                 return await spawner.make(*kind)

@@ -22,6 +22,7 @@ from hpcrl.sandbox.run import Unconfined, python_variables
 _SEND = 10.0  #: seconds until the spawner has room for a message
 _ENDING = 30.0  #: seconds that the end of a box may take
 _PACKET = 1 << 16
+_numbers = itertools.count(1)  #: of boxes of all spawners, so that none is taken for another's
 
 
 class Spawner:
@@ -56,7 +57,6 @@ class Spawner:
                 raise Unconfined(f"no sandbox can be made here: starting its spawner: {error.strerror}") from error
         self.pid = self._process.pid
         self.over = False
-        self._numbers = itertools.count(1)
         self._lines: dict[int, BoxLine] = {}
         self._ends: dict[int, asyncio.Future[str]] = {}
         self._control.settimeout(_SEND)
@@ -70,7 +70,7 @@ class Spawner:
             Unconfined: if this machine cannot make it.
             SandboxLost: if the spawner, or the box, has ended.
         """
-        line = BoxLine(next(self._numbers))
+        line = BoxLine(next(_numbers))
         mine, theirs = socket.socketpair()
         wish = {"make": line.number, "image": image, "limits": vars(limits)}
         with theirs:
@@ -152,7 +152,9 @@ class Spawner:
         Raises:
             TimeoutExpired: if it has not within half a minute.
         """
+        lines = list(self._lines.values())
         self._end_all("its spawner was closed")
+        await asyncio.gather(*(line.ended() for line in lines))
         try:
             await asyncio.to_thread(self._process.wait, _ENDING)
         finally:

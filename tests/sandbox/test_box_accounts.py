@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.sandbox.test_attacks import readable_directory
+from tests.support.boxes import alive, family
 from tests.support.second_user import make_user
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
@@ -92,3 +95,55 @@ def test_an_ordinary_user() -> None:
     assert found["own"] == [True, "0\nmine\n/data:\n\n/new:\n", "of the image\ndeep\n"]
     layered, changed, again = found["others"]
     assert layered and changed.splitlines()[1] == "of the image" and again == "of the image\ndeep\n"
+
+
+#: makes three boxes in which something runs, says so, and waits
+HOLDER = """
+import asyncio, os, sys
+sys.path.insert(0, sys.argv[1])
+os.environ["PYTHONPATH"] = sys.argv[1]
+from hpcrl.sandbox import SandboxLost, SandboxPool
+
+async def hold(pool, ready):
+    async with pool.box() as box:
+        assert (await box.run("(setsid sleep 4741 > /dev/null &)")).ok
+        ready.release()
+        try:
+            await box.run("sleep 4741", 600.0)
+        except SandboxLost:
+            return "lost"
+
+async def main():
+    pool = SandboxPool(warm=0)
+    ready = asyncio.Semaphore(0)
+    tasks = [asyncio.create_task(hold(pool, ready)) for _ in range(3)]
+    for _ in tasks:
+        await ready.acquire()
+    print(pool._spawner.pid, flush=True)
+    print(*await asyncio.gather(*tasks), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("killed", ["spawner", "user"])
+def test_nothing_is_left_of_an_ordinary_users_boxes(killed: str) -> None:
+    """Signals at a parent's end, and ends of streams, hold for processes in a user's own namespaces as well."""
+    user = make_user()
+    with readable_directory() as folder:
+        holder = user.start(HOLDER, str(folder / "package"))
+        try:
+            assert holder.stdout is not None
+            spawner = int(holder.stdout.readline())
+            left = family(spawner)
+            assert len(left) >= 1 + 3 * 3
+            os.kill(spawner if killed == "spawner" else holder.pid, signal.SIGKILL)
+            if killed == "spawner":
+                assert holder.stdout.readline() == "lost lost lost\n"
+            end = time.monotonic() + 30
+            while any(alive(pid) for pid in left) and time.monotonic() < end:
+                time.sleep(0.02)
+            assert not any(alive(pid) for pid in left)
+        finally:
+            user.end()
+            holder.stdout.close()

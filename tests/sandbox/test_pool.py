@@ -17,7 +17,7 @@ import pytest
 from hpcrl.errors import UsageError
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, sandbox
 from hpcrl.sandbox.pool import default_pool
-from tests.support.boxes import family
+from tests.support.boxes import alive, family
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
 
@@ -50,13 +50,6 @@ def sleepers(mark: str) -> list[int]:
 
 def gone(pids: set[int]) -> bool:
     return not any(alive(pid) for pid in pids)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_boxes_are_ready_when_asked_for() -> None:
@@ -240,6 +233,25 @@ def test_the_spawner_is_killed_with_ten_boxes() -> None:
             async with pool.box() as box:
                 assert (await box.run("echo again")).stdout == "again\n"
             assert pool.counts().lost == 10
+
+    run(work())
+
+
+def test_a_box_of_a_spawner_before_ends_no_other() -> None:
+    """Who leaves a lost box late does nothing to a box of the next spawner."""
+
+    async def work() -> None:
+        async with SandboxPool(warm=0) as pool:
+            async with pool.box() as lost:
+                assert pool._spawner is not None
+                os.kill(pool._spawner.pid, signal.SIGKILL)
+                with pytest.raises(SandboxLost):
+                    await lost.run("sleep 60")
+                late = pool.box()
+                other = await late.__aenter__()
+            await asyncio.sleep(0.3)
+            assert (await other.run("echo still there")).stdout == "still there\n"
+            await late.__aexit__(None, None, None)
 
     run(work())
 

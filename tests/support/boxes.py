@@ -68,3 +68,11 @@ def family(pid: int) -> set[int]:
     while more := {one for one, parent in parents.items() if parent in found and one not in found}:
         found |= more
     return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
