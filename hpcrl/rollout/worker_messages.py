@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 
 from hpcrl.sample import PackedSample, Sample, pack
+from hpcrl.sandbox.box_line import SandboxLost
 
 TIMEOUT, ERROR = "timeout", "error"  #: how a grading or a call fails
-LOST = "lost"  #: how a call fails whose sandbox was lost: it is made again
+LOST = "lost"  #: how one fails whose sandbox was lost, which says nothing of it: it is done again
+TRIES = 3  #: of what is lost each time
 MOST = 256  #: samples of one response
 _LENGTH = struct.Struct("<Q")
 
@@ -104,7 +106,7 @@ class GradingOutcome(msgspec.Struct):
 
     Attributes:
         parts: {reward, or key of its object: value}.
-        failure: "", TIMEOUT or ERROR, with its text.
+        failure: "", TIMEOUT, ERROR or LOST, with its text.
     """
 
     values: dict[str, float] = {}
@@ -119,6 +121,20 @@ class GradingReply(msgspec.Struct):
 
     id: int
     outcomes: list[GradingOutcome]
+
+
+def failure_of(error: BaseException) -> str:
+    """LOST for an error that comes of a lost sandbox, whatever was made of it since; ERROR for another."""
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        if isinstance(found, SandboxLost):
+            return LOST
+        if isinstance(found, BaseExceptionGroup) and LOST in map(failure_of, found.exceptions):
+            return LOST
+        found = found.__cause__ or found.__context__
+    return ERROR
 
 
 def send_sample(sample: Sample, columns: bool) -> PackedSample:

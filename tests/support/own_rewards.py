@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpcrl.sandbox import SandboxLost
+
 NOT_A_FUNCTION = 3
 
 
@@ -179,3 +181,14 @@ def no_arguments() -> float:
 
 def too_many_arguments(options: Any, sample: Any, more: Any) -> float:
     return 1.0
+
+
+_LOST: list[str] = []
+
+
+async def loses_its_sandbox(args: Any, sample: Any) -> float:
+    """Twice, then it does not; that of the response "never" each time."""
+    if sample.response == "never" or len(_LOST) < 2:
+        _LOST.append("")
+        raise SandboxLost("the box has ended")
+    return 3.0

@@ -33,6 +33,7 @@ from hpcrl.rollout.worker_messages import (
     GradingReply,
     GradingSetup,
     GradingTask,
+    failure_of,
     frame,
 )
 from hpcrl.sample import Sample, unpack
@@ -144,7 +145,8 @@ def _failed(word: str, error: BaseException) -> GradingOutcome:
             failure=ERROR, text=f"reward {word} needs more than --reward-memory-gb", trace=trace_of(error)
         )
     said = str(error) if isinstance(error, HpcrlError) else f"raised {type(error).__name__}: {error}"
-    return GradingOutcome(failure=ERROR, text=f"reward {word} {said[:500]}{place_of(error)}", trace=trace_of(error))
+    text = f"reward {word} {said[:500]}{place_of(error)}"
+    return GradingOutcome(failure=failure_of(error), text=text, trace=trace_of(error))
 
 
 def _number(result: Any, key: str | None, parts: dict[str, float]) -> float:

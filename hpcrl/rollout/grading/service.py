@@ -2,8 +2,9 @@
 
 Invariants: the event loop is never blocked; gradings that share a process run side by side, of others the first runs
 and the rest wait in their order; no grading takes more than its limits, and what a process was working on when it had
-to be killed is either charged to the one grading that it ran, or graded again, each alone; in deterministic mode a
-grading that fails is repeated alone with four times the limits before it counts, so that load cannot change a reward.
+to be killed is either charged to the one grading that it ran, or graded again, each alone; one whose sandbox is lost
+is done again; in deterministic mode a grading that fails is repeated alone with four times the limits before it
+counts, so that load cannot change a reward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.rollout.slime_names.conversion import EACH
 from hpcrl.rollout.worker_messages import (
     ERROR,
+    LOST,
     TIMEOUT,
+    TRIES,
     GradingOutcome,
     GradingReply,
     GradingSetup,
@@ -47,12 +50,14 @@ class GradingJob(PooledJob):
     Attributes:
         shares: it may run concurrently with others in one process.
         attempt: how often it failed.
+        lost: how often its sandbox was lost.
         cpu: the process's CPU seconds when it began.
     """
 
     task: GradingTask
     shares: bool
     attempt: int = 0
+    lost: int = 0
     cpu: float = 0.0
 
 
@@ -223,7 +228,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         text = f"{outcome.text} on response {sample.index} of group {sample.group} ({where})"
         sample.reward = 0.0
         sample.rewards = {}
-        sample.grading = outcome.failure
+        sample.grading = ERROR if outcome.failure == LOST else outcome.failure
         sample.grading_error = outcome.text
         self._tallies.say(outcome.text, f"failed grading: {text}", outcome.trace)
         tally.fail(where, text)
@@ -287,13 +292,24 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         return job.task
 
     def _settle(self, job: GradingJob, reply: GradingReply) -> None:
-        if self._options.deterministic_mode and not job.attempt and any(found.failure for found in reply.outcomes):
-            job.attempt = 1
-            job.alone = True
-            job.task.seconds *= MORE
+        if self._is_repeated(job, reply):
             self._waiting.appendleft(job)
         else:
             job.future.set_result(reply.outcomes)
+
+    def _is_repeated(self, job: GradingJob, reply: GradingReply) -> bool:
+        """Whether it is done again: with more time where it failed in deterministic mode."""
+        if lost := next((found.text for found in reply.outcomes if found.failure == LOST), ""):
+            self._tallies.say(LOST, f"graded again: {lost}")
+            job.lost += 1
+            return job.lost < TRIES
+        failed = any(found.failure for found in reply.outcomes)
+        if not failed or job.attempt or not self._options.deterministic_mode:
+            return False
+        job.attempt = 1
+        job.alone = True
+        job.task.seconds *= MORE
+        return True
 
     def _blame(self, job: GradingJob, failure: str, text: str) -> None:
         said = f"reward {' '.join(job.task.words)} {text}"

@@ -1,5 +1,4 @@
-"""Responses that the user's function makes (--custom-generate-function-path): several turns, tools, environments,
-agents.
+"""Responses that the user's function makes (--custom-generate-function-path): several turns, tools, agents.
 
 Invariants: the function runs in a process of its own and reaches the engines through the endpoint alone, with a key of
 its response; a call that fails costs its response, which then earns 0 and trains nothing, and above a share of a batch
@@ -31,6 +30,7 @@ from hpcrl.rollout.worker_messages import (
     ERROR,
     LOST,
     TIMEOUT,
+    TRIES,
     CancelRequest,
     CustomCall,
     CustomResult,
@@ -109,7 +109,7 @@ class CustomSampler:
             return found
         making = ResponseContext(self._sampling(asked), self._seed(asked), asked.version)
         prompt = self._prompt(asked)
-        for _ in range(3):  # a sandbox that was lost says nothing of the response
+        for _ in range(TRIES):  # a sandbox that was lost says nothing of the response
             done, found = await self._call(asked, making, prompt, 1.0)
             if done is None or done.failure != LOST:
                 break

@@ -26,16 +26,15 @@ from hpcrl.rollout.slime_names.conversion import NotSlimes
 from hpcrl.rollout.slime_names.speakers import speaks_slime
 from hpcrl.rollout.worker_messages import (
     ERROR,
-    LOST,
     MOST,
     TIMEOUT,
     CustomCall,
     CustomResult,
     SamplerSetup,
+    failure_of,
     frame,
 )
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, PackedSample, Sample, pack, unpack
-from hpcrl.sandbox.box_line import SandboxLost
 
 LARGEST = 1e30  #: as of a reward
 
@@ -200,12 +199,11 @@ class FunctionRunner:
             done = await self._made(call)
         except asyncio.CancelledError:
             done = CustomResult(call.id, failure=TIMEOUT)
-        except SandboxLost as error:
-            done = CustomResult(call.id, failure=LOST, text=f"lost its sandbox: {error}")
         except (NoSample, NotSlimes) as error:
             done = CustomResult(call.id, failure=ERROR, text=str(error))
         except BaseException as error:  # noqa: BLE001  (whatever the user's function does)
-            done = CustomResult(call.id, failure=ERROR, text=f"raised {said_of(error)}", trace=trace_of(error))
+            text = f"raised {said_of(error)}"
+            done = CustomResult(call.id, failure=failure_of(error), text=text, trace=trace_of(error))
         try:
             return frame(done)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:

@@ -449,3 +449,12 @@ def test_an_import_that_never_ends_has_a_deadline(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(worker_pool, "START", 1.0)
     with pytest.raises(HpcrlError, match="was not ready within 1 s"):
         graded(sample("x"), custom_rm_path="tests.support.breakable.reward_never_imported.reward")
+
+
+def test_a_lost_sandbox_costs_no_reward() -> None:
+    """It is graded again; what is lost three times in a row failed."""
+    name = f"{HERE}.loses_its_sandbox"
+    (found,) = graded(sample("x"), custom_rm_path=name, reward_max_failed=0.0)
+    assert (found.reward, found.grading) == (3.0, "")
+    (bad,) = graded(sample("never"), custom_rm_path=name)
+    assert (bad.reward, bad.grading) == (0.0, "error") and "the box has ended" in bad.grading_error

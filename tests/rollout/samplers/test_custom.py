@@ -264,7 +264,7 @@ def test_a_lost_sandbox_costs_no_response(model: Path) -> None:
     good, bad = asyncio.run(run())
     check(good)
     assert good.response == "from the box\n" and good.metadata["calls"] == 2 and not good.grading
-    assert "sandbox" in bad.grading_error and bad.grading == "error" and bad.loss_mask.tolist() == [0]
+    assert "the tool failed" in bad.grading_error and bad.grading == "error" and bad.loss_mask.tolist() == [0]
 
 
 def test_failures_and_the_limit(model: Path) -> None:
