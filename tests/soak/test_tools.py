@@ -1,9 +1,10 @@
-"""A tiny model learns a tool over two turns: the reward rises, held out too, and the tool's tokens are not learned
-from."""
+"""A tiny model learns a tool over two turns, a calculator or a shell in a sandbox: the reward rises, held out too, and the
+tool's tokens are not learned from.  SEED names the shell's seeds, with commas between."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -13,10 +14,13 @@ from tests.support.runs import REPO, Run, all_gone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
+SEEDS = (os.environ.get("SEED") or "1,7,1234").split(",")
 
-def test_a_calculator_is_asked_instead_of_guessing(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(("tool", "seed"), [("calculator", "1234"), *(("shell", seed) for seed in SEEDS)])
+def test_a_tool_is_asked_instead_of_guessing(tool: str, seed: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
-    run = Run(REPO / "examples" / "tools" / "calculator.toml", "--run-dir", root, root=root)
+    run = Run(REPO / "examples" / "tools" / f"{tool}.toml", "--run-dir", root, "--seed", seed, root=root)
     status, out = run.end(900)
     assert status == 0, out + run.logs()
     assert all_gone(root, [])
