@@ -71,6 +71,8 @@ def _read(session: Session, body: Mapping[str, Any]) -> ChatRequest:
     if not isinstance(asked, list) or not asked:
         raise BadRequest("messages is not a list of messages")
     words["messages"] = [*_system(given.get("system")), *(said for message in asked for said in _said(message))]
+    if words["messages"][-1]["role"] == "assistant":
+        raise BadRequest("messages ends with one of the assistant's, which is not continued here: end with the user's")
     if "stop_sequences" in given:
         stops = given["stop_sequences"]
         if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):

@@ -77,8 +77,13 @@ class Tools:
         return value if _kind(value) in kinds or (_kind(value) == "integer" and "number" in kinds) else text
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
-    """The types that a schema permits, as far as it says so."""
+def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0, followed: set[str] | None = None) -> Iterator[str]:
+    """The types that a schema permits, as far as it says so.
+
+    Args:
+        followed: references that were: each is once, so that few of them cannot be many.
+    """
+    followed = set() if followed is None else followed
     if not isinstance(schema, Mapping) or depth > DEEPEST:
         return
     kind = schema.get("type")
@@ -87,12 +92,14 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[str
         yield from (_kind(value) for value in schema["enum"])
     for name in ("anyOf", "oneOf", "allOf"):
         for part in schema[name] if isinstance(schema.get(name), list) else ():
-            yield from _kinds(part, root, depth + 1)
-    if isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#/"):
+            yield from _kinds(part, root, depth + 1, followed)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/") and reference not in followed:
+        followed.add(reference)
         found: Any = root
-        for step in schema["$ref"][2:].split("/"):
+        for step in reference[2:].split("/"):
             found = found.get(step) if isinstance(found, Mapping) else None
-        yield from _kinds(found, root, depth + 1)
+        yield from _kinds(found, root, depth + 1, followed)
 
 
 def _kind(value: Any) -> str:

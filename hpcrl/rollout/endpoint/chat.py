@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.rollout.endpoint.call_forms import CallForm, form_of
+from hpcrl.rollout.endpoint.call_values import FoundCall
 from hpcrl.rollout.prompts.tokenizer import Messages, Tokenizer
 from hpcrl.rollout.samplers.trajectory import Trajectory, continuation, opening, plain
 from hpcrl.untrusted_files import parse_json
@@ -53,17 +54,31 @@ def normal(message: dict[str, Any]) -> tuple[Any, ...]:
         named = tuple((c["function"]["name"], _arguments(c["function"].get("arguments"))) for c in calls)
     except (KeyError, TypeError, AttributeError):
         raise ValueError("tool_calls is not a list of calls of functions") from None
-    return role, plain(message.get("content")).strip(), named, message.get("tool_call_id") or ""
+    text = plain(message.get("content"))
+    if role == "assistant":
+        if isinstance(thought := message.get("reasoning_content"), str) and thought:
+            text = f"<think>{thought}</think>{text}"  # some clients take it apart, and send both parts back
+        text = text.strip()
+    return role, text, named, message.get("tool_call_id") or "", message.get("name") or ""
 
 
 def _arguments(value: Any) -> str:
     """Arguments in one spelling, be they an object or its JSON."""
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         try:
             value = parse_json(value)
         except ValueError:
             return value
-    return json.dumps(value, sort_keys=True)
+    return json.dumps(_whole(value or {}), sort_keys=True)
+
+
+def _whole(value: Any) -> Any:
+    """A value of JSON with each number that is whole as an integer: JavaScript has one spelling of 1 and 1.0."""
+    if isinstance(value, dict):
+        return {name: _whole(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def find_chat(dialogues: Iterable[Dialogue], messages: Sequence[Any], tools: str) -> Dialogue | None:
@@ -126,7 +141,9 @@ def _shown_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     function = dict(call["function"])
     arguments = function.get("arguments")
     if as_text:
-        function["arguments"] = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+        function["arguments"] = arguments if isinstance(arguments, str) and arguments else json.dumps(arguments or {})
+    elif not arguments:
+        function["arguments"] = {}
     elif isinstance(arguments, str):
         with contextlib.suppress(ValueError):
             function["arguments"] = parse_json(arguments)
@@ -163,6 +180,13 @@ def ended_by(text: str, params: dict[str, Any]) -> tuple[str, str | None]:
     return (text[: min(at)[0]], min(at)[1]) if at else (text, None)
 
 
+def _split(form: CallForm, text: str, tools: Sequence[Any]) -> tuple[str, list[FoundCall]]:
+    """The text of a turn and its calls, which stand behind what the policy thinks: in there they are none."""
+    thought, mark, said = text.rpartition("</think>")
+    left, calls = form.split(said, tools)
+    return f"{thought}{mark}{left}", calls
+
+
 def answer(form: CallForm, text: str, whole: str, tools: Sequence[Any] | None, at: int) -> dict[str, Any]:
     """The assistant's message of a turn.
 
@@ -172,9 +196,9 @@ def answer(form: CallForm, text: str, whole: str, tools: Sequence[Any] | None, a
         tools: of the request, if the turn may call them.
         at: tokens of the conversation before it, of which the ids of its calls are made where the model writes none.
     """
-    said, calls = form.split(text, tools) if tools else (text, [])
+    said, calls = _split(form, text, tools) if tools else (text, [])
     if tools and not calls and whole != text:
-        said, calls = form.split(whole, tools)
+        said, calls = _split(form, whole, tools)
     if not calls:
         return {"role": "assistant", "content": text}
     found, ids = [], set[str]()

@@ -65,15 +65,16 @@ def read_fields(body: Mapping[str, Any], served: tuple[str, ...], sampling: Samp
         if name in run and name not in ("stop", "stop_token_ids", "max_new_tokens"):
             if not _equal(value, run[name]):
                 raise BadRequest(
-                    f"{name} {value!r} is not served: the run samples at {run[name]:g}, and tokens that are sampled "
-                    "otherwise cannot be trained on; leave it out"
+                    f"{name} {value!r:.80} is not served: the run samples at {run[name]:g}, and tokens that are "
+                    "sampled otherwise cannot be trained on; leave it out"
                 )
             continue
         raise BadRequest(_WHY.get(name, f"{name} is not served: leave it out"))
     params = {"stop": given["stop"]} if "stop" in given else {}
-    most = next((given[name] for name in _LENGTHS if name in served and name in given), None)
+    length = next((name for name in _LENGTHS if name in served and name in given), "")
+    most = given.get(length)
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise BadRequest(f"{most!r} is not a number of tokens")
+        raise BadRequest(f"{length} {most!r:.80} is not a number of tokens")
     return params | ({} if most is None else {"max_new_tokens": most})
 
 
@@ -85,7 +86,7 @@ def streams(body: Mapping[str, Any]) -> bool:
     """
     stream, options = body.get("stream"), body.get("stream_options")
     if not isinstance(stream, bool | None):
-        raise BadRequest(f"stream {stream!r} is neither true nor false")
+        raise BadRequest(f"stream {stream!r:.80} is neither true nor false")
     if options is not None and not stream:
         raise BadRequest("stream_options is for stream true alone: leave it out")
     for name, value in given_object("stream_options", options).items():

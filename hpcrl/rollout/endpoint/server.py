@@ -160,6 +160,8 @@ async def _read(request: web.Request) -> bytes:
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise BadRequest(f"a request is {LARGEST} bytes at most", "request_too_large") from None
+    except web.RequestPayloadError as error:
+        raise BadRequest(f"the body cannot be read: {error!s:.200}") from None
     except TimeoutError:
         raise BadRequest(f"the request's body did not arrive within {READ:g} s", "timeout") from None
 

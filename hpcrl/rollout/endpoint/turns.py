@@ -106,7 +106,7 @@ async def complete(
     turn = await take_turn(session, dialogue, told, params, logprobs)
     text = session.text(turn.tokens, skip_special=True)
     if isinstance(prompt, str):
-        dialogue.text = prompt + text
+        dialogue.text = prompt + text if text else ""  # an answer of nothing is not continued by the same prompt
     return chat.ended_by(text, params)[0], before, turn
 
 

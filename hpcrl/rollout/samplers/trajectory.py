@@ -169,6 +169,8 @@ def _behind_calls(
     called = [*turn[:-1], turn[-1] | {"tool_calls": calls}]
     alone = tokenizer.render(called, generation=False, tools=tools)
     whole = tokenizer.render([*called, *after], generation=True, tools=tools)
+    # from the turn on: what comes before it a template may write otherwise once a user has spoken again
+    alone, whole = (text.rpartition(MARK)[2] for text in (alone, whole))
     begin = alone.removesuffix(end)
     if not alone.endswith(end) or not whole.startswith(begin):
         raise ValueError("the chat template writes a turn that calls tools otherwise once their answers follow it")
