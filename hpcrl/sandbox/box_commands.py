@@ -109,6 +109,7 @@ class Running:
         seconds: float,
         lasting: bool,
         data: bytes,
+        disk: int,
     ) -> None:
         """Start it.
 
@@ -117,6 +118,7 @@ class Running:
             data: what it can read; nothing more comes after it unless it is lasting.
             most: bytes of each output that are kept.
             lasting: it is read and fed while it runs, its outputs in one; else they are kept until it has ended.
+            disk: number of an open directory of the box's disk.
 
         Raises:
             OSError: if there can be no more processes.
@@ -145,6 +147,7 @@ class Running:
         self.limit = ""
         self._fed = bytearray()
         self._closing = False
+        self._disk = disk
         self._cpu = limits[resource.RLIMIT_CPU]
         if self.input >= 0:
             os.set_blocking(self.input, False)
@@ -192,7 +195,7 @@ class Running:
             killed = self.code in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
             if killed or (self.code == -signal.SIGKILL and spent >= self._cpu):
                 self.limit = f"a process took more than {self._cpu} s of processor time"
-            elif self.code and (full := full_disk()):
+            elif self.code and (full := full_disk(self._disk)):
                 self.limit = full
         for output in self.outputs:
             output.drain()
@@ -223,6 +226,7 @@ def _become(
     try:
         for place, number in enumerate(files):
             os.dup2(number, place)
+        os.closerange(len(files), 1 << 30)  # whatever this process has open, a command has not
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -255,9 +259,13 @@ def _family(first: int) -> list[int]:
     return sorted(found - {1})
 
 
-def full_disk() -> str:
-    """That the disk of the box is full, in words; "" while it is not."""
-    found = os.statvfs("/tmp")
+def full_disk(folder: int) -> str:
+    """That the disk of the box is full, in words; "" while it is not.
+
+    Args:
+        folder: number of a directory that was open before the first command, which no path leads away from.
+    """
+    found = os.fstatvfs(folder)
     if not found.f_bfree:
         return f"its disk of {found.f_blocks * found.f_frsize >> 20} MiB is full"
     if not found.f_ffree:

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -39,16 +40,22 @@ _PATH = 4096  #: characters of a path that an error names
 _FULL = "it has as many processes as it may have"
 
 
+class NoRoom(BaseException):
+    """What is lacking is the machine's and not the box's: the box is lost, and no command is to blame."""
+
+
 class BoxInit:
     """Serves one box until its user, or its keeper, is gone."""
 
-    def __init__(self, talk: socket.socket, keeper: socket.socket, limits: dict[int, int]) -> None:
+    def __init__(self, talk: socket.socket, keeper: socket.socket, limits: dict[int, int], disk: int) -> None:
         """Serve what comes through `talk`.
 
         Args:
             keeper: says which limit all processes together are over.
             limits: of each process, `resource.RLIMIT_*`.
+            disk: number of an open directory of the box's disk.
         """
+        self._disk = disk
         self._talk = talk
         self._keeper = keeper
         self._limits = limits
@@ -142,7 +149,7 @@ class BoxInit:
         except OSError as error:
             path = os.fsdecode(error.filename or head.get("path", ""))
             answer = {"errno": error.errno, "text": error.strerror, "path": path[:_PATH]}
-        except ValueError as error:  # a path that no kernel takes
+        except Exception as error:  # noqa: BLE001  (such as a path that no kernel takes: no question ends the box)
             answer = {"errno": errno.EINVAL, "text": str(error), "path": str(head.get("path", ""))[:_PATH]}
         if answer is not None:
             self._answer(head["n"], answer)
@@ -169,8 +176,11 @@ class BoxInit:
                 head["seconds"],
                 lasting,
                 body,
+                self._disk,
             )
-        except BlockingIOError:
+        except BlockingIOError as error:
+            if not self._crowded():
+                raise NoRoom(f"the machine has no room for another process: {error.strerror}") from error
             if lasting:
                 raise
             return {"code": 126, "sizes": [0, 0], "cut": [False, False], "late": False, "limit": _FULL}
@@ -179,7 +189,13 @@ class BoxInit:
         self._running[head["n"]] = running
         return {} if lasting else None
 
+    def _crowded(self) -> bool:
+        """Whether the box itself has as many processes as it may, nearly."""
+        return 2 * sum(name.isdigit() for name in os.listdir("/proc")) > self._limits[resource.RLIMIT_NPROC]
+
     def _do_take(self, head: dict[str, Any], body: bytes) -> None:
+        if head["id"] in self._takes:
+            raise OSError(errno.EBUSY, "another read of it waits", "")
         self._takes[head["id"]] = (head["n"], Deadline(head["patience"]))
 
     def _do_feed(self, head: dict[str, Any], body: bytes) -> dict[str, Any]:
@@ -267,10 +283,10 @@ class BoxInit:
         return self._outcome(running) | head, b"".join(texts)
 
 
-def serve_box(talk: socket.socket, keeper: socket.socket, limits: dict[int, int]) -> None:
+def serve_box(talk: socket.socket, keeper: socket.socket, limits: dict[int, int], disk: int) -> None:
     """Be the first process of a box until it is to end; an error of this process's ends the box as well."""
     try:
-        BoxInit(talk, keeper, limits).serve()
+        BoxInit(talk, keeper, limits, disk).serve()
     except BaseException as error:  # noqa: BLE001  (there is no terminal to show it on)
         with contextlib.suppress(OSError):
             talk.send(frames.pack({"n": -1, "broken": f"{type(error).__name__}: {error}"}))

@@ -9,6 +9,7 @@ that runs in it, when this process does, and this process ends with the spawner.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -28,11 +29,13 @@ from hpcrl.sandbox.system_calls import (
     prctl,
     reason,
     unshare,
+    write_kernel,
 )
 from hpcrl.sandbox.usage import POLL, START, bound_numbers, come_first, kernel, threads_of_user, usage
 from hpcrl.toolbox.deadline import Deadline
 
 LIMIT = "limit: "  #: begins the reason for which a box was ended, where that is what ran in it
+_USED_UP = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _SLOWEST = 0.05  #: seconds between two looks at what uses little
 _PATIENCE = 2.0  #: seconds that the first process has to end what is over a limit
 _KEPT_BACK = 384  #: process ids that the kernel gives none of to a namespace whose ids were all given once
@@ -63,11 +66,18 @@ def keep_box(spawner: int, image: str, limits: BoxLimits, talk: socket.socket, l
                 number.close()
             why = _watch(child, limits, mine, lifeline)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            talk.send(pack({"n": 0, "refused": reason(error)}))
+        why = f"there was no room to make it: {error.strerror}"
+        if not _for_now(error):
+            with contextlib.suppress(OSError):
+                talk.send(pack({"n": 0, "refused": reason(error)}))
     with contextlib.suppress(OSError):
         lifeline.send(why.encode())
     os._exit(0)
+
+
+def _for_now(error: BaseException) -> bool:
+    """Whether a box could not be made because something was used up, which may be there again: it is lost."""
+    return isinstance(error, OSError) and error.errno in _USED_UP
 
 
 def _become_box(image: str, limits: BoxLimits, others: int, talk: socket.socket, keeper: socket.socket) -> None:
@@ -75,6 +85,7 @@ def _become_box(image: str, limits: BoxLimits, others: int, talk: socket.socket,
     try:
         os.setsid()
         prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
+        write_kernel("/proc/self/oom_score_adj", "1000")  # a node without memory ends these first, not the run
         bound_numbers(limits.processes + _KEPT_BACK)
         unshare(OWN)
         disk = enter_box(image, limits.disk, limits.inodes)
@@ -83,7 +94,6 @@ def _become_box(image: str, limits: BoxLimits, others: int, talk: socket.socket,
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         socket.send_fds(keeper, [b"made"], [proc, disk.folder])
         os.close(proc)
-        os.close(disk.folder)
         keeper.settimeout(START)
         keeper.recv(16)  # the keeper has them, and would see nothing of this process later
         drop_capabilities()
@@ -91,10 +101,11 @@ def _become_box(image: str, limits: BoxLimits, others: int, talk: socket.socket,
         seccomp.refuse_calls(own_pids=True, only_itself=True)  # this process is one of them
         talk.send(pack({"n": 0, "ready": True, "layered": disk.layered}))
     except BaseException as error:  # noqa: BLE001  (nothing may get past this)
-        with contextlib.suppress(OSError):
-            talk.send(pack({"n": 0, "refused": reason(error)}))
+        if not _for_now(error):
+            with contextlib.suppress(OSError):
+                talk.send(pack({"n": 0, "refused": reason(error)}))
         os._exit(1)
-    serve_box(talk, keeper, limits.of_process(others))
+    serve_box(talk, keeper, limits.of_process(others), disk.folder)
 
 
 def _watch(child: int, limits: BoxLimits, box: socket.socket, lifeline: socket.socket) -> str:
@@ -157,7 +168,7 @@ class _Watch:
 
     def _usage(self) -> tuple[int, int]:
         """(processes, bytes) of the box, its disk included."""
-        processes, used = usage(self._proc, self._limits.processes + 2)
+        processes, used = usage(self._proc, self._limits.processes + 2, but="1")
         disk = os.fstatvfs(self._disk)
         return processes, used + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 

@@ -14,6 +14,8 @@ from hpcrl.errors import UsageError
 from hpcrl.sandbox.frames import TRANSFER
 
 _LEAST = {"disk": 1 << 20, "files": 16, "inodes": 64, "memory": 32 << 20, "processes": 2}
+_MOST = 1 << 42
+_BESIDES = 16 << 20  #: bytes of memory that are not the disk's
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,16 @@ class BoxLimits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least = _LEAST.get(field.name, 1)
-            if field.name != "seconds" and (not isinstance(value, int) or value < least):
-                raise UsageError(f"BoxLimits({field.name}={value!r})", f"give a whole number, {least:,} or more")
+            if field.name != "seconds" and (not isinstance(value, int) or not least <= value <= _MOST):
+                raise UsageError(
+                    f"BoxLimits({field.name}={value!r})", f"give a whole number from {least:,} to {_MOST:,}"
+                )
         if not 0 < self.seconds < math.inf:
             raise UsageError(f"BoxLimits(seconds={self.seconds!r})", "give a positive number of seconds")
-        if self.disk >= self.memory:
+        if self.disk + _BESIDES > self.memory:  # a full disk must leave room for what empties it
             raise UsageError(
                 f"BoxLimits(disk={self.disk:,}, memory={self.memory:,})",
-                "the disk is part of the memory: give it less",
+                f"the disk is part of the memory: give it {_BESIDES:,} bytes less, or more memory",
             )
         if self.output > TRANSFER // 2:
             raise UsageError(f"BoxLimits(output={self.output:,})", f"give {TRANSFER // 2:,} bytes or fewer")
@@ -67,7 +71,9 @@ class BoxLimits:
         """
         return {
             resource.RLIMIT_AS: 4 * self.memory,  # of what is reserved, most is never used
-            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_CORE: 1,  # no file, and no program of the machine that a core is piped to (core(5))
+            resource.RLIMIT_NICE: 0,
+            resource.RLIMIT_RTPRIO: 0,
             resource.RLIMIT_CPU: self.cpu,
             resource.RLIMIT_FSIZE: self.disk,
             resource.RLIMIT_MEMLOCK: 1 << 20,

@@ -194,6 +194,8 @@ class SandboxPool:
         """A box of this spawner's, or of the next where it is lost."""
         wrong: SandboxLost | None = None
         for _ in range(_TRIES):
+            if self._closed:
+                raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
             before = self._spawner
             if before is None or before.over:
                 self._spawner = Spawner()

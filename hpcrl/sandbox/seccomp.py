@@ -1,7 +1,9 @@
 """System calls that a confined process is refused, as a filter that the kernel runs (seccomp with classic BPF).
 
 Only calls that no text tool and no computation needs: those for administrators, debuggers and keyrings, those that make
-namespaces and mounts, sockets, ioctls that type into a terminal, and all that are newer than this list.  A process
+namespaces and mounts, sockets, memory that is in no process and that no limit counts (of System V, without a name, in
+messages), what uses up a bound of the whole machine, ioctls that type into a terminal, and all that are newer than this
+list.  A process
 without a PID namespace of its own is refused signals, and changes of other processes' priorities and limits, as well.
 
 Invariant: a call of another architecture's numbering, which would be read wrongly here, ends the process; an
@@ -38,6 +40,9 @@ REFUSED = {
     "fsopen": (430, 430),
     "fspick": (433, 433),
     "init_module": (175, 105),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "io_setup": (206, 0),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "io_uring_setup": (425, 425),
@@ -48,12 +53,16 @@ REFUSED = {
     "kexec_load": (246, 104),
     "keyctl": (250, 219),
     "lookup_dcookie": (212, 18),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
     "migrate_pages": (256, 238),
     "modify_ldt": (154, -1),
     "mount": (165, 40),
     "mount_setattr": (442, 442),
     "move_mount": (429, 429),
     "move_pages": (279, 239),
+    "mq_open": (240, 180),
+    "msgget": (68, 186),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
     "open_tree": (428, 428),
@@ -70,10 +79,12 @@ REFUSED = {
     "quotactl_fd": (443, 443),
     "reboot": (169, 142),
     "request_key": (249, 218),
+    "semget": (64, 190),
     "setdomainname": (171, 162),
     "sethostname": (170, 161),
     "setns": (308, 268),
     "settimeofday": (164, 170),
+    "shmget": (29, 194),
     "socket": (41, 198),
     "swapoff": (168, 225),
     "swapon": (167, 224),
@@ -82,6 +93,7 @@ REFUSED = {
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
     "vhangup": (153, 58),
+    "vmsplice": (278, 75),
 }
 #: the same for a process that sees those outside
 SIGNALS = {
@@ -116,6 +128,7 @@ _NEWEST = 461  #: later calls have the same numbers everywhere; of what they do 
 _NAMESPACES = 0x7E020000  #: every CLONE_NEW*
 _TYPING = (0x5412, 0x541C, 0x5423)  #: TIOCSTI, TIOCLINUX, TIOCSETD
 _OWNERS = (8, 10, 15)  #: F_SETOWN, F_SETSIG, F_SETOWN_EX: whom a file sends signals
+_HELD_UP = (1024, 1026)  #: F_SETLEASE, F_NOTIFY: a process that opens the file waits, outside of the box too
 _OWNER_IOCTLS = (0x8901, 0x8902)  #: FIOSETOWN, SIOCSPGRP: the same by ioctl
 _X32 = 0x40000000
 
@@ -167,6 +180,9 @@ def filter_program(machine: str, own_pids: bool, programs: bool, only_itself: bo
         lines += _refuse_unless(_CLONE[which], 0, (_SET, _THREAD))
     typing = _TYPING if own_pids else (*_TYPING, *_OWNER_IOCTLS)
     lines += _refuse_where(_IOCTL[which], 1, [(_EQUAL, request) for request in typing])
+    lines += _refuse_where(_FCNTL[which], 1, [(_EQUAL, command) for command in _HELD_UP])
+    if only_itself and own_pids:
+        lines += _refuse(SIGNALS["ioprio_set"][which], errno.EPERM)
     if not own_pids:
         lines += _refuse_where(_FCNTL[which], 1, [(_EQUAL, command) for command in _OWNERS])
     if not own_pids or only_itself:

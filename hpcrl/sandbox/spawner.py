@@ -10,6 +10,7 @@ the socket, has no secret in its memory or environment, and has one thread.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -68,20 +69,39 @@ class _Boxes:
     def _hear(self) -> bool:
         """Do what is asked; False when there will be no more."""
         data, files, _, _ = socket.recv_fds(self._control, _PACKET, 1)
+        for number in files:
+            os.set_inheritable(number, False)  # as no received file is: a command must never have its box's stream
         if not data:
             return False
         wish: dict[str, Any] = json.loads(data)
         if "make" in wish:
-            self._make(wish, files[0])
+            self._try_make(wish, files)
         elif wish["end"] in self._boxes:
             # a keeper in an ordered end waits for all that is in its box; its own end is seen as any other
             self._boxes[wish["end"]][1].shutdown(socket.SHUT_WR)
         return True
 
+    def _try_make(self, wish: dict[str, Any], files: list[int]) -> None:
+        """Make a box; where this process has no room for it, that box alone is lost."""
+        try:
+            if not files:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            self._make(wish, files[0])
+        except OSError as error:
+            for number in files:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+            self._tell_end(wish["make"], f"its spawner has no room for it: {error.strerror}")
+
     def _make(self, wish: dict[str, Any], talk: int) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spawner = os.getpid()
-        keeper = os.fork()
+        try:
+            keeper = os.fork()
+        except OSError:
+            mine.close()
+            its.close()
+            raise
         if keeper == 0:
             kept = {0, 1, 2, talk, its.fileno()}
             for name in os.listdir("/proc/self/fd"):
@@ -103,6 +123,9 @@ class _Boxes:
         _, status = os.waitpid(keeper, 0)
         if status and not why:
             why = f"its keeper ended with {os.waitstatus_to_exitcode(status)}"
+        self._tell_end(number, why)
+
+    def _tell_end(self, number: int, why: str) -> None:
         with contextlib.suppress(OSError):  # the user is gone: the next look sees that
             self._control.send(json.dumps({"ended": number, "why": why}).encode())
 

@@ -134,16 +134,22 @@ class Spawner:
         if not self.over:
             self.over = True
             self._loop.remove_reader(self._control)
-            self._control.close()
+            self._close_control()
         for number in list(self._lines):
             self._ended(number, why)
         for number in list(self._ends):
             self._ended(number, why)
 
+    def _close_control(self) -> None:
+        """Close the socket, for processes too that this one has forked and that have it as well."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+
     def drop(self) -> None:
         """End the spawner and with it every box, after the end of the event loop that it was started in."""
         self.over = True
-        self._control.close()
+        self._close_control()
         self._process.poll()
 
     async def close(self) -> None:

@@ -25,21 +25,33 @@ def kernel() -> tuple[int, int]:
     return major, minor
 
 
-def usage(folder: str, most: int) -> tuple[int, int]:
+def usage(folder: str, most: int, but: str = "") -> tuple[int, int]:
     """(processes, bytes of memory that they hold) of a PID namespace.
 
     Args:
         folder: its /proc, seen from outside.
         most: processes of which the memory is counted: more are too many anyway, and looking at them takes time.
+        but: a process whose memory is not counted.
     """
     pids: list[str] = []
     with contextlib.suppress(OSError):  # it has just ended
         pids = [name for name in os.listdir(folder) if name.isdigit()]
     used = 0
     for pid in pids[:most]:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            used += int(read_kernel(f"{folder}/{pid}/statm").split()[1]) * _PAGE
+        if pid != but:
+            used += _resident(f"{folder}/{pid}")
     return len(pids), used
+
+
+def _resident(process: str) -> int:
+    """Bytes of a process that are in memory; of one whose first thread has ended, by any other."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        if found := int(read_kernel(f"{process}/statm").split()[1]) * _PAGE:
+            return found
+        for thread in os.listdir(f"{process}/task"):
+            if found := int(read_kernel(f"{process}/task/{thread}/statm").split()[1]) * _PAGE:
+                return found
+    return 0
 
 
 def bound_numbers(most: int) -> None:

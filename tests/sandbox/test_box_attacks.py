@@ -167,15 +167,63 @@ def inside(loop: Loop) -> list[int]:
     return sorted(family(spawner_of(loop)) - {spawner_of(loop)})
 
 
-def test_who_holds_a_lease_is_not_waited_for(loop: Loop, box: Box) -> None:
-    """The kernel would have whoever opens such a file wait 45 s."""
-    text = "import fcntl, time; f = open('leased', 'w'); fcntl.fcntl(f, 1024, 1); print('held', flush=True); time.sleep(60)"
-    holder = loop.run(box.start([PYTHON, "-c", text]))
-    assert b"held" in loop.run(holder.read())
-    began = time.monotonic()
-    with pytest.raises(BlockingIOError):
-        loop.run(box.read("leased"))
-    assert time.monotonic() - began < 20
+#: what a command does -> what must not be in what it prints
+HELD = {
+    "leases": "import fcntl; fcntl.fcntl(open('/usr/bin/env'), 1024, 1); print('GOT-IT')",
+    "files without a name": "import os; os.memfd_create('x'); print('GOT-IT')",
+    "memory of System V": "import ctypes; print('GOT-IT' if ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0 else '')",
+    "semaphores of System V": "import ctypes; print('GOT-IT' if ctypes.CDLL(None).semget(0, 9, 0o1600) >= 0 else '')",
+    "messages of System V": "import ctypes; print('GOT-IT' if ctypes.CDLL(None).msgget(0, 0o1600) >= 0 else '')",
+    "watches": "import ctypes; print('GOT-IT' if ctypes.CDLL(None).inotify_init() >= 0 else '')",
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_no_limit_counts_is_refused(name: str, loop: Loop, box: Box) -> None:
+    """Memory that is in no process, and what holds up others of the machine."""
+    done = loop.run(box.run([PYTHON, "-c", HELD[name]]))
+    assert GOT not in done.stdout, done
+
+
+def test_a_command_has_its_own_files_alone(loop: Loop, box: Box) -> None:
+    """Above all not the stream on which its box answers."""
+    text = "import os; print([n for n in range(3, 4096) if not os.system(f'test -e /proc/{os.getpid()}/fd/{n}')])"
+    assert loop.run(box.run([PYTHON, "-c", text.replace("4096", "16")])).stdout.strip() == "[]"
+    forged = "import os\nfor n in range(3, 64):\n    try: os.write(n, b'x'); print('GOT-IT')\n    except OSError: pass"
+    assert GOT not in loop.run(box.run([PYTHON, "-c", forged])).stdout
+
+
+def test_memory_behind_an_ended_thread_counts(loop: Loop, box: Box) -> None:
+    """The first thread ends; what the second one holds is the process's still."""
+    text = (
+        "import ctypes, threading, time\n"
+        "def hold():\n    kept = [bytearray(16 << 20) for _ in range(40)]\n    time.sleep(20)\n"
+        "threading.Thread(target=hold).start(); time.sleep(0.2); ctypes.CDLL(None).syscall(60, 0)"
+    )
+    if os.uname().machine != "x86_64":
+        pytest.skip("the number of exit is x86_64's")
+    assert "MiB of memory" in loop.run(box.run([PYTHON, "-c", text])).limit
+
+
+def test_no_link_leads_files_out_of_the_box(loop: Loop, box: Box) -> None:
+    loop.run(box.run("ln -s /proc/self/exe program; ln -s /proc/self/fd folders"))
+    for path in ("program", "folders/3"):
+        with pytest.raises(OSError, match="Too many levels|links|Errno"):
+            loop.run(box.read(path))
+        with pytest.raises(OSError, match="Too many levels|links|Errno"):
+            loop.run(box.write(path, b""))
+    with pytest.raises(OSError, match="Too many levels|links|Errno"):
+        loop.run(box.listing("folders/3"))
+
+
+def test_no_question_ends_the_box(loop: Loop, box: Box) -> None:
+    """Deep paths, and a /tmp that a command has put away."""
+    with pytest.raises(OSError, match="No space left"):
+        loop.run(box.write("d/" * 1100 + "f", b"deep"))
+    loop.run(box.reset())
+    loop.run(box.run("rm -rf /tmp /work; ln -s /proc /tmp; false"))
+    done = loop.run(box.run("exit 3", cwd="/"))
+    assert (done.code, done.limit) == (3, "")
 
 
 def command_lines() -> str:
