@@ -31,6 +31,7 @@ if __name__ == "__main__":
 from hpcrl.sandbox import SandboxPool  # noqa: E402
 from hpcrl.sandbox.private_root import View  # noqa: E402
 from hpcrl.sandbox.run import run_confined  # noqa: E402
+from tests.support.boxes import family  # noqa: E402
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount", "--net", "--ipc", "--uts", "true"]
 BUBBLEWRAP = ["bwrap", "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"]
@@ -110,17 +111,8 @@ async def live(count: int) -> tuple[float, float]:
 
 def pss_of_family(first: int) -> float:
     """Proportional bytes of a process and all that descend from it."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found = {first}
-    while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
-        found |= more
     total = 0
-    for pid in found:
+    for pid in family(first):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
     return total

@@ -77,6 +77,24 @@ class Tools:
         return value if _kind(value) in kinds or (_kind(value) == "integer" and "number" in kinds) else text
 
 
+def tagged_arguments(
+    text: str, at: int, argument: re.Pattern[str], close: str, typed: Callable[[str, str], Any]
+) -> tuple[dict[str, Any], int]:
+    """(arguments that follow one another, each in tags of its own; where they end, -1 if one has no end).
+
+    Args:
+        argument: the opening tag, with the name as its first group.
+        typed: (name, text) -> the value.
+    """
+    found: dict[str, Any] = {}
+    while (opened := argument.match(text, at)) is not None:
+        if (stop := text.find(close, opened.end())) < 0:
+            return {}, -1
+        found[opened[1]] = typed(opened[1], text[opened.end() : stop])
+        at = stop + len(close)
+    return found, at
+
+
 def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0, followed: set[str] | None = None) -> Iterator[str]:
     """The types that a schema permits, as far as it says so.
 

@@ -12,9 +12,9 @@ A value is text, of the type that the tool's schema says.
 from __future__ import annotations
 
 import re
-from typing import Any
+from functools import partial
 
-from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, closed, scan
+from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, closed, scan, tagged_arguments
 
 MARKS = ("<minimax:tool_call>", "<invoke name=")
 WRAPPERS = ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -29,13 +29,9 @@ def find(text: str, tools: Tools) -> list[FoundCall]:
     def read(at: int) -> FoundCall | None:
         if (named := _NAME.match(text, at)) is None:
             return None
-        name, arguments, end = named[1], dict[str, Any](), named.end()
-        while (argument := _ARGUMENT.match(text, end)) is not None:
-            if (stop := text.find(_VALUE, argument.end())) < 0:
-                return None
-            arguments[argument[1]] = tools.typed(name, argument[1], text[argument.end() : stop])
-            end = stop + len(_VALUE)
-        end = closed(text, end, _END)
+        name = named[1]
+        arguments, end = tagged_arguments(text, named.end(), _ARGUMENT, _VALUE, partial(tools.typed, name))
+        end = end if end < 0 else closed(text, end, _END)
         return None if end < 0 else FoundCall(at, end, name, arguments)
 
     return scan(text, MARKS[1], _END, read)

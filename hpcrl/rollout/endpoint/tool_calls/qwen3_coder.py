@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, closed, scan
+from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, closed, scan, tagged_arguments
 
 MARKS = ("<tool_call>", "<function=", "<parameter=")
 _OPEN, _CLOSE, _FUNCTION, _VALUE = "<tool_call>", "</tool_call>", "</function>", "</parameter>"
@@ -32,14 +32,13 @@ def find(text: str, tools: Tools) -> list[FoundCall]:
     def read(at: int) -> FoundCall | None:
         if (named := _NAME.match(text, at)) is None:
             return None
-        name, arguments, end = named[1], dict[str, Any](), named.end()
-        while (argument := _ARGUMENT.match(text, end)) is not None:
-            if (stop := text.find(_VALUE, argument.end())) < 0:
-                return None
-            value = text[argument.end() : stop].removeprefix("\n").removesuffix("\n")
-            arguments[argument[1]] = tools.typed(name, argument[1], value)
-            end = stop + len(_VALUE)
-        if (end := closed(text, end, _FUNCTION)) < 0:
+        name = named[1]
+
+        def typed(argument: str, value: str) -> Any:
+            return tools.typed(name, argument, value.removeprefix("\n").removesuffix("\n"))
+
+        arguments, end = tagged_arguments(text, named.end(), _ARGUMENT, _VALUE, typed)
+        if end < 0 or (end := closed(text, end, _FUNCTION)) < 0:
             return None
         before = text[max(0, at - _NEAR) : at]
         if before.rstrip().endswith(_OPEN):
