@@ -150,6 +150,6 @@ class WeightOptions(Base):
     max_logprob_diff: float | None = opt(
         None,
         "stop when trainer and engine log-probs differ by more (mean absolute); default 1e-3 in fp32, 0.1 in bf16, "
-        "and no bound with --load-debug-rollout-data",
+        "and no bound with --load-debug-rollout-data or dropout",
         gt=0,
     )

@@ -330,12 +330,15 @@ def _metrics(totals: Totals, options: Options, step: StepTotals) -> dict[str, fl
 
 
 def _bound(options: Options) -> float:
-    """How far the log-probs of trainer and engine may differ; in a replay no bound but a given one.
+    """How far the log-probs of trainer and engine may differ; in a replay, and with dropout, no bound but a given one.
 
-    The samples of a replay may have been made by other weights than these: then the difference says nothing of the
-    numbers.
+    The samples of a replay may have been made by other weights than these, and dropout is in no engine: then the
+    difference says nothing of the numbers.
     """
-    if options.load_debug_rollout_data is not None and options.max_logprob_diff is None:
+    dropout = options.lora_dropout or any(
+        options.megatron.get(name) for name in ("attention_dropout", "hidden_dropout")
+    )
+    if options.max_logprob_diff is None and (dropout or options.load_debug_rollout_data is not None):
         return math.inf
     return options.max_logprob_diff or MAX_LOGPROB_DIFF[options.bf16]
 

@@ -184,6 +184,9 @@ def test_a_loss_that_is_not_finite_is_refused(name: str, value: float) -> None:
         ({"max_logprob_diff": 0.02, "bf16": True}, 0.02),
         ({"load_debug_rollout_data": "x", "max_logprob_diff": 0.02}, 0.02),
         ({"load_debug_rollout_data": "x"}, math.inf),
+        ({"lora_rank": 4, "lora_dropout": 0.1}, math.inf),
+        ({"lora_rank": 4, "lora_dropout": 0.1, "max_logprob_diff": 0.02}, 0.02),
+        ({"megatron": {"hidden_dropout": 0.1}}, math.inf),
     ],
     ids=str,
 )
