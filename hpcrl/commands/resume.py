@@ -9,6 +9,7 @@ saves from there on replaces the later ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -69,6 +70,8 @@ def extend_run(job: RunJob, num_rollout: int, ckpt_step: int | None = None) -> N
         policies = _policies(rundir, options)
         for shown, place, own in policies:
             _may_be_longer(shown, place, own, num_rollout, ckpt_step)
+        if ckpt_step is not None:
+            _checkpoints(policies, ckpt_step)
         each = {name: table | {"num_rollout": num_rollout} for name, table in options.adapter.items()}
         longer = options.model_copy(update={"num_rollout": num_rollout, "adapter": each})
         write_atomic(rundir.options_file, longer.model_dump_json(indent=1).encode())
@@ -91,14 +94,28 @@ def _may_be_longer(shown: str, place: RunDir, options: Options, num_rollout: int
         )
 
 
+def _checkpoints(policies: Sequence[tuple[str, RunDir, Options]], number: int) -> list[Path]:
+    """Where each policy has its checkpoints, of which `number` is one.
+
+    Raises:
+        UsageError: names the first that has none of that number, and those that it has.
+    """
+    from hpcrl.model_files.torch_dist import step  # with torch, which no other way to resume needs
+
+    directories = [Path(own.save or place.checkpoints) for _, place, own in policies]
+    for (shown, _, _), directory in zip(policies, directories, strict=True):
+        if not step(directory, number).is_dir():
+            there = ", ".join(str(int(path.name[5:])) for path in sorted(directory.glob("iter_*"))) or "none"
+            raise UsageError(f"{shown}--ckpt-step {number}: {directory} has no such checkpoint", f"there are {there}")
+    return directories
+
+
 def rewind_run(job: RunJob, number: int) -> None:
     """Have the current stage resume from checkpoint `number`, each of its adapters if it has several.
 
     Raises:
         UsageError: if it has none of that number.
     """
-    from hpcrl.model_files.torch_dist import step  # with torch, which no other way to resume needs
-
     stage = next((stage for stage in job.recipe.stages if not finished(job.directory(stage))), None)
     if stage is None:
         raise UsageError(
@@ -108,14 +125,7 @@ def rewind_run(job: RunJob, number: int) -> None:
         raise UsageError(f"{job.root} has saved nothing yet", "leave --ckpt-step out")
     with held(job.root):
         rundir = RunDir.latest(job.directory(stage))
-        policies = _policies(rundir, read_options(rundir))
-        directories = [Path(own.save or place.checkpoints) for _, place, own in policies]
-        for (shown, _, _), directory in zip(policies, directories, strict=True):
-            if not step(directory, number).is_dir():
-                there = ", ".join(str(int(path.name[5:])) for path in sorted(directory.glob("iter_*"))) or "none"
-                raise UsageError(
-                    f"{shown}--ckpt-step {number}: {directory} has no such checkpoint", f"there are {there}"
-                )
+        directories = _checkpoints(_policies(rundir, read_options(rundir)), number)
         for directory in directories:
             write_atomic(directory / CHOSEN, str(number).encode(), mode=0o644)  # if it is damaged, no other is taken
             write_atomic(directory / TRACKER, str(number).encode(), mode=0o644)

@@ -65,6 +65,9 @@ def test_every_adapter_goes_back(tmp_path: Path) -> None:
     job, rundir = of_two(tmp_path)
     with pytest.raises(UsageError, match="is finished; give --num-rollout N as well"):
         rewind_run(job, 2)
+    with pytest.raises(UsageError, match="adapter a: --ckpt-step 4: .* no such"):
+        extend_run(job, 6, 4)
+    assert read_options(rundir).num_rollout == 3, "nothing has changed"
     extend_run(job, 4, 2)
     trackers = [AdapterDir(rundir, name).checkpoints / "latest_checkpointed_iteration.txt" for name in DONE]
     with pytest.raises(UsageError, match="adapter a: --ckpt-step 4: .*/adapters/a/checkpoints has no such.*1, 2, 3"):
