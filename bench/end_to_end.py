@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,6 +217,15 @@ def main() -> None:
     parser.add_argument("--loops", default="sync,async")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has TRL")
     args = parser.parse_args()
+    run_all(args, measure, write)
+
+
+def run_all(
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, Path, str], tuple[list[tuple[str, ...]], dict[str, float]]],
+    write: Callable[[argparse.Namespace, list[tuple[str, ...]]], None],
+) -> None:
+    """Measure each kind of work of --work; the table so far is written after each, the ratios are printed at the end."""
     rows: list[tuple[str, ...]] = []
     ratios: dict[str, float] = {}
     for name in args.work.split(","):

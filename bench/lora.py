@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ REPO = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(REPO)  # in place of bench/, whose queue.py would hide the standard library's
 
-from bench.end_to_end import CORES, EACH, WARM_UP, Work, ours, prepare, step_time, trl  # noqa: E402
+from bench.end_to_end import CORES, EACH, WARM_UP, Work, ours, prepare, run_all, step_time, trl  # noqa: E402
 
 ALPHA = 16
 RATE = 3e-3
@@ -87,15 +86,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has TRL and PEFT")
     args = parser.parse_args()
-    rows: list[tuple[str, ...]] = []
-    ratios: dict[str, float] = {}
-    for name in args.work.split(","):
-        with tempfile.TemporaryDirectory() as scratch:
-            more, some = measure(args, Path(scratch), name)
-        rows += more
-        ratios |= some
-        write(args, rows)  # what was measured stays, whatever becomes of the next kind
-    print(json.dumps(ratios))
+    run_all(args, measure, write)
 
 
 def write(args: argparse.Namespace, rows: list[tuple[str, ...]]) -> None:

@@ -12,20 +12,17 @@ Writes, the same for the same seed:
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import random
-import string
 from pathlib import Path
 from typing import Any
 
 TRAINED, HELD_OUT = 4096, 256
 SFT_LINES = 12288
-SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|unk|>", "\\boxed{", "<call>"]
 
-_spec = importlib.util.spec_from_file_location("arithmetic", Path(__file__).parents[1] / "arithmetic.py")
-arithmetic: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(arithmetic)
+_spec = importlib.util.spec_from_file_location("products", Path(__file__).parent / "products.py")
+products: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(products)
 
 
 def task(rng: random.Random) -> dict[str, Any]:
@@ -54,22 +51,10 @@ def shown(rng: random.Random) -> dict[str, Any]:
 def write_prompts(directory: Path, seed: int) -> None:
     """train.jsonl, heldout.jsonl and sft.jsonl."""
     rng = random.Random(seed)
-    arithmetic.write_lines(directory / "train.jsonl", (task(rng) for _ in range(TRAINED)))
-    arithmetic.write_lines(directory / "heldout.jsonl", (task(rng) for _ in range(HELD_OUT)))
-    arithmetic.write_lines(directory / "sft.jsonl", (shown(rng) for _ in range(SFT_LINES)))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=1234)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_prompts(args.out, args.seed)
-    characters = string.digits + "acft? }-"
-    tokenizer = arithmetic.make_tokenizer(SPECIAL, characters, ["<|user|>", "<|assistant|>", "<|tool|>"])
-    arithmetic.make_model(args.out / "model", args.seed, tokenizer)
+    products.arithmetic.write_lines(directory / "train.jsonl", (task(rng) for _ in range(TRAINED)))
+    products.arithmetic.write_lines(directory / "heldout.jsonl", (task(rng) for _ in range(HELD_OUT)))
+    products.arithmetic.write_lines(directory / "sft.jsonl", (shown(rng) for _ in range(SFT_LINES)))
 
 
 if __name__ == "__main__":
-    main()
+    products.write_task(__doc__, write_prompts, "acft? }-")

@@ -17,6 +17,7 @@ import importlib.util
 import itertools
 import random
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,20 @@ def write_prompts(directory: Path, seed: int) -> None:
     arithmetic.write_lines(directory / "sft.jsonl", (shown(train[i % len(train)], rng) for i in range(SFT_LINES)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def write_task(doc: str | None, write: Callable[[Path, int], None], characters: str) -> None:
+    """The command of a task that a small Qwen3 learns with a tool: its prompts, and a model that writes digits, these
+    characters and SPECIAL."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    write_prompts(args.out, args.seed)
-    tokenizer = arithmetic.make_tokenizer(SPECIAL, string.digits + "*=}-", ["<|user|>", "<|assistant|>", "<|tool|>"])
-    arithmetic.make_model(args.out / "model", args.seed, tokenizer)
+    write(args.out, args.seed)
+    roles = ["<|user|>", "<|assistant|>", "<|tool|>"]
+    arithmetic.make_model(
+        args.out / "model", args.seed, arithmetic.make_tokenizer(SPECIAL, string.digits + characters, roles)
+    )
 
 
 if __name__ == "__main__":
-    main()
+    write_task(__doc__, write_prompts, "*=}-")

@@ -90,7 +90,8 @@ def tagged_arguments(
     while (opened := argument.match(text, at)) is not None:
         if (stop := text.find(close, opened.end())) < 0:
             return {}, -1
-        found[opened[1]] = typed(opened[1], text[opened.end() : stop])
+        name = opened[1].strip()
+        found[name] = typed(name, text[opened.end() : stop])
         at = stop + len(close)
     return found, at
 

@@ -9,8 +9,8 @@
 
 Invariants: every request brings the key of a response that is being made, which opens nothing else and ends with it; it
 listens on the rollout's address of the plan alone, on a port that the system chose; bodies are bounded, every wait has
-a deadline, and who brings no key costs little (`connections.py`).  An error has the shape of the protocol that it
-answers, whatever raised it.
+a deadline, and who brings no key costs little (`connections.py`).  An error of a request or of an engine has the shape
+of the protocol that it answers.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ A value is text, of the type that the tool's schema says.
 from __future__ import annotations
 
 import re
-from typing import Any
+from functools import partial
 
-from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, closed, scan
+from hpcrl.rollout.endpoint.call_values import FoundCall, Tools, closed, scan, tagged_arguments
 
 MARKS = ("<tool_call>", "<arg_key>", "<arg_value>")
 _NAME = re.compile(r"<tool_call>\s*([^<>{}\"\s]{1,256})\s*(?=<)")
@@ -27,14 +27,9 @@ def find(text: str, tools: Tools) -> list[FoundCall]:
     def read(at: int) -> FoundCall | None:
         if (named := _NAME.match(text, at)) is None:
             return None
-        name, arguments, end = named[1], dict[str, Any](), named.end()
-        while (key := _KEY.match(text, end)) is not None:
-            if (stop := text.find(_VALUE, key.end())) < 0:
-                return None
-            argument = key[1].strip()
-            arguments[argument] = tools.typed(name, argument, text[key.end() : stop])
-            end = stop + len(_VALUE)
-        end = closed(text, end, _END)
+        name = named[1]
+        arguments, end = tagged_arguments(text, named.end(), _KEY, _VALUE, partial(tools.typed, name))
+        end = end if end < 0 else closed(text, end, _END)
         return None if end < 0 else FoundCall(at, end, name, arguments)
 
     return scan(text, MARKS[0], _END, read)
