@@ -15,6 +15,7 @@ import pytest
 
 from hpcrl.errors import UsageError
 from hpcrl.sandbox import Box, BoxLimits, SandboxPool, Unconfined
+from hpcrl.sandbox.box_root import WORK
 from tests.support.boxes import Loop
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
@@ -145,7 +146,7 @@ def test_files_in_and_out(loop: Loop, box: Box) -> None:
     go = loop.run
     data = bytes(range(256)) * 5000
     go(box.write("a/b/bytes", data))
-    assert go(box.read("/work/a/b/bytes")) == data
+    assert go(box.read(f"{WORK}/a/b/bytes")) == data
     go(box.write("a/b/bytes", "short"))
     assert go(box.run("wc -c < a/b/bytes; stat -c %a a/b/bytes")).stdout == "5\n644\n"
     go(box.write("a/run", "#!/bin/sh\necho ran\n", mode=0o755))
@@ -338,7 +339,7 @@ def test_no_overlay(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     hooked(tmp_path, monkeypatch, "box_root", "mount", "words[2] == 'overlay'")
     with Loop() as loop, loop.box(str(image)) as box:
         assert not box.layered
-        done = loop.run(box.run("cat /etc/motd; echo a > /work/b; echo c > /tmp/d; cat /work/b /tmp/d; echo > /etc/x"))
+        done = loop.run(box.run("cat /etc/motd; echo a > ~/b; echo c > /tmp/d; cat ~/b /tmp/d; echo > /etc/x"))
         assert done.stdout == "of the image\na\nc\n" and done.code
 
 

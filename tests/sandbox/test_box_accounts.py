@@ -35,7 +35,7 @@ async def main():
     found = {}
     async with SandboxPool(warm=1) as pool:
         async with pool.box(limits=limits) as box:
-            found["user"] = (await box.run("id -u; stat -c %u /work; touch /usr/x /work/x; ls /work")).stdout
+            found["user"] = (await box.run("id -u; stat -c %u .; touch /usr/x x; ls")).stdout
             done = await box.run(FORKS, 3.0)
             found["forks"] = f"{done.limit} {done.stderr[-200:]}"
             found["memory"] = (await box.run(f"{HOLD} & {HOLD}", 20.0)).limit

@@ -112,8 +112,8 @@ def test_what_an_ignored_signal_keeps(loop: Loop, box: Box) -> None:
 def test_another_box(loop: Loop, box: Box) -> None:
     """Its files, processes, and the memory that processes share are not there."""
     with loop.box(limits=LIMITS) as other:
-        loop.run(other.run("echo hidden > /work/mine; echo hidden > /dev/shm/mine; (sleep 4723 > /dev/null &)"))
-        found = loop.run(box.run("cat /work/* /tmp/* /dev/shm/*; cat /proc/*/cmdline; ls /proc/*/root/work")).stdout
+        loop.run(other.run("echo hidden > mine; echo hidden > /dev/shm/mine; (sleep 4723 > /dev/null &)"))
+        found = loop.run(box.run("cat ./* /tmp/* /dev/shm/*; cat /proc/*/cmdline; ls /proc/*/root$HOME")).stdout
         assert "hidden" not in found and "4723" not in found and "mine" not in found
         loop.run(box.run("kill -9 -1"))
         assert "4723" in loop.run(other.run("cat /proc/*/cmdline")).stdout
