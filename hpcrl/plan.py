@@ -7,7 +7,7 @@ the same inputs give the same Plan, however the processes are started (local pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -69,6 +69,7 @@ class Plan(msgspec.Struct, frozen=True):
         trainers: one Location a rank, in rank order.
         engines: one Location an engine.
         rollout: the host of the rollout process.
+        sandboxes: one Location, without slots, for each host that has sandboxes.
         external: addresses of engines that the run does not start, numbered after its own.
     """
 
@@ -78,6 +79,7 @@ class Plan(msgspec.Struct, frozen=True):
     engines: tuple[Location, ...]
     rollout: Location
     external: tuple[str, ...] = ()
+    sandboxes: tuple[Location, ...] = ()
 
     @property
     def engine_count(self) -> int:
@@ -87,8 +89,13 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def hosts(self) -> tuple[str, ...]:
         """All hosts, each once, in order of first use."""
-        places = (*self.trainers, *self.engines, self.rollout)
+        places = (*self.trainers, *self.engines, self.rollout, *self.sandboxes)
         return tuple(dict.fromkeys(host for place in places for host in place.hosts))
+
+    @property
+    def needed_hosts(self) -> tuple[str, ...]:
+        """Those of `hosts` that the run cannot do without: all but such as have sandboxes and nothing else."""
+        return msgspec.structs.replace(self, sandboxes=()).hosts
 
     def engine_nodes(self, index: int) -> tuple[Location, ...]:
         """The parts of an engine, one a host; its server sits on the first."""
@@ -134,6 +141,7 @@ class Plan(msgspec.Struct, frozen=True):
                 rows.append(("engine", str(number), place.host, _range(place.slots)))
         rows += [("engine", str(len(self.engines) + n), address, "external") for n, address in enumerate(self.external)]
         rows.append(("rollout", "0", self.rollout.host, "-"))
+        rows += [("sandbox", str(number), place.host, "-") for number, place in enumerate(self.sandboxes)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -204,7 +212,8 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     Trainers take --actor-num-gpus-per-node slots on each of the first --actor-num-nodes hosts that have them (one host
     may stand for several nodes if it is the only one). An engine is inside one host, or on whole hosts next to each
     other. With --colocate, engines take the same slots as trainers. With --debug-rollout-only there is no trainer but a
-    process without slots that drives the rollouts, on the rollout process's host.  Spare hosts are left out.
+    process without slots that drives the rollouts, on the rollout process's host. Sandboxes are on hosts of their own,
+    the last without slots, or else the last that nothing else is on, or next to engines. Spare hosts are left out.
 
     Raises:
         UsageError: names the host and the number that do not fit.
@@ -221,14 +230,40 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     engines = tuple(
         _engine(options.rollout_num_gpus_per_engine, known, free, options) for _ in range(options.num_engines)
     )
-    spare = next((host for host in hosts if host.slots == 0), None)
+    own = _own_hosts(options, hosts, trainers, engines)
+    spare = next((host for host in hosts if host.slots == 0 and host not in own), None)
     rollout = _place(spare or known[(engines or trainers)[0].host], ())
+    if options.sandbox_on == "engines":
+        own = [known[name] for name in dict.fromkeys(host for engine in engines for host in engine.hosts)]
+    sandboxes = tuple(_place(host, ()) for host in own)
     external = tuple(options.rollout_external_engine_addrs) if options.needs_engines else ()
-    return Plan(run_id, attempt, trainers or (rollout,), engines, rollout, external)
+    return Plan(run_id, attempt, trainers or (rollout,), engines, rollout, external, sandboxes)
 
 
 def _place(host: Host, slots: Iterable[int], also: tuple[Location, ...] = ()) -> Location:
     return Location(host.name, tuple(slots), host.address, host.interface, also)
+
+
+def _own_hosts(
+    options: Options, hosts: list[Host], trainers: Sequence[Location], engines: Sequence[Location]
+) -> list[Host]:
+    """The hosts for --sandbox-on nodes.
+
+    Raises:
+        UsageError: if there are not as many.
+    """
+    count = options.sandbox_hosts
+    if count and len(hosts) == 1:
+        return hosts * count  # one machine stands for all nodes, as on a laptop
+    used = {host for place in (*trainers, *engines) for host in place.hosts}
+    free = [host for host in hosts if host.name not in used]
+    if count > len(free):
+        raise UsageError(
+            f"--sandbox-num-nodes {count}: ranks and engines leave {len(free)} of the {len(hosts)} hosts free",
+            "list more hosts (in a hostfile with slots=0), ask for fewer, or give --sandbox-on engines",
+        )
+    free.sort(key=lambda host: host.slots == 0)
+    return free[len(free) - count :]
 
 
 def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int]]) -> tuple[Location, ...]:

@@ -24,7 +24,7 @@ FLOORS = (
     {"plan", "microbatches", "handover", "algorithms", "slime"},
     {"groups", "run"},
     {"model_files", "models", "prompt_files", "queue", "report"},
-    {"adapters", "compiled", "engines", "redistribution", "rendezvous"},
+    {"adapters", "compiled", "engines", "redistribution", "rendezvous", "sandbox_nodes"},
     {"weights"},
     {"memory", "recipe_here", "trackers"},
     {"speed"},

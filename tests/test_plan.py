@@ -114,6 +114,34 @@ def test_a_host_without_slots_is_the_rollouts() -> None:
     assert plan.trainers[0].at == "a" and socket_names(plan.trainers[0]) == {}
 
 
+@pytest.mark.parametrize(
+    ("values", "hosts", "sandboxes", "rollout"),
+    [
+        ({"sandbox_num_nodes": 2}, {"a": 1, "b": 1, "c": 0, "d": 0, "e": 0}, "de", "c"),
+        ({"sandbox_num_nodes": 2}, {"a": 1, "b": 1, "c": 0, "d": 0}, "cd", "b"),
+        ({"sandbox_num_nodes": 2}, {"a": 0, "b": 2, "c": 2, "d": 2}, "da", "b"),
+        ({}, {"a": 2, "b": 2, "c": 2}, "c", "a"),
+        ({"sandbox_num_nodes": 2}, {"a": 2}, "aa", "a"),
+        ({"sandbox_on": "engines"}, {"a": 1, "b": 1, "c": 0}, "b", "c"),
+        ({"sandbox_on": "engines"}, {"a": 2}, "a", "a"),
+        ({"sandbox_on": "rollout"}, {"a": 2}, "", "a"),
+    ],
+)
+def test_hosts_of_sandboxes(values: dict[str, object], hosts: dict[str, int], sandboxes: str, rollout: str) -> None:
+    """Hosts of their own, the last that are free; the run needs them no more than it has to."""
+    o = options(1, 1, **({"sandbox_on": "nodes"} | values))
+    plan = make_plan(o, [Host(name, slots) for name, slots in hosts.items()], "r")
+    assert [place.host for place in plan.sandboxes] == list(sandboxes) and plan.rollout.host == rollout
+    used = {place.host for place in (*plan.trainers, *plan.engines, plan.rollout)}
+    assert set(plan.needed_hosts) == used and set(plan.hosts) == used | set(sandboxes)
+    assert plan.table().count("sandbox") == len(sandboxes)
+
+
+def test_too_few_hosts_for_sandboxes() -> None:
+    with pytest.raises(UsageError, match="leave 1 of the 3 hosts free"):
+        make_plan(options(1, 1, sandbox_on="nodes", sandbox_num_nodes=2), [Host(n, 1) for n in "abc"], "r")
+
+
 def test_a_plan_survives_json_and_prints_every_process() -> None:
     o = options(2, 2)
     plan = make_plan(o, local_hosts(o), "run-1", attempt=3)

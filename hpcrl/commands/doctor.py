@@ -113,7 +113,7 @@ class Case:
             all_nodes = self.site.trainer
             both = Component("trainer", 2, all_nodes.gpus_per_node or 0, all_nodes.cpus_per_node)
             return AllocationRequest("homogeneous", (both,), margin=60)
-        named = [name for name in ("trainer", "engine", "rollout") if self.site.describes(name)]
+        named = [name for name in ("trainer", "engine", "rollout", "sandbox") if self.site.describes(name)]
         parts = [(name, getattr(self.site, name)) for name in named or ["trainer"]]
         return AllocationRequest(
             self.site.layout or "heterogeneous",

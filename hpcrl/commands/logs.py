@@ -27,13 +27,14 @@ from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
 from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.untrusted_files import count_of
 
-ROLES = ("trainer", "engine", "rollout", "job")
+ROLES = ("trainer", "engine", "rollout", "sandbox", "job")
+PLURAL = {"sandbox": "sandboxes"}  #: of a role, where the plan's name for all is not the role's and an s
 GLANCE = 0.3  #: seconds between looks at the files
 EVERY = 1.0  #: seconds between looks at the run's state
 SETTLE = 2.0  #: seconds without a new line after which the log of a run that has ended is done
 LINES = 20
 #: role, its number, and of an engine over several hosts which part
-_NAME = re.compile(r"(trainer|engine|rollout)-(\d+)(?:-node-(\d+))?\.log\Z")
+_NAME = re.compile(r"(trainer|engine|rollout|sandbox)-(\d+)(?:-node-(\d+))?\.log\Z")
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def _label(name: str, host: str) -> str:
 def _host(plan: dict[str, Any], role: str, index: int, part: int = 0) -> str:
     """Where a plan has a role, or a part of it; empty if it does not say."""
     try:
-        place = plan["rollout"] if role == "rollout" else plan[f"{role}s"][index]
+        place = plan["rollout"] if role == "rollout" else plan[PLURAL.get(role, f"{role}s")][index]
         return str((place["also"][part - 1] if part else place)["host"])
     except (KeyError, IndexError, TypeError):
         return ""
@@ -198,8 +199,8 @@ def hosts_of(run: Run, every: Iterable[RoleLog]) -> list[str]:
     found = {log.host for log in every}
     for stage in run.stages:
         plan = load_json(stage.here / "plan.json", dict[str, Any], []) or {}
-        for role in ("trainer", "engine"):
-            places = plan.get(f"{role}s")
+        for role in ("trainer", "engine", "sandbox"):
+            places = plan.get(PLURAL.get(role, f"{role}s"))
             found |= {_host(plan, role, i) for i in range(len(places) if isinstance(places, list) else 0)}
         found.add(_host(plan, "rollout", 0))
     return sorted(found - {""})

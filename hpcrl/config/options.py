@@ -24,6 +24,7 @@ from hpcrl.config.sections.data import DataOptions, EvalOptions, RewardOptions
 from hpcrl.config.sections.layout import BatchOptions, ClusterOptions, ModelOptions
 from hpcrl.config.sections.run import InspectOptions, RunOptions, WeightOptions
 from hpcrl.config.sections.sampling import AgentOptions, PluginOptions, RolloutOptions
+from hpcrl.config.sections.sandboxes import SandboxOptions
 
 OWN_LAYERS = "mtp"  #: the method that drafts with the layers which a checkpoint has behind the model's last one
 _DRAFTS_OF_TEXT = ("ngram", "[ngram]", "ngram_gpu", "suffix")  #: methods of vLLM that draft without a model
@@ -50,6 +51,7 @@ class Options(
     DataOptions,
     RolloutOptions,
     AgentOptions,
+    SandboxOptions,
     RewardOptions,
     EvalOptions,
     AlgorithmOptions,
@@ -158,6 +160,11 @@ class Options(
     def num_engines(self) -> int:
         """Engines: --rollout-num-gpus over the GPUs of one; none where nothing is sampled."""
         return self.engine_gpus // self.rollout_num_gpus_per_engine if self.needs_engines else 0
+
+    @property
+    def sandbox_hosts(self) -> int:
+        """Hosts that have sandboxes and nothing else."""
+        return (self.sandbox_num_nodes or 1) if self.sandbox_on == "nodes" and self.needs_engines else 0
 
     @property
     def engine_gpus(self) -> int:

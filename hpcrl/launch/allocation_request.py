@@ -40,6 +40,8 @@ def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | Non
     layout, components = _components(stages, site)
     if len(components) == 1 and components[0].name == "trainer" and any(o.num_engines for o in stages):
         layout = "homogeneous"
+    if count := max(o.sandbox_hosts for o in stages):
+        layout, components = _with_sandboxes(layout, components, count, site)
     margin = site.signal_margin or max(margin or 0, FLOOR, *(int(o.stop_timeout) for o in stages))
     spares = max(o.spares for o in stages)
     components[0] = msgspec.structs.replace(components[0], nodes=components[0].nodes + spares)
@@ -56,6 +58,16 @@ def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | Non
             f"ask for {-(-(margin + STARTUP) // 60)} minutes or more",
         )
     return request
+
+
+def _with_sandboxes(
+    layout: str, components: list[Component], count: int, site: SiteProfile
+) -> tuple[str, list[Component]]:
+    """The job with `count` nodes more, for sandboxes: a component of their own, or more of the same where the site
+    wants ordinary jobs."""
+    if site.layout == "homogeneous":
+        return layout, [msgspec.structs.replace(components[0], nodes=components[0].nodes + count)]
+    return "heterogeneous", [*components, _component(site, "sandbox", count, 0)]
 
 
 def _check_transfer(options: Options, site: SiteProfile) -> None:
@@ -99,18 +111,24 @@ def nodes_are_alike(site: SiteProfile) -> bool:
 def _hold(stages: Sequence[Options], hosts: list[Host]) -> bool:
     """Whether every stage has its plan on these hosts, each of the trainer's nodes a host."""
     try:
-        for options in stages:
+        for options in map(_without_sandboxes, stages):
             make_plan(options, hosts, "request")
     except UsageError:
         return False
     return max((o.actor_num_nodes for o in stages if not o.debug_rollout_only), default=0) <= len(hosts)
 
 
+def _without_sandboxes(options: Options) -> Options:
+    """The options as for the other components, whose nodes are counted first."""
+    return options.model_copy(update={"sandbox_on": "rollout"}) if options.sandbox_hosts else options
+
+
 def _used(stages: Sequence[Options], components: list[Component]) -> list[Component]:
     """The components without nodes that no stage uses: engines may fit next to the trainer ranks, where nodes have more
     GPUs."""
     request = AllocationRequest("heterogeneous", tuple(components), 0)
-    used = {host for options in stages for host in make_plan(options, request.hosts(), "request").hosts}
+    plans = (make_plan(_without_sandboxes(options), request.hosts(), "request") for options in stages)
+    used = {host for plan in plans for host in plan.hosts}
     counts = {c.name: sum(f"{c.name}-{i}" in used for i in range(c.nodes)) for c in components}
     return [msgspec.structs.replace(c, nodes=counts[c.name]) for c in components if counts[c.name]]
 

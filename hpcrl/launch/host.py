@@ -29,7 +29,8 @@ from hpcrl.errors import EXITED, DeadlineError, HpcrlError, PeerError, failure_k
 from hpcrl.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
 from hpcrl.launch.broken_hosts import heading, note_kernel_words
 from hpcrl.launch.engines.restarter import EngineRestarter
-from hpcrl.launch.roles import GRACE, Role, commands, devices, start
+from hpcrl.launch.engines.sandboxes import SandboxRestarter
+from hpcrl.launch.roles import GRACE, SANDBOX, Role, commands, devices, start
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ROLES, role_timeline
@@ -78,6 +79,7 @@ class HostRoles:
         self._pulse = HeartbeatMonitor(self._beats)
         self._timeline = role_timeline(rundir, "host", slot or 0, host)
         self._restarter: EngineRestarter[Role] = EngineRestarter(rundir, host, 0, {}, self._begin)
+        self._sandboxes: SandboxRestarter[Role] = SandboxRestarter(rundir, {}, self._begin)
 
     def __enter__(self) -> HostRoles:
         return self
@@ -100,12 +102,16 @@ class HostRoles:
         try:
             self._start(read_carried(self.rundir))
             alive = lambda: check_alive(self._pulse, self.options.hang_timeout, self.rundir, self.host)  # noqa: E731
-            _watch(self.roles, self._restarter, self.options, self.rundir, told, turn, alive)
+            _watch(self.roles, self._restart, self.host, self.options, self.rundir, told, turn, alive)
         except PeerError:
             note_kernel_words(self.roles[0].log if self.roles else None, since)
             raise
         finally:
             self._timeline.add(ROLES, begun, self._timeline.now())
+
+    def _restart(self) -> None:
+        self._restarter.restart_ended(self.roles)
+        self._sandboxes.restart_ended(self.roles)
 
     def _start(self, carried: CarriedOver) -> None:
         """Start the roles that do not run yet."""
@@ -120,6 +126,8 @@ class HostRoles:
         incarnations = {index: (carried.engines | carried.begin).get(index, 0) for index in engines}
         limit = restart_limit(self.options, self.plan)
         self._restarter = EngineRestarter(self.rundir, self.host, limit, engines, self._begin, incarnations)
+        sandboxes = {index: command for name, index, command in ours if name == SANDBOX}
+        self._sandboxes = SandboxRestarter(self.rundir, sandboxes, self._begin)
         for name, index, command in ours:
             if (name, index) not in running:
                 again = ["--incarnation", str(number)] if name == "engine" and (number := incarnations[index]) else []
@@ -232,9 +240,10 @@ def run_host(
 
 
 def _in_use(rundir: RunDir, host: str) -> bool:
-    """Whether the attempt needs this host: how a spare one ends, or one that was left out, is its own affair."""
+    """Whether the attempt needs this host: how a spare one ends, one that was left out, or one that has sandboxes and
+    nothing else, is its own affair."""
     with contextlib.suppress(HpcrlError):
-        return host in read_plan(rundir).hosts
+        return host in read_plan(rundir).needed_hosts
     return True
 
 
@@ -247,7 +256,8 @@ def _record(rundir: RunDir, host: str, error: HpcrlError) -> None:
 
 def _watch(
     roles: list[Role],
-    restarter: EngineRestarter,
+    restart: Callable[[], None],
+    host: str,
     options: Options,
     rundir: RunDir,
     told: SignalFlags,
@@ -264,15 +274,15 @@ def _watch(
         if not looks.stopping:  # which has its own limit, and needs the trainer alone
             alive()
         if not told.requests:
-            restarter.restart_ended(roles)
-        _check(roles, rundir, told, restarter.host)
+            restart()
+        _check(roles, rundir, told, host)
         now = time.monotonic()
         if told.requests and quit_by == float("inf"):
             with contextlib.suppress(OSError):
                 rundir.request_stop()  # time to save, if the sender of the signal leaves it
             quit_by = now + options.stop_timeout
         if told.requests > 1 or now > quit_by:
-            raise PeerError(f"host {restarter.host} was told to end", "the last saved checkpoint is good")
+            raise PeerError(f"host {host} was told to end", "the last saved checkpoint is good")
         if any(r.status is not None for r in working):
             close_by = min(close_by, now + (CLOSING_SAVED if looks.stopping and looks.is_over else CLOSING))
         if now > close_by and (late := next((r for r in working if r.status is None), None)):
@@ -283,7 +293,7 @@ def _watch(
                 f"{late.name}-{late.index} did not end within {CLOSING:.0f} s after the others", f"see {late.log}"
             )
         time.sleep(0.2)
-    _check(roles, rundir, told, restarter.host)
+    _check(roles, rundir, told, host)
     rundir.check()
 
 

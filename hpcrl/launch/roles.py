@@ -28,6 +28,7 @@ from hpcrl.untrusted_files import open_append
 
 #: begins the role's name of what an engine over several hosts has on the others: engine-INDEX-node-NODE
 PART = "engine-"
+SANDBOX = "sandbox"  #: the role of a host's sandboxes
 GRACE = 7.5  #: seconds between SIGTERM and SIGKILL
 
 
@@ -63,8 +64,8 @@ class Role:
 
     @property
     def serves(self) -> bool:
-        """Whether it is an engine, or a part of one, which runs until it is told to end."""
-        return self.engine is not None
+        """Whether it is an engine, a part of one, or a node's sandboxes, which run until they are told to end."""
+        return self.engine is not None or self.name == SANDBOX
 
     def exit_report(self) -> str:
         """How it ended, for a user, with what its log says of hardware, or its own last words where it ended by
@@ -95,14 +96,18 @@ def commands(
             if part.host == host and slot in (None, part.slots[0]):
                 more = ["--index", str(index), "--node", str(node)]
                 found.append((f"{PART}{index}-node", node, [*python, "hpcrl.engine.follower", *base, *more]))
-    if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
+    first = slot in (None, _lowest(plan, host))
+    for index, place in enumerate(plan.sandboxes):
+        if place.host == host and first:
+            found.append((SANDBOX, index, [*python, "hpcrl.sandbox_nodes.main", *base, "--index", str(index)]))
+    if plan.rollout.host == host and first:
         found.append(("rollout", 0, [*python, "hpcrl.rollout.main", *base]))
     ranks = plan.ranks_on(host)
     if options.debug_rollout_only:
         ranks = ()
-        if plan.rollout.host == host and slot in (None, _lowest(plan, host)):
+        if plan.rollout.host == host and first:
             found.append(("trainer", 0, [*python, "hpcrl.trainer.rollout_driver", *base]))
-    if ranks and options.rank_launcher == "torchrun" and slot in (None, _lowest(plan, host)):
+    if ranks and options.rank_launcher == "torchrun" and first:
         number = plan.trainer_hosts.index(host)
         found.append(("trainer", ranks[0], [*python, "hpcrl.trainer.start.torchrun", *base, "--index", str(number)]))
     if options.rank_launcher == "ranks":
@@ -130,7 +135,7 @@ def devices(plan: Plan, role: str, index: int, host: str, slot: int | None, inhe
             Trainer ranks of a host see all of its trainer's GPUs, as torchrun has it, unless each is bound to its own.
     """
     if (
-        role == "rollout"
+        role in ("rollout", SANDBOX)
         or (role == "trainer" and not plan.trainers[index].slots)
         or inherited in NO_GPUS
         or (inherited is None and not gpus_are_here())

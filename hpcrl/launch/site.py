@@ -129,6 +129,9 @@ class SiteProfile(BaseModel):
     rollout: ComponentProfile = Field(
         default_factory=ComponentProfile, description="the node of the rollout process, if it has its own"
     )
+    sandbox: ComponentProfile = Field(
+        default_factory=ComponentProfile, description="the nodes of --sandbox-on nodes, which need no GPU"
+    )
     exclusive: bool = Field(False, description="whole nodes")
     exclude: list[str] = Field(
         [], description="nodes to leave out; those that a run finds broken are added for its next start"

@@ -53,6 +53,7 @@ class RemoteHost:
     Attributes:
         begun: the run and the attempt with which it was started.
         ended: its exit status, once its rank has told it.
+        expendable: as of `HostProcess`.
     """
 
     name: str
@@ -62,6 +63,7 @@ class RemoteHost:
     begun: tuple[str, int]
     ended: int | None = None
     memory: None = None
+    expendable: bool = False
 
     @property
     def status(self) -> int | None:
@@ -145,7 +147,8 @@ class MpiHosts:
             log = rundir.logs / f"host-{place.host}.log"
             name = f"host {place.host} (MPI rank {place.rank})"
             begun = str(rundir.root), rundir.attempt
-            self.remote.append(RemoteHost(name, log, place.rank, self.channel, begun))
+            spare = place.host not in plan.needed_hosts
+            self.remote.append(RemoteHost(name, log, place.rank, self.channel, begun, expendable=spare))
             needed = files if place.rank in self.apart else {}
             self.channel.send(place.rank, BeginAttempt(str(rundir.root), rundir.attempt, needed))
         here = self.placement.places[0]

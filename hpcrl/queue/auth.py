@@ -4,6 +4,7 @@
     RUN/keys/queue-client-R.json     key pair of data-parallel rank R, and the server's public key
     RUN/keys/ranks-*.json            the same for the store of the trainer's ranks, who share one client's key
     RUN/keys/weights-*.json          the same for the store of those who send and receive weights
+    RUN/keys/sandboxes-*.json        the same for the nodes with sandboxes and all who use these
     RUN/keys/http.key                what the key of every engine is made from
     RUN/keys/engine-I.key            what the key of an engine is made from that this run has not started
 
@@ -44,8 +45,8 @@ HTTP_KEY = "http.key"
 PUBLISHED = 30.0  #: seconds until what is published on one host is on every other
 MAX_REFUSALS = 100  #: peers without a key that are logged
 _USER = "dp-"
-#: the services with keys of their own: the rollout queue, and the stores of `hpcrl.rendezvous`
-Service = Literal["queue", "ranks", "weights"]
+#: the services with keys of their own: the rollout queue, the stores of `hpcrl.rendezvous`, and `hpcrl.sandbox_nodes`
+Service = Literal["queue", "ranks", "weights", "sandboxes"]
 
 
 class ServerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,17 +80,19 @@ Keys = TypeVar("Keys", ServerKeys, ClientKeys)
 # ---- key files
 
 
-def make_keys(rundir: RunDir, dp_size: int, engines_continue: bool = False) -> None:
+def make_keys(rundir: RunDir, dp_size: int, engines_continue: bool = False, sandboxes: bool = False) -> None:
     """New keys for an attempt: of the queue's server and its `dp_size` clients, of the stores, and of the engines.
 
     Args:
         engines_continue: the engines have theirs, from the attempt before.
+        sandboxes: hosts have sandboxes for others.
     """
     rundir.keys.mkdir(mode=0o700, exist_ok=True)
     rundir.keys.chmod(0o700)
     for old in (*rundir.keys.glob("*-*.json"), *rundir.keys.glob("engine-*.key")):
         old.unlink()
-    services: tuple[tuple[Service, int], ...] = (("queue", dp_size), ("ranks", 1), ("weights", 1))
+    services: list[tuple[Service, int]] = [("queue", dp_size), ("ranks", 1), ("weights", 1)]
+    services += [("sandboxes", 1)] * sandboxes
     for service, count in services:
         _make(rundir.keys, service, count, write_unread)
     if not engines_continue:

@@ -29,6 +29,7 @@ from hpcrl.run.engine_files import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import STOP
+from hpcrl.sandbox_nodes.where import follow, say_where
 from hpcrl.toolbox.signs import LastSign
 
 POLL = 0.2  #: seconds between two counts of requests
@@ -148,6 +149,8 @@ def main() -> int:
 
     def body() -> None:
         nonlocal ended
+        say_where(context.rundir, context.options, len(context.plan.sandboxes))  # before any other process is started
+        follow()
         ended = asyncio.run(
             serve([(name, place, RolloutInputs(place)) for name, place in places_of(context, make=True)])
         )

@@ -36,6 +36,7 @@ from hpcrl.run.code_files import use_inherited_code
 from hpcrl.run.process import die_with_parent
 from hpcrl.sandbox.confine import NotBegun, confine, view_of_python
 from hpcrl.sandbox.system_calls import reason
+from hpcrl.sandbox_nodes.where import follow
 
 _setup = msgspec.msgpack.Decoder(GradingSetup | SamplerSetup).decode
 _request = msgspec.msgpack.Decoder(GradingTask | CustomCall | CancelRequest).decode
@@ -74,6 +75,7 @@ async def serve(fd: int) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 22)
     setup = _setup(await receive(reader))
     try:
+        follow()
         code = load(setup)
     except BaseException as error:  # noqa: BLE001  (the user's module may raise anything)
         what = error.what if isinstance(error, HpcrlError) else f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ earlier attempt does not count; every wait has a deadline and names whom it wait
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, ClassVar, Generic, TypeVar
@@ -103,6 +104,19 @@ class EnginePeer(Peer, tag="engine"):
     realm: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,64}$")] = ""
 
 
+class SandboxPeer(Peer, tag="sandbox"):
+    """Where the sandboxes of a node are served.
+
+    Attributes:
+        incarnation: how often their server was started before in this attempt.
+    """
+
+    role: ClassVar[str] = "sandbox"
+    host: HostName
+    port: Port
+    incarnation: Count = 0
+
+
 class MeetingPeer(Peer, tag="engine-meeting"):
     """Where the parts of an engine over several hosts meet: on its first.
 
@@ -118,14 +132,14 @@ class MeetingPeer(Peer, tag="engine-meeting"):
 
 
 T = TypeVar("T")
-P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer, MeetingPeer)
+P = TypeVar("P", TrainerPeer, StorePeer, RolloutPeer, EnginePeer, SandboxPeer, MeetingPeer)
 
 
 def peer_file(here: Path, kind: type[Peer], index: int, incarnation: int = 0) -> Path:
     """Where ROLE-INDEX of the attempt in `here` (attempts/N) publishes.
 
     Args:
-        incarnation: of an engine that was started again.
+        incarnation: of an engine, or a node's sandboxes, that was started again.
     """
     return here / "peers" / (f"{kind.role}-{index}.{incarnation}.json" if incarnation else f"{kind.role}-{index}.json")
 
@@ -133,7 +147,7 @@ def peer_file(here: Path, kind: type[Peer], index: int, incarnation: int = 0) ->
 def publish(rundir: RunDir, peer: Peer, index: int = 0) -> None:
     """Tell the other processes of this attempt that this one is up, and where."""
     data = msgspec.json.encode(msgspec.structs.replace(peer, pid=os.getpid()))
-    incarnation = peer.incarnation if isinstance(peer, EnginePeer) else 0
+    incarnation = peer.incarnation if isinstance(peer, EnginePeer | SandboxPeer) else 0
     write_atomic(peer_file(rundir.here, type(peer), index, incarnation), data)
 
 
@@ -147,6 +161,20 @@ def find(rundir: RunDir, kind: type[P], index: int = 0) -> P | None:
     if path.name not in listed(path.parent):
         return None
     return read_published(path, kind)
+
+
+def newest(rundir: RunDir, kind: type[P], index: int) -> P | None:
+    """What the newest incarnation of ROLE-INDEX has published in this attempt, or None.
+
+    Raises:
+        PeerError: names a file that holds something else.
+    """
+    stem = f"{kind.role}-{index}"
+    names = listed(rundir.here / "peers")
+    numbers = [int(name.split(".")[1]) for name in names if re.fullmatch(rf"{re.escape(stem)}\.\d+\.json", name)]
+    if not numbers and f"{stem}.json" not in names:
+        return None
+    return read_published(peer_file(rundir.here, kind, index, max(numbers, default=0)), kind)
 
 
 def read_published(path: Path, kind: type[T]) -> T | None:

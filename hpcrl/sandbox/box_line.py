@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sandbox.frames import IncomingMessages, Message, pack
@@ -26,6 +27,14 @@ class SandboxLost(HpcrlError):
 
     An event like the loss of a node: whatever needed the box is done again, and is never graded.
     """
+
+
+class BytesWriter(Protocol):
+    """What a `BoxLine` writes to: an `asyncio.StreamWriter`, or what leads to another machine."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class BoxLine:
@@ -45,8 +54,9 @@ class BoxLine:
         self.layered = False
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Message]] = {}
-        self._writer: asyncio.StreamWriter | None = None
+        self._writer: BytesWriter | None = None
         self._task: asyncio.Task[None] | None = None
+        self._relay: Callable[[bytes], Awaitable[None]] | None = None
 
     async def open(self, end: socket.socket) -> None:
         """Wait until the box says that it is ready.
@@ -63,6 +73,28 @@ class BoxLine:
             self.end("it could not be made")
             raise Unconfined(f"no sandbox can be made here: {head['refused']}")
         self.layered = head["layered"]
+
+    def connect(self, reader: asyncio.StreamReader, writer: BytesWriter, layered: bool) -> None:
+        """Use a box that is ready, and that these lead to."""
+        self._writer = writer
+        self.layered = layered
+        self._task = asyncio.create_task(self._read(reader))
+
+    async def relay(self, take: Callable[[bytes], Awaitable[None]]) -> None:
+        """Hand what the box says to `take`, as it comes and unread, until the box has ended; nothing is asked here."""
+        assert self._task is not None, "the box is not ready"
+        self._relay = take
+        await asyncio.wait([self._task])
+
+    async def send(self, data: bytes) -> None:
+        """Hand bytes of questions over to the box, which `relay` answers; they have left when this returns.
+
+        Raises:
+            OSError: if the box has ended.
+        """
+        assert isinstance(self._writer, asyncio.StreamWriter), "the box is not of this machine"
+        self._writer.write(data)
+        await self._writer.drain()
 
     async def ask(self, seconds: float, body: bytes = b"", **head: Any) -> Message:
         """The answer to one question.
@@ -122,6 +154,9 @@ class BoxLine:
         why = "it has ended, or its spawner has"
         try:
             while data := await reader.read(1 << 18):
+                if self._relay:
+                    await self._relay(data)
+                    continue
                 for head, body in frames.feed(data):
                     if "broken" in head:
                         why = str(head["broken"])

@@ -11,8 +11,8 @@ import contextlib
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple, Protocol
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sandbox.box import Box
@@ -89,21 +89,38 @@ class SandboxPool:
             SandboxLost: if spawners end before they have made one.
         """
         kind = _kind(image, limits or self._limits)
-        begun = time.monotonic()
-        async with self._places:
-            line = await self._take(kind)
-            self._count(used=1, handed_out=1, waited=time.monotonic() - begun)
+        async with self._place(kind) as line:
 
             async def renew(before: BoxLine) -> BoxLine:
                 self._discard(before)
                 return await self._take(kind)
 
-            box = Box(line, kind[1], renew, self._reason)
+            box = Box(line, kind[1], renew, self.reason)
             try:
                 yield box
             finally:
-                self._count(used=-1)
                 self._discard(box._line)
+
+    @contextlib.asynccontextmanager
+    async def line(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[BoxLine]:
+        """As `box`, for a box that another process asks (`BoxLine.relay`)."""
+        async with self._place(_kind(image, limits or self._limits)) as line:
+            try:
+                yield line
+            finally:
+                self._discard(line)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, kind: Kind) -> AsyncIterator[BoxLine]:
+        """One of the boxes that may be in use."""
+        begun = time.monotonic()
+        async with self._places:
+            line = await self._take(kind)
+            self._count(used=1, handed_out=1, waited=time.monotonic() - begun)
+            try:
+                yield line
+            finally:
+                self._count(used=-1)
 
     async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None:
         """Make boxes ahead until there are `count` of that image.
@@ -130,6 +147,22 @@ class SandboxPool:
         self._ready.clear()
         if self._spawner:
             await self._spawner.close()
+
+    @property
+    def full(self) -> bool:
+        """Whether who asks for a box has to wait until another is given back."""
+        return self._places.locked()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it hands out no box any more."""
+        return self._closed
+
+    def drop(self) -> None:
+        """End every box after the end of the event loop, which waits for nothing any more."""
+        self._closed = True
+        if self._spawner:
+            self._spawner.drop()
 
     async def __aenter__(self) -> SandboxPool:
         return self
@@ -208,7 +241,7 @@ class SandboxPool:
                 wrong = error
         raise wrong or SandboxLost("no sandbox was made")
 
-    async def _reason(self, line: BoxLine) -> str:
+    async def reason(self, line: BoxLine) -> str:
         """Why a box has ended, "" if that is not known."""
         if self._spawner is None or self._spawner.over:
             return ""
@@ -236,16 +269,40 @@ def _kind(image: str, limits: BoxLimits) -> Kind:
     return image, limits
 
 
-_pools: dict[asyncio.AbstractEventLoop, SandboxPool] = {}
+class BoxPool(Protocol):
+    """What hands out boxes, here (`SandboxPool`) or on other machines; methods as of `SandboxPool`."""
+
+    def box(
+        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None
+    ) -> contextlib.AbstractAsyncContextManager[Box]: ...
+
+    async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None: ...
+
+    def counts(self) -> PoolCounts: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def drop(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
-def default_pool() -> SandboxPool:
+_pools: dict[asyncio.AbstractEventLoop, BoxPool] = {}
+_make: Callable[[], BoxPool] = SandboxPool
+
+
+def make_default_with(make: Callable[[], BoxPool]) -> None:
+    """Have `default_pool` make its pools with this from now on."""
+    global _make
+    _make = make
+
+
+def default_pool() -> BoxPool:
     """The pool of the event loop that runs; it ends with this process, or when the next loop asks for one."""
     loop = asyncio.get_running_loop()
     for other in [other for other in _pools if other.is_closed()]:
-        spawner = _pools.pop(other)._spawner
-        if spawner:
-            spawner.drop()
-    if loop not in _pools or _pools[loop]._closed:
-        _pools[loop] = SandboxPool()
+        _pools.pop(other).drop()
+    if loop not in _pools or _pools[loop].closed:
+        _pools[loop] = _make()
     return _pools[loop]

@@ -92,6 +92,9 @@ class SlurmSite(SiteProfile):
     rollout: SlurmComponent = Field(
         default_factory=SlurmComponent, description="the node of the rollout process, if it has its own"
     )
+    sandbox: SlurmComponent = Field(
+        default_factory=SlurmComponent, description="the nodes of --sandbox-on nodes, which need no GPU"
+    )
 
     @model_validator(mode="after")
     def _srun_takes_options(self) -> SlurmSite:

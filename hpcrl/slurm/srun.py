@@ -6,6 +6,7 @@ Invariant: hosts and their order come from Slurm's node lists; a host that does 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -118,7 +119,8 @@ class SrunHosts:
         if self.examined:
             return
         self.examined = True
-        roles = ("trainer", "engine", "rollout")[: len(self.groups)]
+        roles = ["trainer", "engine", "rollout"][: len(self.groups) - bool(options.sandbox_hosts)]
+        roles += ["sandbox"] * (len(self.groups) - len(roles))
         steps = [
             NodeStep(role, len(g.nodes), g.slots, [*g.step, "doctor"])
             for role, g in zip(roles, self.groups, strict=True)
@@ -144,14 +146,22 @@ class SrunHosts:
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> list[HostProcess]:
         refuse_shared_nodes(options, plan)
         self._watch_launcher(options, rundir)
+        alone = set(plan.hosts) - set(plan.needed_hosts)
         members: list[HostProcess] = []
-        for index, group in enumerate(self.groups):
-            if set(group.nodes) & set(plan.hosts):
+        for index, every in enumerate(self.groups):
+            group = every.without(alone)
+            if set(group.nodes) & set(plan.needed_hosts):
                 log = rundir.logs / f"step-{index}.log"
                 name = f"srun on {','.join(group.nodes)}"
                 used = tuple(node for node in group.nodes if node in plan.hosts)
                 process = spawn(self._step(group, "host", rundir), log)
                 members.append(Step(name, log, process, nodes=used, all=group.nodes))
+            for node in [node for node in every.nodes if node in alone]:  # whose loss ends no other's step
+                log = rundir.logs / f"step-{node}.log"
+                process = spawn(
+                    self._step(dataclasses.replace(every, step=tuple(step_on(every.step, node))), "host", rundir), log
+                )
+                members.append(HostProcess(f"srun on {node}", log, process, expendable=True))
         return members
 
     def _replace(self, names: list[str], why: str, rundir: RunDir) -> list[str]:

@@ -45,7 +45,12 @@ if TYPE_CHECKING:
 
 # ---- the batch script
 
-WHAT = {"trainer": "Megatron ranks", "engine": "vLLM engines", "rollout": "the rollout process, without a GPU"}
+WHAT = {
+    "trainer": "Megatron ranks",
+    "engine": "vLLM engines",
+    "rollout": "the rollout process, without a GPU",
+    "sandbox": "sandboxes",
+}
 
 
 def render(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> str:
@@ -110,7 +115,7 @@ def _component(script: BatchScript, request: AllocationRequest, site: SlurmSite,
             _directive(x)
             for x in (*(_job(script, request, site) if index == 0 else ()), *component_options(component, site))
         ]
-        + ["no-kill"] * request.outlives_nodes,
+        + ["no-kill"] * (request.outlives_nodes or component.name == "sandbox"),  # one of them may be lost
         "slots": component.slots,
         "step": shlex.join(step(component, group, site, script, request.outlives_nodes)),
     }

@@ -296,6 +296,37 @@ def test_what_is_asked_for_holds_the_plan(
     assert found.layout == ("homogeneous" if one_job or colocate else "heterogeneous")
 
 
+@pytest.mark.parametrize(
+    ("site", "values", "found"),
+    [
+        ({}, {}, [("trainer", 1, 1), ("engine", 1, 1), ("sandbox", 2, 0)]),
+        ({"trainer": EIGHT}, {}, [("trainer", 1, 8), ("sandbox", 2, 0)]),
+        ({}, {"colocate": True}, [("trainer", 1, 1), ("sandbox", 2, 0)]),
+        (
+            {"rollout": {"partition": "cpu"}},
+            {},
+            [("trainer", 1, 1), ("engine", 1, 1), ("rollout", 1, 0), ("sandbox", 2, 0)],
+        ),
+        ({"layout": "homogeneous", "trainer": EIGHT}, {}, [("trainer", 3, 8)]),
+    ],
+)
+def test_nodes_with_sandboxes(site: dict[str, object], values: dict[str, object], found: list[tuple[str, int, int]]) -> None:
+    """A component of their own, which may lose a node, or more nodes of an ordinary job; its plan fits."""
+    own = {"rollout_num_gpus": 1, "sandbox_on": "nodes", "sandbox_num_nodes": 2, **values}
+    o = Options(actor_num_gpus_per_node=1, **own)
+    asked = request(o, sandbox={"partition": "cpu", "cpus_per_node": 3}, **site)
+    assert [(c.name, c.nodes, c.slots) for c in asked.components] == found
+    assert asked.layout == site.get("layout", "heterogeneous")
+    plan = make_plan(o, asked.hosts(), "r")
+    assert len(plan.sandboxes) == 2 and plan.rollout.host not in {place.host for place in plan.sandboxes}
+    where = SlurmSite(sandbox={"partition": "cpu", "cpus_per_node": 3}, **site)
+    text = render(BatchScript("n", "t", "s", "true", "o.out", "launch"), asked, where)
+    assert text.count("#SBATCH --no-kill") == (asked.layout == "heterogeneous")
+    if asked.layout == "heterogeneous":
+        last = text.split("set -euo")[0].split("#SBATCH hetjob")[-1]
+        assert "--partition=cpu" in last and "--cpus-per-task=3" in last and "--no-kill" in last
+
+
 def test_time_for_saving() -> None:
     """The time for saving is the measured one, the minimum, or the site's."""
     o = Options(actor_num_gpus_per_node=1)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from hpcrl.rollout.samplers.conversation import Conversation
@@ -131,6 +132,22 @@ async def loses_its_sandbox(args: Any, sample: Sample, sampling_params: dict[str
         except Exception as error:
             raise RuntimeError("the tool failed") from error
     found.metadata["calls"] = _calls[sample.index]
+    return found
+
+
+async def graded_in_a_sandbox(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """What its sandbox counts: odd tokens, and one more, so that no reward is 0; once there is no file `held` in the
+    directory of the run's own any more, next to which it says that it waits."""
+    found = await at_the_engine(args, sample, sampling_params)
+    held = Path(args.run_dir).parent / "held"
+    async with sandbox() as box:
+        await box.write("tokens", "\n".join(map(str, found.tokens[len(found.tokens) - found.response_length :])))
+        if held.exists():
+            (held.parent / "live" / f"{sample.group}-{sample.index}").touch()
+        while held.exists():
+            assert (await box.run("sleep 5")).ok
+        counted = await box.run("n=1; for t in $(cat tokens); do n=$((n + t % 2)); done; echo $n; hostname >&2")
+    found.reward = float(counted.stdout)
     return found
 
 

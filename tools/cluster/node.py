@@ -16,11 +16,12 @@ from pathlib import Path
 
 from tools.cluster import config
 from tools.cluster.layout import GRACE, HEAD, PRIVATE, Layout, read
-from tools.cluster.mounts import bind, fresh_sys, private
+from tools.cluster.mounts import bind, fresh_sys, mount, private
 
 #: seconds that one piece of the start may take on a busy machine
 PATIENCE = 90.0
 CONTROLLERS = ("freezer", "memory", "devices", "cpuset", "cpuacct")
+WHOLE_PROC = Path("/run/proc")  #: where no file of it is another
 
 
 def main(shared: str, name: str) -> None:
@@ -63,6 +64,9 @@ def _mounts(layout: Layout, name: str) -> None:
             bind(layout.cgroup(controller, name), f"/sys/fs/cgroup/{controller}")
     for directory in PRIVATE:
         private(directory, "755" if directory == "/run" else "1777", visible)
+    # of its own boot id /proc shows a file, and the kernel lets users mount a /proc where they see a whole one alone
+    WHOLE_PROC.mkdir()
+    mount("proc", WHOLE_PROC, "proc")
     # MPICH takes processes with one boot id for processes of one host
     own = {
         "hosts": "/etc/hosts",

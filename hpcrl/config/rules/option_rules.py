@@ -20,6 +20,7 @@ from hpcrl.config.rules import (
     passed_through,
     run,
     sampling,
+    sandboxes,
     schedules,
     several_adapters,
 )
@@ -44,6 +45,7 @@ _COUNTS = (
     layout.check_engines,
     layout.check_sharing,
     layout.check_external,
+    sandboxes.check_sandboxes,
 )
 _PASSED_THROUGH = (
     passed_through.check_passed_through,
@@ -68,6 +70,7 @@ _INERT = (
     layout.inert_in_layout,
     schedules.inert_in_schedules,
     layout.inert_in_external,
+    sandboxes.inert_in_sandboxes,
 )
 
 

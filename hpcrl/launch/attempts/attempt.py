@@ -130,7 +130,7 @@ def run_attempt(
         if smaller or fitting is not options:
             write_size(rundir, options := fitting)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
-        make_keys(rundir, options.data_parallel_size, engines_continue=bool(held.engines))
+        make_keys(rundir, options.data_parallel_size, bool(held.engines), sandboxes=bool(plan.sandboxes))
         if held.lent is not None:
             held.lent.close()
         held.lent = borrow(rundir, plan, options)
@@ -138,7 +138,7 @@ def run_attempt(
             held.begin_again(rundir, plan)
         else:
             held.members += backend.start(options, plan, rundir)
-        _watch(held.members, plan.hosts, options, rundir, stop, poll)
+        _watch(held.members, plan.needed_hosts, options, rundir, stop, poll)
     except Stopped:
         raise
     except (HpcrlError, OSError) as error:  # the latter of a file system that has just failed: it may be over
@@ -185,13 +185,18 @@ def _watch(
     poll: Callable[[], None],
 ) -> None:
     """Return when all members have ended well and the trainer has summed up; raise as soon as anything has gone
-    wrong."""
+    wrong.
+
+    Args:
+        hosts: those that the attempt needs.
+    """
     stop_by = float("inf")
     close_by = float("inf")
     patience = options.stop_timeout
     pulse = HeartbeatMonitor(rundir.here / BEATS, here=False, look=HOST_BEAT)
     looked, over = LastSign(ago=LOOK), False
-    while not over or any(m.status is None for m in members):
+    needed = [m for m in members if not m.expendable]
+    while not over or any(m.status is None for m in needed):
         poll()
         # at once where a host has ended or a user waits; else seldom: the directory is shared by all hosts
         if stop.requests or looked.due(LOOK) or any(m.status is not None for m in members):
@@ -204,7 +209,7 @@ def _watch(
         if now > close_by and not _hosts_at_work(rundir, hosts):
             return  # but what stands for them still waits for a host that was left out
         if now > close_by:
-            late = ", ".join(m.name for m in members if m.status is None)
+            late = ", ".join(m.name for m in needed if m.status is None)
             raise DeadlineError(f"{late} did not end within {ENDING:.0f} s after the run was over", "all is saved")
         if stop.requests and find(rundir, TrainerPeer) is None:
             raise _stopped_early(stop)
@@ -247,9 +252,18 @@ def _check_hosts(pulse: HeartbeatMonitor, hosts: Sequence[str], seconds: float, 
         raise PeerError(what, "is the host, or its network, down? if it is only slow, raise --hang-timeout")
 
 
+def _missed(members: list[HostHandle], over: bool) -> list[HostHandle]:
+    """The members whose end is the attempt's: those that it needs, and the last that has sandboxes, if they all have
+    ended before the run."""
+    needed = [m for m in members if not m.expendable]
+    others = [m for m in members if m.expendable]
+    return members if others and not over and all(m.status is not None for m in others) else needed
+
+
 def _check(members: list[HostHandle], rundir: RunDir) -> None:
     """Raise PeerError if a member has failed or lost a host, or has ended, however well, before the run did."""
     over = summary_of(rundir) is not None
+    members = _missed(members, over)
     if not over and (lost := next(filter(None, (m.lost() for m in members)), "")):
         rundir.fail("launcher", 0, lost)  # the others, whom that ends too, wait for this word
         rundir.check()

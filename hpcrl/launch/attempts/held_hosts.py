@@ -40,12 +40,14 @@ class HostProcess:
 
     Attributes:
         memory: what the kernel had killed before, where the process and what it stands for are on this host.
+        expendable: whether the attempt does without it: its host has sandboxes, and nothing else.
     """
 
     name: str
     log: Path
     process: subprocess.Popen[bytes]
     memory: MemoryWatch | None = None
+    expendable: bool = False
 
     @property
     def status(self) -> int | None:
@@ -76,6 +78,7 @@ class HostHandle(Protocol):
     name: str
     log: Path
     memory: MemoryWatch | None
+    expendable: bool
 
     @property
     def status(self) -> int | None: ...

@@ -226,7 +226,12 @@ def _host_of(rundir: RunDir, failure: AttemptFailure | None) -> str:
     """The host of the process that failed; "" where that is not one, or not known."""
     with contextlib.suppress(HpcrlError):
         plan = read_plan(rundir)
-        places = {"trainer": plan.trainers, "engine": plan.engines, "rollout": (plan.rollout,)}
+        places = {
+            "trainer": plan.trainers,
+            "engine": plan.engines,
+            "rollout": (plan.rollout,),
+            "sandbox": plan.sandboxes,
+        }
         if failure and failure.index < len(found := places.get(failure.role, ())):
             return found[failure.index].host
     return ""

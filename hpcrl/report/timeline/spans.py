@@ -81,7 +81,7 @@ DOES: dict[str, dict[str, Cost]] = {
     "engine": {GENERATE: "generating", PAUSED: "updating", START: "starting"},
     "rollout": {MAKE: "generating", EVALUATE: "generating"},
 }
-ROLES_IN_ORDER = ("launcher", "host", "joined", "trainer", "rollout", "engine")
+ROLES_IN_ORDER = ("launcher", "host", "joined", "trainer", "rollout", "engine", "sandbox")
 
 
 def order(track: str) -> tuple[int, str, int]:

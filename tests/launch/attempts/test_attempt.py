@@ -75,7 +75,9 @@ def test_error_that_a_host_could_not_record(tmp_path: Path, monkeypatch: pytest.
     rundir.begin()
     log = tmp_path / "host.log"
     log.write_text("10:00:00 error: on node1: rollout-0 ended with exit code 1; it says: the file system is full\n")
-    ended = SimpleNamespace(name="the process of this host", status=1, log=log, memory=None, lost=lambda: "")
+    ended = SimpleNamespace(
+        name="the process of this host", status=1, log=log, memory=None, expendable=False, lost=lambda: ""
+    )
     with pytest.raises(
         PeerError,
         match="exit code 1.*run was over;.*node1:.*the file system is full;",

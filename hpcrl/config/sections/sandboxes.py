@@ -1,0 +1,26 @@
+"""Options of where sandboxes are, and how many."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpcrl.config.sections import Base, opt
+
+
+class SandboxOptions(Base):
+    """sandboxes: where the commands of agents run (docs/agents.md)"""
+
+    sandbox_on: Literal["rollout", "engines", "nodes"] = opt(
+        "rollout",
+        "on the rollout process's machine; on a share of the cores of every engine's; or on nodes of their own, a "
+        "component of the job",
+    )
+    sandbox_num_nodes: int | None = opt(None, "nodes of their own, with --sandbox-on nodes; default: 1", ge=1)
+    sandbox_cpus: int | None = opt(
+        None,
+        "cores of each node that sandboxes run on, the last of those that the run has there; default: with "
+        "--sandbox-on nodes all, with engines all, which they share",
+        ge=1,
+    )
+    sandbox_warm: int = opt(2, "sandboxes of each image that are made ahead, on each node", ge=0)
+    sandbox_most: int = opt(64, "sandboxes in use at once on each node; who asks for more waits", ge=1)

@@ -1,0 +1,184 @@
+"""Boxes of other machines, used as those of this one are.
+
+Invariants: a box is on a node that answers, the one with the fewest of this process's boxes; when a node is lost every
+box there is lost at once, and the node is used again once it answers; nothing is asked twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Collection
+
+import zmq
+import zmq.asyncio
+
+from hpcrl.errors import UsageError
+from hpcrl.queue.auth import client_keys
+from hpcrl.run.rundir import RunDir
+from hpcrl.sandbox.box import Box
+from hpcrl.sandbox.box_line import BoxLine, SandboxLost
+from hpcrl.sandbox.box_root import SYSTEM_IMAGE
+from hpcrl.sandbox.limits import BoxLimits
+from hpcrl.sandbox.pool import PoolCounts
+from hpcrl.sandbox_nodes.connection import NodeConnection, NodeFull
+from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.retry import Pauses
+
+COME_UP = 300.0  #: seconds that the first node may take to come up
+COME_BACK = 60.0  #: seconds without any node, once there was one
+LOOK = 0.2  #: seconds between two looks for a node
+
+
+class NodesPool:
+    """A pool whose boxes are on the nodes with sandboxes of an attempt; as `SandboxPool`."""
+
+    def __init__(self, rundir: RunDir, nodes: int, limits: BoxLimits | None = None) -> None:
+        """A pool for the event loop that runs.
+
+        Args:
+            nodes: how many there are.
+            limits: of boxes that are asked for without.
+
+        Raises:
+            HpcrlError: if this attempt has no keys.
+        """
+        self._limits = limits or BoxLimits()
+        self._context = zmq.asyncio.Context()
+        keys = client_keys(rundir, 0, "sandboxes")
+        self._nodes = [NodeConnection(rundir, index, keys, self._context) for index in range(nodes)]
+        self._first = os.getpid() % nodes  # so that not all processes begin with the same
+        self._numbers = itertools.count(1)
+        self._counts = PoolCounts()
+        self._closed = self._seen = False
+
+    @contextlib.asynccontextmanager
+    async def box(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[Box]:
+        """As `SandboxPool.box`; the image is one of the node's.
+
+        Raises:
+            UsageError: if the image is no such directory there, or the pool is closed.
+            Unconfined: if the node can make no box any more.
+            SandboxLost: if the node is lost, or none answers.
+        """
+        limits = limits or self._limits
+        begun = time.monotonic()
+        line, node = await self._open(image, limits)
+        where = {line: node}
+        self._count(used=1, handed_out=1, waited=time.monotonic() - begun)
+
+        async def renew(before: BoxLine) -> BoxLine:
+            where.pop(before).close(before)
+            line, node = await self._open(image, limits)
+            where[line] = node
+            return line
+
+        box = Box(line, limits, renew, self._reason)
+        try:
+            yield box
+        finally:
+            self._count(used=-1, lost=sum(bool(line.lost) for line in where))
+            for line, node in where.items():
+                node.close(line)
+
+    async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None:
+        """Have boxes made ahead, `count` of that image on all nodes together.
+
+        Raises:
+            UsageError, Unconfined, SandboxLost: as `box`.
+        """
+        await self._one()
+        nodes = [node for node in self._nodes if node.up]
+        shares = [count // len(nodes) + (place < count % len(nodes)) for place in range(len(nodes))]
+        await asyncio.gather(
+            *(
+                node.prepare(next(self._numbers), image, limits or self._limits, share)
+                for node, share in zip(nodes, shares, strict=True)
+                if share
+            )
+        )
+
+    def counts(self) -> PoolCounts:
+        """What this process has done, and has; boxes that nodes have made ahead are not counted."""
+        return self._counts
+
+    async def close(self) -> None:
+        """End every box of this pool, those in use too."""
+        self._closed = True
+        await asyncio.gather(*(node.leave() for node in self._nodes))
+        await asyncio.to_thread(self._context.term)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it hands out no box any more."""
+        return self._closed
+
+    def drop(self) -> None:
+        """End every box after the end of the event loop: with the connections."""
+        self._closed = True
+        self._context.destroy(linger=0)
+
+    async def __aenter__(self) -> NodesPool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _count(self, **more: float) -> None:
+        self._counts = self._counts._replace(**{name: getattr(self._counts, name) + more[name] for name in more})
+
+    async def _open(self, image: str, limits: BoxLimits) -> tuple[BoxLine, NodeConnection]:
+        """A box, and the node that it is on; where that is lost meanwhile, of another."""
+        if self._closed:
+            raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
+        self._count(making=1)
+        try:
+            line, node = await self._tried(image, limits)
+            self._count(made=1)
+            return line, node
+        finally:
+            self._count(making=-1)
+
+    async def _tried(self, image: str, limits: BoxLimits) -> tuple[BoxLine, NodeConnection]:
+        """A box of a node that has room; tried again while none has."""
+        lost: list[SandboxLost] = []
+        for pause in Pauses(0.1, 1.0, growth=1.5):
+            full: set[NodeConnection] = set()
+            while node := await self._one(full):
+                try:
+                    return await node.open(next(self._numbers), image, limits), node
+                except NodeFull:
+                    full.add(node)
+                except SandboxLost as error:
+                    lost.append(error)
+                    if len(lost) > len(self._nodes):
+                        raise
+            await asyncio.sleep(pause)
+        raise AssertionError
+
+    async def _one(self, but: Collection[NodeConnection] = ()) -> NodeConnection | None:
+        """The node that answers and has the fewest boxes of ours; None if only those of `but` answer.
+
+        Raises:
+            SandboxLost: if none answers in time.
+        """
+        deadline = Deadline(COME_BACK if self._seen else COME_UP)
+        for node in self._nodes:
+            node.begin()
+        while not (nodes := [node for node in self._nodes if node.up]):
+            if deadline.over:
+                raise SandboxLost(
+                    f"no node with sandboxes has answered for {deadline.seconds:g} s",
+                    f"see {self._nodes[0].log}",
+                )
+            await asyncio.sleep(LOOK)
+        self._seen = True
+        count = len(self._nodes)
+        nodes = [node for node in nodes if node not in but]
+        return min(nodes, key=lambda node: (node.used, (node.index - self._first) % count), default=None)
+
+    async def _reason(self, line: BoxLine) -> str:
+        return line.reason

@@ -1,0 +1,58 @@
+"""Options of sandboxes together: what cannot be, and what would do nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config.options import Options
+from hpcrl.config.rules.option_rules import check_options
+from hpcrl.errors import UsageError
+
+GRPO = {
+    "hf_checkpoint": "m",
+    "prompt_data": "p.jsonl",
+    "num_rollout": 2,
+    "rollout_num_gpus": 1,
+    "actor_num_gpus_per_node": 1,
+    "rm_type": "math",
+    "label_key": "label",
+    "n_samples_per_prompt": 4,
+}
+OWN = GRPO | {"custom_generate_function_path": "mine.generate"}
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (GRPO | {"sandbox_on": "nodes"}, "--sandbox-on has no effect.*no custom function"),
+        (OWN | {"sandbox_num_nodes": 2}, "--sandbox-num-nodes has no effect.*--sandbox-on nodes"),
+        (OWN | {"sandbox_cpus": 2}, "--sandbox-cpus has no effect"),
+        (
+            OWN
+            | {
+                "sandbox_on": "engines",
+                "rollout_num_gpus": 0,
+                "rollout_external_engine_addrs": ["h:1"],
+                "rollout_external_engine_keys": "k",
+            },
+            "--sandbox-on engines: .*no engine",
+        ),
+    ],
+)
+def test_refused(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        check_options(Options(**values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"sandbox_on": "nodes", "sandbox_num_nodes": 2, "sandbox_cpus": 3, "sandbox_warm": 0},
+        {"sandbox_on": "engines", "sandbox_cpus": 1},
+        {"sandbox_most": 9},
+    ],
+)
+def test_allowed(values: dict[str, Any]) -> None:
+    check_options(Options(**(OWN | values)))
