@@ -48,9 +48,10 @@ def test_a_sandbox_node_is_cut_off(cluster: Cluster, tmp_path: Path, task: Path)
         job.until(lambda: "is lost" in (job.root / "logs/attempt-0/rollout-0.log").read_text(), 60)
     finally:
         held.unlink()
-    job.ends()
-    cluster.link(second, "up")
+    job.until((job.root / "summary.json").exists)
+    cluster.link(second, "up")  # or else Slurm waits for the node's last word
     cluster.restart_slurmd(second)
+    job.ends()
     assert list(metrics(job.root)) == [0, 1] and cluster.job(job.number)["Restarts"] == "0"
     rewards = [json.loads(line)["reward"] for data in samples(job.root).values() for line in data.splitlines()]
     assert len(rewards) == 2 * GROUPS * EACH and min(rewards) >= 1
