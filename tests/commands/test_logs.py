@@ -84,7 +84,7 @@ def test_what_is_chosen(run: Path, capsys: pytest.CaptureFixture[str], argv: lis
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["--role", "rank"], "trainer, engine, rollout, sandbox, job"),
+        (["--role", "rank"], "rollout, sandbox, job"),
         (["--host", "node9"], "there are head, node1, node2, node3"),
         (["--lines", "-1"], "--lines -1 is negative"),
         (["--lines", "x"], "invalid int value"),
