@@ -203,7 +203,8 @@ class NodeConnection:
     def _lost(self, why: str) -> None:
         """Every box is lost."""
         if self.up and not self._leaving:
-            say(f"sandboxes: node {self.index} is lost, with {self.used} of this process's: {why}; see {self.log}")
+            ready = sum(box.ready.done() for box in self._boxes.values())
+            say(f"sandboxes: node {self.index} is lost, with {ready} of this process's: {why}; see {self.log}")
         self.up, self._socket = False, None
         for box in list(self._boxes.values()):
             box.end(f"the connection to its node is lost ({why})")
