@@ -88,6 +88,9 @@ READERS = {
     "engine/loading/disk_weights.py": "safetensors files, as large as a model",
     "model_files/torch_dist.py": "checkpoints, as large as a model",
     "prompt_files/rows.py": "prompt files, read row by row",
+    "sandbox/images/archives.py": "archives of images, as large as these, within bounds of its own",
+    "sandbox/images/sif.py": "the same",
+    "sandbox/images/staging.py": "the first bytes of an image",
     "toolbox/plugins.py": "the package's own source; lies below the reader",
 }
 #: modules that write files past `write_atomic`, `write_first`, `open_append` and `touch`, and what they write
@@ -113,6 +116,8 @@ WRITERS = {
     "run/scratch.py": "a scratch directory and its lock",
     "run/storage_errors.py": "a probe",
     "sandbox/box_files.py": "inside a box, which ends with it",
+    "sandbox/images/staging.py": "locks, in a directory of this user's alone",
+    "sandbox/images/tree.py": "what it unpacks into a directory that is moved into place once it is whole",
     "sandbox/main.py": "what a confined command has left, into a directory of the caller's",
     "sandbox/private_root.py": "memory of the sandbox's own",
     "sandbox/system_calls.py": "/proc",

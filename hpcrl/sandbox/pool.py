@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +17,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sandbox.box import Box
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.box_root import SYSTEM_IMAGE
+from hpcrl.sandbox.images.staging import image_root
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.spawner_client import Spawner
 
@@ -81,14 +81,16 @@ class SandboxPool:
         """A box of this caller's alone; it is ended, with all that is in it, when the block is left.
 
         Args:
-            image: "system", the programs of this machine, or the absolute path of an unpacked root file system.
+            image: "system", the programs of this machine, or the absolute path of an unpacked root file system, of a
+                SIF file, or of a Docker or OCI archive; these are unpacked once on a node.
 
         Raises:
-            UsageError: if the image is no such directory, or the pool is closed.
+            UsageError: if the image is none of these, or the pool is closed.
+            DataError, HpcrlError: if it cannot be unpacked, and why.
             Unconfined: if this machine can make no box.
             SandboxLost: if spawners end before they have made one.
         """
-        kind = _kind(image, limits or self._limits)
+        kind = await _kind(image, limits or self._limits)
         async with self._place(kind) as line:
 
             async def renew(before: BoxLine) -> BoxLine:
@@ -104,7 +106,7 @@ class SandboxPool:
     @contextlib.asynccontextmanager
     async def line(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[BoxLine]:
         """As `box`, for a box that another process asks (`BoxLine.relay`)."""
-        async with self._place(_kind(image, limits or self._limits)) as line:
+        async with self._place(await _kind(image, limits or self._limits)) as line:
             try:
                 yield line
             finally:
@@ -128,7 +130,7 @@ class SandboxPool:
         Raises:
             UsageError, Unconfined, SandboxLost: as `box`.
         """
-        kind = _kind(image, limits or self._limits)
+        kind = await _kind(image, limits or self._limits)
         lines = self._lines_of(kind)
         await asyncio.gather(*(self._add(kind) for _ in range(count - len(lines))))
 
@@ -259,13 +261,10 @@ class SandboxPool:
             line.end("it was closed")
 
 
-def _kind(image: str, limits: BoxLimits) -> Kind:
+async def _kind(image: str, limits: BoxLimits) -> Kind:
+    """What boxes are made of; an image that is a file is unpacked, which takes a while the first time on a node."""
     if image != SYSTEM_IMAGE:
-        if not os.path.isabs(image) or not os.path.isdir(image):
-            raise UsageError(
-                f"the image {image!r} of a sandbox", f'give "{SYSTEM_IMAGE}", or the absolute path of a directory'
-            )
-        image = os.path.realpath(image)
+        image = await asyncio.to_thread(image_root, image)
     return image, limits
 
 

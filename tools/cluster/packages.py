@@ -30,8 +30,16 @@ PROGRAMS = {
     "ip": "iproute2",
     "shellcheck": "shellcheck",
 }
-#: program, and its package -> the tests that are skipped without it
-OPTIONAL = {"chromium": "pages", "fish": "shell completion", "zsh": "shell completion"}
+#: program -> the tests that are skipped without it
+OPTIONAL = {
+    "bwrap": "sandboxes of the kind bubblewrap",
+    "chromium": "pages",
+    "fish": "shell completion",
+    "mksquashfs": "images of Apptainer",
+    "zsh": "shell completion",
+}
+#: of these, packages that have another name than the program
+NAMES = {"bwrap": "bubblewrap", "mksquashfs": "squashfs-tools"}
 POLICY = Path("/usr/sbin/policy-rc.d")
 
 
@@ -66,7 +74,7 @@ def main(*, install: bool) -> int:
     if install and more and os.geteuid() == 0 and shutil.which("apt-get"):
         what = ", ".join(f"{program} ({OPTIONAL[program]})" for program in more)
         print(f"installing what some tests are skipped without: {what}", flush=True)
-        install_packages(*more)
+        install_packages(*(NAMES.get(program, program) for program in more))
     if not lacking:
         return 0
     if not install or os.geteuid() != 0 or shutil.which("apt-get") is None:
