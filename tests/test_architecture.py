@@ -118,6 +118,7 @@ WRITERS = {
     "sandbox/box_files.py": "inside a box, which ends with it",
     "sandbox/images/staging.py": "locks, in a directory of this user's alone",
     "sandbox/images/tree.py": "what it unpacks into a directory that is moved into place once it is whole",
+    "sandbox/kinds/container.py": "/dev/null",
     "sandbox/main.py": "what a confined command has left, into a directory of the caller's",
     "sandbox/private_root.py": "memory of the sandbox's own",
     "sandbox/system_calls.py": "/proc",

@@ -29,6 +29,7 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor import directories, packages
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
+from hpcrl.doctor.box_kinds import check_kinds
 from hpcrl.errors import HpcrlError, UsageError, parts_of
 from hpcrl.findings import Finding, failed, last_line
 from hpcrl.launch.allocation_request import make_request, nodes_are_alike
@@ -171,6 +172,7 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     # with another interpreter or image on the nodes, packages here are those of the command alone
     yield from packages.check_packages(roles=site.python in (None, sys.executable) and site.container.kind == "none")
     yield _sandbox()
+    yield check_kinds()
     try:
         request = case.request()
     except UsageError as error:

@@ -18,6 +18,7 @@ from hpcrl.sandbox.box import Box
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.box_root import SYSTEM_IMAGE
 from hpcrl.sandbox.images.staging import image_root
+from hpcrl.sandbox.kinds.choose import OURS, ContainerKind, chosen, prepare
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.spawner_client import Spawner
 
@@ -25,7 +26,7 @@ _AT_ONCE = 4  #: boxes that are made at a time: more would wait for the processo
 _KINDS = 4  #: of images and limits, those used last, whose boxes are made ahead
 _TRIES = 3  #: spawners that may be lost while one box is made
 
-Kind = tuple[str, BoxLimits]
+Kind = tuple[str, BoxLimits, ContainerKind | None]
 
 
 class PoolCounts(NamedTuple):
@@ -51,17 +52,20 @@ class PoolCounts(NamedTuple):
 class SandboxPool:
     """Keeps boxes ready, and hands each to one caller: `async with pool.box("system") as box`."""
 
-    def __init__(self, warm: int = 2, most: int = 64, limits: BoxLimits | None = None) -> None:
+    def __init__(self, warm: int = 2, most: int = 64, limits: BoxLimits | None = None, kind: str | None = None) -> None:
         """A pool for the event loop that runs; its spawner starts when the first box is asked for.
 
         Args:
             warm: boxes of each image that are made ahead.
             most: boxes that may be in use at once; who asks for more waits.
             limits: of boxes that are asked for without.
+            kind: who makes their namespaces: "namespaces" (this package itself), "bubblewrap" or "apptainer"; None:
+                what HPCRL_SANDBOX_KIND of the environment says, or else the first.
 
         Raises:
-            UsageError: if a number is too small.
+            UsageError: if a number is too small, or there is no such kind.
         """
+        self._name = chosen(kind)
         if warm < 0 or most < 1:
             raise UsageError(
                 f"SandboxPool(warm={warm}, most={most})", "give 0 or more warm boxes, and 1 or more in use"
@@ -90,7 +94,7 @@ class SandboxPool:
             Unconfined: if this machine can make no box.
             SandboxLost: if spawners end before they have made one.
         """
-        kind = await _kind(image, limits or self._limits)
+        kind = await _kind(image, limits or self._limits, self._name)
         async with self._place(kind) as line:
 
             async def renew(before: BoxLine) -> BoxLine:
@@ -106,7 +110,7 @@ class SandboxPool:
     @contextlib.asynccontextmanager
     async def line(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[BoxLine]:
         """As `box`, for a box that another process asks (`BoxLine.relay`)."""
-        async with self._place(await _kind(image, limits or self._limits)) as line:
+        async with self._place(await _kind(image, limits or self._limits, self._name)) as line:
             try:
                 yield line
             finally:
@@ -130,7 +134,7 @@ class SandboxPool:
         Raises:
             UsageError, Unconfined, SandboxLost: as `box`.
         """
-        kind = await _kind(image, limits or self._limits)
+        kind = await _kind(image, limits or self._limits, self._name)
         lines = self._lines_of(kind)
         await asyncio.gather(*(self._add(kind) for _ in range(count - len(lines))))
 
@@ -261,11 +265,11 @@ class SandboxPool:
             line.end("it was closed")
 
 
-async def _kind(image: str, limits: BoxLimits) -> Kind:
+async def _kind(image: str, limits: BoxLimits, name: str) -> Kind:
     """What boxes are made of; an image that is a file is unpacked, which takes a while the first time on a node."""
     if image != SYSTEM_IMAGE:
         image = await asyncio.to_thread(image_root, image)
-    return image, limits
+    return image, limits, None if name == OURS else await asyncio.to_thread(prepare, name)
 
 
 class BoxPool(Protocol):

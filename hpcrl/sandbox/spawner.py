@@ -1,7 +1,8 @@
 """The process that forks boxes, so that each takes milliseconds: `python -m hpcrl.sandbox.spawner CONTROL PARENT`.
 
-CONTROL is the number of an open socket of packets, of JSON: `{"make": number, "image": ..., "limits": {...}}` with one
-file, the box's end of a stream, and `{"end": number}`; `{"ended": number, "why": ...}` is answered once for each.
+CONTROL is the number of an open socket of packets, of JSON: `{"make": number, "image": ..., "limits": {...}, "kind":
+...}` with one file, the box's end of a stream, and `{"end": number}`; `{"ended": number, "why": ...}` is answered once
+for each.
 
 Invariant: it ends with the process that started it, and every box ends with it; it holds nothing of that process but
 the socket, has no secret in its memory or environment, and has one thread.
@@ -21,6 +22,7 @@ import sys
 from typing import Any
 
 from hpcrl.sandbox.keeper import keep_box
+from hpcrl.sandbox.kinds.choose import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
 
 _PACKET = 1 << 16
@@ -108,7 +110,8 @@ class _Boxes:
                 if int(name) not in kept:
                     with contextlib.suppress(OSError):  # that of the list itself
                         os.close(int(name))
-            keep_box(spawner, wish["image"], BoxLimits(**wish["limits"]), socket.socket(fileno=talk), its)
+            kind = ContainerKind(*wish["kind"]) if wish["kind"] else None
+            keep_box(spawner, wish["image"], BoxLimits(**wish["limits"]), kind, socket.socket(fileno=talk), its)
         os.close(talk)
         its.close()
         self._boxes[wish["make"]] = (keeper, mine)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
+from hpcrl.sandbox.kinds.choose import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.run import Unconfined, python_variables
 
@@ -63,8 +64,11 @@ class Spawner:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._control, self._hear)
 
-    async def make(self, image: str, limits: BoxLimits) -> BoxLine:
+    async def make(self, image: str, limits: BoxLimits, kind: ContainerKind | None = None) -> BoxLine:
         """A box that is ready.
+
+        Args:
+            kind: whose container it is to be in; None: one of this package's own namespaces.
 
         Raises:
             Unconfined: if this machine cannot make it.
@@ -72,7 +76,7 @@ class Spawner:
         """
         line = BoxLine(next(_numbers))
         mine, theirs = socket.socketpair()
-        wish = {"make": line.number, "image": image, "limits": vars(limits)}
+        wish = {"make": line.number, "image": image, "limits": vars(limits), "kind": kind}
         with theirs:
             try:
                 socket.send_fds(self._control, [json.dumps(wish).encode()], [theirs.fileno()])

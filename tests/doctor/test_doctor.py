@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hpcrl.commands import doctor
 from hpcrl.doctor import directories, one_node, packages
 from hpcrl.doctor.all_nodes import NodesJob, NodeStep, examine, gather, without_directory
+from hpcrl.doctor.box_kinds import check_kinds
 from hpcrl.doctor.node_records import all_records, leave_record, share_records
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
 from hpcrl.doctor.one_node import UNSEEN, parse_gpus
@@ -769,3 +770,15 @@ def test_whether_programs_can_be_confined(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("hpcrl.sandbox.run.sys.executable", "/bin/false")
     found = doctor._sandbox()
     assert found.level == "warn" and "cannot be confined" in found.what and "unconfined" in found.hint
+
+
+def test_which_kinds_of_sandboxes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each has its reason; the one that the environment names has to be there."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("HPCRL_SANDBOX_KIND", raising=False)
+    found = check_kinds()
+    assert found.level == "ok" and "apptainer" in found.what and "bubblewrap" in found.what
+    monkeypatch.setenv("HPCRL_SANDBOX_KIND", "apptainer")
+    assert check_kinds().level == "warn" and "HPCRL_SANDBOX_KIND=apptainer" in check_kinds().hint
+    monkeypatch.setenv("HPCRL_SANDBOX_KIND", "docker")
+    assert check_kinds().level == "fail"

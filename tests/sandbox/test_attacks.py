@@ -106,7 +106,8 @@ def readable_directory() -> Iterator[Path]:
         source = Path(hpcrl.__file__).parent
         shutil.copytree(source / "sandbox", package / "sandbox", ignore=shutil.ignore_patterns("__pycache__"))
         (package / "toolbox").mkdir()
-        for name in ("__init__.py", "errors.py", "toolbox/__init__.py", "toolbox/deadline.py"):
+        toolbox = ("toolbox/__init__.py", "toolbox/deadline.py", "toolbox/locks.py", "toolbox/plugins.py")
+        for name in ("__init__.py", "errors.py", *toolbox):
             shutil.copy(source / name, package / name)
         (folder / "shown").mkdir()
         shutil.copy(HERE / "attacks.py", folder / "shown")

@@ -318,13 +318,14 @@ def test_an_image_that_is_not_there(loop: Loop, tmp_path: Path) -> None:
 
 
 HOOK = """
-from hpcrl.sandbox import {module}
+import importlib
+module = importlib.import_module("hpcrl.sandbox.{module}")
 def refuse(*words):
     if {where}:
         raise OSError(1, "refused by the test")
     return before(*words)
-before = {module}.{name}
-{module}.{name} = refuse
+before = module.{name}
+module.{name} = refuse
 """
 
 
@@ -349,7 +350,7 @@ def test_no_overlay(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("confine", "unshare"),
         ("keeper", "unshare"),
         ("box_root", "pivot_root"),
-        ("keeper", "drop_capabilities"),
+        ("kinds.first_process", "drop_capabilities"),
         ("seccomp", "check"),
     ],
 )

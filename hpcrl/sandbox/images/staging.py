@@ -30,6 +30,8 @@ from hpcrl.toolbox.deadline import Deadline, poll
 from hpcrl.toolbox.locks import try_lock
 
 SECONDS = 3600.0  #: that a process waits while another unpacks the same
+#: directories of each image that was unpacked
+MOUNTED_ON = ("dev", "etc", "proc", "run", "sys", "tmp", "work")
 _LOOK = 0.05
 _LIVES = ".lives"  #: as hpcrl/run/scratch.py has it
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -54,7 +56,12 @@ def image_root(image: str, below: str | None = None) -> str:
     if unpack is None:
         return str(path)
     found = hashlib.sha256(f"{path}\0{identity}".encode(errors="surrogateescape")).hexdigest()[:20]
-    return staged(f"image-{found}", unpack, str(path), below)
+
+    def fill(root: Path) -> None:
+        unpack(root)
+        _complete(root)
+
+    return staged(f"image-{found}", fill, str(path), below)
 
 
 def _kind_of(image: str, path: Path) -> tuple[Callable[[Path], None] | None, str]:
@@ -118,6 +125,13 @@ def staged(name: str, fill: Callable[[Path], None], what: str, below: str | None
                 shutil.rmtree(left, ignore_errors=True)
             _fill(folder, place, fill, what)
     return str(place)
+
+
+def _complete(root: Path) -> None:
+    """Make the directories of a root that images may lack, and that containers are mounted on."""
+    for name in MOUNTED_ON:
+        if not os.path.lexists(root / name):
+            (root / name).mkdir()
 
 
 def _fill(folder: Path, place: Path, fill: Callable[[Path], None], what: str) -> None:
