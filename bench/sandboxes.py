@@ -5,7 +5,8 @@
 Every figure is taken in the same run: a box handed out by a pool that has one ready; the same from nothing, the start
 of the spawner included; boxes made one after another and all at once, by the second; `true` in a box that is there;
 and next to these `run_confined`, which makes a place for one command, `unshare` and bubblewrap where they are
-installed, and a bare process.  Then --live boxes are kept, and the memory (PSS) of the processes of all of them is
+installed, and a bare process.  Where it runs as root and bubblewrap or an Apptainer is here (`make packages`), an
+ordinary user's process has each of them run `true`, and make boxes of its kind.  Then --live boxes are kept, and the memory (PSS) of the processes of all of them is
 divided by their number.  Writes bench/results/sandboxes.md; the last line printed is one JSON object.
 """
 
@@ -130,6 +131,83 @@ def others(rounds: int) -> dict[str, list[float]]:
     return medians(rounds, **works)
 
 
+#: as a user: `true` bare and by the program itself, boxes of its kind; then some are kept until a line is read
+KIND = """
+import asyncio, json, os, subprocess, sys, time
+package, kind, told = sys.argv[1:4]
+rounds, count, words = json.loads(told)
+sys.path.insert(0, package)
+os.environ.update(PYTHONPATH=package, TMPDIR=os.path.dirname(package) + "/tmp")
+from hpcrl.sandbox import SandboxPool
+from hpcrl.sandbox.kinds.choose import prepare
+words = [prepare(kind).system if word == "SYSTEM" else word for word in words]
+
+async def use(pool):
+    async with pool.box() as box:
+        assert (await box.run(["true"])).ok
+
+async def main():
+    found = {"bare": [], "plain": [], "warm and true": [], "made": []}
+    async with SandboxPool(warm=0, kind=kind) as none, SandboxPool(warm=1, kind=kind) as some:
+        await use(none), await use(some)
+        for _ in range(rounds):
+            for name, command in (("bare", ["true"]), ("plain", words)):
+                begun = time.perf_counter()
+                subprocess.run(command, check=True)
+                found[name].append(time.perf_counter() - begun)
+            while not some.counts().warm or some.counts().making:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            for name, pool in (("warm and true", some), ("made", none)):
+                begun = time.perf_counter()
+                await use(pool)
+                found[name].append(time.perf_counter() - begun)
+    async with SandboxPool(warm=0, most=count, kind=kind) as pool:
+        await pool.prepare(count)
+        await asyncio.sleep(1.0)
+        print(json.dumps([found, pool._spawner.pid]), flush=True)
+        sys.stdin.readline()
+
+asyncio.run(main())
+"""
+APPTAINER = ["apptainer", "--silent", "exec", "--contain", "--no-home", "--bind", "/usr:/usr:ro", "SYSTEM", "true"]
+
+
+def of_kinds(rounds: int, count: int) -> list[str]:
+    """The table's rows of boxes that other programs make."""
+    from tests.sandbox.test_attacks import readable_directory
+    from tests.support.other_kinds import user_of
+
+    lines = []
+    for kind, words in (("bubblewrap", BUBBLEWRAP), ("apptainer", APPTAINER)):
+        try:
+            user = user_of(kind)
+        except BaseException as error:  # noqa: BLE001  (pytest's own for what is skipped)
+            print(f"without {kind}: {error}", file=sys.stderr)
+            continue
+        with readable_directory() as folder:
+            (folder / "tmp").mkdir()
+            (folder / "tmp").chmod(0o1777)
+            made = user.start(KIND, str(folder / "package"), kind, json.dumps([rounds, count, words]))
+            said = made.stdout.readline()
+            if not said.startswith("["):
+                raise SystemExit(said + made.communicate(timeout=60)[0])
+            found, pid = json.loads(said)
+            idle = pss_of_family(pid) / count
+            made.communicate("\n", timeout=60)
+        middle = {name: statistics.median(values) for name, values in found.items()}
+        names = {
+            "plain": f"`true` by {' '.join(words[:1])} itself, as a user",
+            "warm and true": f"a box of the kind {kind} that was made ahead, with `true` in it",
+            "made": f"one that was not, with `true` in it; idle {idle / 1e6:.1f} MB, of {count}",
+        }
+        for name, told in names.items():
+            row = [1000 * value for value in (middle[name], min(found[name]), max(found[name]))]
+            ratio = middle[name] / middle["bare"]
+            lines.append(f"| {told} | {row[0]:.1f} ({row[1]:.1f}..{row[2]:.1f}) | {ratio:.1f} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
@@ -155,6 +233,7 @@ def main() -> None:
             lines.append(
                 f"| {told} | {row[0]:.1f} ({row[1]:.1f}..{row[2]:.1f}) | {middle[name] / middle['bare']:.1f} |"
             )
+    lines += of_kinds(rounds, 4 if given.quick else 20)
     lines += [
         "",
         f"Boxes made, used for one command and ended: {rate:.0f} a second. {count} at once were there after "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import struct
@@ -19,12 +18,13 @@ from hpcrl.sandbox.kinds.choose import ContainerKind, module_of
 from hpcrl.sandbox.kinds.first_process import MADE, MOST_DISKS
 from hpcrl.sandbox.kinds.runtime import first_process_words
 from hpcrl.sandbox.limits import BoxLimits
-from hpcrl.sandbox.system_calls import PARENT_DEATH_SIGNAL, prctl, write_kernel
-from hpcrl.sandbox.usage import START
+from hpcrl.sandbox.system_calls import PARENT_DEATH_SIGNAL, prctl, read_kernel, write_kernel
+from hpcrl.toolbox.deadline import Deadline, poll
 
 _CREDENTIALS = struct.Struct("3i")
 _SAID = 4096  #: last bytes of what the program says that are read
-_ENDING_MS = 10_000
+_ENDING = 10.0  #: seconds that the end of a first process may take
+_LOOK = 0.002
 #: processes of this user's that may come while the box lives, where the kernel counts them with those of the box
 _MORE = 512
 
@@ -98,25 +98,35 @@ class FirstProcess:
     """The first process of a container, as it can be ended whatever the program that started it does."""
 
     def __init__(self, pid: int) -> None:
-        """Hold it: it must live."""
+        """Hold it: it must live, and `pid` be the kernel's word."""
         self._pid = pid
-        try:
+        self._begun = _begun(pid)
+        self._number = -1
+        with contextlib.suppress(OSError):  # Linux before 5.3
             self._number = os.pidfd_open(pid)
-        except OSError:  # Linux before 5.3
-            self._number = -1
 
     def end(self) -> None:
         """End it, and wait until it has, with all that is in its PID namespace."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self._number >= 0:
                 signal.pidfd_send_signal(self._number, signal.SIGKILL)
-            else:
+            elif self._lives():
                 os.kill(self._pid, signal.SIGKILL)
+        poll(lambda: not self._lives(), Deadline(_ENDING), _LOOK)
         if self._number >= 0:
-            poll = select.poll()
-            poll.register(self._number, select.POLLIN)
-            poll.poll(_ENDING_MS)
             os.close(self._number)
+
+    def _lives(self) -> bool:
+        return bool(self._begun) and _begun(self._pid) == self._begun
+
+
+def _begun(pid: int) -> str:
+    """When a process began, which tells it from another of its number; "" if it has ended, or there is none."""
+    if pid > 1:
+        with contextlib.suppress(OSError, IndexError):
+            words = read_kernel(f"/proc/{pid}/stat").rpartition(")")[2].split()
+            return "" if words[0] in "ZX" else words[19]
+    return ""
 
 
 def failure(said: int, program: str) -> str:
@@ -125,4 +135,4 @@ def failure(said: int, program: str) -> str:
     text = os.pread(said, _SAID, max(0, size - _SAID)).decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     name = os.path.basename(program)
-    return f"{name} says: {lines[-1][:300]}" if lines else f"{name} has started nothing within {START:g} s"
+    return f"{name} says: {lines[-1][:300]}" if lines else f"{name} has started nothing, and does not say why"
