@@ -17,8 +17,8 @@ import socket
 from hpcrl.sandbox.box_root import enter_box
 from hpcrl.sandbox.confine import OWN, become_own_user
 from hpcrl.sandbox.frames import pack
-from hpcrl.sandbox.kinds.choose import ContainerKind
 from hpcrl.sandbox.kinds.container import FirstProcess, failure, receive_made, start_container
+from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.kinds.first_process import for_now, serve_confined
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.system_calls import (

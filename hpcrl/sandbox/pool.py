@@ -18,7 +18,8 @@ from hpcrl.sandbox.box import Box
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.box_root import SYSTEM_IMAGE
 from hpcrl.sandbox.images.staging import image_root
-from hpcrl.sandbox.kinds.choose import OURS, ContainerKind, chosen, prepare
+from hpcrl.sandbox.kinds.choose import OURS, chosen, prepare
+from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.spawner_client import Spawner
 

@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 from hpcrl.sandbox.keeper import keep_box
-from hpcrl.sandbox.kinds.choose import ContainerKind
+from hpcrl.sandbox.kinds.container_kind import ContainerKind, module_of
 from hpcrl.sandbox.limits import BoxLimits
 
 _PACKET = 1 << 16
@@ -96,6 +96,9 @@ class _Boxes:
             self._tell_end(wish["make"], f"its spawner has no room for it: {error.strerror}")
 
     def _make(self, wish: dict[str, Any], talk: int) -> None:
+        kind = ContainerKind(*wish["kind"]) if wish["kind"] else None
+        if kind:
+            module_of(kind.name)  # here, so that not every box imports it
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spawner = os.getpid()
         try:
@@ -110,7 +113,6 @@ class _Boxes:
                 if int(name) not in kept:
                     with contextlib.suppress(OSError):  # that of the list itself
                         os.close(int(name))
-            kind = ContainerKind(*wish["kind"]) if wish["kind"] else None
             keep_box(spawner, wish["image"], BoxLimits(**wish["limits"]), kind, socket.socket(fileno=talk), its)
         os.close(talk)
         its.close()

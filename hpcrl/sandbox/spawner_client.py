@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
-from hpcrl.sandbox.kinds.choose import ContainerKind
+from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.run import Unconfined, python_variables
 

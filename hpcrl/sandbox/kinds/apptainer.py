@@ -12,8 +12,8 @@ from __future__ import annotations
 import errno
 import os
 
-from hpcrl.sandbox.kinds.choose import ContainerKind
-from hpcrl.sandbox.kinds.runtime import INSIDE, system_binds
+from hpcrl.sandbox.kinds.container_kind import ContainerKind
+from hpcrl.sandbox.kinds.inside import INSIDE, system_binds
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.system_calls import read_kernel
 

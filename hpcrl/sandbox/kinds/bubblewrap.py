@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 
-from hpcrl.sandbox.kinds.choose import ContainerKind
-from hpcrl.sandbox.kinds.runtime import INSIDE, system_binds
+from hpcrl.sandbox.kinds.container_kind import ContainerKind
+from hpcrl.sandbox.kinds.inside import INSIDE, system_binds
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.private_root import DEVICES, LINKS, SYSTEM
 

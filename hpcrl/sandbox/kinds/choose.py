@@ -6,60 +6,20 @@ Invariant: a kind that cannot be had is refused, with the reason, before a box i
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import shutil
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
 
 from hpcrl.errors import UsageError
 from hpcrl.sandbox.images.staging import staged
 from hpcrl.sandbox.kinds import runtime
-from hpcrl.sandbox.limits import BoxLimits
+from hpcrl.sandbox.kinds.container_kind import ContainerKind, module_of
 from hpcrl.sandbox.run import Unconfined
 from hpcrl.toolbox.plugins import PluginFolder
 
 OURS = "namespaces"
 VARIABLE = "HPCRL_SANDBOX_KIND"  #: of the environment: the kind of pools that are told none
 FOLDER = PluginFolder(Path(__file__).parent, "start_words")
-
-
-class ContainerKind(NamedTuple):
-    """A kind, and what its boxes are made of on this node.
-
-    Attributes:
-        name: of `FOLDER`.
-        program: its path.
-        runtime: directory of the first process's Python.
-        system: an empty root, with places for the machine's directories.
-        sized: it bounds each place that can be written to by itself.
-        state: a directory for what the program itself writes.
-    """
-
-    name: str
-    program: str
-    runtime: str
-    system: str
-    sized: bool
-    state: str
-
-
-class KindModule(Protocol):
-    """What a file of a kind has."""
-
-    PROGRAMS: tuple[str, ...]
-
-    def start_words(self, kind: ContainerKind, image: str, limits: BoxLimits, command: list[str]) -> list[str]:
-        """The command line that runs `command` as process 1 of a container.
-
-        Args:
-            image: an unpacked root, or "" for the machine's own directories.
-        """
-        ...
-
-    def is_sized(self, program: str) -> bool:
-        """See `ContainerKind.sized`."""
-        ...
 
 
 def kind_names() -> tuple[str, ...]:
@@ -78,11 +38,6 @@ def chosen(kind: str | None) -> str:
         where = f"kind={name!r} of a sandbox" if kind else f"{VARIABLE}={name}"
         raise UsageError(where, FOLDER.hint(name, also=(OURS,)))
     return name
-
-
-def module_of(name: str) -> KindModule:
-    """The file of a kind that is not ours."""
-    return cast(KindModule, importlib.import_module(f"hpcrl.sandbox.kinds.{name}"))
 
 
 @functools.cache

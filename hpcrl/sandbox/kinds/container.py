@@ -14,9 +14,9 @@ import socket
 import struct
 
 from hpcrl.sandbox.box_root import SYSTEM_IMAGE
-from hpcrl.sandbox.kinds.choose import ContainerKind, module_of
+from hpcrl.sandbox.kinds.container_kind import ContainerKind, module_of
 from hpcrl.sandbox.kinds.first_process import MADE, MOST_DISKS
-from hpcrl.sandbox.kinds.runtime import first_process_words
+from hpcrl.sandbox.kinds.inside import first_process_words
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.system_calls import PARENT_DEATH_SIGNAL, prctl, read_kernel, write_kernel
 from hpcrl.toolbox.deadline import Deadline, poll

@@ -21,10 +21,9 @@ import sys
 from pathlib import Path
 
 from hpcrl.errors import HpcrlError
-from hpcrl.sandbox.private_root import SETTINGS, SYSTEM
+from hpcrl.sandbox.kinds.inside import FIRST, INSIDE, settings
+from hpcrl.sandbox.private_root import SYSTEM
 
-INSIDE = "/.hpcrl"
-_FIRST = "hpcrl.sandbox.kinds.first_process"
 _SECONDS = 60.0
 _PACKAGE = Path(__file__).parents[2]
 _PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -33,7 +32,7 @@ _ASK = f"""
 import sys
 sys.path.insert(0, sys.argv[1])
 import encodings.ascii, encodings.latin_1, encodings.unicode_escape, encodings.utf_8, json, os, runpy, traceback
-import {_FIRST}
+import {FIRST}
 maps = [line.split(None, 5)[5] for line in open("/proc/self/maps").read().splitlines() if "/" in line]
 modules = {{name: module.__file__ for name, module in sys.modules.items() if getattr(module, "__file__", None)}}
 print(json.dumps([modules, sorted(set(maps)), os.path.realpath("/proc/self/exe")]))
@@ -102,17 +101,10 @@ def _needed(loader: str, file: str) -> list[tuple[str, str]]:
     return found
 
 
-def first_process_words(talk: int, keeper: int, told: str) -> list[str]:
-    """The command line of a box's first process, inside."""
-    libraries = f"{INSIDE}/so"
-    python = [f"{libraries}/ld.so", "--library-path", libraries, f"{INSIDE}/bin/python3", "-I", "-S", "-B"]
-    return [*python, "-m", _FIRST, str(talk), str(keeper), told]
-
-
 def system_identity() -> str:
     """What changes when the directory of `make_system` has to be made again."""
     found = [(folder, os.path.isdir(folder), os.path.realpath(folder)) for folder in SYSTEM]
-    return hashlib.sha256(json.dumps([found, *_settings()]).encode()).hexdigest()[:20]
+    return hashlib.sha256(json.dumps([found, *settings()]).encode()).hexdigest()[:20]
 
 
 def make_system(root: Path) -> None:
@@ -126,19 +118,9 @@ def make_system(root: Path) -> None:
             place.symlink_to(os.readlink(folder))
         elif os.path.isdir(folder):
             place.mkdir(parents=True)
-    for name in _settings():
+    for name in settings():
         place = root / "etc" / name
         if os.path.isdir(f"/etc/{name}"):
             place.mkdir()
         else:
             os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_RDONLY, 0o644))
-
-
-def _settings() -> list[str]:
-    return [name for name in SETTINGS if os.path.exists(f"/etc/{name}")]
-
-
-def system_binds() -> list[tuple[str, str]]:
-    """(path outside, path inside) of what a box of "system" sees of the machine."""
-    found = [(folder, folder) for folder in SYSTEM if os.path.isdir(folder) and not os.path.islink(folder)]
-    return found + [(os.path.realpath(f"/etc/{name}"), f"/etc/{name}") for name in _settings()]

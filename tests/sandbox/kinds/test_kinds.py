@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,15 @@ def test_whatever_ends_ends_the_box(kind: str, place: Path) -> None:
         "after": "alive\n",
         "memory score": "1000\n",
     }
+
+
+def test_what_every_box_holds() -> None:
+    """Boxes are forked from the spawner: it has imported neither what unpacks images nor the kinds that nobody uses."""
+    text = "import hpcrl.sandbox.spawner, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True)
+    found = set(done.stdout.split())
+    unwanted = {"tarfile", "subprocess", "tempfile", "compileall", "hpcrl.sandbox.kinds.choose"}
+    assert "hpcrl.sandbox.keeper" in found and not found & unwanted
 
 
 def test_kinds_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
