@@ -3,6 +3,7 @@
     train.jsonl                      all of it
     train.parquet@[:1000]            its first thousand rows, as Python slices: negative numbers count from the end
     math.jsonl=3 code.jsonl@[5:]=1   three prompts of the first for one of the second
+    tasks   tasks/@[:100]            a folder of task folders in Harbor's form, which ends in / before a slice or weight
 
 Invariant: pure functions of the words; whether a file is there is not asked here.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from hpcrl.errors import UsageError
 
 KINDS = (".jsonl", ".parquet")  #: how the name of a prompt file ends
-_WORD = re.compile(r"(?P<path>.+?\.(?:jsonl|parquet))(?:@\[(?P<slice>[^\]]*)\])?(?:=(?P<weight>[^/=]*))?")
+_WORD = re.compile(r"(?P<path>.+?(?:\.jsonl|\.parquet|/))(?:@\[(?P<slice>[^\]]*)\])?(?:=(?P<weight>[^/=]*))?")
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
 
 
@@ -56,7 +57,10 @@ def read_word(word: str, flag: str) -> PromptWord:
     match = _WORD.fullmatch(word)
     if match is None:
         if "@[" in word:
-            raise UsageError(f"{flag} {word} is not a slice of a .jsonl or .parquet file", "write PATH@[START:STOP]")
+            raise UsageError(
+                f"{flag} {word} is not a slice of a .jsonl or .parquet file",
+                "write PATH@[START:STOP], and PATH/@[START:STOP] for a folder of tasks",
+            )
         return PromptWord(word, word)
     start = stop = weight = None
     if (text := match["slice"]) is not None:

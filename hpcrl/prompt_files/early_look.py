@@ -13,10 +13,10 @@ from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
 from hpcrl.config.prompt_words import PromptWord, read_words
 from hpcrl.config.rules.several_adapters import policies_of
-from hpcrl.errors import DataError, HpcrlError
+from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.findings import Finding
-from hpcrl.prompt_files.row_checks import Keys, read_row
-from hpcrl.prompt_files.rows import first_parquet_rows, first_rows
+from hpcrl.prompt_files.row_checks import Keys, keys_in, read_row
+from hpcrl.prompt_files.rows import first_parquet_rows, first_rows, open_rows
 
 FIRST = 100  #: rows of each file that are looked at
 
@@ -27,7 +27,7 @@ def look_at(stages: Sequence[Options]) -> None:
     """
     for options in stages:
         for word, keys in _files(options):
-            _look(word, keys)
+            _look(options, word, keys)
 
 
 def prompt_files(options: Options) -> Iterator[str]:
@@ -40,9 +40,12 @@ def findings(stages: Sequence[Options]) -> Iterator[Finding]:
     for options in stages:
         try:
             for word, keys in _files(options):
-                if Path(word.path).is_file():
-                    _look(word, keys)
-                    yield Finding("ok", "", f"prompts in {word.path}: its first rows have what they must")
+                if Path(word.path).exists():
+                    _look(options, word, keys)
+                    looked = (
+                        "every task can be run" if Path(word.path).is_dir() else "its first rows have what they must"
+                    )
+                    yield Finding("ok", "", f"prompts in {word.path}: {looked}")
         except HpcrlError as error:
             yield Finding("fail", "", error.what, error.hint)
 
@@ -65,8 +68,11 @@ def _files_of_policy(options: Options) -> Iterator[tuple[PromptWord, Keys]]:
         yield from ((held.word, Keys.of_set(held)) for held in eval_sets(options))
 
 
-def _look(word: PromptWord, keys: Keys) -> None:
+def _look(options: Options, word: PromptWord, keys: Keys) -> None:
     path = Path(word.path)
+    if path.is_dir():
+        _look_at_tasks(options, word, keys)
+        return
     if not path.is_file() or not word.whole:  # the first rows need not be of the slice
         return
     if path.suffix == ".jsonl":
@@ -83,3 +89,13 @@ def _look(word: PromptWord, keys: Keys) -> None:
         found = True
     if not found and path.suffix == ".jsonl":
         raise DataError(f"{path} holds no prompts", "one JSON object a line is expected")
+
+
+def _look_at_tasks(options: Options, word: PromptWord, keys: Keys) -> None:
+    """Raise DataError for the first task that cannot be run here, UsageError where no function would run any."""
+    keys_in(open_rows(word), keys)
+    if options.custom_generate_function_path is None and not options.only_evaluates:
+        raise UsageError(
+            f"{word.path} is a folder of tasks, and nothing is given that works at them",
+            "--custom-generate-function-path hpcrl.rollout.samplers.harbor_agent.generate does",
+        )

@@ -15,7 +15,8 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import RewardWord, declared, file_of, needing_labels, read_words
 from hpcrl.config.rules.data import label_key
 from hpcrl.errors import DataError
-from hpcrl.prompt_files.rows import kind_of_json
+from hpcrl.harbor.rows import METADATA, PROMPT, TaskRows
+from hpcrl.prompt_files.rows import PromptRows, kind_of_json
 from hpcrl.untrusted_files import parse_json
 
 Messages = list[dict[str, Any]]
@@ -77,6 +78,22 @@ class Keys:
             label_needed=held.needs_label,
             own_types=held.own_types,
         )
+
+
+def keys_in(rows: PromptRows, keys: Keys) -> Keys:
+    """Where these rows have what: tasks have the same keys whatever the options say, which are of other prompt files.
+
+    Raises:
+        DataError: if tasks are to be compared with labels, or learned.
+    """
+    if not isinstance(rows, TaskRows):
+        return keys
+    if keys.label_needed or keys.learned or keys.conversation:
+        raise DataError(
+            f"{rows.path} is a folder of tasks, which have no labels",
+            "the verifier's verdict is the reward: leave --rm-type out, and learn from other prompt files",
+        )
+    return Keys(PROMPT, None, METADATA, chat_template=keys.chat_template, own_types=False)
 
 
 def needs_label(options: Options, words: Sequence[RewardWord]) -> bool:

@@ -1,5 +1,5 @@
 """A prompt file as numbered rows, each read when it is asked for: .jsonl, or parquet with the package pyarrow (an
-extra: pip install hpcrl[parquet]).
+extra: pip install hpcrl[parquet]); or a folder of task folders (`hpcrl/harbor/rows.py`).
 
 Invariants: of a .jsonl file only where its rows begin is held (8 bytes a row); what a row says is decided by the bytes
 that the size and SHA-256 were taken of, or the file is refused as changed.  A parquet table is in memory as Arrow's
@@ -19,6 +19,7 @@ import msgspec
 
 from hpcrl.config.prompt_words import KINDS, PromptWord
 from hpcrl.errors import DataError, HpcrlError
+from hpcrl.harbor.rows import TaskRows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,14 +64,17 @@ def open_rows(word: PromptWord) -> PromptRows:
         DataError: if the file cannot be read, is of no known kind, or the slice is empty.
     """
     path = Path(word.path)
-    if path.suffix not in KINDS:
+    tasks = path.is_dir()
+    if path.suffix not in KINDS and not tasks:
         raise DataError(
             f"{path} is not a {' or '.join(KINDS)} file",
-            "a prompt file has one JSON object a line and ends in .jsonl, or is parquet",
+            "a prompt file has one JSON object a line and ends in .jsonl, or is parquet, or a folder of task folders",
         )
     try:
-        if path.suffix == ".parquet":
-            rows: PromptRows = ParquetRows(path, word.rows)
+        if tasks:
+            rows: PromptRows = TaskRows(path, word.rows)
+        elif path.suffix == ".parquet":
+            rows = ParquetRows(path, word.rows)
         else:
             rows = JsonlRows(path, word.rows)
     except OSError as error:

@@ -91,7 +91,8 @@ class Box:
 
     @property
     def layered(self) -> bool:
-        """Whether all of the image can be changed, for this box alone; else /work and /tmp alone can be written to."""
+        """Whether all of the image can be changed, for this box alone; else /work and /tmp can be written to, and of
+        "system" the places that Harbor's tasks are written for."""
         return self._line.layered
 
     async def run(

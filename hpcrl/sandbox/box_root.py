@@ -16,6 +16,8 @@ from hpcrl.sandbox.system_calls import BIND, NO_DEVICES, NO_SUID, PRIVATE, RECUR
 
 SYSTEM_IMAGE = "system"  #: the machine's own programs
 WORK = "/work"  #: where commands begin, and their home
+#: where tasks in Harbor's form write, in a box of SYSTEM_IMAGE
+OPEN = ("app", "logs", "solution", "tests")
 #: of an image that cannot have a layer over it: what a box has of its own instead
 _OWN = ("dev", "home", "proc", "root", "run", "sys", "tmp", "work")
 #: what the kernel answers where users may mount no overlay
@@ -27,7 +29,8 @@ class BoxDisk(NamedTuple):
 
     Attributes:
         folder: number of an open directory of the file system that is written to.
-        layered: all of the image can be changed, for this box alone; else /work and /tmp alone can be written to.
+        layered: all of the image can be changed, for this box alone; else /work, /tmp, and where the image is
+            SYSTEM_IMAGE the places of OPEN, can be written to.
     """
 
     folder: int
@@ -93,7 +96,7 @@ def _lay_over(lower: str, layer: str, root: str) -> bool:
 
 
 def _make_fixed(lower: str, layer: str, root: str) -> None:
-    """A root that cannot be changed, but for /work and /tmp.
+    """A root that cannot be changed, but for /work, /tmp and, over the machine's own directories, OPEN.
 
     Args:
         lower: the image; "": the machine's own directories.
@@ -111,7 +114,7 @@ def _make_fixed(lower: str, layer: str, root: str) -> None:
         os.makedirs(f"{root}/{name}", exist_ok=name == "var")
     if not os.path.lexists(f"{root}/var/tmp") and not lower:
         os.symlink("/tmp", f"{root}/var/tmp")
-    for name, mode in (("work", 0o755), ("tmp", 0o1777)):
+    for name, mode in (("work", 0o755), ("tmp", 0o1777), *((name, 0o755) for name in (() if lower else OPEN))):
         os.mkdir(f"{root}/{name}")
         os.makedirs(f"{layer}/{name}", exist_ok=True)
         os.chmod(f"{layer}/{name}", mode)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from hpcrl.config.eval_sets import EvalSet
 from hpcrl.config.options import Options
 from hpcrl.config.prompt_words import PromptWord, read_words
 from hpcrl.errors import DataError, UsageError
-from hpcrl.prompt_files.row_checks import Keys, PromptRow, read_row
+from hpcrl.prompt_files.row_checks import Keys, PromptRow, keys_in, read_row
 from hpcrl.prompt_files.rows import PromptRows, open_rows
 from hpcrl.rollout.prompts.rendering import EncodedRow, RenderedRow, encode, render
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
@@ -212,7 +212,7 @@ class Drawn(Sequence[Prompt]):
 
     def __init__(self, rows: PromptRows, reading: ReadOptions, tokenizer: Tokenizer) -> None:
         self._rows = rows
-        self._reading = reading
+        self._reading = replace(reading, keys=keys_in(rows, reading.keys))
         self._tokenizer = tokenizer
         self.kept: np.ndarray | None = None  #: int64: the row of each prompt; None: every row is one
         self.types: dict[str, str] = {}

@@ -1,0 +1,92 @@
+"""An agent for Harbor's tasks: the policy calls a shell, turn after turn, and its verifier's verdict is the reward.
+
+    --prompt-data DIR --custom-generate-function-path hpcrl.rollout.samplers.harbor_agent.generate
+
+The policy is told of one tool, `bash`, as its chat template tells of tools, and calls it in the form that the template
+shows (`hpcrl/rollout/endpoint/tool_calls`).  A turn without a call ends its work, as does the end of the time or of the
+room that it has.  An agent of your own needs `task_of`, `task_box`, `run_in` and `verdict` (docs/agents.md).
+
+Invariant: what a command printed is not learned from; a response has the verifier's verdict, or there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from hpcrl.harbor.rows import KEY, task_of
+from hpcrl.harbor.task import HarborTask
+from hpcrl.harbor.verdict import TaskVerdict, run_in, task_box, verdict
+from hpcrl.rollout.endpoint.call_forms import form_of
+from hpcrl.rollout.samplers.conversation import Conversation
+from hpcrl.rollout.samplers.trajectory import LENGTH, opening
+from hpcrl.sandbox import Box, BoxResult
+
+TURNS = 32  #: of a response
+SECONDS = 120.0  #: that one command may take
+LONGEST = 8192  #: characters of what a command printed that the policy reads
+BASH = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Run a command in a shell, in the working directory of the task.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "what to run"}},
+            "required": ["command"],
+        },
+    },
+}
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """Turns of the policy and of the shell, then the verdict."""
+    task = task_of(sample.metadata)
+    messages = [{"role": "user", "content": task.instruction}]
+    tokens = opening(args.tokenizer, messages, [BASH])
+    talk = Conversation(args, dataclasses.replace(sample, tokens=tokens, prompt=messages), sampling_params)
+    async with task_box(task) as box:
+        broken = await _work(args, talk, task, box)
+        found = TaskVerdict(0.0, {"no_verdict": 1.0}, broken) if broken else await verdict(task, box)
+    made = talk.sample()
+    made.reward, made.rewards = found.reward, found.parts
+    made.metadata[KEY] = {**made.metadata[KEY], "verifier": found.said}
+    return made
+
+
+async def _work(args: Any, talk: Conversation, task: HarborTask, box: Box) -> str:
+    """The policy's turns; "", or the limit by which it has ended its own box."""
+    form = form_of(args.tokenizer.template or "")
+    left = task.config.agent_seconds or float("inf")
+    for _ in range(TURNS):
+        turn = await talk.turn()
+        calls = form.split(turn.text, [BASH])[1]
+        if turn.finish == LENGTH or not calls or left <= 0:
+            break
+        answers = []
+        for call in calls:
+            command = call.arguments.get("command") if call.name == "bash" else None
+            if not isinstance(command, str) or not command.strip() or "\0" in command:
+                answers.append({"role": "tool", "content": "there is one tool, bash, and it needs a command"})
+                continue
+            begun = time.monotonic()
+            done = await run_in(box, task, command, max(0.1, min(SECONDS, left)))
+            left -= time.monotonic() - begun
+            if done.limit.endswith("the sandbox was ended"):
+                return done.limit
+            answers.append({"role": "tool", "content": _shown(done)})
+        talk.tell_messages(*answers, tools=[BASH])
+    return ""
+
+
+def _shown(done: BoxResult) -> str:
+    """What the policy reads of a command: both outputs; and how it ended, unless it did well and has printed
+    something."""
+    text = f"{done.stdout}{done.stderr}".strip()
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]}\n[...]\n{text[-LONGEST // 2 :]}"
+    if done.ok and text:
+        return text
+    ended = "it took too long" if done.timed_out else done.limit or f"exit {done.code}"
+    return f"{text}\n[{ended}]".strip()

@@ -1,0 +1,44 @@
+"""Task folders in Harbor's form, written for a test: a sum whose verifier looks into sum.txt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TOML = """schema_version = "1.4"
+[metadata]
+difficulty = "easy"
+[task]
+name = "tests/sum"
+[verifier]
+timeout_sec = 10.0
+[agent]
+timeout_sec = 60.0
+[environment]
+cpus = 1
+memory_mb = 256
+storage_mb = 10240
+"""
+VERIFIER = """#!/bin/sh
+[ "$(cat sum.txt)" = 12 ] && score=1 || score=0
+echo $score > /logs/verifier/reward.txt
+"""
+DOCKERFILE = "FROM debian:12\nWORKDIR /app\nCOPY numbers.txt data/\n"
+
+
+def write_task(folder: Path, toml: str = TOML, verifier: str = VERIFIER, dockerfile: str | None = DOCKERFILE) -> Path:
+    """Write one, and images.toml next to it, by which debian:12 is this machine; the task's folder."""
+    files = {
+        "task.toml": toml,
+        "instruction.md": "Write the sum of data/numbers.txt into sum.txt.\n",
+        "environment/numbers.txt": "3\n4\n5\n",
+        "tests/test.sh": verifier,
+        "solution/solve.sh": "echo $((3+4+5)) > sum.txt\n",
+    }
+    if dockerfile is not None:
+        files["environment/Dockerfile"] = dockerfile
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder.parent / "images.toml").write_text('"debian:12" = "system"\n')
+    return folder
