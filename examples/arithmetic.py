@@ -94,14 +94,20 @@ def write_lines(path: Path, rows: Iterable[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_tokenizer(special=SPECIAL, characters=string.digits + "+=,}", markers=("<|user|>", "<|assistant|>")):
-    """One character, one token; chat markers, \\boxed{ and what else is in `special` are single tokens."""
+def make_tokenizer(
+    special=SPECIAL,
+    characters=string.digits + "+=,}",
+    markers=("<|user|>", "<|assistant|>"),
+    whole=r"\\boxed\{|<call>",
+):
+    """One character, one token; chat markers, \\boxed{ and what else is in `special` are single tokens, of which
+    `whole` finds those that are no chat markers."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: number for number, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|<call>|[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{whole}|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -74,22 +74,45 @@ async def run_in(box: Box, task: HarborTask, command: str, seconds: float) -> Bo
     return await box.run(command, seconds, env=task.env, cwd=task.workdir)
 
 
-async def verdict(task: HarborTask, box: Box) -> TaskVerdict:
-    """The verdict of what the policy has left in its box, which may be at work no more after this.
+@dataclass(frozen=True)
+class Leftovers:
+    """What the policy has left.
+
+    Attributes:
+        archive: of `pack`, None where there is none.
+        why: there is none.
+    """
+
+    archive: bytes | None
+    why: str = ""
+
+
+async def collect(task: HarborTask, box: Box) -> Leftovers:
+    """What the policy has left in its box, to be judged once the box is given back.
+
+    Raises:
+        SandboxLost: if the box has ended.
+    """
+    try:
+        return Leftovers(await pack(box, task.carried))
+    except NothingLeft as error:
+        return Leftovers(None, str(error))
+
+
+async def verdict(task: HarborTask, left: Leftovers) -> TaskVerdict:
+    """The verdict of what the policy has left.
+
+    It takes a box of its own: asked for while the policy's is held, a pool whose boxes are all policies' has none left.
 
     Raises:
         HpcrlError: if the verifier writes none for an untouched box either.
         SandboxLost: if a box is lost, which says nothing of the policy's work.
     """
-    said = ""
-    try:
-        left = await pack(box, task.carried)
-        for _ in range(_TRIES):
-            found, said = await _judged(task, left)
-            if found:
-                return found
-    except NothingLeft as error:
-        said = str(error)
+    said = left.why
+    for _ in range(_TRIES if left.archive is not None else 0):
+        found, said = await _judged(task, left.archive or b"")
+        if found:
+            return found
     await check_verifier(task)
     return TaskVerdict(0.0, {"no_verdict": 1.0}, said)
 
@@ -107,11 +130,10 @@ async def check_verifier(task: HarborTask, more: Sequence[BoxFile] = (), command
     async with task_box(task) as box:
         await _put(box, more)
         await run_in(box, task, command, task.config.verdict_seconds)
-        try:
-            left = await pack(box, task.carried)
-        except NothingLeft as error:
-            raise HpcrlError(f"{task.folder}: {error}", f"the image {task.image} needs sh and tar") from error
-    found, said = await _judged(task, left)
+        left = await collect(task, box)
+    if left.archive is None:
+        raise HpcrlError(f"{task.folder}: {left.why}", f"the image {task.image} needs sh and tar")
+    found, said = await _judged(task, left.archive)
     if found is None:
         raise HpcrlError(
             f"{task.folder / 'tests' / 'test.sh'} makes no verdict for an untouched environment: {said}",

@@ -16,8 +16,8 @@ from hpcrl.errors import HpcrlError
 from hpcrl.harbor.images import read_images
 from hpcrl.harbor.leftovers import NothingLeft, pack
 from hpcrl.harbor.task import HarborTask, read_task
-from hpcrl.harbor.verdict import TaskVerdict, check_verifier, run_in, task_box, verdict
-from hpcrl.sandbox import Box, SandboxLost
+from hpcrl.harbor.verdict import TaskVerdict, check_verifier, collect, run_in, task_box, verdict
+from hpcrl.sandbox import Box, SandboxLost, SandboxPool
 from hpcrl.sandbox.pool import default_pool
 from tests.support.harbor_tasks import TOML, write_task
 
@@ -46,7 +46,8 @@ async def judged(task: HarborTask, *commands: str) -> TaskVerdict:
     async with task_box(task) as box:
         for command in commands:
             await run_in(box, task, command, 20.0)
-        return await verdict(task, box)
+        left = await collect(task, box)
+    return await verdict(task, left)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,19 @@ def test_a_lost_box_is_no_verdict(loop: asyncio.Runner, task: HarborTask) -> Non
     async def play() -> None:
         async with task_box(task) as box:
             await lost(box)
-            await verdict(task, box)
+            await collect(task, box)
 
     with pytest.raises(SandboxLost):
         loop.run(play())
+
+
+def test_more_policies_than_boxes(loop: asyncio.Runner, task: HarborTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict waits for a box while it holds another: four of them come to their end over one box."""
+
+    async def play() -> list[float]:
+        async with SandboxPool(warm=0, most=1) as pool:
+            monkeypatch.setattr("hpcrl.sandbox.pool.default_pool", lambda: pool)
+            found = await asyncio.gather(*(judged(task, "echo 12 > sum.txt") for _ in range(4)))
+        return [each.reward for each in found]
+
+    assert loop.run(asyncio.wait_for(play(), 60)) == [1.0] * 4

@@ -4,7 +4,7 @@
 
 The policy is told of one tool, `bash`, as its chat template tells of tools, and calls it in the form that the template
 shows (`hpcrl/rollout/endpoint/tool_calls`).  A turn without a call ends its work, as does the end of the time or of the
-room that it has.  An agent of your own needs `task_of`, `task_box`, `run_in` and `verdict` (docs/agents.md).
+room that it has.  An agent of your own needs `task_of`, `task_box`, `run_in`, `collect` and `verdict` (docs/agents.md).
 
 Invariant: what a command printed is not learned from; a response has the verifier's verdict, or there is none.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcrl.harbor.rows import KEY, task_of
 from hpcrl.harbor.task import HarborTask
-from hpcrl.harbor.verdict import TaskVerdict, run_in, task_box, verdict
+from hpcrl.harbor.verdict import TaskVerdict, collect, run_in, task_box, verdict
 from hpcrl.rollout.endpoint.call_forms import form_of
 from hpcrl.rollout.samplers.conversation import Conversation
 from hpcrl.rollout.samplers.trajectory import LENGTH, opening
@@ -48,7 +48,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     talk = Conversation(args, dataclasses.replace(sample, tokens=tokens, prompt=messages), sampling_params)
     async with task_box(task) as box:
         broken = await _work(args, talk, task, box)
-        found = TaskVerdict(0.0, {"no_verdict": 1.0}, broken) if broken else await verdict(task, box)
+        left = None if broken else await collect(task, box)
+    found = await verdict(task, left) if left else TaskVerdict(0.0, {"no_verdict": 1.0}, broken)
     made = talk.sample()
     made.reward, made.rewards = found.reward, found.parts
     made.metadata[KEY] = {**made.metadata[KEY], "verifier": found.said}
