@@ -6,7 +6,7 @@ Writes, the same for the same seed:
   DIR/model/      tokenizer, config.json, random weights (about 0.3 million)
   DIR/train/      512 task folders; instruction.md is `f47>a`: write what is in f47 into a
   DIR/heldout/    64 more, other numbers in other files
-  DIR/sft.jsonl   what to learn before: of the first turns half look (`cat f47`), half guess (`echo 1804>a`); after a
+  DIR/sft.jsonl   what to learn before: of the first turns half look (`cat f47`), half guess (`echo 1804 >a`); after a
                   look its number is written, after that the work is done
 """
 
@@ -32,9 +32,9 @@ def numbers(rng: random.Random) -> tuple[str, str, dict[str, str]]:
 def shown(rng: random.Random) -> dict[str, Any]:
     """One line to learn from."""
     name, right, _ = numbers(rng)
-    look, guess = f"cat {name}", f"echo {rng.randrange(100, 10000)}>a"
+    look, guess = f"cat {name}", f"echo {rng.randrange(100, 10000)} >a"
     looked = [folders.CALL + look + folders.END, right]
-    wrote = folders.CALL + f"echo {right}>a" + folders.END
+    wrote = folders.CALL + f"echo {right} >a" + folders.END
     guessed = folders.CALL + guess + folders.END
     said, response = [
         ([], looked[0]),

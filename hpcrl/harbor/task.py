@@ -125,7 +125,7 @@ def _environment(
     own = images.get(folder.name) or images.get(_given_name(folder))
     if own or config.image:
         image = own or _image(folder / CONFIG, config.image, images)
-        workdir = config.workdir or (workdir_of(written) if written.exists() else "") or _usual(image)
+        workdir = config.workdir or (workdir_of(written) if written.exists() else "") or usual_workdir(image)
         if own or written.exists():
             return image, workdir, {**config.env}, ()
         return image, workdir, {**config.env}, _files_below(folder / "environment", workdir)
@@ -133,7 +133,7 @@ def _environment(
         raise DataError(f"{folder / CONFIG}: no image", "give docker_image in [environment], or environment/Dockerfile")
     plan = read_dockerfile(written, folder.name)
     image = _image(written, plan.base, images)
-    workdir = config.workdir or plan.workdir or _usual(image)
+    workdir = config.workdir or plan.workdir or usual_workdir(image)
     if not carriable(workdir):
         raise DataError(f"{written}: the working directory {workdir}", "name a directory of the task's own: /app")
     return image, workdir, plan.env | dict(config.env), tuple(_copied(written.parent, plan))
@@ -148,7 +148,7 @@ def _image(where: Path, named: str, images: dict[str, str]) -> str:
     return images[named]
 
 
-def _usual(image: str) -> str:
+def usual_workdir(image: str) -> str:
     """The working directory where none is named: /app, in an image that has it."""
     return _APP if image == SYSTEM or os.path.isdir(image + _APP) else "/work"
 

@@ -19,25 +19,13 @@ from hpcrl.harbor.rows import KEY, task_of
 from hpcrl.harbor.task import HarborTask
 from hpcrl.harbor.verdict import TaskVerdict, collect, run_in, task_box, verdict
 from hpcrl.rollout.endpoint.call_forms import form_of
+from hpcrl.rollout.samplers.bash_tool import BASH, NO_SUCH_TOOL, command_of, shown
 from hpcrl.rollout.samplers.conversation import Conversation
 from hpcrl.rollout.samplers.trajectory import LENGTH, opening
-from hpcrl.sandbox import Box, BoxResult
+from hpcrl.sandbox import Box
 
 TURNS = 32  #: of a response
 SECONDS = 120.0  #: that one command may take
-LONGEST = 8192  #: characters of what a command printed that the policy reads
-BASH = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Run a command in a shell, in the working directory of the task.",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string", "description": "what to run"}},
-            "required": ["command"],
-        },
-    },
-}
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
@@ -67,27 +55,15 @@ async def _work(args: Any, talk: Conversation, task: HarborTask, box: Box) -> st
             break
         answers = []
         for call in calls:
-            command = call.arguments.get("command") if call.name == "bash" else None
-            if not isinstance(command, str) or not command.strip() or "\0" in command:
-                answers.append({"role": "tool", "content": "there is one tool, bash, and it needs a command"})
+            command = command_of(call.name, call.arguments)
+            if command is None:
+                answers.append({"role": "tool", "content": NO_SUCH_TOOL})
                 continue
             begun = time.monotonic()
             done = await run_in(box, task, command, max(0.1, min(SECONDS, left)))
             left -= time.monotonic() - begun
             if done.limit.endswith("the sandbox was ended"):
                 return done.limit
-            answers.append({"role": "tool", "content": _shown(done)})
+            answers.append({"role": "tool", "content": shown(done)})
         talk.tell_messages(*answers, tools=[BASH])
     return ""
-
-
-def _shown(done: BoxResult) -> str:
-    """What the policy reads of a command: both outputs; and how it ended, unless it did well and has printed
-    something."""
-    text = f"{done.stdout}{done.stderr}".strip()
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]}\n[...]\n{text[-LONGEST // 2 :]}"
-    if done.ok and text:
-        return text
-    ended = "it took too long" if done.timed_out else done.limit or f"exit {done.code}"
-    return f"{text}\n[{ended}]".strip()
