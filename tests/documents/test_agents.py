@@ -15,11 +15,13 @@ import pytest
 
 import hpcrl.sandbox
 from hpcrl.config.options import Options
+from hpcrl.harbor.rows import TaskRows
 from hpcrl.rollout.samplers.conversation import Arguments
 from hpcrl.rollout.samplers.trajectory import Turn
 from hpcrl.sandbox import Box, BoxLimits, BoxProcess, BoxResult, SandboxPool, sandbox
 from hpcrl.sandbox.pool import default_pool
 from tests.documents.texts import python_files
+from tests.support.harbor_tasks import write_task
 from tests.support.shares import plain_sample
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
@@ -51,9 +53,15 @@ class Scripted:
         return "-".join(map(str, tokens.tolist()))
 
 
-def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]) -> tuple[Any, list[str]]:
-    """The page's agent where the policy says these texts: its sample, and what it was told."""
-    [(name, code)] = python_files("agents")
+def played(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    texts: list[str],
+    agent: str = "shell_agent",
+    metadata: dict[str, Any] | None = None,
+) -> tuple[Any, list[str]]:
+    """An agent of the page where the policy says these texts: its sample, and what it was told."""
+    name, code = next((name, code) for name, code in python_files("agents") if name == agent)
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -62,7 +70,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]) ->
     args = Arguments(Options(rollout_max_response_len=64), policy, policy, "http://x/v1", "key", False, 0)  # type: ignore[arg-type]
     asked = plain_sample(2, 0, prompt="sum the numbers", response="")
     asked.tokens = np.asarray([2, 3], np.int32)
-    asked.metadata = {"files": {"data/numbers": "3\n4\n5\n"}, "check": "[ $(cat answer.txt) = 12 ]"}
+    asked.metadata = metadata or {"files": {"data/numbers": "3\n4\n5\n"}, "check": "[ $(cat answer.txt) = 12 ]"}
 
     async def play() -> Any:
         try:
@@ -91,6 +99,14 @@ def test_what_the_policy_breaks_is_not_graded_with(tmp_path: Path, monkeypatch: 
         "DONE",
     ]
     assert played(tmp_path, monkeypatch, texts)[0].reward == 0.0
+
+
+def test_an_agent_of_harbors_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's script that is run once, at a task: its verifier says the reward."""
+    write_task(tmp_path / "tasks" / "sum")
+    metadata = TaskRows(tmp_path / "tasks")[0]["metadata"]
+    for text, reward in (("echo 12 > sum.txt", 1.0), ("echo 1 > /logs/verifier/reward.txt", 0.0)):
+        assert played(tmp_path, monkeypatch, [text], "script_agent", metadata)[0].reward == reward
 
 
 def test_limits_and_names_of_the_page() -> None:

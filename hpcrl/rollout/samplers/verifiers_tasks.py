@@ -2,7 +2,7 @@
 
     python -m hpcrl.rollout.samplers.verifiers_tasks TASKSET --out DIR [--eval N] [--args JSON] [--shell] [--image DIR]
         writes the prompt files
-    --custom-generate-function-path hpcrl.rollout.samplers.verifiers_tasks.Generate
+    --custom-generate-function-path hpcrl.rollout.samplers.verifiers_tasks.generate
         makes the responses
 
 The agent of a task works in a sandbox, with a shell or without any tool (`verifiers_box.py`), and the task grades
@@ -37,27 +37,23 @@ LIMITS = BoxLimits()
 SECONDS = 600.0  #: that a command of a task may take, such as its tests
 
 
-class Generate:
-    """Makes responses.  One is made for each process that runs it, which keeps the tasksets that it has loaded."""
+_loaded: dict[str, Any] = {}  #: tasksets of this process, by their id and arguments
 
-    def __init__(self) -> None:
-        package()
-        self._loaded: dict[str, Any] = {}
 
-    async def __call__(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> None:
-        """Have an agent of the package's work at the task, at the endpoint; its reward and metrics are the sample's."""
-        asked = sample.metadata.get(KEY)
-        if not isinstance(asked, dict) or "taskset" not in asked:
-            raise DataError(f"the prompt's metadata has no {KEY!r}", "write the prompt file with this module")
-        name = json.dumps([asked["taskset"], asked["args"]], sort_keys=True)
-        if name not in self._loaded:
-            self._loaded[name] = load(asked["taskset"], asked["args"])
-        trace = await _worked(self._loaded[name], asked, args, sampling_params)
-        if not trace.ok:
-            said = "; ".join(f"{error.type}: {error.message}" for error in trace.errors)
-            raise HpcrlError(f"the task of {asked['taskset']} failed: {said or trace.stop_condition}")
-        sample.reward = float(trace.reward)
-        sample.rewards = numbers(trace.metrics)
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> None:
+    """Have an agent of the package's work at the task, at the endpoint; its reward and metrics are the sample's."""
+    asked = sample.metadata.get(KEY)
+    if not isinstance(asked, dict) or "taskset" not in asked:
+        raise DataError(f"the prompt's metadata has no {KEY!r}", "write the prompt file with this module")
+    name = json.dumps([asked["taskset"], asked["args"]], sort_keys=True)
+    if name not in _loaded:
+        _loaded[name] = load(asked["taskset"], asked["args"])
+    trace = await _worked(_loaded[name], asked, args, sampling_params)
+    if not trace.ok:
+        said = "; ".join(f"{error.type}: {error.message}" for error in trace.errors)
+        raise HpcrlError(f"the task of {asked['taskset']} failed: {said or trace.stop_condition}")
+    sample.reward = float(trace.reward)
+    sample.rewards = numbers(trace.metrics)
 
 
 async def _worked(taskset: Any, asked: dict[str, Any], args: Any, sampling_params: dict[str, Any]) -> Any:

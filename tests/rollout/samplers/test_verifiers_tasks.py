@@ -32,7 +32,7 @@ def test_what_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package, and one of another interface."""
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     with pytest.raises(UsageError, match="verifiers 0.4 cannot be imported"):
-        verifiers_tasks.Generate()
+        verifiers_tasks.package()
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(v1=sys))
     monkeypatch.setitem(sys.modules, "verifiers.v1", sys)
     with pytest.raises(UsageError, match="has another interface"):
@@ -52,7 +52,7 @@ def test_a_taskset_makes_exact_samples(tmp_path: Path, monkeypatch: pytest.Monke
     model = make_model(tmp_path / "model")
 
     async def run(shell: bool) -> list[Sample]:
-        path = "hpcrl.rollout.samplers.verifiers_tasks.Generate"
+        path = "hpcrl.rollout.samplers.verifiers_tasks.generate"
         async with sampler(model, "", custom_generate_function_path=path) as (made, _):
             one = asked(model)
             metadata = {verifiers_tasks.KEY: lines[0]["metadata"][verifiers_tasks.KEY] | {"shell": shell}}
