@@ -19,7 +19,7 @@ from hpcrl.harbor.task import HarborTask, read_task
 from hpcrl.harbor.verdict import TaskVerdict, check_verifier, collect, run_in, task_box, verdict
 from hpcrl.sandbox import Box, SandboxLost, SandboxPool
 from hpcrl.sandbox.pool import default_pool
-from tests.support.harbor_tasks import TOML, write_task
+from tests.support.harbor_tasks import TOML, write_image, write_task
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
 PYTHON = "/usr/bin/python3"
@@ -186,6 +186,21 @@ def test_artifacts_alone(loop: asyncio.Runner, tmp_path: Path) -> None:
     looks = "#!/bin/sh\ncat out data/numbers.txt\necho 1 > /logs/verifier/reward.txt\n"
     found = loop.run(judged(read(write_task(tmp_path / "sum", toml, looks)), "echo mine | tee out data/numbers.txt"))
     assert found.said == "mine\n3\n4\n5\n"
+
+
+def test_programs_of_an_image_that_were_replaced(loop: asyncio.Runner, tmp_path: Path) -> None:
+    """In the policy's layer over an image it may replace every program, tar too; the verdict is made with the image's."""
+    folder = write_task(tmp_path / "tasks" / "sum")
+    image = write_image(tmp_path / "image")
+    (folder.parent / "images.toml").write_text(f'"debian:12" = "{image}"\n')
+    task = read(folder)
+    assert (task.image, task.workdir) == (str(image), "/app")
+    assert loop.run(judged(task, "echo 12 > sum.txt")).reward == 1.0
+    fake = "printf '#!/bin/sh\\necho 12\\n' > /bin/fake; chmod 755 /bin/fake; echo 3 > sum.txt"
+    assert loop.run(judged(task, f"{fake}; mv /bin/fake /bin/cat")) == TaskVerdict(0.0)
+    broken = loop.run(judged(task, f"{fake}; mv /bin/fake /bin/tar"))
+    assert (broken.reward, broken.parts) == (0.0, {"no_verdict": 1.0})
+    assert not (image / "bin" / "fake").exists()
 
 
 def test_a_lost_box_is_no_verdict(loop: asyncio.Runner, task: HarborTask) -> None:

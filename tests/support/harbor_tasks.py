@@ -1,7 +1,9 @@
-"""Task folders in Harbor's form, written for a test: a sum whose verifier looks into sum.txt."""
+"""Task folders in Harbor's form, written for a test: a sum whose verifier looks into sum.txt; and an image for it."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 TOML = """schema_version = "1.4"
@@ -42,3 +44,19 @@ def write_task(folder: Path, toml: str = TOML, verifier: str = VERIFIER, dockerf
         path.write_text(text)
     (folder.parent / "images.toml").write_text('"debian:12" = "system"\n')
     return folder
+
+
+def write_image(
+    root: Path, programs: tuple[str, ...] = ("sh", "cat", "chmod", "ls", "mkdir", "mv", "rm", "tar")
+) -> Path:
+    """Write an unpacked root file system with these programs of the machine, and an empty /app; its path."""
+    for name in ("bin", "app"):
+        (root / name).mkdir(parents=True)
+    for name in programs:
+        source = Path(shutil.which(name) or "").resolve()
+        shutil.copy(source, root / "bin" / name)
+        listed = subprocess.run(["ldd", source], capture_output=True, text=True, timeout=60, check=True).stdout
+        for library in (word for word in listed.split() if word.startswith("/")):
+            (root / library[1:]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(library, root / library[1:])
+    return root
