@@ -89,14 +89,16 @@ def read_task(folder: Path, images: dict[str, str]) -> HarborTask:
         ("trajectory.json", "a task begins with its instruction alone; leave it out"),
         ("environment/docker-compose.yaml", "one sandbox is one container; leave this task out"),
         ("environment/.dockerignore", "remove the files that it names instead"),
-        ("tests/Dockerfile", "the verdict is made in the task's own image: put what it needs there"),
-        ("tests/docker-compose.yaml", "one sandbox is one container; leave this task out"),
     ):
         if (folder / name).exists():
             raise DataError(f"{folder / name} is not read", hint)
     if ignored := next(folder.glob("**/.harborignore"), None):
         raise DataError(f"{ignored} is not read", "remove the files that it names instead")
     config = read_config(folder / CONFIG)
+    for name in ("tests/Dockerfile", "tests/docker-compose.yaml") if config.separate else ():  # else Harbor has no use
+        if (folder / name).exists():
+            hint = "the verdict is made in the task's own image: put what it needs there"
+            raise DataError(f"{folder / name} is not read", hint)
     instruction = _text(folder / "instruction.md")
     if not instruction.strip():
         raise DataError(f"{folder / 'instruction.md'} is empty", "write what is to be done")

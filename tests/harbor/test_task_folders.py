@@ -123,13 +123,21 @@ def test_images(tmp_path: Path) -> None:
         read(other)
 
 
-@pytest.mark.parametrize(
-    "name", ["environment/docker-compose.yaml", "steps", "trajectory.json", "tests/Dockerfile", "tests/.harborignore"]
-)
+@pytest.mark.parametrize("name", ["environment/docker-compose.yaml", "steps", "trajectory.json", "tests/.harborignore"])
 def test_files_that_are_not_read(name: str, tmp_path: Path) -> None:
     folder = write_task(tmp_path / "sum")
     (folder / name).write_text("")
     with pytest.raises(DataError, match=rf"sum/{name}"):
+        read(folder)
+
+
+def test_an_image_of_the_verifiers_own(tmp_path: Path) -> None:
+    """Harbor reads its Dockerfile for a separate verifier alone, and it is refused for that alone."""
+    folder = write_task(tmp_path / "sum")
+    (folder / "tests" / "Dockerfile").write_text("FROM debian:12\n")
+    assert len(read(folder).tests) == 2
+    (folder / "task.toml").write_text(TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"'))
+    with pytest.raises(DataError, match="tests/Dockerfile"):
         read(folder)
 
 
