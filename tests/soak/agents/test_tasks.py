@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
 SEEDS = (os.environ.get("SEED") or "1,7,1234").split(",")
 LOOKS = {"terminal": "cat f", "repository": "python3 t.py"}  #: how a policy finds out what is to be written
-#: tokens of a call's begin and end, which are one each, as the other tokens are one character each
-CALL = re.compile(r'<tool_call>\{"name": "bash", "arguments": \{"command": "|"\}\}</tool_call>')
+#: what is one token, as every other character is: a call's begin and end, and what the model has no word for
+ONE_TOKEN = re.compile(r'<tool_call>\{"name": "bash", "arguments": \{"command": "|"\}\}</tool_call>|<\|unk\|>')
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -41,10 +41,11 @@ def test_tasks_are_learned(tasks: str, seed: str, tmp_path: Path) -> None:
     samples = [json.loads(line) for line in (root / "grpo" / "samples" / f"{last:08d}.jsonl").read_text().splitlines()]
     looking = [row for row in samples if f'"command": "{LOOKS[tasks]}' in row["response"]]
     assert len(looking) > 0.8 * len(samples)
-    # <|end|><|tool|>...<|end|><|assistant|> is the shell's, but for the first, with which the policy ends its turn
+    # <|end|><|tool|>...<|end|><|assistant|> is the shell's, but for the first, with which the policy ends its turn; what
+    # it says at the end of a response, with no turn behind it, is left out
     told = sum(
         len(text) + 3
         for row in samples
-        for text in re.findall(r"<\|tool\|>([^<]*)<\|end\|><\|assistant\|>.", CALL.sub("#", row["response"]))
+        for text in re.findall(r"<\|tool\|>([^<]*)<\|end\|><\|assistant\|>", ONE_TOKEN.sub("#", row["response"]))
     )
     assert found[last]["perf/train_tokens"] == sum(row["response_len"] for row in samples) - told
