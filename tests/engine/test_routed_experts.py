@@ -23,7 +23,11 @@ from hpcrl.models.routing import Routing, find_routing
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
-from hpcrl.sample import SampleBatch
+from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.custom import CustomSampler
+from hpcrl.rollout.samplers.sampler import ResponseRequest
+from hpcrl.sample import Sample, SampleBatch
 from tests.engine.test_lean_route import run
 from tests.support.engines import WholeTensors, connected
 from tests.support.forked_engines import Nursery
@@ -52,28 +56,46 @@ def near_ties(directory: Path) -> Path:
 
 
 def sampled(
-    nursery: Nursery, root: Path, model: Path, **values: Any
-) -> tuple[Options, Routing | None, list[list[Completion]]]:
-    """(options, routing, responses to each of PROMPTS), each continued once from its first half."""
+    nursery: Nursery, root: Path, model: Path, turns: bool = False, **values: Any
+) -> tuple[Options, Routing | None, list[list[Completion]], list[Sample]]:
+    """(options, routing, responses to each of PROMPTS, each continued once from its first half; samples of two turns,
+    which a custom function makes)."""
     engines = nursery.engines(root, model, bf16=True, vllm={}, **values)
     opts = engines.options
     routing = find_routing(opts, read_config(model)) if opts.use_rollout_routing_replay else None
     how = Sampling(temperature=1.0, max_tokens=TOKENS, stop=(), stop_token_ids=(), routing=routing)
 
-    async def job(generator: Any, _: Any) -> list[list[Completion]]:
+    async def job(generator: Any, _: Any) -> tuple[list[list[Completion]], list[Sample]]:
         async def one(tokens: np.ndarray, seed: int) -> Completion:
             half = await generator.complete(tokens, replace(how, max_tokens=TOKENS // 2), seed_of(seed), 0)
             return await generator.complete(tokens, how, seed_of(seed), 0, begun=half)
 
-        return [list(await asyncio.gather(*(one(tokens, i) for i in range(EACH)))) for tokens in PROMPTS]
+        found = [list(await asyncio.gather(*(one(tokens, i) for i in range(EACH)))) for tokens in PROMPTS]
+        return found, await two_turns(opts, generator) if turns else []
 
     sender = connected(engines, opts)
     tensors = load_file(model / "model.safetensors").items()
     sender.publish(WholeTensors([(name, tensor.bfloat16()) for name, tensor in tensors]), 0)
-    found = run(engines, job)
+    found, samples = run(engines, job)
     sender.close()
     assert engines.stop() == [0]
-    return opts, routing, found
+    return opts, routing, found, samples
+
+
+async def two_turns(options: Options, generator: Any) -> list[Sample]:
+    """What the custom function of two turns makes of PROMPTS, with what a tool says between them."""
+    path = "tests.support.own_generates.long_turns"
+    more = {"custom_generate_function_path": path, "rollout_max_response_len": 4 * TOKENS, "apply_chat_template": True}
+    assert options.hf_checkpoint is not None
+    custom = CustomSampler(options.model_copy(update=more), Tokenizer(options.hf_checkpoint), None, "127.0.0.1")
+    custom.use(generator, lambda: 2048)
+    try:
+        await custom.start()
+        groups = [Group(number, Prompt(number, "1+1=", tokens, "")) for number, tokens in enumerate(PROMPTS)]
+        asked = [ResponseRequest(group, index, 0, 0) for group in groups for index in range(EACH)]
+        return [sample for samples in await asyncio.gather(*map(custom.make, asked)) for sample in samples]
+    finally:
+        await custom.close()
 
 
 def batch_of(found: list[list[Completion]]) -> SampleBatch:
@@ -116,7 +138,7 @@ def agreement_on_rank(opts: Options, data: SampleBatch, routing: Routing) -> dic
 
 def test_the_trainer_takes_the_engines_experts(nursery: Nursery, tmp_path: Path) -> None:
     model = near_ties(tmp_path / "moe")
-    opts, routing, found = sampled(nursery, tmp_path / "run", model, use_rollout_routing_replay=True)
+    opts, routing, found, turns = sampled(nursery, tmp_path / "run", model, turns=True, use_rollout_routing_replay=True)
     assert routing is not None and routing.layers == (0, 2)
     for tokens, completions in zip(PROMPTS, found, strict=True):
         for one in completions:
@@ -128,22 +150,30 @@ def test_the_trainer_takes_the_engines_experts(nursery: Nursery, tmp_path: Path)
     assert agreement["own"] < 0.97
     assert agreement["replay"] == 1.0
 
+    assert all(sorted(set(one.loss_mask.tolist())) == [0, 1] and not one.grading for one in turns)
+    several = SampleBatch.of(turns)
+    of_turns = run_ranks(1, agreement_on_rank, opts, several, routing)[0]
+    assert of_turns["own"] < 0.97 and of_turns["replay"] == 1.0
+
     common = {"max_logprob_diff": 100.0, "bf16": True, "use_rollout_routing_replay": True}
     with_replay = opts.model_copy(update=common)
     without = opts.model_copy(update=common | {"use_rollout_routing_replay": False})
     replayed, plain = run_ranks(1, whole.train_on_rank, [with_replay, without], data)[0]
+    told, untold = run_ranks(1, whole.train_on_rank, [with_replay, without], several)[0]
     late = replace(data, extra={"routed_experts": np.roll(data.extra["routed_experts"], 1, 0)})
     shifted = run_ranks(1, whole.train_on_rank, [with_replay], late)[0][0]
 
     dense = make_family(tmp_path / "dense", "qwen3", num_hidden_layers=3)
-    dense_opts, _, dense_found = sampled(nursery, tmp_path / "dense_run", dense)
+    dense_opts, _, dense_found, _ = sampled(nursery, tmp_path / "dense_run", dense)
     of_dense = run_ranks(
         1, whole.train_on_rank, [dense_opts.model_copy(update={"max_logprob_diff": 100.0})], batch_of(dense_found)
     )
     bound = of_dense[0][0][DIFFERENCE]
     print({"agreement": agreement, "replayed": replayed[DIFFERENCE], "plain": plain[DIFFERENCE], "one off": shifted[DIFFERENCE],
+           "two turns": (told[DIFFERENCE], untold[DIFFERENCE], of_turns),
            "dense": bound, "changed": replayed["train/routing_changed"]})  # fmt: skip
     assert replayed[DIFFERENCE] < 1.5 * bound
     assert plain[DIFFERENCE] > 1.4 * replayed[DIFFERENCE]
     assert shifted[DIFFERENCE] > 2 * replayed[DIFFERENCE]
+    assert told[DIFFERENCE] < 1.5 * bound and untold[DIFFERENCE] > 1.4 * told[DIFFERENCE]
     assert replayed["train/routing_changed"] == pytest.approx(1 - agreement["own"], abs=0.02)

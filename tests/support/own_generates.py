@@ -40,6 +40,17 @@ async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) 
     return found
 
 
+async def long_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Two turns of 20 tokens with some of a tool's between them; the response's number is its reward."""
+    talk = Conversation(args, sample, sampling_params)
+    await talk.turn(max_new_tokens=20)
+    talk.tell(list(range(30, 45)))
+    await talk.turn(max_new_tokens=20)
+    found = talk.sample()
+    found.reward = float(sample.index)
+    return found
+
+
 async def fans_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """Two conversations for even responses, one for odd ones; no reward of its own."""
     talks = [Conversation(args, sample, sampling_params) for _ in range(2 - sample.index % 2)]
@@ -68,6 +79,23 @@ async def at_the_engine(args: Any, sample: Sample, sampling_params: dict[str, An
     sample.response = turn.text
     sample.reward = 1
     return sample
+
+
+async def cuts_its_answer(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The policy's answer without its last token."""
+    found = await at_the_engine(args, sample, sampling_params)
+    found.tokens = found.tokens[:-1]
+    found.response_length -= 1
+    for name in ("loss_mask", "logprobs", "versions"):
+        setattr(found, name, getattr(found, name)[:-1])
+    return found
+
+
+async def invents_tokens(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """An answer behind another prompt than it was asked for with."""
+    found = await at_the_engine(args, sample, sampling_params)
+    found.tokens = [*found.tokens[:1], found.tokens[0], *found.tokens[1:]]
+    return found
 
 
 async def an_agent(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> None:

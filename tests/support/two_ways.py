@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,15 +75,22 @@ class Policy:
         status = self.status or (COMPLETED if whole else TRUNCATED)
         if begun is not None:
             there = len(begun.tokens)
-            return Completion(np.asarray(tokens[there:], np.int32), logprobs[there:], versions[there:], status).after(
-                begun
-            )
+            more = Completion(np.asarray(tokens[there:], np.int32), logprobs[there:], versions[there:], status)
+            return replace(more, experts=self._chosen(prompt, count, sampling)).after(begun)
         if len(self.asked) in self.ends:
             count, status = self.ends[len(self.asked)], ABORTED
             tokens = tokens[:count]
             logprobs = logprobs[:count]
             versions = versions[:count]
-        return Completion(np.asarray(tokens, np.int32), logprobs, versions, status)
+        experts = self._chosen(prompt, count, sampling)
+        return Completion(np.asarray(tokens, np.int32), logprobs, versions, status, experts)
+
+    def _chosen(self, prompt: np.ndarray, count: int, sampling: Sampling) -> np.ndarray | None:
+        """Where they are wanted, the experts of each token that was read: its position, and the request's number."""
+        if sampling.routing is None or not count:
+            return None
+        rows = np.arange(len(prompt) + count - 1)
+        return np.stack([rows, np.full(len(rows), len(self.asked))], 1)[:, None].astype(np.uint8)
 
 
 def words(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:

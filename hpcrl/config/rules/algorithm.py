@@ -26,7 +26,7 @@ READ = {
 def check_algorithm(o: Options) -> None:
     """Raise UsageError for all that an algorithm lacks, or that excludes one another."""
     _known(o)
-    rules = [_custom_loss, _reference, _one_kl, _reduction, _overlong, _experts, _further_tokens]
+    rules = [_custom_loss, _reference, _one_kl, _reduction, _overlong, _further_tokens]
     if o.loss_type == "dpo_loss":
         rules.append(_pairs)
     if o.loss_type == "policy_loss":
@@ -44,15 +44,6 @@ def _overlong(o: Options) -> None:
         raise UsageError(
             f"--overlong-buffer-len {o.overlong_buffer_len} is more than --rollout-max-response-len "
             f"{o.rollout_max_response_len}"
-        )
-
-
-def _experts(o: Options) -> None:
-    if o.use_rollout_routing_replay and o.custom_generate_function_path is not None:
-        raise UsageError(
-            "--use-rollout-routing-replay: --custom-generate-function-path makes the samples, and its turns bring no "
-            "experts of the engine's",
-            "leave one of them out, or give --use-routing-replay, the old policy's choice",
         )
 
 

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from hpcrl.errors import HpcrlError
+from hpcrl.rollout.endpoint.asked_turns import AskedTurn, choices_of
 from hpcrl.rollout.endpoint.chat import Dialogue
-from hpcrl.rollout.engines.completion import Completion, completion_of
+from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
 from hpcrl.rollout.prompts.prompt_files import Prompt
@@ -73,53 +74,6 @@ class ResponseContext:
         return self.sampling.max_tokens
 
 
-@dataclass(frozen=True, eq=False)
-class AskedTurn:
-    """One turn of a conversation at the endpoint.
-
-    Attributes:
-        added: int32 tokens that the policy was asked with, behind `shared` tokens of the request and answer `before`.
-        answer: what it said, ABORTED if that was ended early.
-        number: of the request in its response.
-    """
-
-    added: np.ndarray
-    answer: Completion
-    before: AskedTurn | None = None
-    shared: int = 0
-    number: int = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens that the policy was asked with."""
-        return self.shared + len(self.added)
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """All of them, put together."""
-        pieces, turn, need = [self.added], self.before, self.shared
-        while turn is not None and need:
-            if need > turn.length:
-                pieces.append(turn.answer.tokens[: need - turn.length])
-                need = turn.length
-            if need > turn.shared:
-                pieces.append(turn.added[: need - turn.shared])
-                need = turn.shared
-            turn = turn.before
-        return np.concatenate(pieces[::-1])
-
-    def alike(self, ids: np.ndarray) -> int:
-        """With how many tokens of this request and its answer others begin."""
-        whole = np.concatenate([self.tokens, self.answer.tokens])[: len(ids)]
-        equal = whole == ids[: len(whole)]
-        return len(whole) if equal.all() else int(np.argmin(equal))
-
-    @classmethod
-    def of(cls, sample: Sample) -> AskedTurn:
-        """A turn that `Session.samples` has kept."""
-        return cls(sample.tokens[: len(sample.tokens) - sample.response_length], completion_of(sample))
-
-
 @dataclass
 class Session:
     """The engines, for one response.
@@ -149,10 +103,13 @@ class Session:
 
     def samples(self, prompt: Prompt, group: int, index: int) -> list[Sample]:
         """What there is of the response: each turn as a sample, which has the tokens that it was asked with before its
-        own; those that were ended last.  Empty if that is more than KEPT tokens."""
+        own, and experts where no other turn has the same; those that were ended last.  Empty if that is more than KEPT
+        tokens."""
         if self._kept > KEPT:
             return []
-        turns = [turn.answer.sample(group, index, replace(prompt, tokens=turn.tokens), "") for turn in self.turns]
+        turns = [
+            turn.spoken(self.turns).sample(group, index, replace(prompt, tokens=turn.tokens), "") for turn in self.turns
+        ]
         return sorted(turns, key=lambda sample: sample.status == ABORTED)
 
     async def ask(self, tokens: Sequence[int], params: Mapping[str, Any], logprobs: bool = False) -> Turn:
@@ -204,21 +161,27 @@ class Session:
 
     def _answered(self, ids: np.ndarray, times: int, most: int) -> Completion | None:
         """What was said earlier when these tokens were asked with for the `times`-th time (from 0), if it is `most`
-        tokens at most."""
+        tokens at most, and its experts are known where they are wanted."""
         alike = [asked.answer for asked in self.earlier if np.array_equal(asked.tokens, ids)]
-        return alike[times] if times < len(alike) and len(alike[times].tokens) <= most else None
+        if times >= len(alike) or len(alike[times].tokens) > most:
+            return None
+        answer = alike[times]
+        if self.making.sampling.routing is None or not len(answer.tokens):
+            return answer
+        experts = choices_of(np.concatenate([ids, answer.tokens[:-1]]), self.earlier)
+        return None if experts is None else replace(answer, experts=experts)
 
     def _keep(self, ids: np.ndarray, found: Completion, number: int) -> None:
         self._kept += len(ids) + len(found.tokens)
-        if found.status != ABORTED:
-            found = replace(found, experts=None)  # those of a part alone are asked with again
         shared, before = 0, None
         for turn in self.turns[: -RECENT - 1 : -1]:
             if (alike := turn.alike(ids)) > shared:
                 shared, before = alike, turn
-            if shared >= turn.length:
+            if shared >= turn.length + len(turn.answer.tokens):  # all of it: it is the turn before
                 break
-        turn = AskedTurn(ids[shared:].copy(), found, before, shared, number)
+        known = 0 if before is None else min(shared, before.read)
+        experts = None if found.experts is None else found.experts[known:].copy()
+        turn = AskedTurn(ids[shared:].copy(), replace(found, experts=None), before, shared, number, experts, known)
         insort(self.turns, turn, key=lambda turn: turn.number)
 
     def text(self, tokens: np.ndarray, skip_special: bool = False) -> str:

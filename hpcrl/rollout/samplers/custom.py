@@ -11,19 +11,22 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
+from hpcrl.rollout.endpoint.asked_turns import AskedTurn
 from hpcrl.rollout.endpoint.server import Endpoint
-from hpcrl.rollout.endpoint.session import AskedTurn, ResponseContext, Session, sampling_params
+from hpcrl.rollout.endpoint.session import ResponseContext, Session, sampling_params
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import Grading
 from hpcrl.rollout.grading.tally import Tallies
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
+from hpcrl.rollout.samplers.function_pool import FunctionPool
+from hpcrl.rollout.samplers.routed_tokens import UnaskedTokens, unknown_experts, with_experts
 from hpcrl.rollout.samplers.sampled_tokens import received
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.worker_messages import (
@@ -31,19 +34,14 @@ from hpcrl.rollout.worker_messages import (
     LOST,
     TIMEOUT,
     TRIES,
-    CancelRequest,
     CustomCall,
     CustomResult,
-    SamplerSetup,
     send_sample,
 )
-from hpcrl.rollout.worker_pool import PooledJob, ProcessPool, WorkerProcess
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, Sample
 
 MORE = 4  #: times the limit of time, for a call that is made again in deterministic mode
 FLAG = "--custom-generate-function-path"
-SIDE_BY_SIDE = 256  #: calls in one process at once
-PATIENCE = 2.0  #: seconds that a process has to heed a cancellation
 
 
 class CustomSampler:
@@ -193,7 +191,7 @@ class CustomSampler:
             if done.failure:
                 return done, []
             assert session is not None
-            return self._samples(done, prompt, session)
+            return self._routed(*self._samples(done, prompt, session), session)
         finally:
             for key, _ in sessions:
                 self._endpoint.close(key)
@@ -214,6 +212,15 @@ class CustomSampler:
             )
             found.append(sample)
         return done, found
+
+    def _routed(self, done: CustomResult, samples: list[Sample], session: Session) -> tuple[CustomResult, list[Sample]]:
+        """The same with the experts that engines chose, where they are to be replayed."""
+        if done.failure or (routing := session.making.sampling.routing) is None:
+            return done, samples
+        try:
+            return done, [with_experts(sample, session.turns, routing) for sample in samples]
+        except UnaskedTokens as error:
+            return CustomResult(done.id, failure=ERROR, text=str(error)), []
 
     # ---- rewards
 
@@ -260,9 +267,11 @@ class CustomSampler:
         self._tallies.say(text, f"failed generation: {shown}", done.trace)
         self._count(asked, where, shown)
         end = np.asarray([min(self._tokenizer.eos_ids, default=0)], np.int32)
+        tokens = np.concatenate([prompt.tokens, end])
+        routing = self._sampling(asked).routing
         return replace(
             prompt,
-            tokens=np.concatenate([prompt.tokens, end]),
+            tokens=tokens,
             response_length=1,
             loss_mask=np.zeros(1, np.uint8),
             logprobs=np.zeros(1, np.float32),
@@ -270,6 +279,7 @@ class CustomSampler:
             status=COMPLETED,
             grading=TIMEOUT if done.failure == TIMEOUT else ERROR,
             grading_error=text,
+            extra={} if routing is None else unknown_experts(len(tokens), routing),
         )
 
     def _count(self, asked: ResponseRequest, where: str, text: str) -> None:
@@ -302,99 +312,3 @@ async def started(*parts: CustomSampler | Grading | None) -> None:
     except BaseExceptionGroup as group:
         first = next((error for error in group.exceptions if isinstance(error, HpcrlError)), group.exceptions[0])
         raise first from None
-
-
-# ---- the processes that run the function
-
-
-@dataclass(kw_only=True, eq=False)
-class FunctionJob(PooledJob):
-    """A call on its way.
-
-    Attributes:
-        call: makes it again, with its own session.
-        in_engines: whether engines work for it.
-        seconds: that it may take besides.
-        told: seconds since it was cancelled.
-    """
-
-    call: Callable[[int], CustomCall]
-    in_engines: Callable[[], bool]
-    seconds: float
-    told: float | None = None
-
-
-class _Process(WorkerProcess[FunctionJob]):
-    def takes(self, job: FunctionJob) -> bool:
-        alone = job.alone or any(other.alone for other in self.jobs.values())
-        return not self.jobs if alone else len(self.jobs) < SIDE_BY_SIDE
-
-    def cancel(self, job: FunctionJob) -> None:
-        """Tell it that the job's time is up, or that it is not waited for."""
-        job.told = job.told or 0.0
-        self.write(CancelRequest(next(number for number, other in self.jobs.items() if other is job)))
-
-
-class FunctionPool(ProcessPool[_Process, FunctionJob]):
-    """The processes that run the custom function."""
-
-    def __init__(self, options: Options) -> None:
-        self._seconds = options.custom_generate_timeout
-        setup = SamplerSetup(options.model_dump_json().encode())
-        what = "the process that runs the custom function"
-        super().__init__(lambda: _Process(setup), options.custom_generate_num_workers, CustomResult, what)
-
-    async def run(
-        self,
-        call: Callable[[int], CustomCall],
-        in_engines: Callable[[], bool],
-        patience: float = 1.0,
-        alone: bool = False,
-    ) -> CustomResult:
-        """What comes of a call.
-
-        Args:
-            call: makes it for a number, a new one each time.
-            in_engines: whether engines work for it.
-            patience: times the limit of time.
-            alone: it must share its process with none.
-        """
-        future: asyncio.Future[CustomResult] = asyncio.get_running_loop().create_future()
-        job = FunctionJob(
-            future=future, alone=alone, call=call, in_engines=in_engines, seconds=self._seconds * patience
-        )
-        try:
-            return await self.submit(job)
-        except asyncio.CancelledError:
-            for process in self._processes:
-                if job in process.jobs.values() and not process.gone:
-                    process.cancel(job)
-            raise
-
-    # ---- the processes
-
-    def _request(self, job: FunctionJob, number: int) -> CustomCall:
-        job.told = None
-        return job.call(number)
-
-    def _settle(self, job: FunctionJob, reply: CustomResult) -> None:
-        if reply.failure == TIMEOUT:
-            reply.text = reply.text or self._late(job)
-        job.future.set_result(reply)
-
-    def _blame(self, job: FunctionJob, failure: str, text: str) -> None:
-        job.future.set_result(CustomResult(-1, failure=failure, text=text))
-
-    def _late(self, job: FunctionJob) -> str:
-        return f"took more than --custom-generate-timeout {job.seconds:g} s besides its engines"
-
-    def _over(self, process: _Process, job: FunctionJob, passed: float) -> tuple[str, str] | None:
-        """Cancel a call whose time is up; the process is over a limit if it does not heed that."""
-        if job.told is not None:
-            job.told += passed
-            return (TIMEOUT, f"{self._late(job)}, and blocked its process") if job.told > PATIENCE else None
-        if not job.in_engines():
-            job.waited += passed
-            if job.waited > job.seconds:
-                process.cancel(job)
-        return None

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcrl.rollout.endpoint.session import AskedTurn, Session
+from hpcrl.rollout.endpoint.asked_turns import AskedTurn
+from hpcrl.rollout.endpoint.session import Session
 from hpcrl.rollout.worker_messages import ERROR, MOST, CustomResult
 from hpcrl.sample import Sample, unpack
 

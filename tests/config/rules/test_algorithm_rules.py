@@ -61,10 +61,6 @@ DPO = {"loss_type": "dpo_loss", "ref_load": "r", "n_samples_per_prompt": 2}
             {"use_rollout_logprobs": True, "use_routing_replay": True},
             "with --use-rollout-logprobs there is no such.*--use-rollout-routing-replay instead",
         ),
-        (
-            {"use_rollout_routing_replay": True, "custom_generate_function_path": "own.generate"},
-            "--custom-generate-function-path.*turns bring no experts.*give --use-routing",
-        ),
         ({"advantage_estimator": "gppo"}, "--advantage-estimator.*known: cispo, grpo, gspo, "),
         (
             {"pg_loss_type": "clip"},
