@@ -19,6 +19,7 @@ from hpcrl.report.timeline import startup
 from hpcrl.report.timeline.accounting import as_numbers, rows, text
 from hpcrl.report.timeline.reading import trace as trace_of
 from hpcrl.report.timeline.run_spending import Recorded, read_run, spending
+from hpcrl.report.timeline.sandbox_use import bill_line, sandbox_use
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.started_runs import is_run
 from hpcrl.run.sweep_file import read_sweep
@@ -119,10 +120,14 @@ def bill(argv: list[str]) -> int:
     recorded = _recorded(run)
     spent = spending(run, recorded)
     start = startup.startup(recorded)
+    sandboxes = sandbox_use(recorded.tracks)
     if args.json:
-        print(json.dumps(as_numbers(spent) | {"start": startup.as_numbers(start) if start else None}))
+        more = {"sandboxes": sandboxes} if sandboxes else {}
+        print(json.dumps(as_numbers(spent) | {"start": startup.as_numbers(start) if start else None} | more))
     else:
         print(text(rows(spent)))
+        if sandboxes:
+            print(f"\n{bill_line(sandboxes)}")
         if start:
             print(f"\n{startup.text(start)}")
     _notes(run)

@@ -20,6 +20,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import WINDOW, evaluated, number, seconds_left, step_rows, step_time
 from hpcrl.report.run_files import Run, StageFiles
+from hpcrl.report.sandbox_line import sandbox_line
 from hpcrl.run.attempt_log import Fault
 from hpcrl.run.engine_files import EngineView
 from hpcrl.run.job_files import CANCEL, CANCELLED, OVER, STOP, SUBMITTING, WORKING, JobState
@@ -65,6 +66,7 @@ class Status(msgspec.Struct):
     accuracy_after: int | None = None  #: how many steps had been done at that evaluation
     awaits: str = ""  #: what a run that is starting waits for
     failed_gradings: list[str] = []  #: a line for rollouts and one for evaluations, of those that had any
+    sandboxes: str = ""  #: by state, how long callers wait, failures by cause
     faults: list[Fault] = []  #: attempts of this stage that have failed
     engines: list[EngineView] = []  #: as long as the run is at work
     step_time: float | None = None
@@ -122,6 +124,7 @@ def judge_run(
             status.faults = stage.faults
             status.adapters = {of.name.rpartition("/")[2]: _of_adapter(of) for of in stage.adapters}
             status.failed_gradings = failed_gradings(stage.root, stage.rows(*LONG))
+            status.sandboxes = sandbox_line(stage.rows(*LONG))
         status.stages = run.planned
         if phase == "starting" and stage and stage.attempt is not None:
             status.awaits = awaited(RunDir(stage.root, stage.attempt))

@@ -143,6 +143,8 @@ def _work(s: Status) -> list[tuple[str, str]]:
     rows += [("adapter", f"{name}: {text}") for name, text in s.adapters.items()]
     rows += [("note", text) for text in s.failed_gradings]
     rows += speed_rows(s)
+    if s.sandboxes:
+        rows.append(("sandboxes", s.sandboxes))
     if s.staleness is not None:
         rows.append(("staleness", f"{s.staleness:.0f}"))
     if s.last_step is not None:

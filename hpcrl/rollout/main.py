@@ -17,7 +17,7 @@ import time
 from hpcrl.adapters.run_directories import places_of
 from hpcrl.engines.registry import Registry
 from hpcrl.errors import failure_kind
-from hpcrl.report.timeline.spans import IMPORT, REQUESTS, process_began, role_timeline
+from hpcrl.report.timeline.spans import IMPORT, REQUESTS, SANDBOXES_NOW, process_began, role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
@@ -29,6 +29,7 @@ from hpcrl.run.engine_files import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import STOP
+from hpcrl.sandbox.accounts import STATES
 from hpcrl.sandbox_nodes.where import follow, say_where
 from hpcrl.toolbox.signs import LastSign
 
@@ -64,6 +65,7 @@ class RolloutRole:
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._left = len(works)  # policies that the trainer has not finished with
         self._stopping = False
+        self._sandboxes = False  # whether there were any
 
     async def run(self) -> int:
         """Serve until the trainer finishes (0) or SIGTERM comes (143); raises what went wrong."""
@@ -110,9 +112,17 @@ class RolloutRole:
                     self._stopping = asked
                     await asyncio.gather(*(policy.stop_if_asked(asked) for policy in self.policies))
                 self.timeline.count(REQUESTS, running=self.pool.loads.total)
+                self._count_sandboxes()
                 await asyncio.sleep(POLL)
         except Exception as error:  # noqa: BLE001  (any error of the watch ends the role)
             self._fail(error)
+
+    def _count_sandboxes(self) -> None:
+        found = [policy.sandboxes.states() for policy in self.policies]
+        total = {state: sum(states[state] for states in found) for state in STATES}
+        if self._sandboxes or any(total.values()):
+            self._sandboxes = True
+            self.timeline.count(SANDBOXES_NOW, **total)
 
     def _kept(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -20,7 +20,7 @@ from hpcrl.errors import DataError, HpcrlError
 from hpcrl.handover import Event
 from hpcrl.queue.messages import UNFINISHED
 from hpcrl.queue.server import QueueServer
-from hpcrl.report.timeline.spans import MAKE, Timeline
+from hpcrl.report.timeline.spans import MAKE, SANDBOXES, Timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, within
 from hpcrl.rollout.batch_assembly import ages, batch_metrics, check_staleness, make_shares
 from hpcrl.rollout.engines.accepted_drafts import AcceptedDrafts
@@ -38,6 +38,7 @@ from hpcrl.rollout.prompts.custom_source import CustomSource
 from hpcrl.rollout.samplers.custom import started
 from hpcrl.rollout.samplers.sampler import LabelSampler, Sampler, SingleTurnSampler
 from hpcrl.rollout.samplers.teacher_logprobs import Teacher, TeacherLogprobsSampler
+from hpcrl.rollout.sandbox_tally import SandboxMeasures
 from hpcrl.rollout.saved_rollouts import SavedRollouts, file_of, write_rollout, write_samples
 from hpcrl.run.role import RoleContext, say
 
@@ -103,6 +104,7 @@ class PolicyRollouts:
         self.evaluations = EvaluationService(
             self.options, work, self.pool, client, samples, self.timeline, self._in_time, self._made
         )
+        self.sandboxes = SandboxMeasures([part.sandboxes for part in (work.custom, work.grading) if part is not None])
         self.store = GroupStore(self.options, work.source, context.rundir)
         self.drafts = AcceptedDrafts(self.pool, self.options)
         look_at = functools.partial(read_metrics, self.pool) if self.options.never_waits else None
@@ -149,6 +151,7 @@ class PolicyRollouts:
     async def halt(self) -> None:
         """End what is at work, while the engines can still be told."""
         await cancel(self._making)
+        self._note_sandboxes()
         if self._stop_work is not None:
             await asyncio.wait([self._stop_work])
         await self.evaluations.close()
@@ -283,7 +286,8 @@ class PolicyRollouts:
         metrics |= (
             self.pool.loads.measures() | self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics
         )
-        metrics |= await self.drafts.measures()
+        metrics |= await self.drafts.measures() | self.sandboxes.measures()
+        self._note_sandboxes()
         if self.work.samples and self.options.staleness_bound != 0:
             metrics |= ages(samples, consumed)
         metrics = await self.work.hooks.log(samples, metrics, seconds)
@@ -296,6 +300,11 @@ class PolicyRollouts:
         words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
         self._say(f"rollout {rollout_id}: {', '.join(words)}")
         self._idle_since = time.monotonic()
+
+    def _note_sandboxes(self) -> None:
+        """For the bill: what the sandboxes have done so far."""
+        if totals := self.sandboxes.totals():
+            self.timeline.mark(SANDBOXES, policy=self.name, **totals)
 
     async def _in_time(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
         """The result of `work`, or DeadlineError, which names `what` was to come, a little before --rollout-timeout:

@@ -16,7 +16,8 @@ import os
 import resource
 import socket
 import sys
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import msgspec
 
@@ -31,12 +32,15 @@ from hpcrl.rollout.worker_messages import (
     WorkerLoaded,
     frame,
     receive,
+    report_frame,
 )
 from hpcrl.run.code_files import use_inherited_code
 from hpcrl.run.process import die_with_parent
 from hpcrl.sandbox.confine import NotBegun, confine, view_of_python
 from hpcrl.sandbox.system_calls import reason
 from hpcrl.sandbox_nodes.where import follow
+
+REPORT = 1.0  #: seconds between two looks at this process's sandboxes
 
 _setup = msgspec.msgpack.Decoder(GradingSetup | SamplerSetup).decode
 _request = msgspec.msgpack.Decoder(GradingTask | CustomCall | CancelRequest).decode
@@ -125,9 +129,29 @@ async def _take_requests(code: UserCode, reader: asyncio.StreamReader, writer: a
     running: dict[int, asyncio.Task[None]] = {}
 
     async def answer(request: GradingTask | CustomCall) -> None:
-        writer.write(await code.answer(request))
+        reply = await code.answer(request)
+        writer.write(report_frame() + reply)
         await writer.drain()
 
+    async def report() -> None:
+        while True:
+            await asyncio.sleep(REPORT)
+            writer.write(report_frame())
+            await writer.drain()
+
+    reporting = asyncio.create_task(report())
+    try:
+        await _take_each(code, reader, running, answer)
+    finally:
+        reporting.cancel()
+
+
+async def _take_each(
+    code: UserCode,
+    reader: asyncio.StreamReader,
+    running: dict[int, asyncio.Task[None]],
+    answer: Callable[[GradingTask | CustomCall], Coroutine[Any, Any, None]],
+) -> None:
     while True:
         request = _request(await receive(reader))
         if isinstance(request, CancelRequest):

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.sample import PackedSample, Sample, pack
+from hpcrl.sandbox.accounts import news
 from hpcrl.sandbox.box_line import SandboxLost
 
 TIMEOUT, ERROR = "timeout", "error"  #: how a grading or a call fails
@@ -83,6 +84,23 @@ class CancelRequest(msgspec.Struct, tag=True):
     id: int
 
 
+class SandboxReport(msgspec.Struct, tag=True):
+    """What has changed of the sandboxes of the process; it comes before a reply, and between replies.
+
+    Attributes:
+        states, more: as `hpcrl.sandbox.accounts.SandboxNews`.
+    """
+
+    states: dict[str, int]
+    more: dict[str, float]
+
+
+def report_frame() -> bytes:
+    """The report of this process as a frame, b"" where nothing has changed."""
+    found = news()
+    return b"" if found is None else frame(SandboxReport(found.states, found.more))
+
+
 # ---- gradings
 
 
@@ -116,7 +134,7 @@ class GradingOutcome(msgspec.Struct):
     trace: str = ""
 
 
-class GradingReply(msgspec.Struct):
+class GradingReply(msgspec.Struct, tag=True):
     """The outcomes of a task, one a sample."""
 
     id: int
@@ -190,7 +208,7 @@ class CustomCall(msgspec.Struct, tag=True):
     each: int = 0
 
 
-class CustomResult(msgspec.Struct):
+class CustomResult(msgspec.Struct, tag=True):
     """What came of a call.
 
     Attributes:

@@ -27,7 +27,8 @@ import msgspec
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.rollout.async_tasks import cancel
-from hpcrl.rollout.worker_messages import ERROR, TIMEOUT, GradingSetup, WorkerLoaded, frame, receive
+from hpcrl.rollout.sandbox_tally import SandboxTally
+from hpcrl.rollout.worker_messages import ERROR, TIMEOUT, GradingSetup, SandboxReport, WorkerLoaded, frame, receive
 from hpcrl.rollout.worker_output import copy_output
 from hpcrl.toolbox.deadline import Deadline
 
@@ -172,7 +173,11 @@ P = TypeVar("P", bound=WorkerProcess[Any])
 
 
 class ProcessPool(ABC, Generic[P, J]):
-    """Made, it has started its processes; `start` waits for the first of them."""
+    """Made, it has started its processes; `start` waits for the first of them.
+
+    Attributes:
+        sandboxes: those of its processes.
+    """
 
     def __init__(self, make: Callable[[], P], count: int, reply: type, what: str) -> None:
         """Create one.
@@ -185,6 +190,7 @@ class ProcessPool(ABC, Generic[P, J]):
         self._make = make
         self._reply = reply
         self._what = what
+        self.sandboxes = SandboxTally()
         self._numbers = itertools.count()
         self._processes = [make() for _ in range(count)]
         self._ended: list[P] = []  # killed, but not yet gone
@@ -282,7 +288,10 @@ class ProcessPool(ABC, Generic[P, J]):
                 self._first.set_result(None)
             self._pump()
             while True:
-                reply = msgspec.msgpack.decode(await process.receive(), type=self._reply)
+                reply = msgspec.msgpack.decode(await process.receive(), type=self._reply | SandboxReport)
+                if isinstance(reply, SandboxReport):
+                    self.sandboxes.take(process, reply)
+                    continue
                 job = process.finish(reply.id)
                 if not job.future.done():
                     self._settle(job, reply)
@@ -330,6 +339,7 @@ class ProcessPool(ABC, Generic[P, J]):
         """Count a process out; whether too many have failed to start (at_once: this one is enough)."""
         self._processes.remove(process)
         self._ended.append(process)
+        self.sandboxes.forget(process)
         if process.ready:
             return False
         self._failures += 1

@@ -69,9 +69,12 @@ async def sandbox(image: str = "system", limits: BoxLimits | None = None) -> Asy
         Unconfined: if this machine can make no box, and why.
         SandboxLost: if the box ends while it is used; whatever needed it is done again.
     """
+    from hpcrl.sandbox import accounts
     from hpcrl.sandbox.pool import default_pool
 
-    async with default_pool().box(image, limits) as box:
+    pool = default_pool()
+    accounts.keep(pool)
+    async with pool.box(image, limits) as box:
         yield box
 
 

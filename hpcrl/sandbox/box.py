@@ -11,10 +11,12 @@ import contextlib
 import json
 import math
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hpcrl.errors import UsageError
+from hpcrl.sandbox import accounts
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.frames import TRANSFER
 from hpcrl.sandbox.keeper import LIMIT
@@ -117,6 +119,24 @@ class Box:
             SandboxLost: if the box has ended meanwhile.
             UsageError: if the command is empty, or the time is no positive number.
         """
+        began = time.monotonic()
+        try:
+            found = await self._run(command, seconds, env, cwd, stdin)
+        except SandboxLost:
+            accounts.ran(self, command, None, began)
+            raise
+        limits = accounts.causes_of(found.timed_out, found.stdout_cut or found.stderr_cut, found.limit)
+        accounts.ran(self, command, found.code, began, limits)
+        return found
+
+    async def _run(
+        self,
+        command: str | Sequence[str],
+        seconds: float | None,
+        env: Mapping[str, str] | None,
+        cwd: str,
+        stdin: bytes | str,
+    ) -> BoxResult:
         line = self._line
         seconds = self.limits.seconds if seconds is None else seconds
         body = stdin.encode() if isinstance(stdin, str) else stdin
@@ -158,8 +178,10 @@ class Box:
             BlockingIOError: if the box has as many processes as it may have.
         """
         line = self._line
+        began = time.monotonic()
         number, future = line.begin(**self._start(command, seconds, env, cwd), lasting=True)
         await line.finish(number, future, 0.0)
+        accounts.ran(self, command, None, began)
         return BoxProcess(line, number)
 
     def _start(

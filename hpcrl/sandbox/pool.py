@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, Protocol
 
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.sandbox import accounts
 from hpcrl.sandbox.box import Box
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.box_root import SYSTEM_IMAGE
@@ -21,6 +22,7 @@ from hpcrl.sandbox.images.staging import image_root
 from hpcrl.sandbox.kinds.choose import OURS, chosen, prepare
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
+from hpcrl.sandbox.run import Unconfined
 from hpcrl.sandbox.spawner_client import Spawner
 
 _AT_ONCE = 4  #: boxes that are made at a time: more would wait for the processors alone
@@ -39,6 +41,7 @@ class PoolCounts(NamedTuple):
         lost: boxes that ended while they were in use, and were not to.
         handed_out: how often a box was.
         waited: seconds that callers waited for one, in all.
+        seconds: that boxes were in use, in all.
     """
 
     used: int = 0
@@ -48,6 +51,7 @@ class PoolCounts(NamedTuple):
     lost: int = 0
     handed_out: int = 0
     waited: float = 0.0
+    seconds: float = 0.0
 
 
 class SandboxPool:
@@ -79,7 +83,9 @@ class SandboxPool:
         self._spawner: Spawner | None = None
         self._tasks: dict[asyncio.Task[None], Kind] = {}
         self._counts = PoolCounts()
+        self._uses: dict[object, float] = {}
         self._closed = False
+        accounts.keep(self)
 
     @contextlib.asynccontextmanager
     async def box(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[Box]:
@@ -122,12 +128,18 @@ class SandboxPool:
         """One of the boxes that may be in use."""
         begun = time.monotonic()
         async with self._places:
-            line = await self._take(kind)
-            self._count(used=1, handed_out=1, waited=time.monotonic() - begun)
+            try:
+                line = await self._take(kind)
+            except Unconfined:
+                accounts.failed("unconfined")
+                raise
+            use, now = object(), time.monotonic()
+            self._uses[use] = now
+            self._count(used=1, handed_out=1, waited=now - begun)
             try:
                 yield line
             finally:
-                self._count(used=-1)
+                self._count(used=-1, seconds=time.monotonic() - self._uses.pop(use))
 
     async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None:
         """Make boxes ahead until there are `count` of that image.
@@ -142,7 +154,9 @@ class SandboxPool:
     def counts(self) -> PoolCounts:
         """What there is now, and was done so far."""
         warm = sum(not line.lost for lines in self._ready.values() for line in lines)
-        return self._counts._replace(warm=warm)
+        now = time.monotonic()
+        seconds = self._counts.seconds + sum(now - begun for begun in self._uses.values())
+        return self._counts._replace(warm=warm, seconds=seconds)
 
     async def close(self) -> None:
         """End every box, those in use too, and the spawner; wait until they have ended."""
@@ -154,6 +168,7 @@ class SandboxPool:
         self._ready.clear()
         if self._spawner:
             await self._spawner.close()
+        accounts.settle(self)
 
     @property
     def full(self) -> bool:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrl.sandbox import SandboxLost
+from hpcrl.sandbox import SandboxLost, sandbox
 
 NOT_A_FUNCTION = 3
 
@@ -192,3 +192,9 @@ async def loses_its_sandbox(args: Any, sample: Any) -> float:
         _LOST.append("")
         raise SandboxLost("the box has ended")
     return 3.0
+
+
+async def in_a_sandbox(args: Any, sample: Any) -> float:
+    """What the response's command exits with."""
+    async with sandbox() as box:
+        return float((await box.run(sample.response, 5.0)).code)

@@ -38,12 +38,19 @@ MORE = (
         "zero",
     ),
     Panel("responses cut off", {"": "rollout/truncated_ratio"}, "share"),
+    Panel(
+        "sandboxes, in the mean over a rollout",
+        {"in use": "sandbox/used", "warm": "sandbox/warm", "being made": "sandbox/making"},
+        "zero",
+    ),
+    Panel("seconds until a sandbox is there", {"": "sandbox/wait_time"}, "zero"),
+    Panel("failures in sandboxes", {"*": "sandbox/failures/*"}, "zero"),
     Panel("drafted tokens that were accepted", {"": "rollout/spec_accept_rate"}, "share"),
 )
 
 #: metrics that hpcrl itself logs, those of a held-out set without eval/NAME/ before them
 _OURS = re.compile(
-    r"rollout_id|time|policy_version|(?:data|perf|train|staleness)/.*|rollout/(?:reward|raw_reward|reward_errors|reward_timeouts|"
+    r"rollout_id|time|policy_version|(?:data|perf|sandbox|train|staleness)/.*|rollout/(?:reward|raw_reward|reward_errors|reward_timeouts|"
     r"truncated_ratio|zero_std|opd_teacher_errors|opd_reverse_kl|requests_limit|spec_accept_(?:rate|length)|(?:ref_|teacher_)?log_probs|values|advantages|returns|"
     r"response_len/.*|reward/.*|groups_.*|dynamic_filter/.*)"
 )

@@ -29,6 +29,7 @@ from hpcrl.rollout.samplers.function_pool import FunctionPool
 from hpcrl.rollout.samplers.routed_tokens import UnaskedTokens, unknown_experts, with_experts
 from hpcrl.rollout.samplers.sampled_tokens import received
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
+from hpcrl.rollout.sandbox_tally import SandboxTally
 from hpcrl.rollout.worker_messages import (
     ERROR,
     LOST,
@@ -79,6 +80,11 @@ class CustomSampler:
         """
         self._client = client
         self._context = context
+
+    @property
+    def sandboxes(self) -> SandboxTally:
+        """Those of the function's processes."""
+        return self._pool.sandboxes
 
     async def start(self) -> None:
         """Wait until the function is loaded.

@@ -458,3 +458,15 @@ def test_a_lost_sandbox_costs_no_reward() -> None:
     assert (found.reward, found.grading) == (3.0, "")
     (bad,) = graded(sample("never"), custom_rm_path=name)
     assert (bad.reward, bad.grading) == (0.0, "error") and "the box has ended" in bad.grading_error
+
+
+def test_sandboxes_of_rewards_are_counted() -> None:
+    """With what failed in them, and only once."""
+
+    async def body(grading: Grading) -> tuple[list[Sample], dict[str, float]]:
+        found = await grade(grading, sample("exit 3"), sample("exit 4"), sample("yes | head -c 2000000"))
+        return found, dict(grading.sandboxes.done)
+
+    found, done = run(body, custom_rm_path=f"{HERE}.in_a_sandbox")
+    assert [one.reward for one in found] == [3.0, 4.0, 0.0]
+    assert (done["handed_out"], done["output"]) == (3, 1) and done["seconds"] > 0 and "lost" not in done
