@@ -78,6 +78,8 @@ class Sample:
         extra: columns of OPTIONAL, by name.
         teacher_error: "" or why a teacher gave no log-probs (then they are the sample's own).
         remove_sample: it is out of the loss; its reward counts in its group.
+        transcript: of a response of several turns, or that a sandbox was used for: what
+            `hpcrl.rollout.samplers.transcript` makes.
     """
 
     group: int
@@ -100,6 +102,7 @@ class Sample:
     extra: dict[str, np.ndarray] = field(default_factory=dict)
     teacher_error: str = ""
     remove_sample: bool = False
+    transcript: dict[str, Any] = field(default_factory=dict)
 
     def columns(self) -> dict[str, np.ndarray]:
         """The columns that it has, by name, in the order of COLUMNS."""

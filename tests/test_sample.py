@@ -93,7 +93,7 @@ def through_result(sample: Sample, _: Path) -> Sample:
 
 CODECS = [through_bank, through_saved_rollout, through_result]
 #: what a worker is not shown: how its sample was graded, and columns that may be larger than all others
-NOT_SHOWN = "reward baseline rewards grading grading_error extra teacher_error remove_sample".split()
+NOT_SHOWN = "reward baseline rewards grading grading_error extra teacher_error remove_sample transcript".split()
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.__name__)

@@ -90,6 +90,11 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         ("truncated", "those that were cut off"),
     ):
         which.add_argument(f"--{name}", dest="which", action="store_const", const=name, default="first", help=text)
+    parser.add_argument(
+        "--transcript",
+        action="store_true",
+        help="turn by turn: what the policy wrote, what it was told, and what it did in sandboxes",
+    )
     parser.add_argument("--tokens", action="store_true", help="token by token, of a run with --save-token-data")
     parser.add_argument(
         "--diff",
@@ -100,6 +105,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name, given in (
         ("--tokens", args.tokens),
+        ("--transcript", args.transcript),
         (f"--{args.which}", args.which != "first"),
         ("--group", args.group is not None),
     ):
@@ -152,6 +158,7 @@ def _inside(word: str) -> Path | None:
 
 def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]:
     from hpcrl.report.sample_view import Word, choose, sample_lines
+    from hpcrl.report.transcript_view import transcript_lines
 
     place = _place(run, args.run, args.step, args.eval, _inside(args.run))
     which: Which = args.which
@@ -166,7 +173,7 @@ def _one(run: Run, args: argparse.Namespace, reading: Reading) -> Iterator[Line]
         )
         yield (Word(f"{place.title} has no {what}"),)
     for look in found:
-        yield from sample_lines(look, f"{place.title}, ")
+        yield from (transcript_lines if args.transcript else sample_lines)(look, f"{place.title}, ")
         if args.tokens:
             yield from _tokens(place, look)
 

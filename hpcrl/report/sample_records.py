@@ -62,6 +62,7 @@ class Record(msgspec.Struct):
     versions: list[int] = []
     grading: str = ""
     grading_error: str = ""
+    transcript: dict[str, Any] = {}
 
 
 class Trained(msgspec.Struct, omit_defaults=True):

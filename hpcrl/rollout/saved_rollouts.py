@@ -6,9 +6,10 @@ RUN/samples has one JSON object a sample: what was asked, answered and earned.  
     magic, number of frames, length of each (little-endian), then the frames: a share of the queue that holds the whole
     rollout (`queue/share_format.py`), and what the trainer does not need of each sample, as msgpack
 
-Invariants: a sample file depends on the samples alone (no times, no engine names), so a repeated step writes the same
-bytes.  Of a rollout, what is read is what was written, bit for bit, so training on it gives the same losses; nothing is
-unpickled, and whatever a file holds, `read_rollout` returns whole samples or raises DataError and nothing else.
+Invariants: a sample file depends on the samples alone (no engine names, and no times but those of commands in
+sandboxes), so a repeated step without sandboxes writes the same bytes.  Of a rollout, what is read is what was written,
+bit for bit, so training on it gives the same losses; nothing is unpickled, and whatever a file holds, `read_rollout`
+returns whole samples or raises DataError and nothing else.
 """
 
 from __future__ import annotations

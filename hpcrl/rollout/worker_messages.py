@@ -170,6 +170,7 @@ def send_sample(sample: Sample, columns: bool) -> PackedSample:
         extra={},
         teacher_error="",
         remove_sample=False,
+        transcript={},
     )
     return pack(shown, columns)
 
@@ -214,6 +215,7 @@ class CustomResult(msgspec.Struct, tag=True):
     Attributes:
         samples: those that the function returned, with reward NaN where it set none; None where it returned None: those
             that it had the endpoint make, of which `reward`, `rewards` and `metadata` are.
+        transcript: what the call did in sandboxes, as `samplers.transcript.commands_of`.
         given: of samples of slime's, which of them have log-probs of their own; they say no versions.  None: they are
             hpcrl's, and say both.
         failure: "", TIMEOUT, ERROR or LOST, with its text.
@@ -228,3 +230,4 @@ class CustomResult(msgspec.Struct, tag=True):
     text: str = ""
     trace: str = ""
     given: list[bool] | None = None
+    transcript: dict[str, Any] = {}

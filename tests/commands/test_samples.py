@@ -282,3 +282,19 @@ def test_damaged_token_files_are_none(
     path.write_bytes(data[:at] if cut else data[:at] + junk + data[at + len(junk) :])
     found = read_tokens(root, 0, 0)
     assert found is None or (found["tokens"].shape == found["engine"].shape and found["mask"].dtype == np.uint8)
+
+
+def test_a_transcript_turn_by_turn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the policy wrote, what it was told, and its commands; nothing of them is obeyed by a terminal."""
+    command = {"box": 1, "at": 0.25, "command": "echo \x1b[31m", "code": 3, "seconds": 0.5, "limits": ["memory"]}
+    turns = {"turns": [[1, 3], [0, 8], [1, 4]], "commands": [command]}
+    put(run, 8, sample(0, 0, 1.0, response="ls\n\x9b2Jtold.done", transcript=turns), sample(0, 1, 0.0))
+    found = said(capsys, str(run), "--step", "8", "--transcript")
+    assert "\x1b" not in found and "\x9b" not in found
+    lines = [line.strip() for line in found.splitlines()]
+    at = [lines.index(name) for name in ("the policy", "told", "in sandboxes")]
+    assert at == sorted(at) and lines[at[0] + 1] == "ls" and "told." in lines[at[1] + 1]
+    assert lines[at[2] + 1] == "0.250 s  box 1  exit 3, at its limit of memory, 500 ms: echo \u241b[31m"
+    assert lines.count("the policy") == 3 and "answer 0.1" in lines, "a response without one is a turn"
+    assert "told" not in said(capsys, str(run), "--step", "8").splitlines()
+    assert main(["samples", str(run), "--diff", "0", "8", "--transcript"]) != 0

@@ -28,8 +28,10 @@ from hpcrl.report.status_text import fault_rows, speed_rows
 from hpcrl.report.timeline.accounting import Spent, rows
 from hpcrl.report.timeline.reading import Track
 from hpcrl.report.timeline.run_spending import Recorded, spending
+from hpcrl.report.timeline.sandbox_use import bill_line, sandbox_use
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
 from hpcrl.report.timeline.startup import cells, headline, startup
+from hpcrl.report.transcript_view import parts
 from hpcrl.run.attempt_log import Fault
 from hpcrl.untrusted_files import read_regular
 
@@ -64,7 +66,7 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
         kinds=KINDS,
         more=f" {hidden} more tracks are in the run's trace: hpcrl trace" if hidden else "",
         bill=rows(spent),
-        bill_note=bill_note(spent),
+        bill_note=" ".join(filter(None, [bill_note(spent), bill_line(sandbox_use(recorded.tracks))])),
         start=start and {"head": headline(start), "cells": cells(start)},
         samples=list(samples(run)),
         ran=how_it_ran(run),
@@ -246,7 +248,7 @@ def as_fields(look: Look) -> dict[str, Any]:
     fields = [("prompt", as_text(look.record.prompt))]
     if look.record.label is not None:
         fields.append(("label", as_text(look.record.label)))
-    fields.append(("response", look.record.response))
+    fields += parts(look.record) if look.record.transcript else [("response", look.record.response)]
     return {
         "head": [word for word in words if word],
         "fields": [(name, _short(visible(text))) for name, text in fields],

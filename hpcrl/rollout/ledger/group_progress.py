@@ -117,6 +117,7 @@ def _cut(samples: list[Sample], version: int, bound: int | None) -> Sample | Non
         rewards={},
         grading="",
         grading_error="",
+        transcript={},
     )
     return part if _fits(part, version, bound) else None
 

@@ -29,6 +29,7 @@ from hpcrl.rollout.samplers.function_pool import FunctionPool
 from hpcrl.rollout.samplers.routed_tokens import UnaskedTokens, unknown_experts, with_experts
 from hpcrl.rollout.samplers.sampled_tokens import received
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
+from hpcrl.rollout.samplers.transcript import turns_of
 from hpcrl.rollout.sandbox_tally import SandboxTally
 from hpcrl.rollout.worker_messages import (
     ERROR,
@@ -205,7 +206,8 @@ class CustomSampler:
     def _samples(self, done: CustomResult, prompt: Sample, session: Session) -> tuple[CustomResult, list[Sample]]:
         """The samples that the function returned, or that the endpoint has seen made."""
         if done.samples is not None:
-            return received(done, prompt, session)
+            done, found = received(done, prompt, session)
+            return done, _with_commands(found, done)
         if not session.dialogues:
             return CustomResult(done.id, failure=ERROR, text="returned None, but asked nothing at the endpoint"), []
         reward = math.nan if done.reward is None else done.reward
@@ -216,8 +218,9 @@ class CustomSampler:
             sample = replace(
                 trajectory.sample(prompt, text), metadata=done.metadata, reward=reward, rewards=done.rewards
             )
+            sample.transcript = turns_of(sample, self._tokenizer)
             found.append(sample)
-        return done, found
+        return done, _with_commands(found, done)
 
     def _routed(self, done: CustomResult, samples: list[Sample], session: Session) -> tuple[CustomResult, list[Sample]]:
         """The same with the experts that engines chose, where they are to be replayed."""
@@ -285,6 +288,7 @@ class CustomSampler:
             status=COMPLETED,
             grading=TIMEOUT if done.failure == TIMEOUT else ERROR,
             grading_error=text,
+            transcript=done.transcript,
             extra={} if routing is None else unknown_experts(len(tokens), routing),
         )
 
@@ -302,6 +306,13 @@ class CustomSampler:
             held = asked.held_out
             return f"evaluation {held.name} of policy version {asked.version}", held.size, held.each
         return f"rollout {asked.rollout_id}", self._options.samples_per_rollout, self._options.n_samples_per_prompt
+
+
+def _with_commands(samples: list[Sample], done: CustomResult) -> list[Sample]:
+    """Samples of a call, the last of which has what the call did in sandboxes."""
+    if samples and done.transcript:
+        samples[-1] = replace(samples[-1], transcript=samples[-1].transcript | done.transcript)
+    return samples
 
 
 async def started(*parts: CustomSampler | Grading | None) -> None:

@@ -19,8 +19,9 @@ from hpcrl.config.custom_functions import is_async, said_of, takes, trace_of
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_own, spelled
 from hpcrl.errors import UsageError
-from hpcrl.rollout.prompts.tokenizer import load_tokenizer
+from hpcrl.rollout.prompts.tokenizer import Tokenizer, load_tokenizer
 from hpcrl.rollout.samplers.conversation import Arguments, PolicyClient
+from hpcrl.rollout.samplers.transcript import commands_of, turns_of
 from hpcrl.rollout.slime_names.calls import SlimeCall, longest_response
 from hpcrl.rollout.slime_names.conversion import NotSlimes
 from hpcrl.rollout.slime_names.speakers import speaks_slime
@@ -35,6 +36,7 @@ from hpcrl.rollout.worker_messages import (
     frame,
 )
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, PackedSample, Sample, pack, unpack
+from hpcrl.sandbox.accounts import recording
 
 LARGEST = 1e30  #: as of a reward
 
@@ -43,7 +45,7 @@ class NoSample(Exception):
     """What a function returned is not a sample."""
 
 
-def samples_of(returned: Any, vocab_size: int, longest: int) -> list[PackedSample]:
+def samples_of(returned: Any, tokenizer: Tokenizer, longest: int) -> list[PackedSample]:
     """The samples in what a function returned.
 
     Args:
@@ -60,18 +62,18 @@ def samples_of(returned: Any, vocab_size: int, longest: int) -> list[PackedSampl
     for sample in several:
         if not isinstance(sample, Sample):
             raise NoSample(f"returned a {type(sample).__name__}, not a sample, a list of samples, or None")
-    return [_checked(sample, vocab_size, longest) for sample in several]
+    return [_checked(sample, tokenizer, longest) for sample in several]
 
 
-def _checked(sample: Sample, vocab_size: int, longest: int) -> PackedSample:
+def _checked(sample: Sample, tokenizer: Tokenizer, longest: int) -> PackedSample:
     tokens = _column(sample, "tokens", np.int64)
     count = sample.response_length
     if not isinstance(count, int | np.integer) or not 0 < count < len(tokens):
         raise NoSample(f"set response_length to {count!r}, of {len(tokens)} tokens of prompt and response together")
     if count > longest:
         raise NoSample(f"made a response of {count} tokens, --rollout-max-response-len is {longest}")
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise NoSample(f"set a token outside of the model's vocabulary of {vocab_size}")
+    if tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size:
+        raise NoSample(f"set a token outside of the model's vocabulary of {tokenizer.vocab_size}")
     mask, logprobs, versions = (
         _column(sample, name, kind)
         for name, kind in (("loss_mask", np.int64), ("logprobs", np.float64), ("versions", np.int64))
@@ -108,6 +110,7 @@ def _checked(sample: Sample, vocab_size: int, longest: int) -> PackedSample:
         rewards=parts_of(sample),
         remove_sample=bool(sample.remove_sample),
     )
+    taken.transcript = turns_of(taken, tokenizer)
     return pack(taken)
 
 
@@ -195,19 +198,25 @@ class FunctionRunner:
         return True
 
     async def answer(self, call: CustomCall) -> bytes:
-        try:
-            done = await self._made(call)
-        except asyncio.CancelledError:
-            done = CustomResult(call.id, failure=TIMEOUT)
-        except (NoSample, NotSlimes) as error:
-            done = CustomResult(call.id, failure=ERROR, text=str(error))
-        except BaseException as error:  # noqa: BLE001  (whatever the user's function does)
-            text = f"raised {said_of(error)}"
-            done = CustomResult(call.id, failure=failure_of(error), text=text, trace=trace_of(error))
+        with recording() as record:
+            done = await self._done(call)
+        done.transcript = commands_of(record)
         try:
             return frame(done)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             return frame(CustomResult(call.id, failure=ERROR, text=f"set metadata that is not plain data: {error}"))
+
+    async def _done(self, call: CustomCall) -> CustomResult:
+        """What came of a call, whatever the function does."""
+        try:
+            return await self._made(call)
+        except asyncio.CancelledError:
+            return CustomResult(call.id, failure=TIMEOUT)
+        except (NoSample, NotSlimes) as error:
+            return CustomResult(call.id, failure=ERROR, text=str(error))
+        except BaseException as error:  # noqa: BLE001  (whatever the user's function does)
+            text = f"raised {said_of(error)}"
+            return CustomResult(call.id, failure=failure_of(error), text=text, trace=trace_of(error))
 
     async def _made(self, call: CustomCall) -> CustomResult:
         sample = unpack(call.sample)
@@ -231,4 +240,4 @@ class FunctionRunner:
             if not isinstance(sample.metadata, dict):
                 raise NoSample("set metadata that is not a dict")
             return CustomResult(call.id, reward=reward_of(sample), rewards=parts_of(sample), metadata=sample.metadata)
-        return CustomResult(call.id, samples_of(returned, self._tokenizer.vocab_size, most), given=given)
+        return CustomResult(call.id, samples_of(returned, self._tokenizer, most), given=given)

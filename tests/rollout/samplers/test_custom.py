@@ -147,6 +147,7 @@ def test_turns_keep_their_tokens(model: Path, found: dict[str, Any]) -> None:
     again = tokenizer.encode([tokenizer._hf.decode(sample.tokens.tolist())])[0]
     assert again.tolist() != sample.tokens.tolist() and "ab" in words(tokenizer, again[:9])
     assert (sample.reward, sample.status, sample.metadata) == (1.0, COMPLETED, {"evaluation": False})
+    assert sample.transcript == {"turns": [[1, 9], [0, 32], [1, 2]]} and len(sample.response) == 43
     assert len({seed for _, _, seed in requests}) == 2
 
 
@@ -217,7 +218,7 @@ def test_plain_agent_makes_exact_samples(model: Path, found: dict[str, Any]) -> 
     assert {sampling.temperature for _, sampling, _ in found["policy-agent"]} == {1.0}, (
         "sampled as the run samples, whatever was asked"
     )
-    assert sample.reward == 0.5
+    assert sample.reward == 0.5 and [own for own, _ in sample.transcript["turns"]] == [1, 0, 1]
 
 
 TROUBLES = {
@@ -257,11 +258,15 @@ def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
 def test_a_lost_sandbox_costs_no_response(model: Path) -> None:
     """The call is made again, in another box; three times at most."""
 
-    async def run() -> list[Sample]:
+    async def run() -> tuple[list[Sample], dict[str, float]]:
         async with sampler(model, "loses_its_sandbox") as (made, _):
-            return [sample for index in (1, 0) for sample in await made.make(asked(model, index))]
+            samples = [sample for index in (1, 0) for sample in await made.make(asked(model, index))]
+            return samples, dict(made.sandboxes.done)
 
-    good, bad = asyncio.run(run())
+    (good, bad), done = asyncio.run(run())
+    assert (done["lost"], done["handed_out"]) == (4, 5) and done["seconds"] > 0 and done["waited"] > 0
+    assert [one["command"] for one in good.transcript["commands"]] == ["echo from the box"]
+    assert good.transcript["commands"][0]["code"] == 0 and "code" not in bad.transcript["commands"][0]
     check(good)
     assert good.response == "from the box\n" and good.metadata["calls"] == 2 and not good.grading
     assert "the tool failed" in bad.grading_error and bad.grading == "error" and bad.loss_mask.tolist() == [0]
