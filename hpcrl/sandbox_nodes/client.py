@@ -19,6 +19,7 @@ import zmq.asyncio
 from hpcrl.errors import UsageError
 from hpcrl.queue.auth import client_keys
 from hpcrl.run.rundir import RunDir
+from hpcrl.sandbox import Unconfined, accounts
 from hpcrl.sandbox.box import Box
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.box_root import SYSTEM_IMAGE
@@ -53,6 +54,8 @@ class NodesPool:
         self._first = os.getpid() % nodes  # so that not all processes begin with the same
         self._numbers = itertools.count(1)
         self._counts = PoolCounts()
+        self._uses: dict[object, float] = {}  # boxes in use, and since when
+        accounts.keep(self)
         self._closed = self._seen = False
 
     @contextlib.asynccontextmanager
@@ -60,7 +63,8 @@ class NodesPool:
         """As `SandboxPool.box`; the image is one of the node's.
 
         Raises:
-            UsageError: if the image is no such directory there, or the pool is closed.
+            UsageError: if there is no such image there, or the pool is closed.
+            DataError, HpcrlError: if it cannot be unpacked there, and why.
             Unconfined: if the node can make no box any more.
             SandboxLost: if the node is lost, or none answers.
         """
@@ -68,7 +72,9 @@ class NodesPool:
         begun = time.monotonic()
         line, node = await self._open(image, limits)
         where = {line: node}
-        self._count(used=1, handed_out=1, waited=time.monotonic() - begun)
+        use, now = object(), time.monotonic()
+        self._uses[use] = now
+        self._count(used=1, handed_out=1, waited=now - begun)
 
         async def renew(before: BoxLine) -> BoxLine:
             where.pop(before).close(before)
@@ -80,7 +86,8 @@ class NodesPool:
         try:
             yield box
         finally:
-            self._count(used=-1, lost=sum(bool(line.lost) for line in where))
+            lost = sum(bool(line.lost) for line in where)
+            self._count(used=-1, lost=lost, seconds=time.monotonic() - self._uses.pop(use))
             for line, node in where.items():
                 node.close(line)
 
@@ -103,13 +110,16 @@ class NodesPool:
 
     def counts(self) -> PoolCounts:
         """What this process has done, and has; boxes that nodes have made ahead are not counted."""
-        return self._counts
+        now = time.monotonic()
+        running = sum(now - begun for begun in self._uses.values())
+        return self._counts._replace(seconds=self._counts.seconds + running)
 
     async def close(self) -> None:
         """End every box of this pool, those in use too."""
         self._closed = True
         await asyncio.gather(*(node.leave() for node in self._nodes))
         await asyncio.to_thread(self._context.term)
+        accounts.settle(self)
 
     @property
     def closed(self) -> bool:
@@ -139,6 +149,9 @@ class NodesPool:
             line, node = await self._tried(image, limits)
             self._count(made=1)
             return line, node
+        except Unconfined:
+            accounts.failed("unconfined")
+            raise
         finally:
             self._count(making=-1)
 

@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.queue import sockets
 from hpcrl.queue.auth import ClientKeys, lock_client
 from hpcrl.run.peers import SandboxPeer, newest
@@ -55,7 +55,13 @@ class NodeFull(HpcrlError):
 
 
 #: what is raised for each kind of a `BoxEnd`
-_ERRORS = {"full": NodeFull, "unconfined": Unconfined, "usage": UsageError}
+_ERRORS = {
+    "data": DataError,
+    "error": HpcrlError,
+    "full": NodeFull,
+    "unconfined": Unconfined,
+    "usage": UsageError,
+}
 
 
 class _RemoteBox:

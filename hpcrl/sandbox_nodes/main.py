@@ -65,7 +65,7 @@ class _SandboxRole:
         options, place = self.context.options, self.context.plan.sandboxes[self.context.index]
         stopped = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-        pool = SandboxPool(options.sandbox_warm, options.sandbox_most)
+        pool = SandboxPool(options.sandbox_warm, options.sandbox_most, kind=options.sandbox_kind)
         try:
             await pool.prepare(max(options.sandbox_warm, 1))
         except Unconfined as error:

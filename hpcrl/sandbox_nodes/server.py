@@ -16,10 +16,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.queue import auth, sockets
 from hpcrl.queue.unproven import UnprovenPeers
-from hpcrl.sandbox import BoxLimits, SandboxPool, Unconfined
+from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, Unconfined
 from hpcrl.sandbox.box_line import BoxLine
 from hpcrl.sandbox_nodes.wire import (
     DATA,
@@ -159,7 +159,8 @@ class SandboxServer:
             what, hint = (error.what, error.hint) if isinstance(error, HpcrlError) else (str(error), "")
             end = BoxEnd("usage", what, hint)
         except HpcrlError as error:
-            end = BoxEnd("lost", error.what, error.hint)
+            kind = "lost" if isinstance(error, SandboxLost) else "data" if isinstance(error, DataError) else "error"
+            end = BoxEnd(kind, error.what, error.hint)
         except _ClientGone:
             end = None
         finally:

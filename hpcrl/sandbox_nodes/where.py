@@ -22,7 +22,7 @@ class SandboxPlace(msgspec.Struct, frozen=True):
 
     Attributes:
         nodes: how many nodes of attempt `attempt` of `run` have sandboxes; 0: they are on this machine.
-        warm, most: of a pool on this machine.
+        warm, most, kind: of a pool on this machine.
     """
 
     run: str
@@ -30,11 +30,19 @@ class SandboxPlace(msgspec.Struct, frozen=True):
     nodes: int
     warm: int
     most: int
+    kind: str | None = None
 
 
 def say_where(rundir: RunDir, options: Options, nodes: int) -> None:
     """Say it to the processes that this one starts."""
-    place = SandboxPlace(str(rundir.root), rundir.attempt, nodes, options.sandbox_warm, options.sandbox_most)
+    place = SandboxPlace(
+        str(rundir.root),
+        rundir.attempt,
+        nodes,
+        options.sandbox_warm,
+        options.sandbox_most,
+        options.sandbox_kind,
+    )
     os.environ[VARIABLE] = msgspec.json.encode(place).decode()
 
 
@@ -44,7 +52,7 @@ def follow() -> None:
         return
     place = msgspec.json.decode(said, type=SandboxPlace)
     if not place.nodes:
-        make_default_with(partial(SandboxPool, place.warm, place.most))
+        make_default_with(partial(SandboxPool, place.warm, place.most, kind=place.kind))
         return
     from hpcrl.sandbox_nodes.client import NodesPool
 

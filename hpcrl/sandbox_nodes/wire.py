@@ -28,7 +28,7 @@ OPEN, PREPARE, DATA, TAKEN, END, READY, GONE = b"O", b"P", b"D", b"T", b"E", b"R
 WINDOW = 4 << 20  #: bytes of a stream that were sent and not taken yet
 CHUNK = 256 << 10  #: bytes of one message
 MOST = CHUNK + (64 << 10)  #: bytes of a message that a reader takes
-KINDS = ("full", "lost", "unconfined", "usage")  #: of errors; full: another node may have room
+KINDS = ("data", "error", "full", "lost", "unconfined", "usage")  #: of errors; full: another node may have room
 
 
 class BoxRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from hpcrl.errors import UsageError
+from hpcrl.errors import DataError, UsageError
 from hpcrl.queue.auth import make_keys, server_keys
 from hpcrl.run.peers import SandboxPeer, newest, publish
 from hpcrl.run.rundir import RunDir
@@ -83,9 +83,15 @@ def test_a_box_of_another_machine(rundir: RunDir) -> None:
     run(work())
 
 
-def test_what_a_node_refuses(rundir: RunDir) -> None:
+def test_what_a_node_refuses(rundir: RunDir, tmp_path: Path) -> None:
+    """An image that is none is an error there and then: nothing is lost, and nothing is made again."""
+    (damaged := tmp_path / "image.tar").write_bytes(b"no archive")
+
     async def work() -> None:
         async with node(rundir) as pool, NodesPool(rundir, 1) as nodes:
+            with pytest.raises((UsageError, DataError), match="image.tar"):
+                async with nodes.box(str(damaged)):
+                    pass
             with pytest.raises(UsageError, match="nonsense"):
                 async with nodes.box("/nonsense"):
                     pass
@@ -207,7 +213,7 @@ def test_the_client_is_killed_with_ten_boxes(rundir: RunDir) -> None:
 
 
 def test_a_client_without_the_key_is_refused(rundir: RunDir) -> None:
-    """A stranger that knows the server's public key gets no answer, and costs nobody a box."""
+    """A stranger that knows the server's public key gets no answer, and costs no box."""
 
     async def work() -> None:
         async with node(rundir) as pool, NodesPool(rundir, 1) as nodes:

@@ -310,7 +310,9 @@ def test_what_is_asked_for_holds_the_plan(
         ({"layout": "homogeneous", "trainer": EIGHT}, {}, [("trainer", 3, 8)]),
     ],
 )
-def test_nodes_with_sandboxes(site: dict[str, object], values: dict[str, object], found: list[tuple[str, int, int]]) -> None:
+def test_nodes_with_sandboxes(
+    site: dict[str, object], values: dict[str, object], found: list[tuple[str, int, int]]
+) -> None:
     """A component of their own, which may lose a node, or more nodes of an ordinary job; its plan fits."""
     own = {"rollout_num_gpus": 1, "sandbox_on": "nodes", "sandbox_num_nodes": 2, **values}
     o = Options(actor_num_gpus_per_node=1, **own)

@@ -19,7 +19,7 @@ def inert_in_sandboxes(o: Options) -> Iterator[tuple[str, str]]:
     """Options of sandboxes without effect, several in one string -> why."""
     users = (name for name, point in POINTS.items() if point.role != "trainer")
     if not any(paths_of(o, name) for name in users) and not o.eval_config:
-        every = "sandbox_on sandbox_num_nodes sandbox_cpus sandbox_warm sandbox_most"
+        every = "sandbox_on sandbox_num_nodes sandbox_cpus sandbox_kind sandbox_warm sandbox_most"
         yield every, "no custom function is given, and nothing else uses sandboxes"
     if o.sandbox_on != "nodes":
         yield "sandbox_num_nodes", "--sandbox-on nodes is not given"

@@ -22,5 +22,8 @@ class SandboxOptions(Base):
         "--sandbox-on nodes all, with engines all, which they share",
         ge=1,
     )
+    sandbox_kind: Literal["namespaces", "bubblewrap", "apptainer"] | None = opt(
+        None, "who makes their namespaces; default: what HPCRL_SANDBOX_KIND says where they are, or namespaces"
+    )
     sandbox_warm: int = opt(2, "sandboxes of each image that are made ahead, on each node", ge=0)
     sandbox_most: int = opt(64, "sandboxes in use at once on each node; who asks for more waits", ge=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options
 from hpcrl.errors import UsageError
+from hpcrl.sandbox.kinds.choose import kind_names
 
 GRPO = {
     "hf_checkpoint": "m",
@@ -56,3 +57,8 @@ def test_refused(values: dict[str, Any], why: str) -> None:
 )
 def test_allowed(values: dict[str, Any]) -> None:
     check_options(Options(**(OWN | values)))
+
+
+def test_every_kind_can_be_chosen() -> None:
+    (kinds, _) = get_args(Options.model_fields["sandbox_kind"].annotation)
+    assert set(get_args(kinds)) == set(kind_names())
