@@ -20,13 +20,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import psutil
 
 from hpcrl.config.options import Options
 from hpcrl.errors import EXITED, DeadlineError, HpcrlError, PeerError, failure_kind
 from hpcrl.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
+from hpcrl.launch.attempts.run_dir_poller import RunDirPoller
 from hpcrl.launch.broken_hosts import heading, note_kernel_words
 from hpcrl.launch.engines.restarter import EngineRestarter
 from hpcrl.launch.engines.sandboxes import SandboxRestarter
@@ -39,12 +39,11 @@ from hpcrl.run.engine_files import restart_limit, was_up
 from hpcrl.run.pauses import AGAIN, CarriedOver, PausedHost, follow_log, read_carried, tell_paused
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants, set_limits
 from hpcrl.run.role import read_options, read_plan, say
-from hpcrl.run.rundir import BEATS, ERROR, OVER, STOP, RunDir
+from hpcrl.run.rundir import BEATS, RunDir
 from hpcrl.run.scratch import Scratch, sweep
 from hpcrl.toolbox.deadline import Deadline, poll
 from hpcrl.untrusted_files import open_append
 
-EVERY, SELDOM = 2.5, 5  #: seconds between two looks into the run directory; every how many look for a later attempt
 HOST_BEAT = 10.0  #: seconds between two of them: each is a write to a file system that all hosts share
 CLOSING = 30.0  #: seconds that the other roles may take to end once one has
 CLOSING_SAVED = 10.0  #: the same in a run that was asked to stop
@@ -102,7 +101,8 @@ class HostRoles:
         try:
             self._start(read_carried(self.rundir))
             alive = lambda: check_alive(self._pulse, self.options.hang_timeout, self.rundir, self.host)  # noqa: E731
-            _watch(self.roles, self._restart, self.host, self.options, self.rundir, told, turn, alive)
+            needed = self.host in self.plan.needed_hosts
+            _watch(self.roles, self._restart, self.host, needed, self.options, self.rundir, told, turn, alive)
         except PeerError:
             note_kernel_words(self.roles[0].log if self.roles else None, since)
             raise
@@ -258,18 +258,24 @@ def _watch(
     roles: list[Role],
     restart: Callable[[], None],
     host: str,
+    needed: bool,
     options: Options,
     rundir: RunDir,
     told: SignalFlags,
     turn: Callable[[], None],
     alive: Callable[[], None],
 ) -> None:
+    """Watch until the run is over.
+
+    Args:
+        needed: whether the run needs this host: the end of one that has sandboxes and nothing else is its own affair.
+    """
     working = [r for r in roles if not r.serves]
     close_by = quit_by = float("inf")
     looks = RunDirPoller(rundir)
     while any(r.status is None for r in working) or not looks.over(at_once=bool(working)):
         turn()
-        if looks.end():
+        if looks.end() or (told.requests and not needed):
             return
         if not looks.stopping:  # which has its own limit, and needs the trainer alone
             alive()
@@ -300,62 +306,20 @@ def _watch(
 def check_alive(pulse: HeartbeatMonitor, seconds: float, rundir: RunDir, host: str) -> None:
     """PeerError, recorded, if a process of this host hangs.
 
-    Of the supervisor of an engine it is only said: its server serves on, and is missed by those who ask it.
+    Of the supervisor of an engine it is only said: its server serves on, and is missed by those who ask it. A server of
+    sandboxes is ended.
     """
     for silent in pulse.silent(max(seconds, LEAST)):
         what = f"on {host}: {silent.name} {silent}; if it is only slow, raise --hang-timeout"
-        if silent.name.startswith("engine-"):
+        if silent.name.startswith(("engine-", f"{SANDBOX}-")):
             say(what)
+            if silent.name.startswith(SANDBOX):  # it is started again; its users have lost their boxes
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(silent.pid, signal.SIGKILL)
             continue
         role, _, index = silent.name.rpartition("-")
         rundir.fail("trainer" if role == "torchrun" else role, int(index), what)
         raise PeerError(what)
-
-
-@dataclass
-class RunDirPoller:
-    """Looks into the run directory, which all hosts share: about one call a second and host in a run where nothing
-    happens.
-
-    A whole machine room that asked five times a second would keep its file system from other work.
-    """
-
-    rundir: RunDir
-    next: float = 0.0
-    count: int = 0
-    ended: bool = False
-    is_over: bool = False
-    stopping: bool = False  #: whether the run was asked to save and end
-
-    def _look(self, at_once: bool = False) -> None:
-        now = time.monotonic()
-        if now < self.next and not at_once:
-            return
-        self.next, self.count = now + EVERY, self.count + 1
-        signs = self.rundir.signs()
-        if ERROR in signs:
-            self.rundir.check()
-        self.is_over = OVER in signs
-        self.stopping = STOP in signs
-        self.ended = "end" in signs or (self.count % SELDOM == 0 and self.rundir.superseded())
-
-    def end(self) -> bool:
-        """Whether this host is to end now.
-
-        Raises:
-            PeerError: if the attempt has failed somewhere.
-        """
-        self._look()
-        return self.ended
-
-    def over(self, at_once: bool) -> bool:
-        """Whether the trainer has summed up.
-
-        Args:
-            at_once: a host whose own roles have ended does not wait for the next look.
-        """
-        self._look(at_once)
-        return self.is_over
 
 
 def _check(roles: list[Role], rundir: RunDir, told: SignalFlags, host: str) -> None:

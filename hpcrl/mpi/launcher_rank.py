@@ -147,7 +147,7 @@ class MpiHosts:
             log = rundir.logs / f"host-{place.host}.log"
             name = f"host {place.host} (MPI rank {place.rank})"
             begun = str(rundir.root), rundir.attempt
-            spare = place.host not in plan.needed_hosts
+            spare = place.host in plan.hosts and place.host not in plan.needed_hosts
             self.remote.append(RemoteHost(name, log, place.rank, self.channel, begun, expendable=spare))
             needed = files if place.rank in self.apart else {}
             self.channel.send(place.rank, BeginAttempt(str(rundir.root), rundir.attempt, needed))

@@ -1,7 +1,7 @@
 """Boxes of other machines, used as those of this one are.
 
 Invariants: a box is on a node that answers, the one with the fewest of this process's boxes; when a node is lost every
-box there is lost at once, and the node is used again once it answers; nothing is asked twice.
+box there is lost at once, and the node is used again once it answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpcrl.sandbox_nodes.connection import NodeConnection, NodeFull
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.retry import Pauses
 
-COME_UP = 300.0  #: seconds that the first node may take to come up
+COME_UP = 120.0  #: seconds that the first node may take to come up
 COME_BACK = 60.0  #: seconds without any node, once there was one
 LOOK = 0.2  #: seconds between two looks for a node
 
@@ -77,7 +77,8 @@ class NodesPool:
         self._count(used=1, handed_out=1, waited=now - begun)
 
         async def renew(before: BoxLine) -> BoxLine:
-            where.pop(before).close(before)
+            if node := where.pop(before, None):
+                node.close(before)
             line, node = await self._open(image, limits)
             where[line] = node
             return line
@@ -142,8 +143,7 @@ class NodesPool:
 
     async def _open(self, image: str, limits: BoxLimits) -> tuple[BoxLine, NodeConnection]:
         """A box, and the node that it is on; where that is lost meanwhile, of another."""
-        if self._closed:
-            raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
+        self._check_open()
         self._count(making=1)
         try:
             line, node = await self._tried(image, limits)
@@ -155,10 +155,15 @@ class NodesPool:
         finally:
             self._count(making=-1)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
+
     async def _tried(self, image: str, limits: BoxLimits) -> tuple[BoxLine, NodeConnection]:
         """A box of a node that has room; tried again while none has."""
         lost: list[SandboxLost] = []
         for pause in Pauses(0.1, 1.0, growth=1.5):
+            self._check_open()
             full: set[NodeConnection] = set()
             while node := await self._one(full):
                 try:
@@ -182,6 +187,7 @@ class NodesPool:
         for node in self._nodes:
             node.begin()
         while not (nodes := [node for node in self._nodes if node.up]):
+            self._check_open()
             if deadline.over:
                 raise SandboxLost(
                     f"no node with sandboxes has answered for {deadline.seconds:g} s",

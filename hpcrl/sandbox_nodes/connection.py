@@ -39,12 +39,14 @@ from hpcrl.sandbox_nodes.wire import (
     BoxMessage,
     BoxRequest,
     SendWindow,
+    TakenBytes,
     chunks,
     frames_of,
     message_of,
 )
 
 AGAIN = 1.0  #: seconds between two tries to connect
+ANSWER = 900.0  #: seconds that a node may take to make a box, its image included
 SHAKE = 20.0  #: seconds until both sides have proved their keys
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _HINT = "make what it was for again, in another box"
@@ -73,6 +75,7 @@ class _RemoteBox:
         self.line = BoxLine(number)
         self.reader = asyncio.StreamReader(limit=1 << 20)
         self.window = SendWindow()
+        self.taken = TakenBytes()
         self.ready: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
         self._task = asyncio.create_task(self._send())
@@ -95,7 +98,7 @@ class _RemoteBox:
     async def _send(self) -> None:
         while True:
             for piece in chunks(await self._unsent.get()):
-                await self.window.take(len(piece))
+                await self.window.take(piece)
                 await self._connection.send(DATA, self.number, piece)
 
 
@@ -147,10 +150,13 @@ class NodeConnection:
             NodeFull: if the node has no more.
             UsageError, Unconfined, SandboxLost: as `SandboxPool.box`.
         """
-        box = self._boxes[number] = _RemoteBox(self, number)
+        box = self._asked(number)
         try:
             await self.send(OPEN, number, _request(image, limits))
-            layered = await box.ready
+            layered = await asyncio.wait_for(box.ready, ANSWER)
+        except TimeoutError:
+            box.close()
+            raise SandboxLost(f"no sandbox was made: its node gave no answer within {ANSWER:g} s", _HINT) from None
         except BaseException:
             box.close()
             raise
@@ -163,12 +169,21 @@ class NodeConnection:
         Raises:
             UsageError, Unconfined, SandboxLost: as `SandboxPool.prepare`.
         """
-        box = self._boxes[number] = _RemoteBox(self, number)
+        box = self._asked(number)
         try:
             await self.send(PREPARE, number, _request(image, limits, count))
-            await box.ready
+            await asyncio.wait_for(box.ready, ANSWER)
+        except TimeoutError:
+            raise SandboxLost(f"no sandbox was made: its node gave no answer within {ANSWER:g} s", _HINT) from None
         finally:
             box.close()
+
+    def _asked(self, number: int) -> _RemoteBox:
+        """A box to ask for."""
+        if not self.up:
+            raise SandboxLost("no sandbox was made: the connection to its node is lost", _HINT)
+        box = self._boxes[number] = _RemoteBox(self, number)
+        return box
 
     def close(self, line: BoxLine) -> None:
         """End a box, and do not wait for that."""
@@ -200,8 +215,8 @@ class NodeConnection:
             try:
                 if peer := await asyncio.to_thread(newest, self._rundir, SandboxPeer, self.index):
                     why = await self._connected(peer)
-            except (HpcrlError, zmq.ZMQError) as error:
-                why = str(error)
+            except Exception as error:  # noqa: BLE001  (whatever it is, such as a file system that hiccups, the next try may do)
+                why = f"{type(error).__name__}: {error}"
             finally:
                 self._lost(why)
             await asyncio.sleep(AGAIN)
@@ -254,6 +269,7 @@ class NodeConnection:
     async def _listen(self, sock: zmq.asyncio.Socket) -> None:
         while True:
             frames = await sock.recv_multipart()
+            await asyncio.sleep(0)  # which a message that is there already does not
             message = message_of(frames)
             if box := self._boxes.get(message.number):
                 self._hear(box, message)
@@ -262,7 +278,8 @@ class NodeConnection:
         kind, number, body = message
         if kind == DATA:
             box.reader.feed_data(body)
-            self._begin(self.send(TAKEN, number, len(body).to_bytes(4, "big")))
+            if said := box.taken.due(body):
+                self._begin(self.send(TAKEN, number, said))
         elif kind == TAKEN:
             box.window.taken(int.from_bytes(body, "big"))
         elif kind == READY and not box.ready.done():
@@ -275,8 +292,10 @@ class NodeConnection:
         self._boxes.pop(box.number, None)
         if not box.ready.done():
             box.ready.set_exception(_ERRORS.get(end.kind, SandboxLost)(end.text, end.hint))
+            box.end(end.text)
+            return
         box.line.reason = end.text
-        box.end(end.text)
+        box.reader.feed_eof()  # what it has said before is read first
 
 
 def _request(image: str, limits: BoxLimits, count: int = 0) -> bytes:

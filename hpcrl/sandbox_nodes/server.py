@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,7 +35,9 @@ from hpcrl.sandbox_nodes.wire import (
     BoxMessage,
     BoxRequest,
     SendWindow,
+    TakenBytes,
     chunks,
+    cost,
     frames_of,
     message_of,
 )
@@ -58,7 +61,8 @@ class _Relay:
     task: asyncio.Task[None]
     window: SendWindow = field(default_factory=SendWindow)
     waiting: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
-    held: int = 0  #: bytes in `waiting`
+    held: int = 0  #: what is in `waiting` takes of the window
+    taken: TakenBytes = field(default_factory=TakenBytes)
 
 
 class SandboxServer:
@@ -66,6 +70,7 @@ class SandboxServer:
 
     def __init__(self, keys: auth.ServerKeys, pool: SandboxPool, say: Callable[[str], None]) -> None:
         self._pool = pool
+        self._say = say
         self._relays: dict[Place, _Relay] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = zmq.asyncio.Context()
@@ -113,6 +118,7 @@ class SandboxServer:
     async def _listen(self) -> None:
         while True:
             client, *frames = await self._socket.recv_multipart()
+            await asyncio.sleep(0)  # which a message that is there already does not
             try:
                 self._take(client, message_of(frames))
             except ValueError:  # of another version, or a client gone astray: its other boxes are well
@@ -124,16 +130,28 @@ class SandboxServer:
         if kind in (OPEN, PREPARE) and relay is None:
             work = self._box if kind == OPEN else self._prepare
             task = self._spawn(self._answering((client, number), work, body))
-            self._relays[client, number] = _Relay(task)
+            relay = self._relays[client, number] = _Relay(task)
+            task.add_done_callback(partial(self._forget, (client, number), relay))
         elif kind == DATA and relay:
-            relay.held += len(body)
+            relay.held += cost(body)
             if relay.held > WINDOW:
                 relay.task.cancel()
+                end = BoxEnd("lost", "more was sent to it than may be under way")
+                self._spawn(self._gone((client, number), end))
             relay.waiting.put_nowait(body)
         elif kind == TAKEN and relay:
             relay.window.taken(int.from_bytes(body, "big"))
         elif kind == END and relay:
             relay.task.cancel()
+
+    def _forget(self, place: Place, relay: _Relay, _: object) -> None:
+        """A client has a box no more, or never had it."""
+        if self._relays.get(place) is relay:
+            del self._relays[place]
+
+    async def _gone(self, place: Place, end: BoxEnd) -> None:
+        with contextlib.suppress(_ClientGone):
+            await self._send(place, GONE, msgspec.msgpack.encode(end))
 
     async def _send(self, place: Place, kind: bytes, body: bytes = b"") -> None:
         """Send a message.
@@ -163,11 +181,11 @@ class SandboxServer:
             end = BoxEnd(kind, error.what, error.hint)
         except _ClientGone:
             end = None
-        finally:
-            self._relays.pop(place, None)
+        except Exception as error:  # noqa: BLE001  (its client waits for an answer, whatever went wrong here)
+            self._say(f"sandboxes: {type(error).__name__}: {error}")
+            end = BoxEnd("lost", f"its node says {type(error).__name__}: {error}")
         if end:
-            with contextlib.suppress(_ClientGone):
-                await self._send(place, GONE, msgspec.msgpack.encode(end))
+            await self._gone(place, end)
 
     async def _prepare(self, place: Place, wish: BoxRequest) -> None:
         await self._pool.prepare(wish.count, wish.image, BoxLimits(**wish.limits))
@@ -197,8 +215,9 @@ class SandboxServer:
             while True:
                 data = await relay.waiting.get()
                 await line.send(data)
-                relay.held -= len(data)
-                await self._send(place, TAKEN, len(data).to_bytes(4, "big"))
+                relay.held -= cost(data)
+                if said := relay.taken.due(data):
+                    await self._send(place, TAKEN, said)
 
     async def _down(self, place: Place, line: BoxLine) -> None:
         """What the box says goes to the client."""
@@ -208,7 +227,7 @@ class SandboxServer:
         async def take(data: bytes) -> None:
             try:
                 for piece in chunks(data):
-                    await relay.window.take(len(piece))
+                    await relay.window.take(piece)
                     await self._send(place, DATA, piece)
             except _ClientGone as error:
                 gone.append(error)

@@ -11,7 +11,8 @@
 
 Numbers are the client's.  Bytes are those of a stream (`hpcrl.sandbox.frames`), cut where it suits the connection.
 
-Invariant: of each stream at most WINDOW bytes are under way, so that neither side holds more of it.
+Invariant: of each stream at most WINDOW bytes are under way, a message counting as LEAST at least, so that neither side
+holds more of it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from hpcrl.queue.frames import cut, joined
 
 OPEN, PREPARE, DATA, TAKEN, END, READY, GONE = b"O", b"P", b"D", b"T", b"E", b"R", b"G"
 WINDOW = 4 << 20  #: bytes of a stream that were sent and not taken yet
+LEAST = 4 << 10  #: bytes that a message costs of the window, however short it is
+ACK = 64 << 10  #: bytes that were taken, after which that is said
 CHUNK = 256 << 10  #: bytes of one message
 MOST = CHUNK + (64 << 10)  #: bytes of a message that a reader takes
 KINDS = ("data", "error", "full", "lost", "unconfined", "usage")  #: of errors; full: another node may have room
@@ -87,6 +90,26 @@ def chunks(data: bytes) -> Iterator[bytes]:
         yield data[start : start + CHUNK]
 
 
+def cost(data: bytes) -> int:
+    """What a message with these bytes takes of the window."""
+    return max(len(data), LEAST)
+
+
+class TakenBytes:
+    """What was taken of the other side's stream, and is not yet said."""
+
+    def __init__(self) -> None:
+        self._owed = 0
+
+    def due(self, data: bytes) -> bytes:
+        """The body of a TAKEN, now that these were taken too; b"" while there is too little to say."""
+        self._owed += cost(data)
+        if self._owed < ACK:
+            return b""
+        said, self._owed = self._owed, 0
+        return said.to_bytes(4, "big")
+
+
 class SendWindow:
     """How much of a stream may still be sent."""
 
@@ -95,8 +118,9 @@ class SendWindow:
         self._room = asyncio.Event()
         self._room.set()
 
-    async def take(self, count: int) -> None:
-        """Wait until so many bytes may be sent; they are under way then."""
+    async def take(self, data: bytes) -> None:
+        """Wait until a message with these bytes may be sent; it is under way then."""
+        count = cost(data)
         while self._left < count:
             self._room.clear()
             await self._room.wait()

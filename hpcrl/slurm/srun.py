@@ -119,7 +119,8 @@ class SrunHosts:
         if self.examined:
             return
         self.examined = True
-        roles = ["trainer", "engine", "rollout"][: len(self.groups) - bool(options.sandbox_hosts)]
+        own = bool(options.sandbox_hosts and self.groups[1:])
+        roles = ["trainer", "engine", "rollout"][: len(self.groups) - own]
         roles += ["sandbox"] * (len(self.groups) - len(roles))
         steps = [
             NodeStep(role, len(g.nodes), g.slots, [*g.step, "doctor"])

@@ -11,8 +11,10 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, PeerError
 from hpcrl.launch import host, probe, roles
+from hpcrl.launch.attempts import run_dir_poller
+from hpcrl.launch.attempts.run_dir_poller import RunDirPoller
 from hpcrl.launch.engines import restarter
-from hpcrl.launch.host import HostRoles, RunDirPoller
+from hpcrl.launch.host import HostRoles
 from hpcrl.plan import Host, make_plan
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir, listed
@@ -39,7 +41,7 @@ def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.Mon
     """Counted where the calls are made, its engines' keeper and its signs of life (two calls each) among them."""
     clock, asked = TimeLimitWatcher(), []
     listdir, read = os.listdir, Path.read_bytes
-    monkeypatch.setattr(host, "time", clock)
+    monkeypatch.setattr(run_dir_poller, "time", clock)
     monkeypatch.setattr(os, "listdir", lambda path: asked.append(path) or listdir(path))
     monkeypatch.setattr(Path, "read_bytes", lambda path: asked.append(path) or read(path))
     monkeypatch.setattr(restarter, "time", clock)
@@ -55,7 +57,7 @@ def test_a_host_asks_about_once_a_second(rundir: RunDir, monkeypatch: pytest.Mon
 def test_end_mark_of_its_own_attempt(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host knows that the run is over by the mark of its own attempt."""
     clock = TimeLimitWatcher()
-    monkeypatch.setattr(host, "time", clock)
+    monkeypatch.setattr(run_dir_poller, "time", clock)
     looks = RunDirPoller(rundir)
     write_summary(rundir.root, Summary("stopped", rundir.attempt + 1))
     assert not looks.over(at_once=True), "an attempt that has no directory here"
@@ -66,18 +68,18 @@ def test_end_mark_of_its_own_attempt(rundir: RunDir, monkeypatch: pytest.MonkeyP
 def test_end_when_told_or_superseded(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host ends when it is told to, and when the run continues without it."""
     clock = TimeLimitWatcher()
-    monkeypatch.setattr(host, "time", clock)
+    monkeypatch.setattr(run_dir_poller, "time", clock)
     told, left = RunDirPoller(rundir), RunDirPoller(rundir)
     assert not told.end()
     rundir.request_end()
     assert not told.end(), "it looks every two seconds"
-    clock.sleep(host.EVERY)
+    clock.sleep(run_dir_poller.EVERY)
     assert told.end()
     (rundir.here / "end").unlink()
     RunDir(rundir.root, 1).begin()
-    for _ in range(host.SELDOM):
+    for _ in range(run_dir_poller.SELDOM):
         ended = left.end()
-        clock.sleep(host.EVERY)
+        clock.sleep(run_dir_poller.EVERY)
     assert ended
     rundir.fail("engine", 3, "no memory")
     with pytest.raises(PeerError, match="engine-3: no memory"):

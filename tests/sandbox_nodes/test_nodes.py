@@ -21,13 +21,16 @@ from hpcrl.run.peers import SandboxPeer, newest, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, sandbox
 from hpcrl.sandbox import pool as pools
-from hpcrl.sandbox_nodes import client, wire
+from hpcrl.sandbox_nodes import client, connection, wire
 from hpcrl.sandbox_nodes.client import NodesPool
 from hpcrl.sandbox_nodes.server import SandboxServer
 from hpcrl.sandbox_nodes.where import VARIABLE, SandboxPlace, follow
 from tests.sandbox.test_pool import run, sleepers, until
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+
+
+servers: list[SandboxServer] = []  #: of `node`
 
 
 @pytest.fixture
@@ -46,6 +49,7 @@ async def node(
     said: list[str] = []
     pool = SandboxPool(warm, most)
     server = SandboxServer(server_keys(rundir, "sandboxes"), pool, said.append)
+    servers.append(server)
     peer = SandboxPeer(host="127.0.0.1", port=server.start("127.0.0.1"), incarnation=incarnation)
     publish(rundir, peer, index)
     try:
@@ -290,3 +294,94 @@ def test_sandboxes_are_where_the_run_says(rundir: RunDir, monkeypatch: pytest.Mo
 
     run(work())
     assert made[0].func is (NodesPool if nodes else SandboxPool)  # type: ignore[attr-defined]
+
+
+def test_a_reset_that_failed_may_be_asked_for_again(rundir: RunDir) -> None:
+    async def work() -> None:
+        async with NodesPool(rundir, 1) as nodes, node(rundir, warm=0) as pool, nodes.box() as box:
+            pool._closed = True  # no box is made there any more
+            with pytest.raises(UsageError, match="closed"):
+                await box.reset()
+            pool._closed = False
+            await box.reset()
+            assert (await box.run("echo new")).stdout == "new\n"
+
+    run(work())
+
+
+def test_a_node_with_trouble_of_its_own_says_so(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nothing here expects is an answer all the same: the box is lost, and nothing waits for it."""
+
+    async def work() -> None:
+        async with node(rundir, warm=0) as pool, NodesPool(rundir, 1) as nodes:
+
+            async def no_room(*_: object) -> None:
+                raise OSError(24, "Too many open files")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(pool, "_take", no_room)
+                with pytest.raises(SandboxLost, match="Too many open files"):
+                    async with nodes.box():
+                        pass
+            async with nodes.box() as box:
+                assert (await box.run("true")).ok
+
+    run(work())
+
+
+def test_a_run_directory_that_fails_for_a_moment(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node is looked for again."""
+    looks: list[int] = []
+
+    def fails_once(*words: object) -> SandboxPeer | None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise OSError(5, "Input/output error")
+        return newest(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(connection, "newest", fails_once)
+
+    async def work() -> None:
+        async with node(rundir), NodesPool(rundir, 1) as nodes, nodes.box() as box:
+            assert (await box.run("true")).ok and len(looks) > 1
+
+    run(work())
+
+
+def test_wishes_that_are_taken_back_at_once(rundir: RunDir) -> None:
+    """Nothing of them is left on the node."""
+
+    async def work() -> None:
+        async with node(rundir) as pool, NodesPool(rundir, 1) as nodes, nodes.box():
+            sock = nodes._nodes[0]._socket
+            assert sock is not None
+            request = msgspec.msgpack.encode(wire.BoxRequest("system", vars(BoxLimits())))
+            for number in range(1000, 1200):
+                await sock.send_multipart(wire.frames_of(wire.BoxMessage(wire.OPEN, number, request)))
+                await sock.send_multipart(wire.frames_of(wire.BoxMessage(wire.END, number)))
+            async with nodes.box() as box:
+                assert (await box.run("true")).ok
+            await until(lambda: pool.counts().used == 1 and len(servers[-1]._relays) == 1)
+
+    servers.clear()
+    run(work())
+
+
+def test_a_stream_in_small_pieces_is_bounded() -> None:
+    """Each message takes of the window, so that few are under way however short they are."""
+
+    async def work() -> None:
+        window, taken = wire.SendWindow(), wire.TakenBytes()
+        count = 0
+        for _ in range(wire.WINDOW // wire.LEAST):
+            await window.take(b"x")
+            count += 1
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(window.take(b"x"), 0.2)
+        for _ in range(count):
+            if said := taken.due(b"x"):
+                window.taken(int.from_bytes(said, "big"))
+        for _ in range(count - wire.ACK // wire.LEAST):
+            await window.take(b"x")
+
+    run(work())

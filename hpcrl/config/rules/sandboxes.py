@@ -10,17 +10,29 @@ from hpcrl.errors import UsageError
 
 
 def check_sandboxes(o: Options) -> None:
-    """Raise UsageError for sandboxes on engines' nodes where what is sampled comes from other engines alone."""
+    """Raise UsageError for places and numbers of sandboxes that cannot be."""
+    if o.sandbox_warm > o.sandbox_most:
+        raise UsageError(
+            f"--sandbox-warm {o.sandbox_warm} is more than --sandbox-most {o.sandbox_most}", "make fewer ahead"
+        )
+    if o.sandbox_hosts and (o.elastic or o.spares):
+        which = "--elastic" if o.elastic else f"--spares {o.spares}"
+        raise UsageError(
+            f"--sandbox-on nodes with {which}: a host that is lost would be replaced by one of another kind",
+            "leave one of them out; the loss of a node with sandboxes ends no run without it",
+        )
     if o.sandbox_on == "engines" and o.needs_engines and not o.num_engines:
         raise UsageError("--sandbox-on engines: this run starts no engine", "give --sandbox-on nodes, or leave it out")
 
 
 def inert_in_sandboxes(o: Options) -> Iterator[tuple[str, str]]:
     """Options of sandboxes without effect, several in one string -> why."""
+    every = "sandbox_on sandbox_num_nodes sandbox_cpus sandbox_kind sandbox_warm sandbox_most"
     users = (name for name, point in POINTS.items() if point.role != "trainer")
     if not any(paths_of(o, name) for name in users) and not o.eval_config:
-        every = "sandbox_on sandbox_num_nodes sandbox_cpus sandbox_kind sandbox_warm sandbox_most"
         yield every, "no custom function is given, and nothing else uses sandboxes"
+    elif not o.needs_engines:
+        yield every, "nothing is sampled"
     if o.sandbox_on != "nodes":
         yield "sandbox_num_nodes", "--sandbox-on nodes is not given"
     if o.sandbox_on == "rollout":

@@ -18,12 +18,16 @@ class SandboxOptions(Base):
     sandbox_num_nodes: int | None = opt(None, "nodes of their own, with --sandbox-on nodes; default: 1", ge=1)
     sandbox_cpus: int | None = opt(
         None,
-        "cores of each node that sandboxes run on, the last of those that the run has there; default: with "
-        "--sandbox-on nodes all, with engines all, which they share",
+        "processors (hardware threads) of each node that sandboxes run on, the last of those that the run has there; "
+        "default: all, which they share with engines",
         ge=1,
     )
     sandbox_kind: Literal["namespaces", "bubblewrap", "apptainer"] | None = opt(
         None, "who makes their namespaces; default: what HPCRL_SANDBOX_KIND says where they are, or namespaces"
     )
-    sandbox_warm: int = opt(2, "sandboxes of each image that are made ahead, on each node", ge=0)
-    sandbox_most: int = opt(64, "sandboxes in use at once on each node; who asks for more waits", ge=1)
+    sandbox_warm: int = opt(
+        2,
+        "sandboxes of each image that are made ahead, on each node, or with --sandbox-on rollout by each process",
+        ge=0,
+    )
+    sandbox_most: int = opt(64, "sandboxes in use at once, of each of these; who asks for more waits", ge=1)

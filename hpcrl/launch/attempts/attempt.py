@@ -199,7 +199,7 @@ def _watch(
     while not over or any(m.status is None for m in needed):
         poll()
         # at once where a host has ended or a user waits; else seldom: the directory is shared by all hosts
-        if stop.requests or looked.due(LOOK) or any(m.status is not None for m in members):
+        if stop.requests or looked.due(LOOK) or any(m.status is not None for m in needed):
             _check(members, rundir)
             over = summary_of(rundir) is not None
         _check_hosts(pulse, hosts, options.hang_timeout, rundir)

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 import psutil
 
 from hpcrl.errors import HpcrlError, PeerError, UsageError
+from hpcrl.launch.attempts.run_dir_poller import RunDirPoller
 from hpcrl.launch.engines.restarter import EngineRestarter
-from hpcrl.launch.host import RunDirPoller
 from hpcrl.launch.probe import HostReport, choose, host_report
 from hpcrl.launch.roles import GRACE, Role, devices, start
 from hpcrl.launch.stop_signals import SignalFlags

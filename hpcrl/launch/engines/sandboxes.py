@@ -1,4 +1,4 @@
-"""The sandboxes of one host: their server is started again when it has ended, as often as it may be in an attempt.
+"""The sandboxes of one host: their server is started again whenever it has ended, after pauses that grow.
 
 Invariant: one that has never served is not started again: what it says of itself is the attempt's error.
 """
@@ -15,8 +15,9 @@ from hpcrl.run.engine_files import PAUSE
 from hpcrl.run.peers import SandboxPeer, newest
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
+from hpcrl.toolbox.retry import Pauses
 
-RESTARTS = 5  #: of a host's server in an attempt
+PAUSES = Pauses(PAUSE, 60.0)  #: between the end of a server and its next start
 
 R = TypeVar("R", bound=Kept)
 
@@ -41,12 +42,11 @@ class SandboxRestarter(Generic[R]):
         """Take ended servers that may start again out of `roles`, and put started ones in."""
         now = time.monotonic()
         for role in [r for r in roles if r.name == SANDBOX and r.status is not None]:
-            count = self._starts[role.index]
-            if count == RESTARTS or newest(self._rundir, SandboxPeer, role.index) is None:
+            if newest(self._rundir, SandboxPeer, role.index) is None:
                 continue
-            say(f"{role.exit_report()}; it is started again ({count + 1} of {RESTARTS})")
+            say(f"{role.exit_report()}; it is started again")
             roles.remove(role)
-            self._due[role.index] = now + PAUSE
+            self._due[role.index] = now + PAUSES.after(self._starts[role.index] + 1)
         for index in [index for index, due in self._due.items() if due <= now]:
             del self._due[index]
             self._starts[index] += 1

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.rules.option_rules import check_options
+from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.errors import UsageError
 from hpcrl.sandbox.kinds.choose import kind_names
 
@@ -29,6 +29,9 @@ OWN = GRPO | {"custom_generate_function_path": "mine.generate"}
     [
         (GRPO | {"sandbox_on": "nodes"}, "--sandbox-on has no effect.*no custom function"),
         (OWN | {"sandbox_num_nodes": 2}, "--sandbox-num-nodes has no effect.*--sandbox-on nodes"),
+        (OWN | {"sandbox_warm": 9, "sandbox_most": 8}, "--sandbox-warm 9 is more"),
+        (OWN | {"sandbox_on": "nodes", "elastic": True}, "--sandbox-on nodes with --elastic"),
+        (OWN | {"sandbox_on": "nodes", "spares": 1}, "--sandbox-on nodes with --spares 1"),
         (OWN | {"sandbox_cpus": 2}, "--sandbox-cpus has no effect"),
         (
             OWN
@@ -57,6 +60,12 @@ def test_refused(values: dict[str, Any], why: str) -> None:
 )
 def test_allowed(values: dict[str, Any]) -> None:
     check_options(Options(**(OWN | values)))
+
+
+def test_nothing_is_sampled() -> None:
+    """Without effect, and no node is asked for."""
+    o = Options(**(OWN | {"sandbox_on": "nodes", "load_debug_rollout_data": "d"}))
+    assert inert(o)["sandbox_on"] == "nothing is sampled" and o.sandbox_hosts == 0
 
 
 def test_every_kind_can_be_chosen() -> None:
