@@ -113,6 +113,7 @@ def test_spare_host_takes_a_place(cluster: Cluster, tmp_path: Path, task: Path, 
     assert metrics(job.root) == metrics(undisturbed) and samples(job.root) == samples(undisturbed)
 
 
+@pytest.mark.soak
 def test_elastic_job_trains_on_fewer_hosts(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """A job without a spare host loses one of two: it continues on the other, and its losses are those of two to what
     rounding makes of them."""
