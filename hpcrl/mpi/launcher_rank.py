@@ -63,7 +63,7 @@ class RemoteHost:
     begun: tuple[str, int]
     ended: int | None = None
     memory: None = None
-    expendable: bool = False
+    expendable: str = ""
 
     @property
     def status(self) -> int | None:
@@ -147,7 +147,7 @@ class MpiHosts:
             log = rundir.logs / f"host-{place.host}.log"
             name = f"host {place.host} (MPI rank {place.rank})"
             begun = str(rundir.root), rundir.attempt
-            spare = place.host in plan.hosts and place.host not in plan.needed_hosts
+            spare = place.host if place.host in plan.hosts and place.host not in plan.needed_hosts else ""
             self.remote.append(RemoteHost(name, log, place.rank, self.channel, begun, expendable=spare))
             needed = files if place.rank in self.apart else {}
             self.channel.send(place.rank, BeginAttempt(str(rundir.root), rundir.attempt, needed))

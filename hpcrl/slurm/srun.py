@@ -162,7 +162,7 @@ class SrunHosts:
                 process = spawn(
                     self._step(dataclasses.replace(every, step=tuple(step_on(every.step, node))), "host", rundir), log
                 )
-                members.append(HostProcess(f"srun on {node}", log, process, expendable=True))
+                members.append(HostProcess(f"srun on {node}", log, process, expendable=node))
         return members
 
     def _replace(self, names: list[str], why: str, rundir: RunDir) -> list[str]:

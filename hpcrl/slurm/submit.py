@@ -115,7 +115,7 @@ def _component(script: BatchScript, request: AllocationRequest, site: SlurmSite,
             _directive(x)
             for x in (*(_job(script, request, site) if index == 0 else ()), *component_options(component, site))
         ]
-        + ["no-kill"] * (request.outlives_nodes or component.name == "sandbox"),  # one of them may be lost
+        + ["no-kill"] * request.outlives_nodes,
         "slots": component.slots,
         "step": shlex.join(step(component, group, site, script, request.outlives_nodes)),
     }

@@ -40,14 +40,14 @@ class HostProcess:
 
     Attributes:
         memory: what the kernel had killed before, where the process and what it stands for are on this host.
-        expendable: whether the attempt does without it: its host has sandboxes, and nothing else.
+        expendable: the host that it stands for, if that has sandboxes and nothing else: an attempt does without it.
     """
 
     name: str
     log: Path
     process: subprocess.Popen[bytes]
     memory: MemoryWatch | None = None
-    expendable: bool = False
+    expendable: str = ""
 
     @property
     def status(self) -> int | None:
@@ -78,7 +78,7 @@ class HostHandle(Protocol):
     name: str
     log: Path
     memory: MemoryWatch | None
-    expendable: bool
+    expendable: str
 
     @property
     def status(self) -> int | None: ...
@@ -128,7 +128,8 @@ class HeldHosts:
 
     def pause(self, rundir: RunDir, poll: Callable[[], None]) -> bool:
         """Wait until the failed attempt has ended on every host but for its engines: until none is `absent` but those
-        that are known to be lost, or for PAUSING seconds, or until a host's own process has ended.
+        that are known to be lost, or for PAUSING seconds, or until a host's own process has ended.  Hosts that are
+        expendable are not waited for: they follow when they can.
 
         Returns:
             Whether none is absent; else they are left out, or `end` is next.
@@ -139,14 +140,18 @@ class HeldHosts:
         except HpcrlError:  # it failed before it had one
             return False
         deadline = Deadline(PAUSING)
-        while self.members and not records.damaged and not deadline.over:
+        expendable = {m.expendable for m in self.members}
+        needed = [m for m in self.members if not m.expendable]
+        while needed and not records.damaged and not deadline.over:
             poll()
-            if any(m.status is not None or (m.lost() and not m.lives_without()) for m in self.members):
+            if any(m.status is not None or (m.lost() and not m.lives_without()) for m in needed):
                 self.absent = {host.name for host in self.hosts}
                 return False
             names = [name for name in listed(rundir.here / BEATS) if not name.startswith(".")]
             records.look()
-            self.absent = {host.name for host in self.hosts if not _all_of(host.name, names, records.found)}
+            self.absent = {
+                host.name for host in self.hosts if not _all_of(host.name, names, records.found)
+            } - expendable
             if all(any(host in m.lives_without() for m in self.members) for host in self.absent):
                 break
             time.sleep(LOOK)

@@ -63,7 +63,7 @@ def test_file_system_that_fails_as_an_attempt_begins(tmp_path: Path, monkeypatch
     monkeypatch.setattr(RunDir, "begin", stale)
     with pytest.raises(HpcrlError, match="attempt 0 of.*Stale file handle"):
         attempt.run_attempt(Options(), None, "id", rundir, StopRequest(), lambda: None, HeldHosts(), 0)  # type: ignore[arg-type]
-    assert not HeldHosts(members=[SimpleNamespace(status=None)]).pause(rundir, lambda: None)  # type: ignore[list-item]
+    assert not HeldHosts(members=[SimpleNamespace(status=None, expendable="")]).pause(rundir, lambda: None)  # type: ignore[list-item]
 
 
 def test_error_that_a_host_could_not_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_error_that_a_host_could_not_record(tmp_path: Path, monkeypatch: pytest.
     log = tmp_path / "host.log"
     log.write_text("10:00:00 error: on node1: rollout-0 ended with exit code 1; it says: the file system is full\n")
     ended = SimpleNamespace(
-        name="the process of this host", status=1, log=log, memory=None, expendable=False, lost=lambda: ""
+        name="the process of this host", status=1, log=log, memory=None, expendable="", lost=lambda: ""
     )
     with pytest.raises(
         PeerError,

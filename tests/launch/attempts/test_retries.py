@@ -92,8 +92,10 @@ def test_a_new_checkpoint_counts_anew() -> None:
     assert reason_to_end([failed(step=n) for n in range(9)], 4, 1) == ""
 
 
-def member(status: int | None = None, lost: str = "", without: str = "") -> Any:
-    return SimpleNamespace(status=status, lost=lambda: lost, lives_without=lambda: frozenset(without))
+def member(status: int | None = None, lost: str = "", without: str = "", expendable: str = "") -> Any:
+    return SimpleNamespace(
+        status=status, lost=lambda: lost, lives_without=lambda: frozenset(without), expendable=expendable
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,9 @@ def member(status: int | None = None, lost: str = "", without: str = "") -> Any:
         ([member(), member(1)], "tabcd", False),
         ([member(), member(lost="host b: its process died")], "tabcd", False),
         ([member(), member(lost="Node failure on d", without="d")], "tabc", False),
+        ([member(), member(1, expendable="d")], "tabc", True),
+        ([member(), member(expendable="d")], "tabc", True),
+        ([member(1), member(expendable="d")], "tabc", False),
         ([], "tabcd", False),
     ],
 )
