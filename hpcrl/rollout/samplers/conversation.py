@@ -166,5 +166,4 @@ class Conversation:
 
     def sample(self) -> Sample:
         """All of it as a sample: a function may return several, of several conversations."""
-        t = self.trajectory
-        return t.sample(self._sample, self._args.tokenizer.decode(np.asarray(t.tokens[len(t.prompt) :], np.int32)))
+        return self.trajectory.sample(self._sample, self._args.tokenizer)

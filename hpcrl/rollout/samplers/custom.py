@@ -213,11 +213,8 @@ class CustomSampler:
         reward = math.nan if done.reward is None else done.reward
         found = []
         for dialogue in session.dialogues:
-            trajectory = dialogue.trajectory
-            text = self._tokenizer.decode(np.asarray(trajectory.tokens[len(trajectory.prompt) :], np.int32))
-            sample = replace(
-                trajectory.sample(prompt, text), metadata=done.metadata, reward=reward, rewards=done.rewards
-            )
+            made = dialogue.trajectory.sample(prompt, self._tokenizer)
+            sample = replace(made, metadata=done.metadata, reward=reward, rewards=done.rewards)
             sample.transcript = turns_of(sample, self._tokenizer)
             found.append(sample)
         return done, _with_commands(found, done)

@@ -81,24 +81,22 @@ class Trajectory:
         self.logprobs += logprobs
         self.versions += versions
 
-    def sample(self, asked: Sample, response: str) -> Sample:
+    def sample(self, asked: Sample, tokenizer: Tokenizer) -> Sample:
         """All of it as a sample of the same prompt as `asked`.
 
-        What it was told after its last turn is left out: no token follows that could be learned.
-
-        Args:
-            response: its text.
+        What it was told after its last turn is left out, of its text too: no token follows that could be learned.
         """
         length = max((i + 1 for i, mask in enumerate(self.loss_mask) if mask), default=self.response_length)
+        tokens = np.asarray(self.tokens[: len(self.prompt) + length], np.int32)
         return replace(
             asked,
-            tokens=np.asarray(self.tokens[: len(self.prompt) + length], np.int32),
+            tokens=tokens,
             response_length=length,
             loss_mask=np.asarray(self.loss_mask[:length], np.uint8),
             logprobs=np.asarray(self.logprobs[:length], np.float32),
             versions=np.asarray(self.versions[:length], np.int32),
             status=TRUNCATED if self.finish == LENGTH else COMPLETED,
-            response=response,
+            response=tokenizer.decode(tokens[len(self.prompt) :]),
             metadata=dict(asked.metadata),
             rewards={},
         )
