@@ -153,6 +153,16 @@ def make_model(directory: Path, seed: int, tokenizer=None, experts: int = 0) -> 
     tokenizer.save_pretrained(directory)
 
 
+def given_directory(doc: str | None) -> argparse.Namespace:
+    """--out, which is made, and --seed: the command of a task that a small model learns with tools."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1234)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
+
+
 def answers(stage: Path) -> str:
     """A table of a stage's evaluations: the share of answers that are worked out, and how many of both kinds are
     right."""

@@ -6,7 +6,6 @@ model of 0.3 million weights has to choose the command alone.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import re
 import string
@@ -80,11 +79,7 @@ def main(doc: str | None, write: Callable[[Path, int], None], characters: str) -
     Args:
         characters: that the model writes, in addition to digits.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=1234)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = arithmetic.given_directory(doc)
     write(args.out, args.seed)
     for name in ("train", "heldout"):
         (args.out / name / "images.toml").write_text('"debian:12" = "system"  # the programs of the node\n')

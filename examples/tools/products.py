@@ -12,7 +12,6 @@ Writes, the same for the same seed:
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import random
@@ -71,11 +70,7 @@ def write_prompts(directory: Path, seed: int) -> None:
 def write_task(doc: str | None, write: Callable[[Path, int], None], characters: str) -> None:
     """The command of a task that a small Qwen3 learns with a tool: its prompts, and a model that writes digits, these
     characters and SPECIAL."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=1234)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = arithmetic.given_directory(doc)
     write(args.out, args.seed)
     roles = ["<|user|>", "<|assistant|>", "<|tool|>"]
     arithmetic.make_model(

@@ -53,6 +53,10 @@ class PoolCounts(NamedTuple):
     waited: float = 0.0
     seconds: float = 0.0
 
+    def plus(self, **more: float) -> PoolCounts:
+        """These counts, with some of them larger by so much."""
+        return self._replace(**{name: getattr(self, name) + value for name, value in more.items()})
+
 
 class SandboxPool:
     """Keeps boxes ready, and hands each to one caller: `async with pool.box("system") as box`."""
@@ -193,7 +197,7 @@ class SandboxPool:
         await self.close()
 
     def _count(self, **more: float) -> None:
-        self._counts = self._counts._replace(**{name: getattr(self._counts, name) + more[name] for name in more})
+        self._counts = self._counts.plus(**more)
 
     def _lines_of(self, kind: Kind) -> deque[BoxLine]:
         """The boxes that are ready of a kind, which is the one used last from now on."""

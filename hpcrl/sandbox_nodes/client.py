@@ -139,7 +139,7 @@ class NodesPool:
         await self.close()
 
     def _count(self, **more: float) -> None:
-        self._counts = self._counts._replace(**{name: getattr(self._counts, name) + more[name] for name in more})
+        self._counts = self._counts.plus(**more)
 
     async def _open(self, image: str, limits: BoxLimits) -> tuple[BoxLine, NodeConnection]:
         """A box, and the node that it is on; where that is lost meanwhile, of another."""

@@ -18,6 +18,7 @@ from hpcrl.harbor.leftovers import NothingLeft, pack
 from hpcrl.harbor.task import HarborTask, read_task
 from hpcrl.harbor.verdict import TaskVerdict, check_verifier, collect, run_in, task_box, verdict
 from hpcrl.sandbox import Box, SandboxLost, SandboxPool
+from hpcrl.sandbox.box_root import WORK
 from hpcrl.sandbox.pool import default_pool
 from tests.support.harbor_tasks import TOML, write_image, write_task
 
@@ -78,7 +79,7 @@ def test_what_is_left_is_judged(loop: asyncio.Runner, task: HarborTask) -> None:
         "mkdir -p /tests; printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt' > /tests/test.sh",
         "rm -rf /app/data; ln -s /tests /app/data; ln -s /logs/verifier /app/v",
         "mkdir bin; printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt' > bin/cat; chmod +x bin/cat",
-        "echo 'echo 1 > /logs/verifier/reward.txt' > /work/.bashrc; cp /work/.bashrc /work/.profile",
+        f"cd {WORK}; echo 'echo 1 > /logs/verifier/reward.txt' > .bashrc; cp .bashrc .profile",
         "mkfifo pipe; ln -s /proc/self/root root; ln -s /app/loop loop",
     ],
 )

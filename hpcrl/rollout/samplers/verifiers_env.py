@@ -18,7 +18,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,23 @@ def write(path: Path, lines: Iterable[dict[str, Any]]) -> int:
     return len(texts)
 
 
+def written(out: Path, make: Callable[[], tuple[Iterable[dict[str, Any]], Iterable[dict[str, Any]]]]) -> int:
+    """Write train.jsonl and heldout.jsonl, and say so; the exit status.
+
+    Args:
+        make: gives the lines of both, those of heldout.jsonl being read first.
+    """
+    try:
+        train, held = make()
+        out.mkdir(parents=True, exist_ok=True)
+        counts = [write(out / name, lines) for name, lines in (("heldout.jsonl", held), ("train.jsonl", train))]
+    except HpcrlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{counts[1]} prompts in {out / 'train.jsonl'}, {counts[0]} in {out / 'heldout.jsonl'}")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hpcrl.rollout.samplers.verifiers_env", description="Write train.jsonl and heldout.jsonl."
@@ -135,17 +152,13 @@ def main() -> int:
     parser.add_argument("--eval", type=int, default=64, help="lines of heldout.jsonl")
     parser.add_argument("--args", type=json.loads, default={}, help="JSON object that the environment is loaded with")
     given = parser.parse_args()
-    try:
+
+    def lines() -> tuple[Iterable[dict[str, Any]], Iterable[dict[str, Any]]]:
         environment = load(given.environment, given.args)
-        given.out.mkdir(parents=True, exist_ok=True)
-        lines = partial(rows, given.environment, given.args)
-        train = write(given.out / "train.jsonl", lines(environment.get_dataset()))
-        held = write(given.out / "heldout.jsonl", lines(environment.get_eval_dataset(given.eval)))
-    except HpcrlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"{train} prompts in {given.out / 'train.jsonl'}, {held} in {given.out / 'heldout.jsonl'}")
-    return 0
+        made = partial(rows, given.environment, given.args)
+        return made(environment.get_dataset()), made(environment.get_eval_dataset(given.eval))
+
+    return written(given.out, lines)
 
 
 if __name__ == "__main__":

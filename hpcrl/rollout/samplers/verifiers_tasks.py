@@ -26,7 +26,7 @@ from typing import Any
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.harbor.task import usual_workdir
-from hpcrl.rollout.samplers.verifiers_env import numbers, write
+from hpcrl.rollout.samplers.verifiers_env import numbers, written
 from hpcrl.sample import Sample
 from hpcrl.sandbox import BoxLimits, sandbox
 
@@ -162,16 +162,12 @@ def main() -> int:
     parser.add_argument("--image", default="system", help="of its sandbox: an unpacked root file system")
     given = parser.parse_args()
     asked = {"taskset": given.taskset, "args": given.args, "shell": given.shell, "image": given.image}
-    try:
+
+    def lines() -> tuple[Iterable[dict[str, Any]], Iterable[dict[str, Any]]]:
         tasks = iter(itertools.islice(load(given.taskset, given.args), given.most))
-        given.out.mkdir(parents=True, exist_ok=True)
-        held = write(given.out / "heldout.jsonl", rows(asked, itertools.islice(tasks, given.eval)))
-        train = write(given.out / "train.jsonl", rows(asked, tasks))
-    except HpcrlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"{train} prompts in {given.out / 'train.jsonl'}, {held} in {given.out / 'heldout.jsonl'}")
-    return 0
+        return rows(asked, tasks), rows(asked, itertools.islice(tasks, given.eval))
+
+    return written(given.out, lines)
 
 
 if __name__ == "__main__":
