@@ -172,7 +172,7 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
     # with another interpreter or image on the nodes, packages here are those of the command alone
     yield from packages.check_packages(roles=site.python in (None, sys.executable) and site.container.kind == "none")
     yield _sandbox()
-    yield check_kinds()
+    yield check_kinds({options.sandbox_kind for options in case.stages if options.sandbox_kind})
     try:
         request = case.request()
     except UsageError as error:

@@ -5,7 +5,7 @@ Invariant: a kind is said to work only after it has run a command.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Collection
 
 from hpcrl.errors import UsageError
 from hpcrl.findings import Finding
@@ -13,10 +13,14 @@ from hpcrl.sandbox.kinds.choose import VARIABLE, chosen
 from hpcrl.sandbox.kinds.trial import kind_refusals
 
 
-def check_kinds() -> Finding:
-    """One line for all of them; a warning if the one that the environment names is not to be had."""
+def check_kinds(asked: Collection[str] = ()) -> Finding:
+    """One line for all of them; a warning if one that is asked for is not to be had here.
+
+    Args:
+        asked: kinds that a run names; the environment's is looked for too.
+    """
     try:
-        wanted = chosen(None)
+        wanted = {*asked, chosen(None)}
     except UsageError as error:
         return Finding("fail", "", error.what, error.hint)
     refused = kind_refusals()
@@ -24,6 +28,6 @@ def check_kinds() -> Finding:
     said = f"other kinds of sandboxes for agents: {', '.join(can) or 'none'}"
     for why in filter(None, refused.values()):
         said += f"; {why}"
-    if refused.get(wanted):
-        return Finding("warn", "", said, f"{VARIABLE}={os.environ[VARIABLE]} is none that this machine can make")
+    if lacking := sorted(name for name in wanted if refused.get(name)):
+        return Finding("warn", "", said, f"{lacking[0]} is asked for (--sandbox-kind, {VARIABLE}): not on this machine")
     return Finding("ok", "", said)

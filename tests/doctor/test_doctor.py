@@ -773,12 +773,14 @@ def test_whether_programs_can_be_confined(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_which_kinds_of_sandboxes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each has its reason; the one that the environment names has to be there."""
+    """Each has its reason; the one that the environment names, or the run, has to be there."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("HPCRL_SANDBOX_KIND", raising=False)
     found = check_kinds()
     assert found.level == "ok" and "apptainer" in found.what and "bubblewrap" in found.what
     monkeypatch.setenv("HPCRL_SANDBOX_KIND", "apptainer")
-    assert check_kinds().level == "warn" and "HPCRL_SANDBOX_KIND=apptainer" in check_kinds().hint
+    assert check_kinds().level == "warn" and check_kinds().hint.startswith("apptainer ")
+    monkeypatch.delenv("HPCRL_SANDBOX_KIND")
+    assert check_kinds({"bubblewrap"}).level == "warn" and check_kinds({"namespaces"}).level == "ok"
     monkeypatch.setenv("HPCRL_SANDBOX_KIND", "docker")
     assert check_kinds().level == "fail"
