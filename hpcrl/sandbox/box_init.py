@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "TMPDIR": "/tmp",
 }
 WAKE = b"w"  #: told to the keeper when something was started, which it sees then
+ENDED = b"e"  #: told to the keeper when all that ran over a limit has ended, and what it held is free
 _UNSENT = 2 * frames.TRANSFER  #: bytes of answers; with more no question is read
 _AT_ONCE = 256  #: ended processes that are waited for before anything else is looked at
 _LEFT = 64  #: outputs of commands that have ended, and that something in the background still has open
@@ -66,6 +67,7 @@ class BoxInit:
         self._waits: list[tuple[int, int]] = []  #: (question, command)
         self._left: list[Any] = []  #: outputs that processes in the background still have open
         self._more_ended = False
+        self._ending = False  #: what was over a limit has not ended yet; nothing is started meanwhile
         self._children, waking = os.pipe()
         for number in (self._children, waking):
             os.set_blocking(number, False)
@@ -81,7 +83,7 @@ class BoxInit:
             ready = self._poll()
             if ready.get(self._keeper.fileno()) and not self._hear_keeper():
                 return
-            if ready.get(self._talk.fileno()) and not self._hear_user():
+            if ready.get(self._talk.fileno()) and not self._ending and not self._hear_user():
                 return
             for output in list(self._outputs()):
                 if output.number in ready:
@@ -100,7 +102,7 @@ class BoxInit:
         poll = select.poll()
         poll.register(self._keeper, select.POLLIN)
         poll.register(self._children, select.POLLIN)
-        reads = select.POLLIN if len(self._unsent) < _UNSENT else 0
+        reads = select.POLLIN if len(self._unsent) < _UNSENT and not self._ending else 0
         poll.register(self._talk, reads | (select.POLLOUT if self._unsent else 0))
         for output in self._outputs():
             if output.wanted:
@@ -123,6 +125,7 @@ class BoxInit:
         words = self._keeper.recv(1 << 12)
         if not words:
             return False
+        self._ending = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         for running in self._running.values():
@@ -229,7 +232,7 @@ class BoxInit:
         """Wait for every child that has ended: commands, and what was left to this process."""
         by_pid = {running.pid: running for running in self._running.values() if running.code is None}
         self._more_ended = False
-        with contextlib.suppress(ChildProcessError):
+        try:
             for _ in range(_AT_ONCE):
                 pid, status, used = os.wait3(os.WNOHANG)
                 if not pid:
@@ -237,6 +240,17 @@ class BoxInit:
                 if pid in by_pid:
                     by_pid[pid].ended(status, used)
             self._more_ended = True
+        except ChildProcessError:
+            if self._ending:
+                self._all_ended()
+
+    def _all_ended(self) -> None:
+        """Tell the keeper, which may look again: what it saw before is no fault of a command that comes now."""
+        try:
+            self._keeper.send(ENDED)
+            self._ending = False
+        except BlockingIOError:
+            self._more_ended = True  # it has not read for long: once more
 
     def _answer_what_is_due(self) -> None:
         self._left = [output for output in self._left if output.number >= 0]

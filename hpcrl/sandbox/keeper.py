@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 
+from hpcrl.sandbox.box_init import ENDED
 from hpcrl.sandbox.box_root import enter_box
 from hpcrl.sandbox.confine import OWN, become_own_user
 from hpcrl.sandbox.frames import pack
@@ -35,7 +36,7 @@ from hpcrl.toolbox.deadline import Deadline
 LIMIT = "limit: "  #: begins the reason for which a box was ended, where that is what ran in it
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SLOWEST = 0.05  #: seconds between two looks at what uses little
-_PATIENCE = 2.0  #: seconds that the first process has to end what is over a limit
+_PATIENCE = 5.0  #: seconds that the first process has to end what is over a limit, and to wait for its end
 _KEPT_BACK = 384  #: process ids that the kernel gives none of to a namespace whose ids were all given once
 
 
@@ -174,7 +175,8 @@ class _Watch:
         self._limits = limits
         self._box = box
         self._lifeline = lifeline
-        self._strikes: Deadline | None = None
+        self._strikes: Deadline | None = None  #: until when it may be over a limit
+        self._ending = False  #: what ran over a limit has not ended yet
 
     def run(self) -> str:
         """Why the box is to be ended by force; "" otherwise."""
@@ -182,19 +184,29 @@ class _Watch:
         for one in (self._box, self._lifeline):
             poll.register(one, select.POLLIN)
         pause: float | None = None
+        over = ""
         while True:
             ready = dict(poll.poll(None if pause is None else pause * 1000))
             if self._lifeline.fileno() in ready:
                 return ""
             if self._box.fileno() in ready:
-                if not self._box.recv(64):
+                said = self._box.recv(64)
+                if not said:
                     return ""
+                if said == ENDED:
+                    self._ending = False
                 pause = POLL
+            late = self._strikes is not None and self._strikes.over
+            if self._ending:  # what is seen meanwhile would be held against the next command
+                if late:
+                    return LIMIT + over
+                continue
             processes, used = self._usage()
             if over := self._over(processes, used):
-                if self._strikes and self._strikes.over:
+                if late:
                     return LIMIT + over
                 self._strikes = self._strikes or Deadline(_PATIENCE)
+                self._ending = True
                 with contextlib.suppress(BlockingIOError):  # it does not listen: its time runs
                     self._box.send(over.encode())
                 pause = POLL

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import select
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,10 @@ import pytest
 
 from hpcrl.errors import UsageError
 from hpcrl.sandbox import Box, BoxLimits, SandboxPool, Unconfined
+from hpcrl.sandbox import keeper as keeper_module
+from hpcrl.sandbox.box_init import ENDED, WAKE
 from hpcrl.sandbox.box_root import WORK
+from hpcrl.sandbox.usage import POLL
 from tests.support.boxes import Loop
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
@@ -96,7 +103,7 @@ def test_processes_in_the_background(loop: Loop) -> None:
             )
         ).ok
         loop.run(box.reset())
-        assert loop.run(box.run("ls /work /tmp; ls /proc | grep -c '^[0-9]'")).stdout.split()[-1] in ("4", "5")
+        assert loop.run(box.run("ls /work /tmp; set /proc/[0-9]*; echo $#")).stdout.split()[-1] == "2"
         assert loop.run(box.listing()) == []
 
 
@@ -217,6 +224,40 @@ def test_limits_of_a_box(command: str, limit: str, loop: Loop, small: Box) -> No
     assert loop.run(small.run("echo still here")).stdout == "still here\n"
     loop.run(small.reset())
     assert loop.run(small.run("head -c 7M /dev/zero > large")).ok
+
+
+def test_what_a_command_held_is_not_the_nexts(loop: Loop) -> None:
+    """What was over a limit takes time to end, the longer the more it held; a command that comes meanwhile waits for
+    that, and is not ended for memory that another one's processes still held.
+    """
+    large = f"{PYTHON} -c \"x = b'x' * (400 << 20); input()\" < <(sleep 60) &"
+    with loop.box(limits=BoxLimits(memory=1 << 30)) as box:
+        for _ in range(6):
+            done = loop.run(box.run(f"for i in 1 2 3; do {large} done; wait"))
+            assert "1024 MiB" in done.limit, done
+            assert loop.run(box.run("echo still here")).stdout == "still here\n"
+
+
+def test_a_box_over_a_limit_is_told_once() -> None:
+    """The keeper looks at nothing until all that ran has ended: what it saw would be held against the next command."""
+    keeper, box = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lifeline, user = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    proc = os.open("/proc", os.O_RDONLY)
+    watch = keeper_module._Watch(BoxLimits(memory=32 << 20, disk=16 << 20, processes=10_000), keeper, lifeline, proc)
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.append(watch.run()))
+    box.settimeout(30.0)
+    with keeper, box, lifeline:
+        thread.start()
+        box.send(WAKE)
+        for _ in range(3):
+            assert box.recv(200) == b"it took more than 32 MiB of memory"
+            assert not select.select([box], [], [], 20 * POLL)[0]
+            box.send(ENDED)
+        user.close()
+        thread.join(30.0)
+    os.close(proc)
+    assert ended == [""]
 
 
 def test_the_disk_counts_as_memory(loop: Loop) -> None:
