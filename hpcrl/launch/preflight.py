@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from hpcrl.config.passthrough import as_flag, locate
 from hpcrl.config.plugin_points import foreign_functions, missing_functions
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.sampling import check_draft_layers, drafts_of_files
+from hpcrl.config.rules.sandboxes import may_use_sandboxes
 from hpcrl.config.rules.several_adapters import adapter_options, policies_of
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
@@ -44,6 +46,8 @@ from hpcrl.models.shared.mtp import check_heads
 from hpcrl.plan import Host, make_plan
 from hpcrl.prompt_files.early_look import look_at, prompt_files
 from hpcrl.run.rundir import TRACKER
+from hpcrl.sandbox.kinds.choose import VARIABLE, chosen
+from hpcrl.sandbox.kinds.trial import refusal_of
 from hpcrl.toolbox.installed import version
 
 
@@ -78,6 +82,8 @@ def refuse_what_cannot_run(
     """
     rules = (lambda found: refuse_settings(found, hosts, packages), *((refuse_missing_packages,) if packages else ()))
     raise_together([*failures(rules, stages), *absent(stages, sight)])
+    if packages:
+        refuse_missing_boxes(stages)
     if sight.files:
         check_adapters(stages)
     look_at(stages)
@@ -119,6 +125,18 @@ def refuse_missing_packages(stages: Sequence[Options]) -> None:
             "which would run this",
             "pip install 'hpcrl[gpu]' on a machine with GPUs, make env in a checkout for CPUs: see docs/install.md",
         )
+
+
+def refuse_missing_boxes(stages: Sequence[Options]) -> None:
+    """Raise UsageError if this machine, which makes the sandboxes of these stages, can make none of the kind that is
+    asked for: a box of it is made.
+    """
+    users = (o for o in stages if o.needs_engines and o.sandbox_on == "rollout" and may_use_sandboxes(o))
+    kinds = {options.sandbox_kind: chosen(options.sandbox_kind) for options in users}
+    for given, name in kinds.items():
+        if (given or os.environ.get(VARIABLE)) and (error := refusal_of(name)):
+            said = f"--sandbox-kind {name}" if given else f"{VARIABLE}={name}"
+            raise UsageError(f"{said}: {error.what}", error.hint)
 
 
 def made_by_run(recipe: Recipe, run: str, path: str) -> bool:

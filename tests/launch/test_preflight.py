@@ -18,6 +18,7 @@ from hpcrl.launch.preflight import NOTHING, HostView, absent, refuse_missing_pac
 from hpcrl.launch.site import load_site
 from hpcrl.launch.submission import preview
 from hpcrl.run.rundir import TRACKER
+from hpcrl.sandbox.kinds.choose import VARIABLE
 from tests.support.published_models import MODELS
 
 RECIPE = """
@@ -152,6 +153,25 @@ def test_missing_packages_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         "torch, vllm" in caught.value.what and sys.executable in caught.value.what and "hpcrl[gpu]" in caught.value.hint
     )
+
+
+@pytest.mark.parametrize("command", ["run", "run --dry-run"])
+def test_a_kind_of_sandbox_is_tried_first(
+    command: str, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a later stage would find is said before the first one; one that cannot be had needs no function's help."""
+    monkeypatch.setenv("PATH", str(folder))  # no bwrap
+    agent = "--custom-generate-function-path hpcrl.rollout.samplers.harbor_agent.generate"
+    status, said = said_by(command, f"{agent} --sandbox-kind bubblewrap", capsys)
+    assert status == 2 and "--sandbox-kind bubblewrap: no sandbox" in said, said
+    monkeypatch.setenv(VARIABLE, "docker")
+    status, said = said_by(command, agent, capsys)
+    assert status == 2 and f"{VARIABLE}=docker" in said, said
+    monkeypatch.setenv(VARIABLE, "bubblewrap")
+    preflight.refuse_missing_boxes([Options(hf_checkpoint="model", rollout_num_gpus=1)])
+    with pytest.raises(UsageError, match=f"^{VARIABLE}=bubblewrap: no sandbox"):
+        preflight.refuse_missing_boxes([Options(hf_checkpoint="model", rollout_num_gpus=1, custom_rm_path="a.b")])
+    assert not (folder / "runs").exists()
 
 
 def test_what_a_login_node_lacks_is_asked_of_the_nodes() -> None:

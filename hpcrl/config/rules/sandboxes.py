@@ -25,11 +25,16 @@ def check_sandboxes(o: Options) -> None:
         raise UsageError("--sandbox-on engines: this run starts no engine", "give --sandbox-on nodes, or leave it out")
 
 
+def may_use_sandboxes(o: Options) -> bool:
+    """Whether functions of the user's are called where responses are made and graded: nothing else uses sandboxes."""
+    users = (name for name, point in POINTS.items() if point.role != "trainer")
+    return o.eval_config is not None or any(paths_of(o, name) for name in users)
+
+
 def inert_in_sandboxes(o: Options) -> Iterator[tuple[str, str]]:
     """Options of sandboxes without effect, several in one string -> why."""
     every = "sandbox_on sandbox_num_nodes sandbox_cpus sandbox_kind sandbox_warm sandbox_most"
-    users = (name for name, point in POINTS.items() if point.role != "trainer")
-    if not any(paths_of(o, name) for name in users) and not o.eval_config:
+    if not may_use_sandboxes(o):
         yield every, "no custom function is given, and nothing else uses sandboxes"
     elif not o.needs_engines:
         yield every, "nothing is sampled"

@@ -14,10 +14,12 @@ from hpcrl.sandbox.pool import SandboxPool
 
 def kind_refusals() -> dict[str, str]:
     """Each kind but "namespaces", and why this machine can make no box of it; "": it can."""
-    return {name: _refusal(name) for name in FOLDER.names()}
+    return {name: error.what if (error := refusal_of(name)) else "" for name in FOLDER.names()}
 
 
-def _refusal(name: str) -> str:
+def refusal_of(name: str) -> HpcrlError | None:
+    """Why this machine can make no box of a kind; None: it can."""
+
     async def work() -> None:
         async with SandboxPool(warm=0, kind=name) as pool, pool.box() as box:
             await box.run(["/bin/sh", "-c", ":"])
@@ -25,5 +27,5 @@ def _refusal(name: str) -> str:
     try:
         asyncio.run(work())
     except HpcrlError as error:
-        return error.what
-    return ""
+        return error
+    return None
