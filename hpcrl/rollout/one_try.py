@@ -71,7 +71,8 @@ class OneTry:
             await asyncio.gather(started(self.inputs.grading, self.inputs.custom), self.pool.connect())
             for number, group in enumerate(self.inputs.source.take(prompts)):
                 tried = await self._group(group, responses)
-                for line in group_lines(number, group, tried, self.inputs.tokenizer, self.context.options.grades):
+                grades = self.context.options.grades or self.own
+                for line in group_lines(number, group, tried, self.inputs.tokenizer, grades):
                     print(line, flush=True)
         finally:
             self.pool.loads.close()
@@ -106,7 +107,11 @@ class OneTry:
 
 
 def group_lines(number: int, group: Group, tried: Sequence[Tried], tokenizer: Tokenizer, grades: bool) -> list[str]:
-    """A prompt with the responses to it."""
+    """A prompt with the responses to it.
+
+    Args:
+        grades: whether they have rewards, of which 0 is one.
+    """
     prompt = group.prompt
     lines = [f"prompt {number + 1}: {visible(prompt.where)}, {len(prompt.tokens)} tokens"]
     lines += _indented(marked(prompt.tokens, tokenizer))
@@ -124,7 +129,7 @@ def group_lines(number: int, group: Group, tried: Sequence[Tried], tokenizer: To
 def _numbers(one: Tried, grades: bool) -> str:
     sample = one.sample
     words = [f"{sample.response_length} tokens, {visible(str(sample.status))}, {one.sampled:.2f} s"]
-    if grades or sample.reward:
+    if grades:
         parts = ", ".join(f"{visible(name)} {value:.4g}" for name, value in sample.rewards.items())
         took = f", graded in {one.graded:.2f} s" if one.graded else ""
         words.append(f"reward {sample.reward:.4g}{f' ({parts})' if parts else ''}{took}")

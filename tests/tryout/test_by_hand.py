@@ -110,6 +110,19 @@ def test_a_reward_that_raises_is_shown(place: Path) -> None:
     assert status == 0 and "not graded" in out and "lable" in out, out + err
 
 
+def test_an_agents_reward_of_nothing_is_shown(place: Path) -> None:
+    """0 is what it gave, and not that it gave none."""
+    (place / "agent.py").write_text(
+        "from hpcrl.rollout.samplers.conversation import Conversation\n\n\n"
+        "async def generate(args, sample, sampling_params):\n    talk = Conversation(args, sample, sampling_params)\n"
+        "    await talk.turn()\n    found = talk.sample()\n    found.reward = 0.0\n    return found\n"
+    )
+    graded, _, _ = (place / "recipe.toml").read_text().partition("custom_rm_path")
+    (place / "agent.toml").write_text(f'{graded}custom_generate_function_path = "{{recipe}}/agent.py:generate"\n')
+    status, out, err = typed(place, "try", "agent.toml", "--prompts", "1", "--responses", "1")
+    assert status == 0 and re.search(r"response 1: .*; reward 0$", out, re.MULTILINE), out + err
+
+
 def test_a_conversation_and_its_engine(place: Path, task: Path) -> None:
     """Each line is a turn, and /new begins again."""
     words = ("chat", str(task / "model"), "--no-bf16", "--temperature", "0", "--max-tokens", "6")
