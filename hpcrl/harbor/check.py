@@ -3,7 +3,8 @@
 Each task's verifier is run for an untouched environment, which must earn less than what solution/solve.sh leaves
 behind, if there is one.
 
-Invariant: the same boxes and the same verifier as in a run; nothing of the task folders is written to.
+Invariant: the same boxes and the same verifier as in a run; nothing of the task folders is written to.  Every task is
+reported, also one that cannot be read.
 """
 
 from __future__ import annotations
@@ -11,19 +12,32 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 
+from hpcrl.config.prompt_words import read_word
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.harbor.images import read_images
-from hpcrl.harbor.rows import TaskRows
+from hpcrl.harbor.rows import task_folders
 from hpcrl.harbor.task import HarborTask, read_task, solution
 from hpcrl.harbor.verdict import check_verifier
 from hpcrl.sandbox.pool import default_pool
 
 _AT_ONCE = 4  #: tasks whose verifiers run at a time
+_SAID = 200  #: characters of what a verifier printed that are shown
 
 
-async def check(task: HarborTask) -> tuple[bool, str]:
+class TaskState(Enum):
+    """What is known of a task: its line begins with it."""
+
+    GOOD = "ok"
+    UNSOLVED = "?"  #: it has no solution that could show it
+    BAD = "FAIL"
+
+
+async def check(task: HarborTask) -> tuple[TaskState, str]:
     """(whether it can be learned from, what was found, in words).
 
     Raises:
@@ -33,46 +47,62 @@ async def check(task: HarborTask) -> tuple[bool, str]:
         untouched = (await check_verifier(task)).reward
         files = solution(task)
         if not files:
-            return True, f"untouched {untouched:g}, no solution/solve.sh"
+            return TaskState.UNSOLVED, f"untouched {untouched:g}, no solution/solve.sh"
         solved = await check_verifier(task, files, "bash /solution/solve.sh")
     except HpcrlError as error:
-        return False, str(error)
+        return TaskState.BAD, str(error)
     said = f"untouched {untouched:g}, solved {solved.reward:g}"
-    return (True, said) if solved.reward > untouched else (False, f"{said}: {solved.said.strip()[-200:]}")
+    if solved.reward > untouched:
+        return TaskState.GOOD, said
+    return TaskState.BAD, f"{said}; the verifier's last words: {solved.said.strip()[-_SAID:] or 'none'}"
 
 
-async def check_all(tasks: list[HarborTask]) -> int:
-    """Print a line for each task; how many cannot be learned from."""
+async def check_all(folders: Sequence[Path], images: dict[str, str]) -> Counter[TaskState]:
+    """Print a line for each task; how many are in which state."""
     places = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(task: HarborTask) -> bool:
+    async def one(folder: Path) -> TaskState:
         async with places:
-            good, said = await check(task)
-        print(f"{'ok  ' if good else 'FAIL'}  {task.name}: {said}", flush=True)
-        return good
+            try:
+                state, said = await check(read_task(folder, images))
+            except DataError as error:
+                state, said = TaskState.BAD, str(error)
+        print(f"{state.value:4}  {folder.name}: {said}", flush=True)
+        return state
 
     try:
-        return sum(not good for good in await asyncio.gather(*map(one, tasks)))
+        return Counter(await asyncio.gather(*map(one, folders)))
     finally:
         await default_pool().close()
+
+
+def _chosen(word: str) -> tuple[Path, list[Path]]:
+    """(the folder, the tasks in it that are looked at).
+
+    Raises:
+        UsageError, DataError: for a slice that is none, and where there are no tasks.
+    """
+    given = read_word(word, "DIR")
+    folder = Path(given.path)
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no directory", "name a folder of task folders")
+    return folder, task_folders(folder)[given.rows]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hpcrl.harbor",
-        description="Run the verifiers of task folders in Harbor's form: untouched, and with solution/solve.sh.",
+        description="Run the verifiers of task folders in Harbor's form: untouched, and with solution/solve.sh. "
+        "ok: the solution earns more; ?: there is none; FAIL: it does not, or the task cannot be run.",
     )
-    parser.add_argument("folder", type=Path, help="a folder of task folders, as --prompt-data has it")
-    parser.add_argument("--most", type=int, default=0, help="tasks that are run, the first ones; all without it")
+    parser.add_argument("folder", help="a folder of task folders, as --prompt-data has it: DIR, or DIR/@[:10]")
     given = parser.parse_args()
     try:
-        if not given.folder.is_dir():
-            raise DataError(f"{given.folder} is no directory", "name a folder of task folders")
-        rows = TaskRows(given.folder, slice(given.most or None))
-        images = read_images(given.folder)
-        failed = asyncio.run(check_all([read_task(Path(rows.where(i)), images) for i in range(len(rows))]))
+        folder, tasks = _chosen(given.folder)
+        states = asyncio.run(check_all(tasks, read_images(folder)))
     except HpcrlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{len(rows) - failed} of {len(rows)} tasks can be learned from")
-    return 1 if failed else 0
+    unknown = f", {states[TaskState.UNSOLVED]} have no solution that would show it" * (TaskState.UNSOLVED in states)
+    print(f"{states[TaskState.GOOD]} of {len(tasks)} tasks can be learned from{unknown}")
+    return 1 if states[TaskState.BAD] else 0

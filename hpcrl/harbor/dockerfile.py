@@ -1,4 +1,5 @@
-"""environment/Dockerfile, where all that it does is to put files into an image: FROM, WORKDIR, COPY and ENV.
+"""environment/Dockerfile: of one that puts files into an image, and does no more, FROM, WORKDIR, COPY and ENV; of one
+whose image was built elsewhere WORKDIR and ENV.
 
 Invariant: an instruction that changes what a command in the image sees is done here, or is one DataError that names its
 line; nothing is built.  Variables, globs, several stages and ADD are not read.
@@ -10,14 +11,17 @@ import json
 import posixpath
 import re
 import shlex
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.errors import DataError
+from hpcrl.sandbox.box_init import ENVIRONMENT
 from hpcrl.untrusted_files import read_given
 
 #: say nothing of what a command sees that is run by itself
 _WITHOUT_EFFECT = {"CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL"}
+_REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _PAIR = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 
@@ -78,11 +82,54 @@ def read_dockerfile(path: Path, name: str) -> Dockerfile:
     return Dockerfile(base, workdir, env, tuple(copy for copy in copies if copy))
 
 
-def workdir_of(path: Path) -> str:
-    """The last WORKDIR of a Dockerfile whose image was built elsewhere, "" without one; relative ones are not
-    followed."""
-    found = [rest.strip().strip("\"'") for _, word, rest in _instructions(path) if word == "WORKDIR"]
-    return posixpath.normpath(found[-1]) if found and found[-1].startswith("/") and "$" not in found[-1] else ""
+def read_built(path: Path, given: Collection[str] = ()) -> tuple[str, dict[str, str]]:
+    """(the working directory, "" where none is known, the variables) that a Dockerfile sets whose image was built
+    elsewhere: what commands in the image see and no file of it holds.  Its last stage counts.
+
+    Args:
+        given: variables that the task itself sets, whatever the Dockerfile says of them.
+
+    Raises:
+        DataError: for a variable whose value depends on what only the build knew; it cannot be read.
+    """
+    stages: dict[str, tuple[str, dict[str, str]]] = {}
+    name, workdir, env = "", "", dict[str, str]()
+    for line, word, rest in _instructions(path):
+        if word == "FROM":
+            base, *named = [part for part in rest.split() if not part.startswith("--")] or [""]
+            workdir, env = stages.get(base.lower(), ("", {}))
+            name = named[-1].lower() if named else str(len(stages))
+        elif word == "WORKDIR":
+            said = rest.strip().strip("\"'")
+            known = "$" not in said and (said.startswith("/") or workdir)
+            workdir = posixpath.normpath(posixpath.join(workdir, said)) if known else ""
+        elif word == "ENV":
+            pairs = _variables(rest)  # all of a line see what was set before it
+            where = f"{path}, line {line}: ENV"
+            env = env | {key: _expanded(value, env, f"{where} {key}") for key, value in pairs if key not in given}
+        stages[name] = workdir, env
+    return workdir, env
+
+
+def _variables(rest: str) -> list[tuple[str, str]]:
+    """The variables of an ENV, in either of its forms: KEY=VALUE ..., or KEY and a value up to the line's end."""
+    pairs = [_PAIR.fullmatch(part) for part in _words(rest)]
+    if pairs and all(pairs):
+        return [(pair[1], pair[2]) for pair in pairs if pair]
+    key, _, value = rest.partition(" ")
+    return [(key, value.strip())]
+
+
+def _expanded(value: str, env: Mapping[str, str], where: str) -> str:
+    """A value with what it refers to, as far as that was set before; PATH is then that of every box."""
+    known = {"PATH": ENVIRONMENT["PATH"], **env}
+    expanded = _REFERENCE.sub(lambda found: known.get(found[1] or found[2], found[0]), value)
+    if _REFERENCE.search(expanded) or "${" in expanded:
+        raise DataError(
+            f"{where} refers to what only the build of its image knows: {value}",
+            "give the variable in [environment] env of task.toml, which counts more",
+        )
+    return expanded
 
 
 def _copy(rest: str, workdir: str) -> tuple[tuple[str, ...], str] | None:

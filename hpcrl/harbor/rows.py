@@ -19,6 +19,19 @@ KEY = "harbor"  #: of a prompt's metadata: {"task": its folder, "digest": of it}
 PROMPT, METADATA = "prompt", "metadata"  #: keys of a row
 
 
+def task_folders(path: Path) -> list[Path]:
+    """The task folders in a folder, in the order of their names.
+
+    Raises:
+        DataError: if there is none.
+    """
+    folders = sorted(child for child in path.absolute().iterdir() if is_task(child))
+    if not folders:
+        hint = "give the folder above it" if is_task(path) else f"each of its folders is to hold a {CONFIG}"
+        raise DataError(f"{path} holds no tasks", hint)
+    return folders
+
+
 class TaskRows:
     """The tasks of a folder, or a slice of them.
 
@@ -34,10 +47,7 @@ class TaskRows:
             DataError: for the first that cannot be run here, or if there is none.
         """
         self.path = path
-        folders = sorted(child for child in path.absolute().iterdir() if is_task(child))
-        if not folders:
-            hint = "give the folder above it" if is_task(path) else f"each of its folders is to hold a {CONFIG}"
-            raise DataError(f"{path} holds no tasks", hint)
+        folders = task_folders(path)
         images = read_images(path)
         self.size, found = 0, []
         for folder in folders:

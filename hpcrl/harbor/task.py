@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.errors import DataError
-from hpcrl.harbor.dockerfile import Dockerfile, read_dockerfile, workdir_of
+from hpcrl.harbor.dockerfile import Dockerfile, read_built, read_dockerfile
 from hpcrl.harbor.images import FILE, SYSTEM
 from hpcrl.harbor.task_config import HarborConfig, carriable, read_config
 from hpcrl.untrusted_files import parse_toml, read_given, read_given_bytes
@@ -106,7 +106,8 @@ def read_task(folder: Path, images: dict[str, str]) -> HarborTask:
         raise DataError(f"{folder / 'tests' / 'test.sh'} is not here", "it makes the task's verdict")
     image, workdir, env, files = _environment(folder, config, images)
     tests = _files_below(folder / "tests", "/tests")
-    digest = _digest(folder, instruction, image, (*files, *tests))
+    seen = [image, workdir, *(f"{name}={value}" for name, value in sorted(env.items()))]
+    digest = _digest(folder, instruction, seen, (*files, *tests))
     return HarborTask(folder.name, folder, config, instruction, image, workdir, env, files, tests, digest)
 
 
@@ -127,9 +128,10 @@ def _environment(
     own = images.get(folder.name) or images.get(_given_name(folder))
     if own or config.image:
         image = own or _image(folder / CONFIG, config.image, images)
-        workdir = config.workdir or (workdir_of(written) if written.exists() else "") or usual_workdir(image)
+        built, env = read_built(written, config.env) if written.exists() else ("", {})
+        workdir = config.workdir or built or usual_workdir(image)
         if own or written.exists():
-            return image, workdir, {**config.env}, ()
+            return image, workdir, env | dict(config.env), ()
         return image, workdir, {**config.env}, _files_below(folder / "environment", workdir)
     if not written.is_file():
         raise DataError(f"{folder / CONFIG}: no image", "give docker_image in [environment], or environment/Dockerfile")
@@ -209,9 +211,9 @@ def _text(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _digest(folder: Path, instruction: str, image: str, files: tuple[BoxFile, ...]) -> str:
+def _digest(folder: Path, instruction: str, seen: Sequence[str], files: tuple[BoxFile, ...]) -> str:
     digest = hashlib.sha256()
-    parts = [_text(folder / CONFIG), instruction, image, *(f"{file.path} {file.mode}" for file in files)]
+    parts = [_text(folder / CONFIG), instruction, *seen, *(f"{file.path} {file.mode}" for file in files)]
     for part in (*(part.encode() for part in parts), *(file.data for file in files)):
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()

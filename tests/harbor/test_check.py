@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,11 +32,28 @@ def test_tasks_are_told_apart(tmp_path: Path) -> None:
     write_task(tasks / "none", verifier="exit 1\n")
     write_task(tasks / "same", verifier=VERIFIER.replace("score=0", "score=1"))
     status, text = said(tmp_path, "hpcrl.harbor", "tasks/")
-    assert status == 1 and "FAIL  same: untouched 1, solved 1" in text and "1 of 3 tasks" in text
+    assert status == 1 and "FAIL  same: untouched 1, solved 1; the verifier's last words: " in text
+    assert "1 of 3 tasks" in text
     assert "none/tests/test.sh" in text
     write_task(tasks / "gpu", TOML + "gpus = 1\n")
     status, text = said(tmp_path, "hpcrl.harbor", "tasks/")
-    assert status == 1 and "gpu/task.toml" in text
+    assert status == 1 and "FAIL  gpu: " in text and "gpu/task.toml" in text and "1 of 4 tasks" in text
+
+
+def test_a_slice_and_what_has_no_solution(tmp_path: Path) -> None:
+    """It is neither good nor bad; a slice is that of a run."""
+    write_task(tmp_path / "tasks" / "a")
+    shutil.rmtree(tmp_path / "tasks" / "a" / "solution")
+    write_task(tmp_path / "tasks" / "b", TOML + "gpus = 1\n")
+    status, text = said(tmp_path, "hpcrl.harbor", "tasks/@[:1]")
+    assert status == 0 and text == (
+        "?     a: untouched 0, no solution/solve.sh\n"
+        "0 of 1 tasks can be learned from, 1 have no solution that would show it\n"
+    )
+    status, text = said(tmp_path, "hpcrl.harbor", "tasks/@[1:x]")
+    assert status == 2 and "[1:x] is not a slice" in text
+    status, text = said(tmp_path, "hpcrl.harbor", "none")
+    assert status == 1 and "none is no directory" in text
 
 
 def test_a_run_looks_at_its_tasks(tmp_path: Path, task: Path) -> None:

@@ -123,6 +123,34 @@ def test_images(tmp_path: Path) -> None:
         read(other)
 
 
+def test_what_a_built_image_sets(tmp_path: Path) -> None:
+    """No file of the image holds it: the working directory and the variables of the Dockerfile's last stage."""
+    text = (
+        "FROM a AS base\nWORKDIR /srv\nENV TREE=/opt/tree LEVEL=2\nFROM b AS other\nENV LEVEL=9\n"
+        "FROM --platform=linux/amd64 base\nRUN make\nWORKDIR sub\nENV TREE=/new PATH=$TREE/bin:${PATH} \\\n  EMPTY=\nENV SAID two words\n"
+    )
+    folder = write_task(tmp_path / "one", dockerfile=text)
+    (tmp_path / "images.toml").write_text('one = "system"\n')
+    task = read(folder)
+    assert task.workdir == "/srv/sub"
+    assert task.env == {
+        "TREE": "/new",
+        "LEVEL": "2",
+        "PATH": "/opt/tree/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "EMPTY": "",
+        "SAID": "two words",
+    }
+    dockerfile = folder / "environment" / "Dockerfile"
+    dockerfile.write_text(text.replace("LEVEL=2", "LEVEL=3"))
+    assert read(folder).digest != task.digest
+    dockerfile.write_text(text + "ENV LIBRARY=/x:$LIBRARY\n")
+    with pytest.raises(DataError, match=r"Dockerfile, line 12: ENV LIBRARY .*\[environment\] env"):
+        read(folder)
+    write_task(folder, TOML + '[environment.env]\nLIBRARY = "/x"\n', dockerfile=dockerfile.read_text())
+    (tmp_path / "images.toml").write_text('one = "system"\n')
+    assert read(folder).env["LIBRARY"] == "/x"
+
+
 @pytest.mark.parametrize("name", ["environment/docker-compose.yaml", "steps", "trajectory.json", "tests/.harborignore"])
 def test_files_that_are_not_read(name: str, tmp_path: Path) -> None:
     folder = write_task(tmp_path / "sum")
