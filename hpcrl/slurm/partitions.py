@@ -14,7 +14,7 @@ import msgspec
 
 from hpcrl.errors import UsageError
 from hpcrl.findings import Finding, count
-from hpcrl.launch.scheduler import Component
+from hpcrl.launch.scheduler import AllocationRequest, Component
 from hpcrl.launch.site import minutes
 from hpcrl.run.process import CommandResult, run_command
 from hpcrl.slurm.site import SlurmSite
@@ -106,6 +106,19 @@ def steps_apart(site: SlurmSite, components: Sequence[Component]) -> Iterator[Fi
     yield Finding(
         "warn", "", "engines are in another step than the trainer: on Slingshot NCCL may not reach them", hint
     )
+
+
+def queued_again(request: AllocationRequest) -> Iterator[Finding]:
+    """Slurm takes a node that it has declared down out of a job with --no-kill, but queues a heterogeneous job again as
+    a whole if one of its components consists of one node (seen with Slurm 26.05.5)."""
+    alone = [component.name for component in request.components if component.nodes == 1]
+    if alone and request.outlives_nodes and len(request.components) > 1:
+        yield Finding(
+            "warn",
+            "",
+            f"the component {alone[0]} has one node: if any node of the job goes down, Slurm queues all of it again",
+            "give each component two nodes, or fewer components, for a job that continues without the node",
+        )
 
 
 def _component(site: SlurmSite, need: Component, seconds: float) -> Iterator[Finding]:

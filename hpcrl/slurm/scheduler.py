@@ -88,9 +88,10 @@ class Slurm:
         return responds()
 
     def fits(self, request: AllocationRequest, site: SlurmSite) -> Iterator[Finding]:
-        from hpcrl.slurm.partitions import fits
+        from hpcrl.slurm.partitions import fits, queued_again
 
-        return fits(site, request.components)
+        yield from fits(site, request.components)
+        yield from queued_again(request)
 
     def test(self, script: str) -> ScriptVerdict:
         from hpcrl.slurm.submit import SECONDS, test_only

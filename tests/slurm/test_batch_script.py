@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from hpcrl.launch.allocation_request import FLOOR, make_request
 from hpcrl.launch.scheduler import AllocationRequest, BatchScript
 from hpcrl.plan import make_plan
 from hpcrl.slurm.het_executor import HetWatcher, of_another_job
+from hpcrl.slurm.partitions import queued_again
 from hpcrl.slurm.site import SlurmSite
 from hpcrl.slurm.submit import render
 
@@ -323,6 +325,10 @@ def test_nodes_with_sandboxes(
     assert len(plan.sandboxes) == 2 and plan.rollout.host not in {place.host for place in plan.sandboxes}
     where = SlurmSite(sandbox={"partition": "cpu", "cpus_per_node": 3}, **site)
     text = render(BatchScript("n", "t", "s", "true", "o.out", "launch"), asked, where)
+    alone = [finding.what for finding in queued_again(asked)]
+    assert len(alone) == (len(found) > 1) and all("trainer has one node" in what for what in alone)
+    two = tuple(msgspec.structs.replace(component, nodes=2) for component in asked.components)
+    assert not list(queued_again(msgspec.structs.replace(asked, components=two)))
     assert text.count("#SBATCH --no-kill") == len(found), "one is not enough: Slurm would end them all"
     if asked.layout == "heterogeneous":
         last = text.split("set -euo")[0].split("#SBATCH hetjob")[-1]
