@@ -67,8 +67,11 @@ def image_root(image: str, below: str | None = None) -> str:
 def _kind_of(image: str, path: Path) -> tuple[Callable[[Path], None] | None, str]:
     """(what unpacks it, what changes when its content does); None: there is nothing to unpack."""
     try:
+        if os.path.isabs(image) and not path.exists():
+            raise UsageError(f"the image {image!r} of a sandbox is not on {os.uname().nodename}", "see its path")
         if os.path.isabs(image) and path.is_dir():
             if not is_layout(path):
+                _refuse_other(image, path)
                 return None, ""
             index = (path / "index.json").lstat()
             return lambda root: unpack_layout(path, _tree(root)), f"{index.st_size} {index.st_mtime_ns} {index.st_ino}"
@@ -85,6 +88,17 @@ def _kind_of(image: str, path: Path) -> tuple[Callable[[Path], None] | None, str
         f"the image {image!r} of a sandbox",
         'give "system", or the absolute path of an unpacked root directory, a SIF file, or a Docker or OCI archive',
     )
+
+
+def _refuse_other(image: str, path: Path) -> None:
+    """Raise UsageError for a directory in which no command could be found: it is no unpacked root."""
+    if path == Path("/"):
+        raise UsageError(f"the image {image!r} of a sandbox", 'give "system", the programs of the node')
+    if not any(os.path.lexists(path / name) for name in ("bin", "usr")):
+        raise UsageError(
+            f"the image {image!r} of a sandbox is a directory without bin and usr",
+            "give the root directory of what `docker export` has written, unpacked",
+        )
 
 
 def _is_tar(path: Path) -> bool:

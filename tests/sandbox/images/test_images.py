@@ -268,10 +268,14 @@ def test_damaged_archives(name: str, tmp_path: Path) -> None:
 
 def test_what_is_no_image(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no image")
+    for path, said in (("/", "system"), (tmp_path, "without bin and usr"), (tmp_path / "none", "is not on ")):
+        with pytest.raises(UsageError, match=said):
+            image_root(str(path))
     os.mkfifo(tmp_path / "pipe")
     for path in ("relative", tmp_path / "none", tmp_path / "text", tmp_path / "pipe", "/dev/null"):
         with pytest.raises(UsageError, match=str(path)):
             image_root(str(path), str(tmp_path))
+    (tmp_path / "bin").mkdir()
     assert image_root(str(tmp_path)) == os.path.realpath(tmp_path)
 
 
