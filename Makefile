@@ -95,7 +95,8 @@ quickstart: $(ENV)
 # lost nodes, silence), so it runs in parallel with the second, and has some files of that after its own, so that both take as long; its output is
 # shown when both are done.
 CLUSTER_LOG := $(HPCRL_VENV)/test-cluster.log
-AFTER_CLUSTER := $(patsubst %,tests/whole_runs/test_%.py,schedulers loops external_engines engines_come_and_go grpo_run selftest)
+AFTER_CLUSTER := $(patsubst %,tests/whole_runs/test_%.py,schedulers loops external_engines engines_come_and_go grpo_run selftest) \
+	$(patsubst %,tests/%,harbor sandbox sandbox_nodes)
 # On the cluster the machine's own Slurm runs all but these, which ask most of it: they run under the newest that is here.
 NEWEST := tests/slurm tests/whole_runs/test_under_slurm.py
 SECOND := -m "(process or vllm) and not cluster and not soak"
