@@ -238,7 +238,9 @@ def _become(
         os.execvpe(words[0], words, environment)
     except OSError as error:
         code = _NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else _NOT_RUN
-        os.write(2, f"{error.filename or words[0]}: {error.strerror}\n".encode(errors="replace"))
+        named = os.fsdecode(error.filename or "")  # the last directory of PATH, for a program that is in none of them
+        named = words[0] if not named or named.endswith(f"/{words[0]}") else named
+        os.write(2, f"{named}: {error.strerror}\n".encode(errors="replace"))
     except BaseException as error:  # noqa: BLE001  (nothing may get past this)
         os.write(2, f"{words[0]!r}: {error!r}\n".encode(errors="replace"))
     os._exit(code)

@@ -58,7 +58,7 @@ def test_commands_one_after_another(loop: Loop, box: Box) -> None:
     assert (done.stdout, done.code, done.ok) == ("one\n", 1, False) and "not there" in done.stderr
     assert go(box.run("cat; exit 7", stdin="text")) == (7, "text", "", False, False, False, "")
     assert go(box.run("echo $A; cat", env={"A": "x y"}, cwd="/tmp")).stdout == "x y\n"
-    assert go(box.run(["no-such-program"])).code == 127
+    assert go(box.run(["no-such-program"]))[::2] == (127, "no-such-program: No such file or directory\n", False, "")
     assert go(box.run(["true"], cwd="/nowhere")).code == 127
     assert go(box.run(["/etc/passwd"])).code == 126
     assert go(box.run("kill -9 $$")).code == -9

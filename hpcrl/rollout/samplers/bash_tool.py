@@ -40,5 +40,6 @@ def shown(done: BoxResult) -> str:
         text = f"{text[: LONGEST // 2]}\n[...]\n{text[-LONGEST // 2 :]}"
     if done.ok and text:
         return text
-    ended = "it took too long" if done.timed_out else done.limit or f"exit {done.code}"
+    code = f"exit {done.code}" if done.code >= 0 or not done.limit else ""
+    ended = "it took too long" if done.timed_out else "; ".join(filter(None, (done.limit, code)))
     return f"{text}\n[{ended}]".strip()
