@@ -19,6 +19,7 @@ from hpcrl.run.peers import SandboxPeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.sandbox import SandboxPool, Unconfined
+from hpcrl.sandbox.kinds.choose import chosen
 from hpcrl.sandbox_nodes.server import SandboxServer
 
 NICE = 5  #: boxes give way to engines and trainers of the same node
@@ -77,10 +78,13 @@ class _SandboxRole:
         peer = SandboxPeer(host=place.at, port=port, incarnation=self.context.incarnation)
         publish(self.context.rundir, peer, self.context.index)
         self.up = True
-        say(f"sandboxes are served on {place.at}:{port}")
+        kind = chosen(options.sandbox_kind)
+        say(f"sandboxes of the kind {kind} are served on {place.at}:{port}, {options.sandbox_most} at once")
         try:
             await stopped.wait()
         finally:
+            done = pool.counts()
+            say(f"{done.handed_out} sandboxes were handed out, {done.lost} lost; {done.seconds:.0f} s in use")
             await server.close()
 
 
