@@ -143,6 +143,8 @@ def test_what_a_built_image_sets(tmp_path: Path) -> None:
     dockerfile = folder / "environment" / "Dockerfile"
     dockerfile.write_text(text.replace("LEVEL=2", "LEVEL=3"))
     assert read(folder).digest != task.digest
+    dockerfile.write_text(text.replace("WORKDIR sub", "WORKDIR other"))
+    assert read(folder).digest != task.digest
     dockerfile.write_text(text + "ENV LIBRARY=/x:$LIBRARY\n")
     with pytest.raises(DataError, match=r"Dockerfile, line 12: ENV LIBRARY .*\[environment\] env"):
         read(folder)

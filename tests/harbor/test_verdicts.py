@@ -57,17 +57,18 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> HarborTask:
 
 
 def test_what_is_left_is_judged(loop: asyncio.Runner, task: HarborTask) -> None:
-    """Nothing earns 0, the sum 1; a file that was removed is not there; modes and links are as they were left."""
+    """Nothing earns 0, the sum 1; a file that was removed is not there; modes and links are as they were left, but for
+    set-user-ID; the verifier's home is none of the policy's."""
     assert loop.run(judged(task)).reward == 0.0
     assert loop.run(judged(task, "s=0; for n in $(cat data/numbers.txt); do s=$((s+n)); done; echo $s > sum.txt")) == (
         TaskVerdict(1.0)
     )
-    tests = 'set -- $(readlink l) $(stat -c %a run) $(ls -A data | wc -l); echo "$*"; [ "$*" = "a.b 755 0" ]'
+    tests = 'set -- $(readlink l) $(stat -c %a run) $(ls -A data | wc -l) $HOME; echo "$*"; [ "$*" = "a.b 755 0 /tmp" ]'
     looks = read(
         write_task(task.folder.parent / "looks", verifier=f"#!/bin/sh\n{tests}\necho $? > /logs/verifier/reward.txt\n")
     )
-    found = loop.run(judged(looks, "rm data/*; ln -s a.b l; echo 1 > run; chmod 755 run"))
-    assert (found.reward, found.said) == (0.0, "a.b 755 0\n")
+    found = loop.run(judged(looks, "rm data/*; ln -s a.b l; echo 1 > run; chmod 4755 run"))
+    assert (found.reward, found.said) == (0.0, "a.b 755 0 /tmp\n")
 
 
 @pytest.mark.parametrize(
