@@ -23,6 +23,7 @@ from hpcrl.untrusted_files import read_given
 _WITHOUT_EFFECT = {"CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL"}
 _REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _PAIR = re.compile(r"(\w+)=(.*)", re.DOTALL)
+_OLD_PAIR = re.compile(r"(\w+)\s+(\S.*)")
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,17 @@ class Dockerfile:
     copies: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
-def read_dockerfile(path: Path, name: str) -> Dockerfile:
+def read_dockerfile(path: Path, name: str, given: Collection[str] = ()) -> Dockerfile:
     """What the Dockerfile at `path` says.
 
     Args:
         name: of the task, for the hint.
+        given: variables that the task itself sets, whatever the Dockerfile says of them.
 
     Raises:
         DataError: if it has to be built, or cannot be read.
     """
-    base, workdir, env, copies = "", "", {}, []
+    base, workdir, env, copies = "", "", dict[str, str](), []
     for line, word, rest in _instructions(path):
 
         def refuse(what: str, line: int = line) -> None:
@@ -67,10 +69,7 @@ def read_dockerfile(path: Path, name: str) -> Dockerfile:
         elif word == "WORKDIR" and "$" not in rest:
             workdir = posixpath.normpath(posixpath.join("/", workdir, rest.strip().strip("\"'")))
         elif word == "ENV":
-            pairs = [_PAIR.fullmatch(part) for part in _words(rest)]
-            if not pairs or not all(pairs) or "$" in rest:
-                refuse("this ENV")
-            env |= {pair[1]: pair[2] for pair in pairs if pair}
+            env = _with_variables(env, rest, f"{path}, line {line}: ENV", given)
         elif word == "COPY":
             copies.append(_copy(rest, workdir) or refuse("this COPY"))
         elif word == "USER" and rest.strip() in ("root", "0"):
@@ -104,20 +103,21 @@ def read_built(path: Path, given: Collection[str] = ()) -> tuple[str, dict[str, 
             known = "$" not in said and (said.startswith("/") or workdir)
             workdir = posixpath.normpath(posixpath.join(workdir, said)) if known else ""
         elif word == "ENV":
-            pairs = _variables(rest)  # all of a line see what was set before it
-            where = f"{path}, line {line}: ENV"
-            env = env | {key: _expanded(value, env, f"{where} {key}") for key, value in pairs if key not in given}
+            env = _with_variables(env, rest, f"{path}, line {line}: ENV", given)
         stages[name] = workdir, env
     return workdir, env
 
 
-def _variables(rest: str) -> list[tuple[str, str]]:
-    """The variables of an ENV, in either of its forms: KEY=VALUE ..., or KEY and a value up to the line's end."""
+def _with_variables(env: dict[str, str], rest: str, where: str, given: Collection[str]) -> dict[str, str]:
+    """The variables after an ENV, in either of its forms: KEY=VALUE ..., or KEY and a value up to the line's end.  All
+    of a line see what was set before it."""
     pairs = [_PAIR.fullmatch(part) for part in _words(rest)]
-    if pairs and all(pairs):
-        return [(pair[1], pair[2]) for pair in pairs if pair]
-    key, _, value = rest.partition(" ")
-    return [(key, value.strip())]
+    if not pairs or not all(pairs):
+        pairs = [_OLD_PAIR.fullmatch(rest)]
+    if not all(pairs):
+        raise DataError(f"{where} cannot be read: {rest}", "write KEY=VALUE")
+    said = [(pair[1], pair[2]) for pair in pairs if pair]
+    return env | {key: _expanded(value, env, f"{where} {key}") for key, value in said if key not in given}
 
 
 def _expanded(value: str, env: Mapping[str, str], where: str) -> str:

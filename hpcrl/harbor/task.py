@@ -135,7 +135,7 @@ def _environment(
         return image, workdir, {**config.env}, _files_below(folder / "environment", workdir)
     if not written.is_file():
         raise DataError(f"{folder / CONFIG}: no image", "give docker_image in [environment], or environment/Dockerfile")
-    plan = read_dockerfile(written, folder.name)
+    plan = read_dockerfile(written, folder.name, config.env)
     image = _image(written, plan.base, images)
     workdir = config.workdir or plan.workdir or usual_workdir(image)
     if not carriable(workdir):

@@ -123,6 +123,19 @@ def test_images(tmp_path: Path) -> None:
         read(other)
 
 
+def test_variables_of_a_dockerfile(tmp_path: Path) -> None:
+    """They are read alike, whether the image has to be built or not; what the image alone knows is the task's to say."""
+    folder = write_task(
+        tmp_path / "sum", dockerfile=DOCKERFILE + "ENV A=/a\nENV PATH=$A:$PATH B=${A}/b\nENV C two words\n"
+    )
+    env = read(folder).env
+    assert (env["A"], env["B"], env["C"], env["PATH"][:8]) == ("/a", "/a/b", "two words", "/a:/usr/")
+    for line in ("ENV D=$E", "ENV D", "ENV =d"):
+        (folder / "environment" / "Dockerfile").write_text(f"{DOCKERFILE}{line}\n")
+        with pytest.raises(DataError, match="Dockerfile, line 4: ENV "):
+            read(folder)
+
+
 def test_what_a_built_image_sets(tmp_path: Path) -> None:
     """No file of the image holds it: the working directory and the variables of the Dockerfile's last stage."""
     text = (
