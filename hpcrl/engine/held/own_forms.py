@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
+import vllm._custom_ops as ops
 from torch import nn
 
 from hpcrl.engine.held.experts import Segment, TensorShard
 from hpcrl.weights.comparison import dtype_name
 
 DELTA_NET = ("conv1d", "A_log", "dt_bias", "key_dim", "value_dim", "tp_size")  #: by which vLLM's layer is known
+UNPACKED = "_cpu_unpacked_conv_weight"  #: vLLM's name of what a convolution's packed weight was made of
 
 
 def absorbed(modules: Mapping[str, nn.Module], pieces: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
@@ -57,8 +60,26 @@ def delta_nets(modules: Mapping[str, nn.Module]) -> dict[str, TensorShard]:
         sizes = [layer.key_dim, layer.key_dim, layer.value_dim]
         starts = [0, *accumulate(sizes)]
         rows = tuple((start + rank * n // size, n // size) for start, n in zip(starts, sizes, strict=False))
-        found[f"{path}.conv1d.weight"] = _part_piece(layer.conv1d, "weight", starts[-1], rows)
+        found[f"{path}.conv1d.weight"] = _convolution(layer.conv1d, starts[-1], rows)
     return found
+
+
+def _convolution(layer: nn.Module, channels: int, rows: tuple[Segment, ...]) -> TensorShard:
+    """The weight of a convolution, which vLLM packs where the processor multiplies bf16 with AVX-512.
+
+    Args:
+        channels: of the whole.
+    """
+    piece = _part_piece(layer, "weight", channels, rows)
+    if (kept := getattr(layer, UNPACKED, None)) is None:
+        return piece
+    return replace(piece, shape=(channels, 1, kept.shape[1]), show=partial(_convolving, layer))
+
+
+def _convolving(layer: Any) -> torch.Tensor:
+    """The weight as the checkpoint has it; where what was packed is not what it says, what was packed."""
+    kept, packed = getattr(layer, UNPACKED), layer.weight.data
+    return (kept if torch.equal(ops.causal_conv1d_weight_pack(kept), packed) else packed.view_as(kept)).unsqueeze(1)
 
 
 def _part_piece(layer: nn.Module, name: str, height: int, rows: tuple[Segment, ...]) -> TensorShard:
