@@ -63,6 +63,7 @@ _LATENT: dict[str, Any] = {
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},
     "attention_backend": "CPU_MLA",
 }
+_LATENT_DRAFTS = {"attention_backend": _LATENT["attention_backend"]}
 
 
 class Build(NamedTuple):
@@ -151,7 +152,7 @@ def flags(options: Options, plan: Plan, index: int, port: int, found: Build) -> 
     ours |= node_flags(options, plan, index)
     given = gather_table("vllm", options.vllm, "[vllm]")
     if found.cpu and config.get("kv_lora_rank"):
-        _check_latent(given)
+        given = _latent(given)
     if found.cpu and config.get(DELTA_NET):
         _check_delta_nets(options, given)
     ours |= _text_part(options, plan, config, given)
@@ -218,15 +219,23 @@ def engine_seed(options: Options, index: int) -> int:
     return (options.seed + index) % 2**32  # what numpy takes
 
 
-def _check_latent(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for what would undo the settings that `_cpu_flags` has for latent attention."""
-    for name in ("compilation_config", "attention_backend", "attention_config"):
-        if given.get(name) not in (None, {}, _LATENT.get(name)):
+def _latent(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The user's settings, with what layers that draft need for latent attention: vLLM chooses their kernel for itself.
+
+    Raises:
+        UsageError: for what would undo the settings that `_cpu_flags` has for it.
+    """
+    drafts = given.get("speculative_config") or {}
+    settings = {name: given.get(name) for name in ("compilation_config", "attention_backend", "attention_config")}
+    settings["speculative_config.attention_backend"] = drafts.get("attention_backend")
+    for name, value in settings.items():
+        if value not in (None, {}, _LATENT.get(name.rpartition(".")[2])):
             raise UsageError(
                 f"--vllm-{name.replace('_', '-')}: vLLM's CPU build computes multi-head latent attention rightly with "
                 "hpcrl's own setting alone",
                 "leave it out on CPUs",
             )
+    return {**given, "speculative_config": {**drafts, **_LATENT_DRAFTS}} if drafts else given
 
 
 def _check_delta_nets(options: Options, given: Mapping[str, Any]) -> None:

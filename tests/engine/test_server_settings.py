@@ -223,6 +223,15 @@ def test_latent_attention_on_cpus_keeps_its_settings(model: str) -> None:
         with pytest.raises(UsageError, match=f"--vllm-{name.replace('_', '-')}: .*latent attention"):
             found(CPU, **{name: value})
         assert found(CUDA, **{name: value})[name] == value
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    drawn = found(CPU, speculative_config=drafts)["speculative_config"]
+    assert drawn == drafts | {"attention_backend": "CPU_MLA"}
+    assert found(CPU, speculative_config=drawn)["speculative_config"] == drawn
+    assert found(CUDA, speculative_config=drafts)["speculative_config"] == drafts
+    other = drafts | {"attention_backend": "TORCH_SDPA"}
+    with pytest.raises(UsageError, match=r"--vllm-speculative-config\.attention-backend: .*latent attention"):
+        found(CPU, speculative_config=other)
+    assert found(CUDA, speculative_config=other)["speculative_config"] == other
 
 
 def test_gated_delta_nets_on_cpus(model: str) -> None:
