@@ -329,6 +329,43 @@ def test_fp8_weights_are_quantised_on_the_fly(nursery: Nursery, tmp_path: Path) 
     assert engines.stop() == [0]
 
 
+#: sizes that hold whole blocks, of which vLLM's kernel takes rows by 32 and columns by 128
+BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
+EXPERTS = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128}
+CODED = {
+    "qwen3": BLOCKS | {"head_dim": 32},
+    "qwen3_moe": BLOCKS | EXPERTS | {"head_dim": 32},
+    "deepseek_v3": EXPERTS | {"q_lora_rank": 128},
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", CODED)
+def test_fp8_by_vllms_own_kernel(tmp_path: Path, kind: str) -> None:
+    """On a processor with AMX, in bf16: what the engine was sent is what it computes with, but for the codes' rounding."""
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this processor has no AMX")
+    wide = make_family(tmp_path / "wide", kind, **CODED[kind])
+    convert(wide, tmp_path / "fp8", Scheme("block", (128, 128)))
+    engines = Engines(tmp_path / "run", tmp_path / "fp8", bf16=True, update_weight_buffer_size=SMALL, vllm={})
+    try:
+        side = Side(engines, wide)
+        for seed in (21, 22):
+            side.reference = Reference(wide)
+            new = side.reference.step(seed)
+            before, _ = rounding(side.reference, answers(side))
+            side.push(new)
+            if kind == "qwen3":
+                side.reference.back_to(rounded(new, side))
+                check_near(side)
+            else:
+                after, _ = rounding(side.reference, answers(side))
+                assert after < before / 5, f"{after:.1f} after {before:.1f}"
+        side.close()
+    finally:
+        assert engines.stop() == [0]
+
+
 def check_wide_is_refused(side: Side, pairs: Pairs) -> None:
     """By the sender and by the engine: without a scale the numbers would mean nothing."""
     scheme = side.sender.scheme
