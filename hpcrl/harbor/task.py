@@ -17,6 +17,7 @@ from hpcrl.errors import DataError
 from hpcrl.harbor.dockerfile import Dockerfile, read_built, read_dockerfile
 from hpcrl.harbor.images import FILE, SYSTEM
 from hpcrl.harbor.task_config import HarborConfig, carriable, read_config
+from hpcrl.sandbox.images.staging import image_settings
 from hpcrl.untrusted_files import parse_toml, read_given, read_given_bytes
 
 CONFIG = "task.toml"
@@ -128,18 +129,18 @@ def _environment(
     own = images.get(folder.name) or images.get(_given_name(folder))
     if own or config.image:
         image = own or _image(folder / CONFIG, config.image, images)
-        built, env = read_built(written, config.env) if written.exists() else ("", {})
-        workdir = config.workdir or built or usual_workdir(image)
+        env, built = image_settings(image)
+        if not (env or built) and written.exists():  # of an image without a configuration: what it was built with
+            built, env = read_built(written, config.env)
+        workdir = _workdir(config, built, image, written if written.exists() else folder / CONFIG)
         if own or written.exists():
             return image, workdir, env | dict(config.env), ()
-        return image, workdir, {**config.env}, _files_below(folder / "environment", workdir)
+        return image, workdir, env | dict(config.env), _files_below(folder / "environment", workdir)
     if not written.is_file():
         raise DataError(f"{folder / CONFIG}: no image", "give docker_image in [environment], or environment/Dockerfile")
-    plan = read_dockerfile(written, folder.name, config.env)
+    plan = read_dockerfile(written, folder.name, config.env, lambda base: image_settings(_image(written, base, images)))
     image = _image(written, plan.base, images)
-    workdir = config.workdir or plan.workdir or usual_workdir(image)
-    if not carriable(workdir):
-        raise DataError(f"{written}: the working directory {workdir}", "name a directory of the task's own: /app")
+    workdir = _workdir(config, plan.workdir, image, written)
     return image, workdir, plan.env | dict(config.env), tuple(_copied(written.parent, plan))
 
 
@@ -150,6 +151,17 @@ def _image(where: Path, named: str, images: dict[str, str]) -> str:
             f'unpack it (docker export) and name its directory in {FILE} next to the tasks: "{named}" = "/path"',
         )
     return images[named]
+
+
+def _workdir(config: HarborConfig, said: str, image: str, where: Path) -> str:
+    """The task's own, or what Dockerfile or image say; "/", where an image says nothing else, is none to work in."""
+    found = config.workdir or ("" if said == "/" else said) or usual_workdir(image)
+    if not carriable(found):
+        raise DataError(
+            f"{where}: the working directory {found}",
+            "name a directory of the task's own in [environment] workdir: /app",
+        )
+    return found
 
 
 def usual_workdir(image: str) -> str:

@@ -45,10 +45,12 @@ _PUBLIC = {
     "BoxProcess": "box",
     "BoxResult": "box",
     "ListedFile": "box",
+    "ImageSettings": "images.archives",
     "PoolCounts": "pool",
     "SandboxLost": "box_line",
     "SandboxPool": "pool",
     "Unconfined": "run",
+    "image_settings": "images.staging",
 }
 
 

@@ -60,20 +60,23 @@ def programs() -> list[tuple[tarfile.TarInfo, bytes]]:
     return [entry(name, path.read_bytes(), mode=0o755) for name, path in found.items()]
 
 
-def docker_archive(path: Path, layers: Sequence[bytes], **damage: Any) -> Path:
+def docker_archive(path: Path, layers: Sequence[bytes], config: dict[str, Any] | None = None, **damage: Any) -> Path:
     """What `docker save` writes of one image.
 
     Args:
+        config: what it says of commands: Env, WorkingDir.
         damage: a member's name, and what takes its content's place.
     """
-    config = _config(layers)
+    described = _config(layers, config)
     parts = {f"{number}/layer.tar": data for number, data in enumerate(layers)}
     said = [{"Config": "config.json", "RepoTags": ["test:1"], "Layers": list(parts)}]
-    parts |= {"config.json": config, "manifest.json": json.dumps(said).encode()}
+    parts |= {"config.json": described, "manifest.json": json.dumps(said).encode()}
     return archive_of(path, parts | damage)
 
 
-def oci_parts(layers: Sequence[bytes], architecture: str = MINE) -> dict[str, bytes]:
+def oci_parts(
+    layers: Sequence[bytes], architecture: str = MINE, config: dict[str, Any] | None = None
+) -> dict[str, bytes]:
     """An OCI layout's files, its layers compressed."""
     parts = {"oci-layout": b'{"imageLayoutVersion": "1.0.0"}'}
 
@@ -83,7 +86,9 @@ def oci_parts(layers: Sequence[bytes], architecture: str = MINE) -> dict[str, by
         return {"digest": f"sha256:{digest}", "size": len(data)}
 
     packed = [blob(gzip.compress(data, mtime=0)) for data in layers]
-    manifest = blob(json.dumps({"schemaVersion": 2, "config": blob(_config(layers)), "layers": packed}).encode())
+    manifest = blob(
+        json.dumps({"schemaVersion": 2, "config": blob(_config(layers, config)), "layers": packed}).encode()
+    )
     inner = {"schemaVersion": 2, "manifests": [manifest | {"platform": {"architecture": architecture, "os": "linux"}}]}
     index = {"schemaVersion": 2, "manifests": [blob(json.dumps(inner).encode())]}
     return parts | {"index.json": json.dumps(index).encode()}
@@ -93,16 +98,17 @@ def oci_archive(path: Path, layers: Sequence[bytes], architecture: str = MINE) -
     return archive_of(path, oci_parts(layers, architecture))
 
 
-def oci_layout(path: Path, layers: Sequence[bytes]) -> Path:
-    for name, data in oci_parts(layers).items():
+def oci_layout(path: Path, layers: Sequence[bytes], config: dict[str, Any] | None = None) -> Path:
+    for name, data in oci_parts(layers, config=config).items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(data)
     return path
 
 
-def _config(layers: Iterable[bytes]) -> bytes:
+def _config(layers: Iterable[bytes], config: dict[str, Any] | None = None) -> bytes:
     digests = [f"sha256:{hashlib.sha256(data).hexdigest()}" for data in layers]
-    return json.dumps({"architecture": MINE, "rootfs": {"type": "layers", "diff_ids": digests}}).encode()
+    said = {"architecture": MINE, "rootfs": {"type": "layers", "diff_ids": digests}}
+    return json.dumps(said | ({} if config is None else {"config": config})).encode()
 
 
 def archive_of(path: Path, parts: dict[str, bytes]) -> Path:

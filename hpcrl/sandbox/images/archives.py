@@ -18,7 +18,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol, cast
+from typing import IO, Any, BinaryIO, NamedTuple, Protocol, cast
 
 from hpcrl.errors import DataError
 from hpcrl.sandbox.images.streams import AT_ONCE, Forward, Slice
@@ -115,6 +115,28 @@ def is_layout(path: Path) -> bool:
     return os.path.isfile(path / "oci-layout") and os.path.isfile(path / "index.json")
 
 
+class ImageSettings(NamedTuple):
+    """What an image sets for every command, and no file of it holds.
+
+    Attributes:
+        workdir: an absolute path, "" where it names none.
+    """
+
+    env: dict[str, str] = {}  # noqa: RUF012  a default of a tuple's, which nothing changes
+    workdir: str = ""
+
+
+def layout_settings(path: Path) -> ImageSettings:
+    """`Env` and `WorkingDir` of an OCI layout that is a directory; raises as `unpack_layout`."""
+    return _settings(_Folder(path))
+
+
+def archive_settings(path: Path) -> ImageSettings:
+    """The same of an archive; raises as `unpack_archive`."""
+    with _archive(path) as blobs:
+        return _settings(blobs)
+
+
 def unpack_layout(path: Path, tree: ImageTree) -> None:
     """Unpack the image of an OCI layout that is a directory.
 
@@ -127,6 +149,12 @@ def unpack_layout(path: Path, tree: ImageTree) -> None:
 
 def unpack_archive(path: Path, tree: ImageTree) -> None:
     """The same of a tar archive, of a layout or of `docker save`; gzip may have compressed it as a whole."""
+    with _archive(path) as blobs:
+        _unpack(blobs, tree)
+
+
+@contextlib.contextmanager
+def _archive(path: Path) -> Iterator[_Archive]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(contextlib.closing(_opened(path)))
         packed = file.read(2) == b"\x1f\x8b"
@@ -137,10 +165,23 @@ def unpack_archive(path: Path, tree: ImageTree) -> None:
             blobs = _Archive(file)
         except (tarfile.TarError, EOFError, ValueError, gzip.BadGzipFile) as error:
             raise DataError(f"it cannot be read as an archive: {error}", _AGAIN) from error
-        _unpack(blobs, tree)
+        yield blobs
 
 
-def _unpack(blobs: _Blobs, tree: ImageTree) -> None:
+def _settings(blobs: _Blobs) -> ImageSettings:
+    said, _ = _described(blobs)
+    found = said.get("config") or {}
+    try:
+        pairs = [str(pair).partition("=") for pair in found.get("Env") or ()]
+        workdir = str(found.get("WorkingDir") or "")
+    except (TypeError, AttributeError) as error:
+        raise _unreadable(error) from error
+    env = {name: value for name, _, value in pairs if name and "\0" not in name + value}
+    return ImageSettings(env, posixpath.normpath(workdir) if workdir.startswith("/") else "")
+
+
+def _described(blobs: _Blobs) -> tuple[dict[str, Any], list[str]]:
+    """(the configuration, the layers' names) of the image."""
     try:
         if blobs.has("manifest.json"):
             config, layers = _of_docker(blobs)
@@ -151,11 +192,24 @@ def _unpack(blobs: _Blobs, tree: ImageTree) -> None:
                 "it is an archive, but of no image: manifest.json and index.json are lacking",
                 "unpack what `docker export` has written, and give the directory",
             )
-        digests = _read(blobs, config)["rootfs"]["diff_ids"]
-        if len(layers) != len(digests) or len(layers) > _LAYERS:
-            raise DataError(f"the image has {len(layers)} layers and digests of {len(digests)}", _AGAIN)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise DataError(f"what the image says of itself cannot be read: {error!r}", _AGAIN) from error
+        return dict(_read(blobs, config)), layers
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> DataError:
+    return DataError(f"what the image says of itself cannot be read: {error!r}", _AGAIN)
+
+
+def _unpack(blobs: _Blobs, tree: ImageTree) -> None:
+    said, layers = _described(blobs)
+    try:
+        digests = said["rootfs"]["diff_ids"]
+        count = len(digests)
+    except (KeyError, TypeError) as error:
+        raise _unreadable(error) from error
+    if len(layers) != count or count > _LAYERS:
+        raise DataError(f"the image has {len(layers)} layers and digests of {count}", _AGAIN)
     for name, digest in zip(layers, digests, strict=True):
         with blobs.open(name) as part:
             layer = Forward(part, MOST_BYTES)

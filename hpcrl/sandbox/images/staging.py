@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import gzip
 import hashlib
 import os
@@ -23,7 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpcrl.errors import DataError, DeadlineError, HpcrlError, UsageError
-from hpcrl.sandbox.images.archives import is_layout, unpack_archive, unpack_layout
+from hpcrl.sandbox.images.archives import (
+    ImageSettings,
+    archive_settings,
+    is_layout,
+    layout_settings,
+    unpack_archive,
+    unpack_layout,
+)
 from hpcrl.sandbox.images.sif import is_sif, unpack_sif
 from hpcrl.sandbox.images.tree import ImageTree
 from hpcrl.toolbox.deadline import Deadline, poll
@@ -62,6 +70,32 @@ def image_root(image: str, below: str | None = None) -> str:
         _complete(root)
 
     return staged(f"image-{found}", fill, str(path), below)
+
+
+def image_settings(image: str) -> ImageSettings:
+    """What an image sets for every command (`Env`, `WorkingDir` of its configuration); nothing where it is no archive
+    and no layout.  A compressed archive is read to its end for this, once a process.
+
+    Raises:
+        DataError: if it is damaged.
+    """
+    path = Path(os.path.realpath(image))
+    try:
+        if not os.path.isabs(image) or not path.exists():
+            return ImageSettings()
+        found = path.stat()
+        return _settings_of(path, found.st_size, found.st_mtime_ns)
+    except OSError as error:
+        raise DataError(f"the image {image}: {error.strerror}", "give one that you can read") from error
+    except DataError as error:
+        raise DataError(f"the image {image}: {error.what}", error.hint) from error
+
+
+@functools.lru_cache(1024)
+def _settings_of(path: Path, size: int, changed: int) -> ImageSettings:
+    if path.is_dir():
+        return layout_settings(path) if is_layout(path) else ImageSettings()
+    return archive_settings(path) if _is_tar(path) else ImageSettings()
 
 
 def _kind_of(image: str, path: Path) -> tuple[Callable[[Path], None] | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gzip
 import os
@@ -18,8 +19,9 @@ import pytest
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.run import scratch
+from hpcrl.sandbox import SandboxPool
 from hpcrl.sandbox.images import archives, sif, staging, streams, tree
-from hpcrl.sandbox.images.staging import image_root
+from hpcrl.sandbox.images.staging import image_root, image_settings
 from tests.support.image_files import (
     archive_of,
     docker_archive,
@@ -30,6 +32,7 @@ from tests.support.image_files import (
     oci_archive,
     oci_layout,
     oci_parts,
+    programs,
 )
 
 BASE = layer(
@@ -102,6 +105,43 @@ def test_forms_of_images(form: str, tmp_path: Path) -> None:
     assert os.lstat(f"{root}/usr/bin/tool").st_ino == os.lstat(f"{root}/usr/bin/same").st_ino
     assert stat.S_IMODE(os.lstat(f"{root}/locked").st_mode) == 0o700
     assert image_root(str(path), str(tmp_path)) == root
+
+
+@pytest.mark.parametrize("form", ["docker", "docker in gzip", "oci directory"])
+def test_what_an_image_sets(form: str, tmp_path: Path) -> None:
+    """Variables with = in their values, and the directory; of what is no archive nothing is said."""
+    config = {"Env": ["PATH=/opt/bin:/bin", "OPTS=-a=1", "EMPTY=", "=odd"], "WorkingDir": "/srv/app/"}
+    make = oci_layout if form == "oci directory" else docker_archive
+    path = make(tmp_path / "image", [BASE], config)
+    if form == "docker in gzip":
+        gzipped(path)
+    env = {"PATH": "/opt/bin:/bin", "OPTS": "-a=1", "EMPTY": ""}
+    assert image_settings(str(path)) == (env, "/srv/app")
+    (tmp_path / "root").mkdir()
+    for other in (str(tmp_path / "root"), "system", str(tmp_path / "none")):
+        assert image_settings(other) == ({}, "")
+    bare = docker_archive(tmp_path / "bare", [BASE], {"Env": None, "WorkingDir": ""})
+    assert image_settings(str(bare)) == ({}, "")
+    broken = docker_archive(tmp_path / "broken", [BASE], {"Env": 3})
+    with pytest.raises(DataError, match=r"broken: .* cannot be read"):
+        image_settings(str(broken))
+
+
+@pytest.mark.process
+def test_a_box_with_what_its_image_sets(tmp_path: Path) -> None:
+    config = {"Env": ["SAID=by the image"], "WorkingDir": "/srv"}
+    path = str(docker_archive(tmp_path / "image.tar", [layer(*programs(), folder("srv"))], config))
+
+    async def ran() -> str:
+        pool = SandboxPool(warm=0)
+        try:
+            async with pool.box(path) as box:
+                found = image_settings(path)
+                return (await box.run('echo "$SAID in $PWD"', env=found.env, cwd=found.workdir)).stdout
+        finally:
+            await pool.close()
+
+    assert asyncio.run(ran()) == "by the image in /srv\n"
 
 
 @pytest.mark.skipif(not shutil.which("mksquashfs"), reason="squashfs-tools: `make packages`")
