@@ -120,6 +120,7 @@ WRITERS = {
     "sandbox/images/staging.py": "locks, in a directory of this user's alone",
     "sandbox/images/tree.py": "what it unpacks into a directory that is moved into place once it is whole",
     "sandbox/kinds/container.py": "/dev/null",
+    "sandbox/kinds/crun.py": "a configuration in memory, which ends with the program that reads it",
     "sandbox/main.py": "what a confined command has left, into a directory of the caller's",
     "sandbox/private_root.py": "memory of the sandbox's own",
     "sandbox/system_calls.py": "/proc",

@@ -31,11 +31,14 @@ from hpcrl.sandbox.system_calls import (
     write_kernel,
 )
 from hpcrl.sandbox.usage import POLL, START, bound_numbers, come_first, kernel, threads_of_user, usage
-from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.deadline import Deadline, poll
 
 LIMIT = "limit: "  #: begins the reason for which a box was ended, where that is what ran in it
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SLOWEST = 0.05  #: seconds between two looks at what uses little
+_TIDY = 1.0  #: seconds that a program has to put away what it has of a container that has ended
+_LOOK = 0.002
+_HAS_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _PATIENCE = 5.0  #: seconds that the first process has to end what is over a limit, and to wait for its end
 _KEPT_BACK = 384  #: process ids that the kernel gives none of to a namespace whose ids were all given once
 
@@ -131,8 +134,9 @@ def _keep_container(
         mine.close()  # which ends the first process as well, whatever becomes of its number
         for one in first:
             one.end()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+        if not first or not poll(lambda: os.waitid(os.P_PID, child, _HAS_ENDED), Deadline(_TIDY), _LOOK):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         talk.close()
 

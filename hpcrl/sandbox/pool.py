@@ -68,8 +68,8 @@ class SandboxPool:
             warm: boxes of each image that are made ahead.
             most: boxes that may be in use at once; who asks for more waits.
             limits: of boxes that are asked for without.
-            kind: who makes their namespaces: "namespaces" (this package itself), "bubblewrap" or "apptainer"; None:
-                what HPCRL_SANDBOX_KIND of the environment says, or else the first.
+            kind: who makes their namespaces: "namespaces" (this package itself), "bubblewrap", "crun" or "apptainer";
+                None: what HPCRL_SANDBOX_KIND of the environment says, or else the first.
 
         Raises:
             UsageError: if a number is too small, or there is no such kind.

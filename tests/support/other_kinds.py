@@ -6,9 +6,9 @@ Invariant: nothing of that namespace is left when the process ends.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -24,15 +24,25 @@ do if [ -e "$place" ] && [ -e "$root$place" ]; then mount --rbind "$place" "$roo
 cd "$root" && pivot_root . mnt && umount -l /mnt && cd /tmp || exit 99
 exec setpriv --reuid="$user" --regid="$group" --clear-groups "$@"
 """
-KINDS = ("bubblewrap", "apptainer")
+#: $1 is the user, $2 its group; crun refuses the mixture of cgroups of two versions that some machines have
+_UNIFIED = """
+user=$1; group=$2; shift 2
+umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 99
+exec setpriv --reuid="$user" --regid="$group" --clear-groups "$@"
+"""
+KINDS = ("bubblewrap", "crun", "apptainer")
+#: of those that are this machine's: the program
+_PROGRAMS = {"bubblewrap": "bwrap", "crun": "crun"}
 
 
 def user_of(kind: str) -> SecondUser:
     """An account whose processes can make boxes of a kind; skips the test where there is none."""
     user = make_user()
-    if kind == "bubblewrap":
-        if not shutil.which("bwrap"):
-            pytest.skip("bubblewrap is not installed: `make packages`")
+    if program := _PROGRAMS.get(kind):
+        if not shutil.which(program):
+            pytest.skip(f"{kind} is not installed: `make packages`")
+        if kind == "crun" and os.path.isdir("/sys/fs/cgroup/unified"):
+            return _InNamespace(user.uid, user.gid, user.started, ["sh", "-c", _UNIFIED, "enter"])
         return user
     suite = roots.newest()
     root = roots.path(suite)
@@ -40,18 +50,18 @@ def user_of(kind: str) -> SecondUser:
         pytest.skip("there is no apptainer: `make packages` unpacks a release that has it")
     roots.prepare(suite)
     (root / "work").mkdir(exist_ok=True)
-    return _InRelease(user.uid, user.gid, user.started, root)
+    return _InNamespace(user.uid, user.gid, user.started, ["sh", "-c", _ENTER, "enter", str(root)])
 
 
-class _InRelease(SecondUser):
-    """The account, whose processes have another release's programs."""
+class _InNamespace(SecondUser):
+    """The account, whose processes begin in a mount namespace that a shell has put together."""
 
-    def __init__(self, uid: int, gid: int, started: list[subprocess.Popen[str]], root: Path) -> None:
+    def __init__(self, uid: int, gid: int, started: list[subprocess.Popen[str]], shell: list[str]) -> None:
         super().__init__(uid, gid, started)
-        self._root = root
+        self._shell = shell
 
     def start(self, program: str, *arguments: str) -> subprocess.Popen[str]:
-        words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "enter", str(self._root)]
+        words = ["unshare", "--mount", "--propagation", "private", *self._shell]
         words += [str(self.uid), str(self.gid), PYTHON, "-I", "-c", program, *arguments]
         made = subprocess.Popen(
             words,

@@ -34,6 +34,7 @@ PROGRAMS = {
 OPTIONAL = {
     "bwrap": "sandboxes of the kind bubblewrap",
     "chromium": "pages",
+    "crun": "sandboxes of the kind crun",
     "fish": "shell completion",
     "mksquashfs": "images of Apptainer",
     "zsh": "shell completion",

@@ -22,7 +22,7 @@ class SandboxOptions(Base):
         "default: all, which they share with engines",
         ge=1,
     )
-    sandbox_kind: Literal["namespaces", "bubblewrap", "apptainer"] | None = opt(
+    sandbox_kind: Literal["namespaces", "bubblewrap", "crun", "apptainer"] | None = opt(
         None, "who makes their namespaces; default: what HPCRL_SANDBOX_KIND says where they are, or namespaces"
     )
     sandbox_warm: int = opt(

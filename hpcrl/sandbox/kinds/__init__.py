@@ -1,6 +1,6 @@
 """Who makes the namespaces of a box: this package ("namespaces"), or a program that a site has for that.
 
-    `bubblewrap.py`, `apptainer.py`   the kinds: how the program is called, one file each
+    `bubblewrap.py`, `crun.py`, `apptainer.py`   the kinds: how the program is called, one file each
     `container_kind.py`               what such a file has, and is told
     `choose.py`                       which there are, and what one needs on this node, made ready once
     `runtime.py`, `inside.py`         the Python that a box's first process is run by, whatever the image has; where it

@@ -9,13 +9,11 @@ import os
 import subprocess
 
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
-from hpcrl.sandbox.kinds.inside import INSIDE, system_binds
+from hpcrl.sandbox.kinds.inside import INSIDE, OWN, system_binds
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.private_root import DEVICES, LINKS, SYSTEM
 
 PROGRAMS = ("bwrap",)
-#: of an image: what a box has of its own instead
-_OWN = ("dev", "home", "proc", "root", "run", "sys", "tmp", "work", INSIDE[1:])
 
 
 def is_sized(program: str) -> bool:
@@ -54,7 +52,7 @@ def _of_system() -> list[str]:
 
 def _of_image(image: str) -> list[str]:
     words = []
-    for name in sorted(set(os.listdir(image)) - set(_OWN)):
+    for name in sorted(set(os.listdir(image)) - set(OWN)):
         path = os.path.join(image, name)
         words += (
             ["--symlink", os.readlink(path), f"/{name}"] if os.path.islink(path) else ["--ro-bind", path, f"/{name}"]

@@ -11,6 +11,8 @@ import os
 from hpcrl.sandbox.private_root import SETTINGS, SYSTEM
 
 INSIDE = "/.hpcrl"  #: where the directory of `runtime.py` is
+#: names in an image's root, in whose place a box has something of its own
+OWN = ("dev", "home", "proc", "root", "run", "sys", "tmp", "work", INSIDE[1:])
 FIRST = "hpcrl.sandbox.kinds.first_process"
 
 

@@ -18,6 +18,7 @@ from hpcrl.errors import UsageError
 from hpcrl.sandbox import SandboxPool, Unconfined
 from hpcrl.sandbox.kinds.choose import VARIABLE, chosen, kind_names, prepare
 from tests.sandbox.test_attacks import ATTEMPTS, BOX, attack, readable_directory
+from tests.support.harbor_tasks import write_image
 from tests.support.image_files import docker_archive, entry, layer, programs
 from tests.support.other_kinds import KINDS, user_of
 
@@ -132,12 +133,22 @@ def test_a_box_is_used_as_ours_is(kind: str, place: Path) -> None:
         "image": str(docker_archive(images / "image.tar", [layer(*below)])),
         "bare": str(docker_archive(images / "bare.tar", [layer(entry("etc/motd", b"bare\n"))])),
     }
+    told["root"] = str(images / "root")  # as `docker export` leaves it: without /work
+    write_image(images / "root", ("sh",))
+    for name in ("dev", "etc", "proc", "sys", "tmp"):
+        (images / "root" / name).mkdir()
+    (images / "root" / "etc" / "motd").write_text("root\n")
+    before = os.listdir(images / "root")
     found = done_by(kind, place, USED, told)
+    assert sorted(os.listdir(images / "root")) == sorted(before)
+    if kind == "crun":
+        assert not any(place.glob("tmp/hpcrl-images-*/state/crun/*")), "a box's state is left"
     uid = user_of(kind).uid
     assert found["first"] == f"from outside/work\n{uid}\n" and found["second"] == "x\nruns\n"
     assert found["written"].count("Read-only file system") + found["written"].count("denied") == 4, found["written"]
     assert (found["spoken"], found["layered"], found["reset"], found["left"]) == ("spoken to", False, "", 0)
-    assert found["bare"] == "bare\n" and found["in image"] == ["of the image\na\n", 2]
+    assert (found["bare"], found["root"]) == ("bare\n", "root\n")
+    assert found["in image"] == ["of the image\na\n", 2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,12 +185,14 @@ async def main():
 """
 
 
-@pytest.mark.parametrize("kind", ["bubblewrap", pytest.param("apptainer", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", ["bubblewrap", "crun", pytest.param("apptainer", marks=pytest.mark.soak)])
 def test_limits_of_another_kind(kind: str, place: Path) -> None:
     """The keeper counts what no kernel bounds there, /dev/shm too, and ends what goes over."""
     found = done_by(kind, place, LIMITED)
     assert "16 MiB" in found["disk"][0] and "16 MiB" in found["shared"][0], found
-    assert "500 files" in found["files"][0] and "256 MiB" in found["memory"][0], found
+    files = found["files"]  # crun's memory has a bound of its own
+    assert "500 files" in files[0] or "No space left" in files[2], found
+    assert "256 MiB" in found["memory"][0], found
     assert "48 processes" in found["processes"][0] or "fork" in found["processes"][2], found
     assert found["time"][1] and found["after"] == "alive\n" and found["left"] == 0
 
