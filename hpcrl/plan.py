@@ -252,7 +252,7 @@ def _own_hosts(
     Raises:
         UsageError: if there are not as many.
     """
-    count = options.sandbox_hosts
+    count = options.own_sandbox_hosts
     if count and len(hosts) == 1:
         return hosts * count  # one machine stands for all nodes, as on a laptop
     used = {host for place in (*trainers, *engines) for host in place.hosts}

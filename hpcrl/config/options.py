@@ -162,7 +162,7 @@ class Options(
         return self.engine_gpus // self.rollout_num_gpus_per_engine if self.needs_engines else 0
 
     @property
-    def sandbox_hosts(self) -> int:
+    def own_sandbox_hosts(self) -> int:
         """Hosts that have sandboxes and nothing else."""
         return (self.sandbox_num_nodes or 1) if self.sandbox_on == "nodes" and self.needs_engines else 0
 

@@ -40,12 +40,12 @@ def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | Non
     layout, components = _components(stages, site)
     if len(components) == 1 and components[0].name == "trainer" and any(o.num_engines for o in stages):
         layout = "homogeneous"
-    if count := max(o.sandbox_hosts for o in stages):
+    if count := max(o.own_sandbox_hosts for o in stages):
         layout, components = _with_sandboxes(layout, components, count, site)
     margin = site.signal_margin or max(margin or 0, FLOOR, *(int(o.stop_timeout) for o in stages))
     spares = max(o.spares for o in stages)
     components[0] = msgspec.structs.replace(components[0], nodes=components[0].nodes + spares)
-    outlives = spares > 0 or any(o.elastic or o.sandbox_hosts for o in stages)
+    outlives = spares > 0 or any(o.elastic or o.own_sandbox_hosts for o in stages)
     request = AllocationRequest(layout, tuple(components), margin, spares, outlives)
     for options in stages:
         make_plan(options, request.hosts(), "request")
@@ -120,7 +120,7 @@ def _hold(stages: Sequence[Options], hosts: list[Host]) -> bool:
 
 def _without_sandboxes(options: Options) -> Options:
     """The options as for the other components, whose nodes are counted first."""
-    return options.model_copy(update={"sandbox_on": "rollout"}) if options.sandbox_hosts else options
+    return options.model_copy(update={"sandbox_on": "rollout"}) if options.own_sandbox_hosts else options
 
 
 def _used(stages: Sequence[Options], components: list[Component]) -> list[Component]:

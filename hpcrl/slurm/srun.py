@@ -119,7 +119,7 @@ class SrunHosts:
         if self.examined:
             return
         self.examined = True
-        own = bool(options.sandbox_hosts and self.groups[1:])
+        own = bool(options.own_sandbox_hosts and self.groups[1:])
         roles = ["trainer", "engine", "rollout"][: len(self.groups) - own]
         roles += ["sandbox"] * (len(self.groups) - len(roles))
         steps = [

@@ -15,7 +15,7 @@ def check_sandboxes(o: Options) -> None:
         raise UsageError(
             f"--sandbox-warm {o.sandbox_warm} is more than --sandbox-most {o.sandbox_most}", "make fewer ahead"
         )
-    if o.sandbox_hosts and (o.elastic or o.spares):
+    if o.own_sandbox_hosts and (o.elastic or o.spares):
         which = "--elastic" if o.elastic else f"--spares {o.spares}"
         raise UsageError(
             f"--sandbox-on nodes with {which}: a host that is lost would be replaced by one of another kind",

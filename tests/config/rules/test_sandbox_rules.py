@@ -65,7 +65,7 @@ def test_allowed(values: dict[str, Any]) -> None:
 def test_nothing_is_sampled() -> None:
     """Without effect, and no node is asked for."""
     o = Options(**(OWN | {"sandbox_on": "nodes", "load_debug_rollout_data": "d"}))
-    assert inert(o)["sandbox_on"] == "nothing is sampled" and o.sandbox_hosts == 0
+    assert inert(o)["sandbox_on"] == "nothing is sampled" and o.own_sandbox_hosts == 0
 
 
 def test_every_kind_can_be_chosen() -> None:
