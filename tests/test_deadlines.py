@@ -43,6 +43,7 @@ ENDED = {
     ("peer_proof/exchange.py", "work.wait()"): "it runs in a thread, which is left behind after the limit",
     ("queue/client.py", "self._socket.recv_multipart(copy=False)"): READY,
     ("queue/server.py", "self._socket.recv_multipart(copy=False)"): "it serves until it is closed",
+    ("sandbox/hosts/proxy.py", "door.accept()"): READY,
     ("sandbox_nodes/connection.py", "sock.recv_multipart()"): "it listens until the connection breaks",
     ("sandbox_nodes/server.py", "self._socket.recv_multipart()"): "it serves until it is closed",
     ("rendezvous/server.py", "self._door.recv_multipart()"): READY,

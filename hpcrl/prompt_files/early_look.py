@@ -15,6 +15,7 @@ from hpcrl.config.prompt_words import PromptWord, read_words
 from hpcrl.config.rules.several_adapters import policies_of
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.findings import Finding
+from hpcrl.harbor.rows import TaskRows, refuse_hosts
 from hpcrl.prompt_files.row_checks import Keys, keys_in, read_row
 from hpcrl.prompt_files.rows import first_parquet_rows, first_rows, open_rows
 
@@ -92,10 +93,14 @@ def _look(options: Options, word: PromptWord, keys: Keys) -> None:
 
 
 def _look_at_tasks(options: Options, word: PromptWord, keys: Keys) -> None:
-    """Raise DataError for the first task that cannot be run here, UsageError where no function would run any."""
-    keys_in(open_rows(word), keys)
+    """Raise DataError for the first task that cannot be run here, UsageError where no function would run any, or for
+    the first whose hosts may not be reached."""
+    rows = open_rows(word)
+    keys_in(rows, keys)
     if options.custom_generate_function_path is None and not options.only_evaluates:
         raise UsageError(
             f"{word.path} is a folder of tasks, and nothing is given that works at them",
             "--custom-generate-function-path hpcrl.rollout.samplers.harbor_agent.generate does",
         )
+    for folder, words in rows.hosts if isinstance(rows, TaskRows) else ():
+        refuse_hosts(folder, words, options.sandbox_hosts)

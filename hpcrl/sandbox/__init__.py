@@ -17,21 +17,22 @@ before.  `async with sandbox() as box` (`pool.py`) hands one out that was made a
 | files | system directories and those of its View, read-only; one bounded /tmp | a private root (`private_root.py`) |
 | home, /run, /sys, devices, sockets in files | none | the same: they are not in that root |
 | networks, abstract sockets, System V IPC | none | namespaces of its own |
+| hosts that a box is asked for with | HTTP and HTTPS to these, through a process outside | `hosts/`, `seccomp.py` |
 | other processes | none that it sees or can signal | a PID namespace, or `seccomp.py` where it has none |
 | terminals | none | a session of its own, no /dev/tty, no ioctl that types |
 | privileges | none, nor any that a program file could give | no capabilities, no new privileges |
 | kernel interfaces for administrators and debuggers | none | `seccomp.py` |
 | time, memory, processes, files, output | bounded | limits, and `main.py`, which watches |
 
-Invariant: standard library alone, and nothing imported from the rest of hpcrl but errors and deadlines, so that it
-starts quickly and can be read as a whole.
+Invariant: standard library alone, and nothing imported from the rest of hpcrl but errors and a few files of toolbox
+that import no more, so that it starts quickly and can be read as a whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ _PUBLIC = {
 
 
 @contextlib.asynccontextmanager
-async def sandbox(image: str = "system", limits: BoxLimits | None = None) -> AsyncIterator[Box]:
+async def sandbox(
+    image: str = "system", limits: BoxLimits | None = None, hosts: Iterable[str] = ()
+) -> AsyncIterator[Box]:
     """A box of this caller's alone, of the pool that this process has: `async with sandbox() as box`.
 
     It is ended, with all that runs and lies in it, when the block is left.
@@ -64,9 +67,11 @@ async def sandbox(image: str = "system", limits: BoxLimits | None = None) -> Asy
         image: "system", the programs of this machine, or the absolute path of an unpacked root file system, of a SIF
             file, or of a Docker or OCI archive; these are unpacked once on a node (`images/`).
         limits: what the box may use; see `BoxLimits` for their defaults.
+        hosts: that the box may reach, by HTTP and HTTPS alone: `("example.org", "*.example.org", "example.org:8080")`.
+            In a run `--sandbox-hosts` has to name them too.
 
     Raises:
-        UsageError: if the image is none of these.
+        UsageError: if the image is none of these, or a host is none or may not be reached.
         DataError, HpcrlError: if it cannot be unpacked, and why.
         Unconfined: if this machine can make no box, and why.
         SandboxLost: if the box ends while it is used; whatever needed it is done again.
@@ -76,7 +81,7 @@ async def sandbox(image: str = "system", limits: BoxLimits | None = None) -> Asy
 
     pool = default_pool()
     accounts.keep(pool)
-    async with pool.box(image, limits) as box:
+    async with pool.box(image, limits, hosts) as box:
         yield box
 
 

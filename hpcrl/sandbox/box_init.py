@@ -17,7 +17,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcrl.sandbox import frames
@@ -48,15 +48,24 @@ class NoRoom(BaseException):
 class BoxInit:
     """Serves one box until its user, or its keeper, is gone."""
 
-    def __init__(self, talk: socket.socket, keeper: socket.socket, limits: dict[int, int], disk: int) -> None:
+    def __init__(
+        self,
+        talk: socket.socket,
+        keeper: socket.socket,
+        limits: dict[int, int],
+        disk: int,
+        more: Mapping[str, str],
+    ) -> None:
         """Serve what comes through `talk`.
 
         Args:
             keeper: says which limit all processes together are over.
             limits: of each process, `resource.RLIMIT_*`.
             disk: number of an open directory of the box's disk.
+            more: variables of every command besides ENVIRONMENT.
         """
         self._disk = disk
+        self._environment = ENVIRONMENT | dict(more)
         self._talk = talk
         self._keeper = keeper
         self._limits = limits
@@ -172,7 +181,7 @@ class BoxInit:
         try:
             running = Running(
                 head["command"],
-                ENVIRONMENT | head["env"],
+                self._environment | head["env"],
                 head["cwd"],
                 self._limits,
                 head["output"],
@@ -297,10 +306,12 @@ class BoxInit:
         return self._outcome(running) | head, b"".join(texts)
 
 
-def serve_box(talk: socket.socket, keeper: socket.socket, limits: dict[int, int], disk: int) -> None:
+def serve_box(
+    talk: socket.socket, keeper: socket.socket, limits: dict[int, int], disk: int, more: Mapping[str, str]
+) -> None:
     """Be the first process of a box until it is to end; an error of this process's ends the box as well."""
     try:
-        BoxInit(talk, keeper, limits, disk).serve()
+        BoxInit(talk, keeper, limits, disk, more).serve()
     except BaseException as error:  # noqa: BLE001  (there is no terminal to show it on)
         with contextlib.suppress(OSError):
             talk.send(frames.pack({"n": -1, "broken": f"{type(error).__name__}: {error}"}))

@@ -13,11 +13,13 @@ import os
 import select
 import signal
 import socket
+from typing import TYPE_CHECKING
 
 from hpcrl.sandbox.box_init import ENDED
 from hpcrl.sandbox.box_root import enter_box
 from hpcrl.sandbox.confine import OWN, become_own_user
 from hpcrl.sandbox.frames import pack
+from hpcrl.sandbox.hosts.door import network_of_this, open_door
 from hpcrl.sandbox.kinds.container import FirstProcess, failure, receive_made, start_container
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.kinds.first_process import for_now, serve_confined
@@ -32,6 +34,10 @@ from hpcrl.sandbox.system_calls import (
 )
 from hpcrl.sandbox.usage import POLL, START, bound_numbers, come_first, kernel, threads_of_user, usage
 from hpcrl.toolbox.deadline import Deadline, poll
+from hpcrl.toolbox.host_rules import HostRules
+
+if TYPE_CHECKING:
+    from hpcrl.sandbox.hosts.proxy import HostProxy
 
 LIMIT = "limit: "  #: begins the reason for which a box was ended, where that is what ran in it
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -48,6 +54,7 @@ def keep_box(
     image: str,
     limits: BoxLimits,
     kind: ContainerKind | None,
+    hosts: HostRules,
     talk: socket.socket,
     lifeline: socket.socket,
 ) -> None:
@@ -56,57 +63,74 @@ def keep_box(
     Args:
         spawner: the process id of this one's parent.
         kind: whose container the box is in; None: it is of namespaces that this process makes.
+        hosts: that it may reach.
         talk: the user's questions come through it; the box says there first that it is ready, or why it is not.
         lifeline: closed by the spawner when the box is to end; told why it has ended by itself.
     """
     why = ""
+    proxy = None
     try:
         prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
         if os.getppid() == spawner:
+            if hosts.words:
+                from hpcrl.sandbox.hosts.proxy import HostProxy  # which no other box has in its memory
+
+                proxy = HostProxy(hosts, (talk, lifeline))
             come_first()
             if kind is None:
-                why = _keep_ours(image, limits, talk, lifeline)
+                why = _keep_ours(image, limits, talk, lifeline, proxy)
             else:
-                why = _keep_container(kind, image, limits, talk, lifeline)
+                why = _keep_container(kind, image, limits, talk, lifeline, proxy)
     except OSError as error:
         why = f"there was no room to make it: {error.strerror}"
         if not for_now(error):
             with contextlib.suppress(OSError):
                 talk.send(pack({"n": 0, "refused": reason(error)}))
+    if proxy:
+        proxy.close()
     with contextlib.suppress(OSError):
         lifeline.send(why.encode())
     os._exit(0)
 
 
-def _keep_ours(image: str, limits: BoxLimits, talk: socket.socket, lifeline: socket.socket) -> str:
+def _keep_ours(
+    image: str, limits: BoxLimits, talk: socket.socket, lifeline: socket.socket, proxy: HostProxy | None
+) -> str:
     """Make the box's namespaces, and watch it: why it was ended by force, or ""."""
     others = threads_of_user() if kernel() < (5, 14) else 2
     become_own_user(NEW_PIDS)
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
     if child == 0:
-        for number in (mine, lifeline):
+        for number in (mine, lifeline, *((proxy.end,) if proxy else ())):
             number.close()
-        _become_box(image, limits, others, talk, its)
+        _become_box(image, limits, others, talk, its, network_of_this() if proxy else "")
     for number in (talk, its):
         number.close()
     try:
-        return _watch(child, limits, mine, lifeline)
+        return _watch(child, limits, mine, lifeline, proxy)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)  # which is when all that it has started has ended
 
 
-def _become_box(image: str, limits: BoxLimits, others: int, talk: socket.socket, keeper: socket.socket) -> None:
-    """Become the first process of a box, confined, and serve it."""
+def _become_box(
+    image: str, limits: BoxLimits, others: int, talk: socket.socket, keeper: socket.socket, outside: str
+) -> None:
+    """Become the first process of a box, confined, and serve it.
+
+    Args:
+        outside: of a box with hosts, the network namespace outside.
+    """
     try:
         os.setsid()
         prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, "ending with the process that started this one")
         write_kernel("/proc/self/oom_score_adj", "1000")  # a node without memory ends these first, not the run
         bound_numbers(limits.processes + _KEPT_BACK)
         unshare(OWN)
+        door = open_door(outside) if outside else None
         disk = enter_box(image, limits.disk, limits.inodes)
-        serve_confined(talk, keeper, limits.of_process(others), [disk.folder], disk.layered)
+        serve_confined(talk, keeper, limits.of_process(others), [disk.folder], disk.layered, door)
     except BaseException as error:  # noqa: BLE001  (nothing may get past this)
         if not for_now(error) and not isinstance(error, SystemExit):
             with contextlib.suppress(OSError):
@@ -115,17 +139,22 @@ def _become_box(image: str, limits: BoxLimits, others: int, talk: socket.socket,
 
 
 def _keep_container(
-    kind: ContainerKind, image: str, limits: BoxLimits, talk: socket.socket, lifeline: socket.socket
+    kind: ContainerKind,
+    image: str,
+    limits: BoxLimits,
+    talk: socket.socket,
+    lifeline: socket.socket,
+    proxy: HostProxy | None,
 ) -> str:
     """Have another program make the box, and watch it, as `_keep_ours`."""
     said = os.memfd_create("said", os.MFD_CLOEXEC)
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    child = start_container(kind, image, limits, threads_of_user(), talk, its, said)
+    child = start_container(kind, image, limits, threads_of_user(), talk, its, said, proxy is not None)
     its.close()
     first: list[FirstProcess] = []
     try:
-        why = _watch(child, limits, mine, lifeline, first)
+        why = _watch(child, limits, mine, lifeline, proxy, first)
         if not first and not why:
             with contextlib.suppress(OSError):
                 talk.send(pack({"n": 0, "refused": failure(said, kind.program)}))
@@ -146,11 +175,13 @@ def _watch(
     limits: BoxLimits,
     box: socket.socket,
     lifeline: socket.socket,
+    proxy: HostProxy | None,
     first: list[FirstProcess] | None = None,
 ) -> str:
     """Watch a box until it ends; why it is to be ended, "" if it did so itself or its user wants it.
 
     Args:
+        proxy: of a box with hosts: gets what listens in it.
         first: of a container: gets its first process, once that is there.
     """
     box.settimeout(START)
@@ -159,9 +190,11 @@ def _watch(
         if made:
             if first is not None:
                 first.append(FirstProcess(pid))
+            if proxy:
+                proxy.open(files.pop())
             box.send(b"seen")
             box.setblocking(False)
-            return _Watch(limits, box, lifeline, *files).run()
+            return _Watch(limits, box, lifeline, *files, proxy=proxy.end if proxy else None).run()
     except TimeoutError:
         return f"making it took more than {START:g} s"
     return ""
@@ -170,7 +203,15 @@ def _watch(
 class _Watch:
     """Looks at a box while anything runs in it but its first process."""
 
-    def __init__(self, limits: BoxLimits, box: socket.socket, lifeline: socket.socket, proc: int, *disks: int) -> None:
+    def __init__(
+        self,
+        limits: BoxLimits,
+        box: socket.socket,
+        lifeline: socket.socket,
+        proc: int,
+        *disks: int,
+        proxy: socket.socket | None = None,
+    ) -> None:
         self._proc = f"/proc/self/fd/{proc}"
         self._disks = disks
         self._written = (0, 0)  #: (bytes, files) that the box's disks hold
@@ -179,13 +220,14 @@ class _Watch:
         self._limits = limits
         self._box = box
         self._lifeline = lifeline
+        self._proxy = proxy
         self._strikes: Deadline | None = None  #: until when it may be over a limit
         self._ending = False  #: what ran over a limit has not ended yet
 
     def run(self) -> str:
         """Why the box is to be ended by force; "" otherwise."""
         poll = select.poll()
-        for one in (self._box, self._lifeline):
+        for one in (self._box, self._lifeline, *((self._proxy,) if self._proxy else ())):
             poll.register(one, select.POLLIN)
         pause: float | None = None
         over = ""
@@ -193,6 +235,8 @@ class _Watch:
             ready = dict(poll.poll(None if pause is None else pause * 1000))
             if self._lifeline.fileno() in ready:
                 return ""
+            if self._proxy and self._proxy.fileno() in ready:
+                return "what takes its requests to hosts has ended"
             if self._box.fileno() in ready:
                 said = self._box.recv(64)
                 if not said:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from hpcrl.errors import HpcrlError, UsageError
@@ -24,12 +24,14 @@ from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.run import Unconfined
 from hpcrl.sandbox.spawner_client import Spawner
+from hpcrl.toolbox.host_rules import HostRules, rules_of, uncovered
 
 _AT_ONCE = 4  #: boxes that are made at a time: more would wait for the processors alone
 _KINDS = 4  #: of images and limits, those used last, whose boxes are made ahead
 _TRIES = 3  #: spawners that may be lost while one box is made
 
-Kind = tuple[str, BoxLimits, ContainerKind | None]
+Kind = tuple[str, BoxLimits, ContainerKind | None, HostRules]
+Hosts = Iterable[str] | HostRules
 
 
 class PoolCounts(NamedTuple):
@@ -61,7 +63,14 @@ class PoolCounts(NamedTuple):
 class SandboxPool:
     """Keeps boxes ready, and hands each to one caller: `async with pool.box("system") as box`."""
 
-    def __init__(self, warm: int = 2, most: int = 64, limits: BoxLimits | None = None, kind: str | None = None) -> None:
+    def __init__(
+        self,
+        warm: int = 2,
+        most: int = 64,
+        limits: BoxLimits | None = None,
+        kind: str | None = None,
+        reach: Iterable[str] | None = None,
+    ) -> None:
         """A pool for the event loop that runs; its spawner starts when the first box is asked for.
 
         Args:
@@ -70,11 +79,13 @@ class SandboxPool:
             limits: of boxes that are asked for without.
             kind: who makes their namespaces: "namespaces" (this package itself), "bubblewrap", "crun" or "apptainer";
                 None: what HPCRL_SANDBOX_KIND of the environment says, or else the first.
+            reach: hosts of which boxes may be asked for; None: of any.
 
         Raises:
-            UsageError: if a number is too small, or there is no such kind.
+            UsageError: if a number is too small, there is no such kind, or a host is none.
         """
         self._name = chosen(kind)
+        self._reach = None if reach is None else rules_of(reach, "SandboxPool(reach=)")
         if warm < 0 or most < 1:
             raise UsageError(
                 f"SandboxPool(warm={warm}, most={most})", "give 0 or more warm boxes, and 1 or more in use"
@@ -92,20 +103,23 @@ class SandboxPool:
         accounts.keep(self)
 
     @contextlib.asynccontextmanager
-    async def box(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[Box]:
+    async def box(
+        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
+    ) -> AsyncIterator[Box]:
         """A box of this caller's alone; it is ended, with all that is in it, when the block is left.
 
         Args:
             image: "system", the programs of this machine, or the absolute path of an unpacked root file system, of a
                 SIF file, or of a Docker or OCI archive; these are unpacked once on a node.
+            hosts: that it may reach by HTTP and HTTPS (`toolbox/host_rules.py`); none: it has no network at all.
 
         Raises:
-            UsageError: if the image is none of these, or the pool is closed.
+            UsageError: if the image is none of these, a host is none or may not be reached, or the pool is closed.
             DataError, HpcrlError: if it cannot be unpacked, and why.
             Unconfined: if this machine can make no box.
             SandboxLost: if spawners end before they have made one.
         """
-        kind = await _kind(image, limits or self._limits, self._name)
+        kind = await self._kind(image, limits, hosts)
         async with self._place(kind) as line:
 
             async def renew(before: BoxLine) -> BoxLine:
@@ -119,9 +133,11 @@ class SandboxPool:
                 self._discard(box._line)
 
     @contextlib.asynccontextmanager
-    async def line(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[BoxLine]:
+    async def line(
+        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
+    ) -> AsyncIterator[BoxLine]:
         """As `box`, for a box that another process asks (`BoxLine.relay`)."""
-        async with self._place(await _kind(image, limits or self._limits, self._name)) as line:
+        async with self._place(await self._kind(image, limits, hosts)) as line:
             try:
                 yield line
             finally:
@@ -145,13 +161,15 @@ class SandboxPool:
             finally:
                 self._count(used=-1, seconds=time.monotonic() - self._uses.pop(use))
 
-    async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None:
+    async def prepare(
+        self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
+    ) -> None:
         """Make boxes ahead until there are `count` of that image.
 
         Raises:
             UsageError, Unconfined, SandboxLost: as `box`.
         """
-        kind = await _kind(image, limits or self._limits, self._name)
+        kind = await self._kind(image, limits, hosts)
         lines = self._lines_of(kind)
         await asyncio.gather(*(self._add(kind) for _ in range(count - len(lines))))
 
@@ -195,6 +213,19 @@ class SandboxPool:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def _kind(self, image: str, limits: BoxLimits | None, hosts: Hosts) -> Kind:
+        """What boxes are made of; an image that is a file is unpacked, which takes a while the first time on a node."""
+        rules = rules_of(hosts, "hosts= of a sandbox")
+        if self._reach is not None and (wrong := uncovered(rules, self._reach)):
+            raise UsageError(
+                f"sandboxes of this run may not reach {', '.join(wrong)}",
+                f"--sandbox-hosts names what they may, now: {self._reach}",
+            )
+        if image != SYSTEM_IMAGE:
+            image = await asyncio.to_thread(image_root, image)
+        kind = None if self._name == OURS else await asyncio.to_thread(prepare, self._name)
+        return image, limits or self._limits, kind, rules
 
     def _count(self, **more: float) -> None:
         self._counts = self._counts.plus(**more)
@@ -285,21 +316,16 @@ class SandboxPool:
             line.end("it was closed")
 
 
-async def _kind(image: str, limits: BoxLimits, name: str) -> Kind:
-    """What boxes are made of; an image that is a file is unpacked, which takes a while the first time on a node."""
-    if image != SYSTEM_IMAGE:
-        image = await asyncio.to_thread(image_root, image)
-    return image, limits, None if name == OURS else await asyncio.to_thread(prepare, name)
-
-
 class BoxPool(Protocol):
     """What hands out boxes, here (`SandboxPool`) or on other machines; methods as of `SandboxPool`."""
 
     def box(
-        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None
+        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
     ) -> contextlib.AbstractAsyncContextManager[Box]: ...
 
-    async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None: ...
+    async def prepare(
+        self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
+    ) -> None: ...
 
     def counts(self) -> PoolCounts: ...
 

@@ -1,8 +1,8 @@
 """The process that forks boxes, so that each takes milliseconds: `python -m hpcrl.sandbox.spawner CONTROL PARENT`.
 
 CONTROL is the number of an open socket of packets, of JSON: `{"make": number, "image": ..., "limits": {...}, "kind":
-...}` with one file, the box's end of a stream, and `{"end": number}`; `{"ended": number, "why": ...}` is answered once
-for each.
+..., "hosts": [...]}` with one file, the box's end of a stream, and `{"end": number}`; `{"ended": number, "why": ...}`
+is answered once for each.
 
 Invariant: it ends with the process that started it, and every box ends with it; it holds nothing of that process but
 the socket, has no secret in its memory or environment, and has one thread.
@@ -24,6 +24,7 @@ from typing import Any
 from hpcrl.sandbox.keeper import keep_box
 from hpcrl.sandbox.kinds.container_kind import ContainerKind, module_of
 from hpcrl.sandbox.limits import BoxLimits
+from hpcrl.toolbox.host_rules import HostRules
 
 _PACKET = 1 << 16
 _LOOK = 1.0  #: seconds between two looks at the parent, where the kernel cannot say that it has ended
@@ -99,6 +100,7 @@ class _Boxes:
         kind = ContainerKind(*wish["kind"]) if wish["kind"] else None
         if kind:
             module_of(kind.name)  # here, so that not every box imports it
+        hosts = HostRules(tuple(wish["hosts"][0]), wish["hosts"][1])
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spawner = os.getpid()
         try:
@@ -113,7 +115,8 @@ class _Boxes:
                 if int(name) not in kept:
                     with contextlib.suppress(OSError):  # that of the list itself
                         os.close(int(name))
-            keep_box(spawner, wish["image"], BoxLimits(**wish["limits"]), kind, socket.socket(fileno=talk), its)
+            limits = BoxLimits(**wish["limits"])
+            keep_box(spawner, wish["image"], limits, kind, hosts, socket.socket(fileno=talk), its)
         os.close(talk)
         its.close()
         self._boxes[wish["make"]] = (keeper, mine)

@@ -19,6 +19,7 @@ from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.run import Unconfined, python_variables
+from hpcrl.toolbox.host_rules import NO_HOSTS, HostRules
 
 _SEND = 10.0  #: seconds until the spawner has room for a message
 _ENDING = 30.0  #: seconds that the end of a box may take
@@ -64,11 +65,14 @@ class Spawner:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._control, self._hear)
 
-    async def make(self, image: str, limits: BoxLimits, kind: ContainerKind | None = None) -> BoxLine:
+    async def make(
+        self, image: str, limits: BoxLimits, kind: ContainerKind | None = None, hosts: HostRules = NO_HOSTS
+    ) -> BoxLine:
         """A box that is ready.
 
         Args:
             kind: whose container it is to be in; None: one of this package's own namespaces.
+            hosts: that it may reach.
 
         Raises:
             Unconfined: if this machine cannot make it.
@@ -76,7 +80,7 @@ class Spawner:
         """
         line = BoxLine(next(_numbers))
         mine, theirs = socket.socketpair()
-        wish = {"make": line.number, "image": image, "limits": vars(limits), "kind": kind}
+        wish = {"make": line.number, "image": image, "limits": vars(limits), "kind": kind, "hosts": hosts}
         with theirs:
             try:
                 socket.send_fds(self._control, [json.dumps(wish).encode()], [theirs.fileno()])

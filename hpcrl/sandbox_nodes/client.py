@@ -24,9 +24,10 @@ from hpcrl.sandbox.box import Box
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.box_root import SYSTEM_IMAGE
 from hpcrl.sandbox.limits import BoxLimits
-from hpcrl.sandbox.pool import PoolCounts
+from hpcrl.sandbox.pool import Hosts, PoolCounts
 from hpcrl.sandbox_nodes.connection import NodeConnection, NodeFull
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.host_rules import rules_of
 from hpcrl.toolbox.retry import Pauses
 
 COME_UP = 120.0  #: seconds that the first node may take to come up
@@ -59,18 +60,21 @@ class NodesPool:
         self._closed = self._seen = False
 
     @contextlib.asynccontextmanager
-    async def box(self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> AsyncIterator[Box]:
+    async def box(
+        self, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
+    ) -> AsyncIterator[Box]:
         """As `SandboxPool.box`; the image is one of the node's.
 
         Raises:
-            UsageError: if there is no such image there, or the pool is closed.
+            UsageError: if there is no such image there, a host is none or may not be reached, or the pool is closed.
             DataError, HpcrlError: if it cannot be unpacked there, and why.
             Unconfined: if the node can make no box any more.
             SandboxLost: if the node is lost, or none answers.
         """
         limits = limits or self._limits
+        words = rules_of(hosts, "hosts= of a sandbox").words
         begun = time.monotonic()
-        line, node = await self._open(image, limits)
+        line, node = await self._open(image, limits, words)
         where = {line: node}
         use, now = object(), time.monotonic()
         self._uses[use] = now
@@ -79,7 +83,7 @@ class NodesPool:
         async def renew(before: BoxLine) -> BoxLine:
             if node := where.pop(before, None):
                 node.close(before)
-            line, node = await self._open(image, limits)
+            line, node = await self._open(image, limits, words)
             where[line] = node
             return line
 
@@ -92,18 +96,21 @@ class NodesPool:
             for line, node in where.items():
                 node.close(line)
 
-    async def prepare(self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None) -> None:
+    async def prepare(
+        self, count: int, image: str = SYSTEM_IMAGE, limits: BoxLimits | None = None, hosts: Hosts = ()
+    ) -> None:
         """Have boxes made ahead, `count` of that image on all nodes together.
 
         Raises:
             UsageError, Unconfined, SandboxLost: as `box`.
         """
+        words = rules_of(hosts, "hosts= of a sandbox").words
         await self._one()
         nodes = [node for node in self._nodes if node.up]
         shares = [count // len(nodes) + (place < count % len(nodes)) for place in range(len(nodes))]
         await asyncio.gather(
             *(
-                node.prepare(next(self._numbers), image, limits or self._limits, share)
+                node.prepare(next(self._numbers), image, limits or self._limits, share, words)
                 for node, share in zip(nodes, shares, strict=True)
                 if share
             )
@@ -141,12 +148,12 @@ class NodesPool:
     def _count(self, **more: float) -> None:
         self._counts = self._counts.plus(**more)
 
-    async def _open(self, image: str, limits: BoxLimits) -> tuple[BoxLine, NodeConnection]:
+    async def _open(self, image: str, limits: BoxLimits, hosts: tuple[str, ...]) -> tuple[BoxLine, NodeConnection]:
         """A box, and the node that it is on; where that is lost meanwhile, of another."""
         self._check_open()
         self._count(making=1)
         try:
-            line, node = await self._tried(image, limits)
+            line, node = await self._tried(image, limits, hosts)
             self._count(made=1)
             return line, node
         except Unconfined:
@@ -159,7 +166,7 @@ class NodesPool:
         if self._closed:
             raise UsageError("this pool of sandboxes is closed", "ask for boxes before that")
 
-    async def _tried(self, image: str, limits: BoxLimits) -> tuple[BoxLine, NodeConnection]:
+    async def _tried(self, image: str, limits: BoxLimits, hosts: tuple[str, ...]) -> tuple[BoxLine, NodeConnection]:
         """A box of a node that has room; tried again while none has."""
         lost: list[SandboxLost] = []
         for pause in Pauses(0.1, 1.0, growth=1.5):
@@ -167,7 +174,7 @@ class NodesPool:
             full: set[NodeConnection] = set()
             while node := await self._one(full):
                 try:
-                    return await node.open(next(self._numbers), image, limits), node
+                    return await node.open(next(self._numbers), image, limits, hosts), node
                 except NodeFull:
                     full.add(node)
                 except SandboxLost as error:

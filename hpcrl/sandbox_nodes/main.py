@@ -66,7 +66,8 @@ class _SandboxRole:
         options, place = self.context.options, self.context.plan.sandboxes[self.context.index]
         stopped = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-        pool = SandboxPool(options.sandbox_warm, options.sandbox_most, kind=options.sandbox_kind)
+        warm, most, reach = options.sandbox_warm, options.sandbox_most, options.sandbox_hosts
+        pool = SandboxPool(warm, most, kind=options.sandbox_kind, reach=reach)
         try:
             await pool.prepare(max(options.sandbox_warm, 1))
         except Unconfined as error:

@@ -22,7 +22,7 @@ class SandboxPlace(msgspec.Struct, frozen=True):
 
     Attributes:
         nodes: how many nodes of attempt `attempt` of `run` have sandboxes; 0: they are on this machine.
-        warm, most, kind: of a pool on this machine.
+        warm, most, kind, reach: of a pool on this machine.
     """
 
     run: str
@@ -31,6 +31,7 @@ class SandboxPlace(msgspec.Struct, frozen=True):
     warm: int
     most: int
     kind: str | None = None
+    reach: tuple[str, ...] = ()
 
 
 def say_where(rundir: RunDir, options: Options, nodes: int) -> None:
@@ -42,6 +43,7 @@ def say_where(rundir: RunDir, options: Options, nodes: int) -> None:
         options.sandbox_warm,
         options.sandbox_most,
         options.sandbox_kind,
+        tuple(options.sandbox_hosts),
     )
     os.environ[VARIABLE] = msgspec.json.encode(place).decode()
 
@@ -52,7 +54,7 @@ def follow() -> None:
         return
     place = msgspec.json.decode(said, type=SandboxPlace)
     if not place.nodes:
-        make_default_with(partial(SandboxPool, place.warm, place.most, kind=place.kind))
+        make_default_with(partial(SandboxPool, place.warm, place.most, kind=place.kind, reach=place.reach))
         return
     from hpcrl.sandbox_nodes.client import NodesPool
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import UsageError
+from hpcrl.toolbox.host_rules import rules_of
 
 
 def check_sandboxes(o: Options) -> None:
-    """Raise UsageError for places and numbers of sandboxes that cannot be."""
+    """Raise UsageError for places, numbers and hosts of sandboxes that cannot be."""
+    rules_of(o.sandbox_hosts, "--sandbox-hosts")
     if o.sandbox_warm > o.sandbox_most:
         raise UsageError(
             f"--sandbox-warm {o.sandbox_warm} is more than --sandbox-most {o.sandbox_most}", "make fewer ahead"
@@ -33,7 +35,7 @@ def may_use_sandboxes(o: Options) -> bool:
 
 def inert_in_sandboxes(o: Options) -> Iterator[tuple[str, str]]:
     """Options of sandboxes without effect, several in one string -> why."""
-    every = "sandbox_on sandbox_num_nodes sandbox_cpus sandbox_kind sandbox_warm sandbox_most"
+    every = "sandbox_on sandbox_num_nodes sandbox_cpus sandbox_kind sandbox_hosts sandbox_warm sandbox_most"
     if not may_use_sandboxes(o):
         yield every, "no custom function is given, and nothing else uses sandboxes"
     elif not o.needs_engines:

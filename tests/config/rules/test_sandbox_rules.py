@@ -33,6 +33,8 @@ OWN = GRPO | {"custom_generate_function_path": "mine.generate"}
         (OWN | {"sandbox_on": "nodes", "elastic": True}, "--sandbox-on nodes with --elastic"),
         (OWN | {"sandbox_on": "nodes", "spares": 1}, "--sandbox-on nodes with --spares 1"),
         (OWN | {"sandbox_cpus": 2}, "--sandbox-cpus has no effect"),
+        (GRPO | {"sandbox_hosts": ["a.org"]}, "--sandbox-hosts has no effect.*no custom function"),
+        (OWN | {"sandbox_hosts": ["https://a.org"]}, "--sandbox-hosts: 'https://a.org' is no host"),
         (
             OWN
             | {
@@ -56,6 +58,7 @@ def test_refused(values: dict[str, Any], why: str) -> None:
         {"sandbox_on": "nodes", "sandbox_num_nodes": 2, "sandbox_cpus": 3, "sandbox_warm": 0},
         {"sandbox_on": "engines", "sandbox_cpus": 1},
         {"sandbox_most": 9},
+        {"sandbox_hosts": ["a.org", "*.b.org:8080"]},
     ],
 )
 def test_allowed(values: dict[str, Any]) -> None:
