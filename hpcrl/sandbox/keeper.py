@@ -46,6 +46,7 @@ _TIDY = 1.0  #: seconds that a program has to put away what it has of a containe
 _LOOK = 0.002
 _HAS_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _PATIENCE = 5.0  #: seconds that the first process has to end what is over a limit, and to wait for its end
+_NO_PROXY = "what takes its requests to hosts has ended"
 _KEPT_BACK = 384  #: process ids that the kernel gives none of to a namespace whose ids were all given once
 
 
@@ -197,6 +198,8 @@ def _watch(
             return _Watch(limits, box, lifeline, *files, proxy=proxy.end if proxy else None).run()
     except TimeoutError:
         return f"making it took more than {START:g} s"
+    except BrokenPipeError:
+        return _NO_PROXY
     return ""
 
 
@@ -236,7 +239,7 @@ class _Watch:
             if self._lifeline.fileno() in ready:
                 return ""
             if self._proxy and self._proxy.fileno() in ready:
-                return "what takes its requests to hosts has ended"
+                return _NO_PROXY
             if self._box.fileno() in ready:
                 said = self._box.recv(64)
                 if not said:

@@ -27,7 +27,7 @@ from hpcrl.sandbox.spawner_client import Spawner
 from hpcrl.toolbox.host_rules import HostRules, rules_of, uncovered
 
 _AT_ONCE = 4  #: boxes that are made at a time: more would wait for the processors alone
-_KINDS = 4  #: of images and limits, those used last, whose boxes are made ahead
+_KINDS = 4  #: of images, limits and hosts, those used last, whose boxes are made ahead
 _TRIES = 3  #: spawners that may be lost while one box is made
 
 Kind = tuple[str, BoxLimits, ContainerKind | None, HostRules]
@@ -74,7 +74,7 @@ class SandboxPool:
         """A pool for the event loop that runs; its spawner starts when the first box is asked for.
 
         Args:
-            warm: boxes of each image that are made ahead.
+            warm: boxes of each image, limits and hosts that are made ahead.
             most: boxes that may be in use at once; who asks for more waits.
             limits: of boxes that are asked for without.
             kind: who makes their namespaces: "namespaces" (this package itself), "bubblewrap", "crun" or "apptainer";

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import importlib
 import json
 import os
 import select
@@ -101,6 +102,8 @@ class _Boxes:
         if kind:
             module_of(kind.name)  # here, so that not every box imports it
         hosts = HostRules(tuple(wish["hosts"][0]), wish["hosts"][1])
+        if hosts.words:
+            importlib.import_module("hpcrl.sandbox.hosts.proxy")  # the same
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spawner = os.getpid()
         try:
