@@ -93,7 +93,7 @@ def test_this_node_is_covered_by_nothing_else() -> None:
     ],
 )
 def test_what_is_no_word(word: str) -> None:
-    with pytest.raises(UsageError, match="--x: .* is no host; name hosts"):
+    with pytest.raises(UsageError, match="--x: .* is no host"):
         rules_of([word], "--x")
 
 
