@@ -206,7 +206,7 @@ def local_hosts(options: Options) -> list[Host]:
     return [Host("127.0.0.1", slots, "127.0.0.1", "lo")]
 
 
-def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0) -> Plan:
+def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0, kept: int = 0) -> Plan:
     """Trainers first, engines in the remaining slots, the rollout process on a host without slots or with engine 0.
 
     Trainers take --actor-num-gpus-per-node slots on each of the first --actor-num-nodes hosts that have them (one host
@@ -214,6 +214,10 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     other. With --colocate, engines take the same slots as trainers. With --debug-rollout-only there is no trainer but a
     process without slots that drives the rollouts, on the rollout process's host. Sandboxes are on hosts of their own,
     the last without slots, or else the last that nothing else is on, or next to engines. Spare hosts are left out.
+
+    Args:
+        kept: how many of these hosts a stage of the job has for sandboxes (`hosts_kept`): the rollout process of none
+            is there, where its work would have to make room.
 
     Raises:
         UsageError: names the host and the number that do not fit.
@@ -230,8 +234,9 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     engines = tuple(
         _engine(options.rollout_num_gpus_per_engine, known, free, options) for _ in range(options.num_engines)
     )
-    own = _own_hosts(options, hosts, trainers, engines)
-    spare = next((host for host in hosts if host.slots == 0 and host not in own), None)
+    left = _own_hosts(options, hosts, trainers, engines, kept)
+    spare = next((host for host in hosts if host.slots == 0 and host not in left), None)
+    own = left[len(left) - options.sandbox_hosts :]
     rollout = _place(spare or known[(engines or trainers)[0].host], ())
     if options.sandbox_on == "engines":
         own = [known[name] for name in dict.fromkeys(host for engine in engines for host in engine.hosts)]
@@ -244,10 +249,15 @@ def _place(host: Host, slots: Iterable[int], also: tuple[Location, ...] = ()) ->
     return Location(host.name, tuple(slots), host.address, host.interface, also)
 
 
+def hosts_kept(stages: Iterable[Options]) -> int:
+    """How many hosts of a job are for sandboxes alone, in the stage that has most of them."""
+    return max((options.sandbox_hosts for options in stages), default=0)
+
+
 def _own_hosts(
-    options: Options, hosts: list[Host], trainers: Sequence[Location], engines: Sequence[Location]
+    options: Options, hosts: list[Host], trainers: Sequence[Location], engines: Sequence[Location], kept: int
 ) -> list[Host]:
-    """The hosts for --sandbox-on nodes.
+    """The hosts for --sandbox-on nodes, those of this stage last.
 
     Raises:
         UsageError: if there are not as many.
@@ -263,7 +273,7 @@ def _own_hosts(
             "list more hosts (in a hostfile with slots=0), ask for fewer, or give --sandbox-on engines",
         )
     free.sort(key=lambda host: host.slots == 0)
-    return free[len(free) - count :]
+    return free[max(len(free) - max(count, kept), 0) :]
 
 
 def _trainers(options: Options, hosts: dict[str, Host], free: dict[str, list[int]]) -> tuple[Location, ...]:

@@ -137,6 +137,29 @@ def test_hosts_of_sandboxes(values: dict[str, object], hosts: dict[str, int], sa
     assert plan.table().count("sandbox") == len(sandboxes)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "rollout"),
+    [
+        ({"a": 1, "b": 1, "d": 0, "e": 0}, "b"),
+        ({"a": 1, "b": 1, "c": 0, "d": 0, "e": 0}, "c"),
+        ({"a": 1, "b": 1, "d": 2, "e": 2}, "b"),
+        ({"d": 0, "a": 2, "e": 2}, "a"),
+        ({"a": 2}, "a"),
+        ({"a": 1, "b": 1, "e": 0}, "b"),
+    ],
+)
+def test_a_stage_without_sandboxes(hosts: dict[str, int], rollout: str) -> None:
+    """Its rollout process is where it would be if the job had no nodes for those of another stage, and so is that of a
+    stage with fewer of them; the last is of a job that has lost one."""
+    given = [Host(name, slots) for name, slots in hosts.items()]
+    without = options(1, 1)
+    plan = make_plan(without, given, "r", kept=2)
+    assert plan == make_plan(without, [host for host in given if host.name not in "de"], "r")
+    assert plan.rollout.host == rollout and not plan.sandboxes
+    fewer = make_plan(options(1, 1, sandbox_on="nodes"), given, "r", kept=2)
+    assert fewer.rollout.host == rollout and len(fewer.sandboxes) == 1
+
+
 def test_too_few_hosts_for_sandboxes() -> None:
     with pytest.raises(UsageError, match="leave 1 of the 3 hosts free"):
         make_plan(options(1, 1, sandbox_on="nodes", sandbox_num_nodes=2), [Host(n, 1) for n in "abc"], "r")

@@ -31,7 +31,7 @@ from hpcrl.memory.report import memory_lines, refuse_misfit
 from hpcrl.memory.weight_update import LINK, predict, update_lines
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import find_family
-from hpcrl.plan import Host, Plan, local_hosts, make_plan
+from hpcrl.plan import Host, Plan, hosts_kept, local_hosts, make_plan
 from hpcrl.prompt_files.early_look import look_at
 from hpcrl.recipe_here import choose_recipe
 from hpcrl.run.gpu_environment import for_this_machine
@@ -127,7 +127,7 @@ def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None,
     for line in model_notes(options):
         print(f"hpcrl: note: {line}", file=sys.stderr)
     for stage, resolved in zip(recipe.stages, options, strict=True):
-        made = make_plan(resolved, hosts or local_hosts(resolved), "plan")
+        made = make_plan(resolved, hosts or local_hosts(resolved), "plan", kept=hosts_kept(options))
         title = f"# stage {stage.name}\n" if stage.name else ""
         print(f"{title}{made.table()}\n\n{describe(resolved, made)}\n")
         print("\n".join(_estimates(resolved, made, card)) + "\n")

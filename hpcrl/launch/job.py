@@ -31,6 +31,7 @@ from hpcrl.config.rules.several_adapters import rollouts_of
 from hpcrl.errors import HpcrlError, Interrupted, Stopped, UsageError
 from hpcrl.launch.attempts.attempt import LOOK, Backend
 from hpcrl.launch.attempts.headway import check_headway
+from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.attempts.loop import Leave, StageAttempts, stay
 from hpcrl.launch.attempts.observing import observe
 from hpcrl.launch.code.commit import commit_of
@@ -45,7 +46,7 @@ from hpcrl.launch.preflight import (
     refuse_wrong_settings,
 )
 from hpcrl.launch.stop_signals import StopRequest
-from hpcrl.plan import Host, local_hosts
+from hpcrl.plan import Host, hosts_kept, local_hosts
 from hpcrl.report.closing_line import closing_line, remarks, what_next
 from hpcrl.report.curves import draw
 from hpcrl.report.progress import AGAIN, say
@@ -360,8 +361,8 @@ def run_stage(
 
     run_id = f"{job.identity}/{stage.name}"
     try:
-        attempts = StageAttempts(options, backend, run_id, job.root, stop, observed, turn, leave)
-        summary = attempts.run(rundir)
+        held = HeldHosts(kept=hosts_kept(job.stages))
+        summary = StageAttempts(options, backend, run_id, job.root, stop, observed, turn, leave, held).run(rundir)
     except Stopped as error:
         kind = Interrupted if stop.requests > 1 else type(error)
         raise kind(error.what, error.hint or f"continue with {backend.again(job.root)}") from error

@@ -124,12 +124,12 @@ class Submission:
 
     def table(self) -> str:
         """The plan of the stage that needs most, with stand-ins for the nodes that the scheduler will give."""
-        from hpcrl.plan import make_plan
+        from hpcrl.plan import hosts_kept, make_plan
 
         largest = max(self.stages, key=lambda o: o.world_size + o.engine_gpus)
         hosts = self.request.hosts()
         spare = "".join(f"\nspare    {host.name}" for host in hosts if host.spare)
-        return make_plan(largest, hosts, "plan").table() + spare
+        return make_plan(largest, hosts, "plan", kept=hosts_kept(self.stages)).table() + spare
 
     def tasks(self) -> str:
         """What a job step starts on each node: one task for each of its "slots", or one for "hosts"."""

@@ -37,7 +37,7 @@ from hpcrl.mpi import exit_status_relay
 from hpcrl.mpi.exit_status_relay import RunLocation
 from hpcrl.mpi.hostfile import read_hostfile, write_hostfile
 from hpcrl.mpi.ssh_check import REACH, check_hosts, lost_hosts
-from hpcrl.plan import Host, make_plan
+from hpcrl.plan import Host, hosts_kept, make_plan
 from hpcrl.prompt_files.early_look import look_at
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STATE, WORKING, JobState, process_age, write_state
@@ -68,7 +68,8 @@ def call_mpirun(
     if recipe is not None:
         look_at(stages)
         note_absent(recipe, stages)
-    plans = [make_plan(options, mark_spares(found.hosts, options.spares), "launch") for options in stages]
+    kept = hosts_kept(stages)
+    plans = [make_plan(options, mark_spares(found.hosts, options.spares), "launch", kept=kept) for options in stages]
     mpirun = shlex.split(own.get("mpirun", "mpirun"))
     agent = own.get("agent", "ssh")
     kind = flavour(mpirun)

@@ -161,7 +161,7 @@ def _planned(options: Options, backend: Backend, held: HeldHosts, run_id: str, r
         HostsSilent: if the hosts that are left hold none: another allocation does better.
     """
     try:
-        return options, make_plan(options, held.hosts, run_id, rundir.attempt)
+        return options, make_plan(options, held.hosts, run_id, rundir.attempt, held.kept)
     except UsageError as error:
         if not backend.left_out:
             raise
@@ -169,7 +169,7 @@ def _planned(options: Options, backend: Backend, held: HeldHosts, run_id: str, r
         if fitting is None:
             raise HostsSilent(f"without {', '.join(backend.left_out)}: {error.what}", error.hint) from error
         say(f"--elastic: {what_changed(options, fitting)}")
-        return fitting, make_plan(fitting, held.hosts, run_id, rundir.attempt)
+        return fitting, make_plan(fitting, held.hosts, run_id, rundir.attempt, held.kept)
 
 
 def _of_file_system(error: OSError, rundir: RunDir) -> HpcrlError:

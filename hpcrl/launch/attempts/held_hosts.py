@@ -110,6 +110,7 @@ class HeldHosts:
         carried: what the next attempt takes over; None where it starts every process.
         absent: after `pause`, the hosts that have not said that the failed attempt has ended there.
         stuck: host -> what of it cannot be killed there.
+        kept: how many of the hosts are for sandboxes in some stage of the job (`hpcrl.plan.hosts_kept`).
     """
 
     hosts: list[Host] = field(default_factory=list)
@@ -118,6 +119,7 @@ class HeldHosts:
     lent: IO[bytes] | None = None  #: held open as long as the run has engines that it did not start
     absent: set[str] = field(default_factory=set)
     stuck: dict[str, str] = field(default_factory=dict)
+    kept: int = 0
     _paused: RunDir | None = None
     _failed: FailedHosts | None = None
 

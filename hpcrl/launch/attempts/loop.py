@@ -163,7 +163,7 @@ class StageAttempts:
         options: Options | None = self.options
         while options is not None:
             try:
-                return options, make_plan(options, hosts, self.run_id, rundir.attempt + 1)
+                return options, make_plan(options, hosts, self.run_id, rundir.attempt + 1, self.held.kept)
             except UsageError:
                 if self.options.spares:
                     say("no spare host is left that could take a place")
