@@ -53,7 +53,7 @@ def place_ranks(reports: Sequence[HostReport], gpus: Sequence[int], hostfile: Se
     """
     machines = list(dict.fromkeys(report.hostname for report in reports))
     counts = {machine: sum(r.hostname == machine for r in reports) for machine in machines}
-    if len(set(counts.values())) > 1 and 1 in counts.values():
+    if hostfile is None and len(set(counts.values())) > 1 and 1 in counts.values():
         few = next(machine for machine, count in counts.items() if count == 1)
         raise UsageError(
             f"host {few} runs one MPI rank, others more", "start one a host (--map-by ppr:1:node, -ppn 1) or one a slot"

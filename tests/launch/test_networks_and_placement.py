@@ -107,6 +107,8 @@ def test_a_rank_for_each_slot() -> None:
     assert crew.per_slot and [(h.name, h.slots) for h in crew.hosts] == [("a", 2), ("b", 2)]
     assert [(h.host, h.local) for h in crew.places] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert crew.first("b") == 2
+    crew = place_ranks(reports[:3], [0] * 3, [Host("a", 2), Host("b", 0)])
+    assert crew.per_slot and crew.hosts[1].slots == 0, "a host without slots has a rank too"
 
 
 @pytest.mark.parametrize(
