@@ -55,7 +55,7 @@ class _SandboxRole:
 
     def record(self, message: str) -> None:
         if not self.up:
-            self.context.rundir.fail("sandbox", self.context.index, message)
+            self.context.rundir.fail("sandbox", self.context.index, message, HpcrlError.__name__)  # as any role's own
 
     async def serve(self) -> None:
         """Serve until SIGTERM comes.

@@ -14,9 +14,11 @@ import msgspec
 import pytest
 
 from hpcrl.config.options import Options
+from hpcrl.launch.attempts.retries import FailedAttempt, reason_to_end
 from hpcrl.plan import Host, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.run.peers import SandboxPeer, newest
+from hpcrl.run.role import read_options
 from hpcrl.run.rundir import STOP, RunDir
 from tests.support.runs import REPO
 
@@ -79,6 +81,21 @@ def test_a_server_that_is_killed_is_started_again(rundir: RunDir, host: subproce
     rundir.request_end()
     assert host.wait(60) == 0 and rundir.failure() is None
     until(lambda: not Path(f"/proc/{peer.pid}").exists())
+
+
+def test_a_kind_that_cannot_be_had_is_final(rundir: RunDir) -> None:
+    """It names the host, and no other attempt would do better."""
+    options = read_options(rundir).model_copy(update={"sandbox_kind": "bubblewrap"})
+    rundir.options_file.write_text(options.model_dump_json())
+    words = [str(rundir.root), "--attempt", "0", "--index", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcrl.sandbox_nodes.main", *words],
+        env=os.environ | {"PYTHONPATH": str(REPO), "PATH": "/nowhere"},
+        timeout=60,
+    )
+    failure = rundir.failure()
+    assert done.returncode == 1 and failure is not None and failure.message.startswith("host b: no sandbox of the kind")
+    assert reason_to_end([FailedAttempt(failure, 0, False)], 4, 1)
 
 
 def test_a_host_that_is_told_to_end_stops_no_run(rundir: RunDir, host: subprocess.Popen[str]) -> None:
