@@ -361,7 +361,7 @@ def run_stage(
 
     run_id = f"{job.identity}/{stage.name}"
     try:
-        held = HeldHosts(kept=hosts_kept(job.stages))
+        held = HeldHosts(kept=hosts_kept(job.stages), later=job.stages[job.recipe.stages.index(stage) + 1 :])
         summary = StageAttempts(options, backend, run_id, job.root, stop, observed, turn, leave, held).run(rundir)
     except Stopped as error:
         kind = Interrupted if stop.requests > 1 else type(error)

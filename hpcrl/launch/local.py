@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from hpcrl.report.progress import say
 from hpcrl.run.exit_status import MemoryWatch
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.run.rundir import RunDir
+from hpcrl.sandbox_nodes.trial import BoxTrial, try_kinds
 from hpcrl.untrusted_files import open_append
 
 
@@ -44,6 +45,9 @@ class Local:
         words = [str(rundir.root), "--attempt", str(rundir.attempt), "--host", host]
         process = spawn([sys.executable, "-m", "hpcrl.launch.host", *words], log)
         return [HostProcess("the process of this host", log, process, memory)]
+
+    def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
+        return {host: try_kinds(words) for host, words in kinds.items()}
 
     def all_see(self) -> bool:
         return True

@@ -83,7 +83,7 @@ def refuse_what_cannot_run(
     rules = (lambda found: refuse_settings(found, hosts, packages), *((refuse_missing_packages,) if packages else ()))
     raise_together([*failures(rules, stages), *absent(stages, sight)])
     if packages:
-        refuse_missing_boxes(stages)
+        refuse_missing_boxes([o for o in stages if o.sandbox_on == "rollout" or len(hosts(o)) == 1])
     if sight.files:
         check_adapters(stages)
     look_at(stages)
@@ -129,9 +129,9 @@ def refuse_missing_packages(stages: Sequence[Options]) -> None:
 
 def refuse_missing_boxes(stages: Sequence[Options]) -> None:
     """Raise UsageError if this machine, which makes the sandboxes of these stages, can make none of the kind that is
-    asked for: a box of it is made.
+    asked for: a box of it is made.  Other machines are asked when the run begins (`attempts/box_trials.py`).
     """
-    users = (o for o in stages if o.needs_engines and o.sandbox_on == "rollout" and may_use_sandboxes(o))
+    users = (o for o in stages if o.needs_engines and may_use_sandboxes(o))
     kinds = {options.sandbox_kind: chosen(options.sandbox_kind) for options in users}
     for given, name in kinds.items():
         if (given or os.environ.get(VARIABLE)) and (error := refusal_of(name)):

@@ -1,7 +1,7 @@
 """Messages between the launcher (MPI rank 0) and the ranks of the hosts, and the channel that carries them.
 
-    launcher -> host   Beat, CheckPath, BeginAttempt, RunFiles, Quit
-    host -> launcher   Beat, PathFound, RunFiles, HostEnded, Bye
+    launcher -> host   Beat, CheckPath, TryBoxes, BeginAttempt, RunFiles, Quit
+    host -> launcher   Beat, PathFound, BoxesTried, RunFiles, HostEnded, Bye
     all to all, once   RankJoined
 
 Invariants: nothing is pickled: every message is one typed msgspec Struct with a tag, in one buffer of at most
@@ -20,6 +20,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.probe import HostReport
+from hpcrl.sandbox_nodes.trial import BoxTrial
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.signs import LastSign
 
@@ -60,6 +61,18 @@ class PathFound(_Message, tag="sees"):
     found: bool
 
 
+class TryBoxes(_Message, tag="try boxes"):
+    """Can sandboxes of these kinds (`try_kinds`) be made where you are?"""
+
+    kinds: tuple[str, ...]
+
+
+class BoxesTried(_Message, tag="tried boxes"):
+    """The answer to TryBoxes."""
+
+    trial: BoxTrial
+
+
 class BeginAttempt(_Message, tag="begin"):
     """Start your host's part of an attempt.
 
@@ -96,8 +109,8 @@ class Bye(_Message, tag="bye"):
     """The sender does nothing more."""
 
 
-FromLauncher = Beat | CheckPath | BeginAttempt | RunFiles | Quit
-FromHost = Beat | PathFound | RunFiles | HostEnded | Bye
+FromLauncher = Beat | CheckPath | TryBoxes | BeginAttempt | RunFiles | Quit
+FromHost = Beat | PathFound | BoxesTried | RunFiles | HostEnded | Bye
 Message = RankJoined | FromLauncher | FromHost
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -18,9 +18,11 @@ from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.launch.local import spawn
 from hpcrl.launch.roles import GRACE
 from hpcrl.mpi import exit_status_relay
+from hpcrl.mpi.box_trial import TrialProcess
 from hpcrl.mpi.channel import (
     DEAD,
     BeginAttempt,
+    BoxesTried,
     Bye,
     Channel,
     CheckPath,
@@ -29,6 +31,7 @@ from hpcrl.mpi.channel import (
     PathFound,
     Quit,
     RunFiles,
+    TryBoxes,
 )
 from hpcrl.mpi.file_sync import FileSync, write_files
 from hpcrl.mpi.placement import Placement, RankPlace
@@ -73,6 +76,7 @@ class HostRank:
         self.per_slot = placement.per_slot
         self.place = placement.places[channel.rank]
         self.part: HostPart | None = None
+        self.trial: TrialProcess | None = None
 
     def run(self) -> int:
         """Do what the launcher says until it says quit; the exit status."""
@@ -86,6 +90,9 @@ class HostRank:
                 self.channel.beat([0])
                 if self.part:
                     self._report(self.part)
+                if self.trial and (said := self.trial.outcome()):
+                    self.trial = None
+                    self.channel.send(0, BoxesTried(said))
                 if 0 in self.channel.silent():
                     raise PeerError(f"the launcher on rank 0 was silent for {DEAD:.0f} s")
                 time.sleep(0.1)
@@ -99,6 +106,8 @@ class HostRank:
             return error.exit_code
         finally:
             self._end_part()
+            if self.trial:
+                self.trial.end()
             end_descendants(0.5)
 
     def _end_part(self) -> None:
@@ -114,6 +123,8 @@ class HostRank:
                     self.part.sync.put(message.files)
                 else:
                     write_files(self.part.rundir, message.files)
+            case TryBoxes():
+                self.trial = TrialProcess(message.kinds)
             case CheckPath():
                 self.channel.send(0, PathFound(Path(message.path).exists()))
 

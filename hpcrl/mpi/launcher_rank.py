@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,9 +23,11 @@ from hpcrl.launch.attempts.spare_hosts import mark_spares, without
 from hpcrl.launch.engines.standalone import elsewhere
 from hpcrl.launch.local import Local
 from hpcrl.launch.stop_signals import StopRequest
+from hpcrl.mpi.box_trial import TrialProcess
 from hpcrl.mpi.channel import (
     DEAD,
     BeginAttempt,
+    BoxesTried,
     Bye,
     Channel,
     CheckPath,
@@ -34,6 +36,7 @@ from hpcrl.mpi.channel import (
     PathFound,
     Quit,
     RunFiles,
+    TryBoxes,
 )
 from hpcrl.mpi.file_sync import read_code, read_files
 from hpcrl.mpi.host_rank import HostPart, start_part
@@ -41,6 +44,7 @@ from hpcrl.mpi.placement import Placement, RankPlace
 from hpcrl.plan import Host, Plan
 from hpcrl.run.pauses import follow_log
 from hpcrl.run.rundir import RunDir
+from hpcrl.sandbox_nodes.trial import BoxTrial
 from hpcrl.toolbox.deadline import Deadline
 
 PART = 20.0  #: seconds that the hosts may take to part at the end
@@ -157,6 +161,26 @@ class MpiHosts:
             HostProcess(f"host {here.host}", rundir.logs / f"host-{here.host}.log", self.part.process),
             *self.remote,
         ]
+
+    def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
+        asked, found = {self.placement.first(host): host for host in kinds}, dict[str, BoxTrial]()
+        here = TrialProcess(kinds[asked[0]]) if 0 in asked else None
+        for rank in asked.keys() - {0}:
+            self.channel.send(rank, TryBoxes(tuple(kinds[asked[rank]])))
+        deadline = Deadline(seconds)
+        while found.keys() < kinds.keys() and not deadline.over and not asked.keys() & set(self.channel.silent()):
+            self.channel.beat(self.others)
+            for rank, message in self.channel.receive():
+                if isinstance(message, BoxesTried) and rank in asked:
+                    found[asked[rank]] = message.trial
+                self._take(rank, message, rundir)
+            if here and (said := here.outcome()):
+                found[asked[0]] = said
+                here = None
+            time.sleep(0.02)
+        if here:
+            here.end()
+        return found
 
     def all_see(self) -> bool:
         return not self.apart

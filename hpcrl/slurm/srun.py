@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,14 +33,18 @@ from hpcrl.plan import Host, Plan
 from hpcrl.report.file_tail import last_lines
 from hpcrl.report.progress import say
 from hpcrl.run.job_files import BEAT, STATE
+from hpcrl.run.peers import PublishedRecords
 from hpcrl.run.rundir import RunDir, listed
+from hpcrl.sandbox_nodes.trial import BoxTrial
 from hpcrl.slurm.node_sharing import refuse_shared_nodes
 from hpcrl.slurm.squeue import ECHOES
 from hpcrl.slurm.steps import KEPT, HetGroup, Step, step_on, without_container
 from hpcrl.toolbox.deadline import Deadline
+from hpcrl.toolbox.signs import LastSign
 
 ABREAST = 16  #: hosts that are asked alone at once
 MORE = 5.0  #: seconds that each such set gets at least
+LATE_FILE = 5.0  #: seconds after the end of a step in which a file of its tasks may still come to be seen here
 
 
 class SrunHosts:
@@ -164,6 +168,28 @@ class SrunHosts:
                 )
                 members.append(HostProcess(f"srun on {node}", log, process, expendable=node))
         return members
+
+    def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
+        """One step for all nodes of a component that are to try the same."""
+        (folder := rundir.here / "boxes").mkdir(exist_ok=True)
+        log, steps = rundir.logs / "boxes.log", []
+        for group in self.groups:
+            for words in {tuple(kinds[node]) for node in group.nodes if node in kinds}:
+                part = group.without({node for node in group.nodes if tuple(kinds.get(node, ())) != words})
+                step = [*part.step, "boxes", str(folder), *words]
+                steps.append(spawn([sys.executable, "-m", "hpcrl.run.process", *step], log))
+        running = LastSign()
+
+        def over() -> bool:
+            if any(step.poll() is None for step in steps):
+                running.heard()
+            return running.silence > LATE_FILE
+
+        try:
+            return PublishedRecords(folder, BoxTrial).wait(list(kinds), Deadline(seconds), 0.1, over)
+        finally:
+            for step in steps:
+                step.terminate()
 
     def _replace(self, names: list[str], why: str, rundir: RunDir) -> list[str]:
         """Continue without these hosts as far as spare ones can take their places; those whose none can."""

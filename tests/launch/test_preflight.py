@@ -164,6 +164,8 @@ def test_a_kind_of_sandbox_is_tried_first(
     agent = "--custom-generate-function-path hpcrl.rollout.samplers.harbor_agent.generate"
     status, said = said_by(command, f"{agent} --sandbox-kind bubblewrap", capsys)
     assert status == 2 and "--sandbox-kind bubblewrap: no sandbox" in said, said
+    status, said = said_by(command, f"{agent} --sandbox-on nodes --sandbox-kind bubblewrap", capsys)
+    assert status == 2 and "--sandbox-kind bubblewrap: no sandbox" in said, "all nodes are this machine"
     monkeypatch.setenv(VARIABLE, "docker")
     status, said = said_by(command, agent, capsys)
     assert status == 2 and f"{VARIABLE}=docker" in said, said

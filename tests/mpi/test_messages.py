@@ -16,6 +16,7 @@ from hpcrl.mpi.channel import (
     MAX_MESSAGE,
     Beat,
     BeginAttempt,
+    BoxesTried,
     Bye,
     CheckPath,
     FromHost,
@@ -26,20 +27,30 @@ from hpcrl.mpi.channel import (
     Quit,
     RankJoined,
     RunFiles,
+    TryBoxes,
     check_size,
     pack,
     unpack,
 )
+from hpcrl.sandbox_nodes.trial import BoxTrial
 
 REPORT = HostReport("a", "a.b", (Network("ib0", "10.0.0.1", 24, 100000),), True, 1.5, 4, 2**40)
 LAUNCHER: list[Message] = [
     Beat(),
     CheckPath("/run/plan.json"),
+    TryBoxes(("apptainer", "-")),
     BeginAttempt("/run", 3, {"options.json": b"\xff\x00"}),
     RunFiles({}),
     Quit(-9),
 ]
-HOST: list[Message] = [Beat(), PathFound(False), RunFiles({"attempts/0/end": b""}), HostEnded("/run", 3, -15), Bye()]
+HOST: list[Message] = [
+    Beat(),
+    PathFound(False),
+    BoxesTried(BoxTrial("no bwrap", "install it")),
+    RunFiles({"attempts/0/end": b""}),
+    HostEnded("/run", 3, -15),
+    Bye(),
+]
 
 
 @pytest.mark.parametrize(

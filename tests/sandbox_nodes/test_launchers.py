@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import NO_AGENT, metrics, policy, samples
+from tests.support.runs import NO_AGENT, POLICY, SFT, metrics, policy, recipe, samples
 from tests.support.slurm import Job, submit
 from tests.whole_runs.test_under_mpirun import launch
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.cluster
 RESPONSES = 2 * 4 * 2  #: of two rollouts
 #: trainer and engine share a node
 SMALL = {
-    "held_out": False,
     "num_rollout": 2,
     "actor_num_nodes": 1,
     "rollout_batch_size": 4,
@@ -28,6 +27,17 @@ SMALL = {
     "sandbox_num_nodes": 2,
     "save_interval": None,
 }
+
+
+def two_stages(path: Path, task: Path, **values: object) -> Path:
+    """Fine-tuning, which needs no sandboxes, and then SMALL; with a task, or an MPI rank, for each slot of a host."""
+    file = recipe(path, task, **NO_AGENT)
+    stages = {"first": SFT | {"num_rollout": 1}, "second": POLICY | SMALL | values}
+    with file.open("a") as out:
+        for name, own in stages.items():
+            rows = {"name": name} | {key: value for key, value in own.items() if value is not None}
+            out.write("[[stage]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in rows.items()))
+    return file
 
 
 def nodes_of(root: Path) -> list[str]:
@@ -45,6 +55,7 @@ def submit_ordinary(cluster: Cluster, recipe: Path, root: Path) -> Job:
 
 def check_responses(root: Path) -> None:
     """Each is graded by a box, and both nodes gave some."""
+    nodes_of(root)
     said = "".join(path.read_text() for path in (root / "logs/attempt-0").glob("sandbox-*.log"))
     counts = [int(count) for count in re.findall(r"(\d+) sandboxes were handed out, 0 lost", said)]
     rewards = [json.loads(line)["reward"] for data in samples(root).values() for line in data.splitlines()]
@@ -53,20 +64,46 @@ def check_responses(root: Path) -> None:
 
 
 def test_ordinary_slurm_job(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    """Slurm gives three nodes of one kind, with a task for each slot; the last two serve sandboxes alone, once each."""
-    job = submit_ordinary(cluster, policy(tmp_path, task, **SMALL, **NO_AGENT), tmp_path / "run")
+    """Slurm gives three nodes of one kind, with two tasks each; the last two serve sandboxes alone, once each."""
+    job = submit_ordinary(cluster, two_stages(tmp_path, task), tmp_path / "run")
     job.ends()
     assert cluster.job(job.number)["NumNodes"] == "3"
-    nodes_of(job.root)
-    check_responses(job.root)
+    check_responses(job.root / "second")
 
 
 def test_hostfile_under_mpirun(cluster: Cluster, tmp_path: Path, task: Path) -> None:
     """Its last hosts in their order: one that has slots and is free, and one without."""
     (hosts := tmp_path / "hosts").write_text("node4 slots=2\nnode2 slots=2\nnode3 slots=0\n")
-    launch(cluster, "openmpi", hosts, policy(tmp_path, task, **SMALL), "--run-dir", tmp_path / "run")
-    assert nodes_of(tmp_path / "run") == ["node2", "node3"]
-    check_responses(tmp_path / "run")
+    launch(cluster, "openmpi", hosts, two_stages(tmp_path, task), "--run-dir", root := tmp_path / "run")
+    check_responses(root / "second")
+    assert nodes_of(root / "second") == ["node2", "node3"]
+    first = json.loads((root / "first/attempts/0/plan.json").read_text())
+    assert first["rollout"]["host"] == "node4" and not first["sandboxes"]
+
+
+def check_refused(root: Path) -> None:
+    """Before anything of the first stage was started, whose rollout process would have been on no such node."""
+    attempt = root / "first/attempts/0"
+    plan = json.loads((attempt / "plan.json").read_text())
+    said = json.loads((attempt / "error.json").read_text())["message"]
+    found = re.search(r"sandboxes: host (node\d): .*bubblewrap.*root.*and 1 more", said)
+    assert found and found[1] != plan["rollout"]["host"] == plan["trainers"][0]["host"], said
+    assert not list((root / "first/logs").glob("attempt-0/trainer-*")) and not (root / "second").exists()
+
+
+def test_later_kind_is_tried_under_slurm(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """On the nodes of a component of their own."""
+    settings = ("trainer.gpus_per_node=2", "sandbox.mem=4G", "sandbox.cpus_per_node=2")
+    job = submit(cluster, two_stages(tmp_path, task, sandbox_kind="bubblewrap"), tmp_path / "run", settings=settings)
+    job.ends("FAILED", 60)
+    check_refused(job.root)
+
+
+def test_later_kind_is_tried_under_mpirun(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    (hosts := tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=0\nnode3 slots=0\n")
+    both = two_stages(tmp_path, task, sandbox_kind="bubblewrap")
+    launch(cluster, "openmpi", hosts, both, "--run-dir", tmp_path / "run", check=False)
+    check_refused(tmp_path / "run")
 
 
 @pytest.mark.soak
@@ -74,7 +111,7 @@ def test_ordinary_slurm_job_loses_one(cluster: Cluster, tmp_path: Path, task: Pa
     """It continues with the other, and is not queued again."""
     (held := tmp_path / "held").touch()
     (live := tmp_path / "live").mkdir()
-    job = submit_ordinary(cluster, policy(tmp_path, task, **SMALL), tmp_path / "run")
+    job = submit_ordinary(cluster, policy(tmp_path, task, held_out=False, **SMALL), tmp_path / "run")
     job.until(lambda: len(list(live.iterdir())) == RESPONSES // 2)
     second = nodes_of(job.root)[1]
     cluster.link(second, "down")

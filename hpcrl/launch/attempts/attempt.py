@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError, failure_kind
 from hpcrl.heartbeat import LEAST, HeartbeatMonitor
+from hpcrl.launch.attempts.box_trials import kinds_to_try, refuse_untried
 from hpcrl.launch.attempts.fewer_hosts import on_fewer, what_changed
 from hpcrl.launch.attempts.held_hosts import HeldHosts, HostHandle, is_of
 from hpcrl.launch.attempts.old_attempts import begin_tidying
@@ -36,6 +37,7 @@ from hpcrl.run.role import LAST_WORDS, last_error, write_size
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, listed, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
+from hpcrl.sandbox_nodes.trial import BoxTrial
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.signs import LastSign
 from hpcrl.toolbox.turning import work_in_turns
@@ -67,6 +69,9 @@ class Backend(Protocol):
 
     def start(self, options: Options, plan: Plan, rundir: RunDir) -> Sequence[HostHandle]:
         """Start every host's part of the plan, which is in the run directory."""
+
+    def try_boxes(self, kinds: Mapping[str, Sequence[str]], rundir: RunDir, seconds: float) -> dict[str, BoxTrial]:
+        """Have each of these hosts make a box of its kinds (`try_kinds`); what those say that do so in time."""
 
     def all_see(self) -> bool:
         """Whether every host sees the run directory itself, and so what becomes of one attempt after another."""
@@ -130,6 +135,8 @@ def run_attempt(
         if smaller or fitting is not options:
             write_size(rundir, options := fitting)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
+        if not continues and (kinds := kinds_to_try(options, plan, held.later, held.hosts, held.kept)):
+            refuse_untried(kinds, backend.try_boxes(kinds, rundir, options.launch_timeout))
         make_keys(rundir, options.data_parallel_size, bool(held.engines), sandboxes=bool(plan.sandboxes))
         if held.lent is not None:
             held.lent.close()

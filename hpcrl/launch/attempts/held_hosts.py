@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
 import psutil
 
+from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.roles import GRACE
 from hpcrl.plan import Host, Plan
@@ -111,6 +112,7 @@ class HeldHosts:
         absent: after `pause`, the hosts that have not said that the failed attempt has ended there.
         stuck: host -> what of it cannot be killed there.
         kept: how many of the hosts are for sandboxes in some stage of the job (`hpcrl.plan.hosts_kept`).
+        later: the stages after this one, whose sandboxes are tried before it begins.
     """
 
     hosts: list[Host] = field(default_factory=list)
@@ -120,6 +122,7 @@ class HeldHosts:
     absent: set[str] = field(default_factory=set)
     stuck: dict[str, str] = field(default_factory=dict)
     kept: int = 0
+    later: Sequence[Options] = ()
     _paused: RunDir | None = None
     _failed: FailedHosts | None = None
 
