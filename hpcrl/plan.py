@@ -236,7 +236,7 @@ def make_plan(options: Options, hosts: list[Host], run_id: str, attempt: int = 0
     )
     left = _own_hosts(options, hosts, trainers, engines, kept)
     spare = next((host for host in hosts if host.slots == 0 and host not in left), None)
-    own = left[len(left) - options.sandbox_hosts :]
+    own = left[len(left) - options.own_sandbox_hosts :]
     rollout = _place(spare or known[(engines or trainers)[0].host], ())
     if options.sandbox_on == "engines":
         own = [known[name] for name in dict.fromkeys(host for engine in engines for host in engine.hosts)]
@@ -251,7 +251,7 @@ def _place(host: Host, slots: Iterable[int], also: tuple[Location, ...] = ()) ->
 
 def hosts_kept(stages: Iterable[Options]) -> int:
     """How many hosts of a job are for sandboxes alone, in the stage that has most of them."""
-    return max((options.sandbox_hosts for options in stages), default=0)
+    return max((options.own_sandbox_hosts for options in stages), default=0)
 
 
 def _own_hosts(

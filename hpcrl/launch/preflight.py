@@ -31,7 +31,7 @@ from hpcrl.config.passthrough import as_flag, locate
 from hpcrl.config.plugin_points import foreign_functions, missing_functions
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.sampling import check_draft_layers, drafts_of_files
-from hpcrl.config.rules.sandboxes import may_use_sandboxes
+from hpcrl.config.rules.sandboxes import check_stages_hosts, may_use_sandboxes
 from hpcrl.config.rules.several_adapters import adapter_options, policies_of
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
@@ -101,7 +101,7 @@ def refuse_settings(stages: Sequence[Options], hosts: Callable[[Options], list[H
         for options in stages
         for error in failures((check_routing, lambda o: make_plan(o, hosts(o), "check")), options)
     ]
-    wrong += failures((lambda found: refuse_wrong_settings(found, packages),), stages)
+    wrong += failures((lambda found: refuse_wrong_settings(found, packages), check_stages_hosts), stages)
     raise_together([*{str(error): error for error in wrong}.values()])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.runs import NO_AGENT, POLICY, SFT, metrics, policy, recipe, samples
+from tests.support.runs import KEPT, NO_AGENT, POLICY, SFT, metrics, policy, recipe, samples
 from tests.support.slurm import Job, submit
 from tests.whole_runs.test_under_mpirun import launch
 
@@ -126,3 +126,26 @@ def test_ordinary_slurm_job_loses_one(cluster: Cluster, tmp_path: Path, task: Pa
     rewards = [json.loads(line)["reward"] for data in samples(job.root).values() for line in data.splitlines()]
     assert len(rewards) == RESPONSES and min(rewards) >= 1 and list(metrics(job.root)) == [0, 1]
     assert cluster.job(job.number)["Restarts"] == "0"
+
+
+@pytest.mark.soak
+def test_sandboxes_of_engines_move(cluster: Cluster, tmp_path: Path, task: Path) -> None:
+    """The only node with an engine loses its power while its sandboxes are in use: a spare host takes its place, and
+    has them too."""
+    (held := tmp_path / "held").touch()
+    (live := tmp_path / "live").mkdir()
+    own = SMALL | KEPT | {"sandbox_on": "engines", "sandbox_num_nodes": None, "spares": 1, "hang_timeout": 15}
+    file = policy(tmp_path, task, held_out=False, **own)
+    words = ("--layout", "homogeneous")
+    job = submit(cluster, file, tmp_path / "run", *words, settings=("trainer.gpus_per_node=1",))
+    job.until(lambda: len(list(live.iterdir())) == RESPONSES // 2)
+    places = [json.loads((job.root / "attempts/0/plan.json").read_text())["sandboxes"][0]["host"]]
+    cluster.kill_node(places[0])
+    job.until((job.root / "attempts/1/plan.json").exists, 120)
+    held.unlink()
+    cluster.boot_node(places[0])
+    places += [json.loads((job.root / "attempts/1/plan.json").read_text())["sandboxes"][0]["host"]]
+    job.ends()
+    rewards = [json.loads(line)["reward"] for data in samples(job.root).values() for line in data.splitlines()]
+    assert len(set(places)) == 2 and cluster.job(job.number)["Restarts"] == "0"
+    assert len(rewards) == RESPONSES and min(rewards) >= 1 and list(metrics(job.root)) == [0, 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, paths_of
@@ -17,14 +17,20 @@ def check_sandboxes(o: Options) -> None:
         raise UsageError(
             f"--sandbox-warm {o.sandbox_warm} is more than --sandbox-most {o.sandbox_most}", "make fewer ahead"
         )
-    if o.own_sandbox_hosts and (o.elastic or o.spares):
-        which = "--elastic" if o.elastic else f"--spares {o.spares}"
-        raise UsageError(
-            f"--sandbox-on nodes with {which}: a host that is lost would be replaced by one of another kind",
-            "leave one of them out; the loss of a node with sandboxes ends no run without it",
-        )
+    check_stages_hosts((o,))
     if o.sandbox_on == "engines" and o.needs_engines and not o.num_engines:
         raise UsageError("--sandbox-on engines: this run starts no engine", "give --sandbox-on nodes, or leave it out")
+
+
+def check_stages_hosts(stages: Sequence[Options]) -> None:
+    """Raise UsageError if a job has nodes for sandboxes in one of its stages, and replaces hosts in one."""
+    replacing = next((o for o in stages if o.elastic or o.spares), None)
+    if replacing and any(o.own_sandbox_hosts for o in stages):
+        which = "--elastic" if replacing.elastic else f"--spares {replacing.spares}"
+        raise UsageError(
+            f"--sandbox-on nodes with {which}: a host that is lost would be replaced by one of another kind",
+            "leave it out, or give --sandbox-on engines",
+        )
 
 
 def may_use_sandboxes(o: Options) -> bool:

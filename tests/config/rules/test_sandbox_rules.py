@@ -9,6 +9,8 @@ import pytest
 from hpcrl.config.options import Options
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.errors import UsageError
+from hpcrl.launch.preflight import refuse_settings
+from hpcrl.plan import Host
 from hpcrl.sandbox.kinds.choose import kind_names
 
 GRPO = {
@@ -52,11 +54,23 @@ def test_refused(values: dict[str, Any], why: str) -> None:
         check_options(Options(**values))
 
 
+@pytest.mark.parametrize("other", [{"spares": 1}, {"elastic": True}])
+def test_refused_together(other: dict[str, Any]) -> None:
+    """Also where they are of different stages, which share the hosts."""
+    (flag,) = other
+    stages = [Options(**(GRPO | other)), Options(**(OWN | {"sandbox_on": "nodes"}))]
+    with pytest.raises(UsageError, match=f"--sandbox-on nodes with --{flag}"):
+        refuse_settings(stages, lambda _: [Host("a", 4), Host("b", 0)], packages=False)
+    refuse_settings(stages[1:], lambda _: [Host("a", 4), Host("b", 0)], packages=False)
+
+
 @pytest.mark.parametrize(
     "values",
     [
         {"sandbox_on": "nodes", "sandbox_num_nodes": 2, "sandbox_cpus": 3, "sandbox_warm": 0},
         {"sandbox_on": "engines", "sandbox_cpus": 1},
+        {"sandbox_on": "engines", "spares": 1},
+        {"sandbox_on": "engines", "elastic": True},
         {"sandbox_most": 9},
         {"sandbox_hosts": ["a.org", "*.b.org:8080"]},
     ],
