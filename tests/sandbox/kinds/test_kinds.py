@@ -104,7 +104,7 @@ async def main():
         async with pool.box() as box:
             await box.write("deep/a", b"from outside")
             found["first"] = (await box.run("cat deep/a; pwd; echo x > /tmp/b; (sleep 4801 > /dev/null &); id -u")).stdout
-            found["second"] = (await box.run("cat /tmp/b; pgrep -x sleep > /dev/null && echo runs")).stdout
+            found["second"] = (await box.run("cat /tmp/b; until pgrep -f '^sleep 4801' > /dev/null; do sleep 0.02; done; echo runs")).stdout
             found["written"] = (await box.run("for p in / /usr /etc /.hpcrl; do : > $p/x; done")).stderr
             process = await box.start("cat")
             await process.write("spoken to", last=True)
