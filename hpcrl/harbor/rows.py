@@ -41,6 +41,8 @@ class TaskRows:
         size: bytes of the instructions.
         sha256: of all tasks' digests.
         hosts: (folder, hosts that its boxes may reach) of each task of the slice that names any.
+        longest: of the slice, the most that a task's commands and its verifier may take together, and its folder; a
+            task without a limit for its commands counts by its verifier alone.
     """
 
     def __init__(self, path: Path, rows: slice = slice(None)) -> None:
@@ -54,17 +56,20 @@ class TaskRows:
         images = read_images(path)
         self.size, found = 0, []
         named_hosts: dict[Path, tuple[str, ...]] = {}
+        seconds: dict[Path, float] = {}
         for folder in folders:
             task = read_task(folder, images)
             self.size += len(task.instruction.encode())
             found.append((folder, task.digest))
             if words := (*task.config.hosts, *task.config.verdict_hosts):
                 named_hosts[folder] = words
+            seconds[folder] = (task.config.agent_seconds or 0.0) + task.config.verdict_seconds
         named = "".join(f"{folder.name} {digest}\n" for folder, digest in found)
         self.sha256 = hashlib.sha256(named.encode()).hexdigest()
         self._first = range(len(found))[rows].start if found[rows] else 0
         self._tasks = found[rows]
         self.hosts = [(folder, named_hosts[folder]) for folder, _ in self._tasks if folder in named_hosts]
+        self.longest = max(((seconds[folder], folder) for folder, _ in self._tasks), default=(0.0, path))
 
     def __len__(self) -> int:
         return len(self._tasks)

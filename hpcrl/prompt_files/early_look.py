@@ -6,6 +6,7 @@ that other machines alone can see, the length of a prompt in tokens) is left to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from hpcrl.config.rules.several_adapters import policies_of
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.findings import Finding
 from hpcrl.harbor.rows import TaskRows, refuse_hosts
+from hpcrl.harbor.task import CONFIG
 from hpcrl.prompt_files.row_checks import Keys, keys_in, read_row
 from hpcrl.prompt_files.rows import first_parquet_rows, first_rows, open_rows
 
+AGENT = "hpcrl.rollout.samplers.harbor_agent.generate"  #: what works at tasks, unless the user's own function does
 FIRST = 100  #: rows of each file that are looked at
 
 
@@ -93,14 +96,23 @@ def _look(options: Options, word: PromptWord, keys: Keys) -> None:
 
 
 def _look_at_tasks(options: Options, word: PromptWord, keys: Keys) -> None:
-    """Raise DataError for the first task that cannot be run here, UsageError where no function would run any, or for
-    the first whose hosts may not be reached."""
+    """Raise DataError for the first task that cannot be run here, UsageError where no function would run any, for the
+    first whose hosts may not be reached, or if our agent would be ended before a task's own time is over."""
     rows = open_rows(word)
     keys_in(rows, keys)
     if options.custom_generate_function_path is None and not options.only_evaluates:
         raise UsageError(
             f"{word.path} is a folder of tasks, and nothing is given that works at them",
-            "--custom-generate-function-path hpcrl.rollout.samplers.harbor_agent.generate does",
+            f"--custom-generate-function-path {AGENT} does",
         )
-    for folder, words in rows.hosts if isinstance(rows, TaskRows) else ():
+    if not isinstance(rows, TaskRows):
+        return
+    for folder, words in rows.hosts:
         refuse_hosts(folder, words, options.sandbox_hosts)
+    seconds, folder = rows.longest
+    if options.custom_generate_function_path == AGENT and seconds > options.custom_generate_timeout:
+        raise UsageError(
+            f"--custom-generate-timeout {options.custom_generate_timeout:g}: the commands and the verifier of "
+            f"{folder / CONFIG} may take {seconds:g} s together",
+            f"give --custom-generate-timeout {math.ceil(seconds)}; what engines take does not count",
+        )

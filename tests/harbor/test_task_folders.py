@@ -290,10 +290,28 @@ def test_tasks_are_looked_at_before_a_run(tmp_path: Path) -> None:
     assert [finding.level for finding in findings([Options(**given)])] == ["fail"]
 
 
+def test_a_run_leaves_tasks_their_time(tmp_path: Path) -> None:
+    """The longest task's, of the slice alone; of a function of the user's nothing is known."""
+    write_task(tmp_path / "a")
+    write_task(tmp_path / "b", TOML.replace("timeout_sec = 10.0", "timeout_sec = 50.5"))
+    given = {"prompt_data": str(tmp_path), "custom_generate_function_path": AGENT}
+    refused = (
+        r"--custom-generate-timeout 100: .* b/task\.toml .* 110\.5 s together; give --custom-generate-timeout 111;"
+    )
+    with pytest.raises(UsageError, match=refused.replace(" b/", r" \S+/b/")):
+        look_at([Options(**given, custom_generate_timeout=100)])
+    look_at([Options(**given, custom_generate_timeout=110.5)])
+    look_at([Options(**given | {"prompt_data": f"{tmp_path}/@[:1]"}, custom_generate_timeout=100)])
+    look_at([Options(**given | {"custom_generate_function_path": "own.generate"}, custom_generate_timeout=100)])
+    write_task(tmp_path / "c", TOML.split("[verifier]")[0])
+    with pytest.raises(UsageError, match="300: .*c/task.* 600 s"):
+        look_at([Options(**given)])
+
+
 def test_hosts_are_agreed_to_before_a_run(tmp_path: Path) -> None:
     """The error names the task, the hosts and the option; a slice without that task needs none."""
     write_task(tmp_path / "a")
-    write_task(tmp_path / "b", f'[agent]\n{ALLOW}["a.org", "x.b.org"]\n[verifier]\n{ALLOW}["c.org"]\n')
+    write_task(tmp_path / "b", f'[agent]\n{ALLOW}["a.org", "x.b.org"]\n[verifier]\ntimeout_sec = 10.0\n{ALLOW}["c.org"]\n')
     given = {"prompt_data": str(tmp_path), "custom_generate_function_path": AGENT}
     refused = r"b/task\.toml names hosts .*: a\.org, c\.org; --sandbox-hosts a\.org c\.org"
     with pytest.raises(UsageError, match=refused):
