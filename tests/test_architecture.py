@@ -92,6 +92,7 @@ READERS = {
     "sandbox/images/archives.py": "archives of images, as large as these, within bounds of its own",
     "sandbox/images/sif.py": "the same",
     "sandbox/images/staging.py": "the first bytes of an image",
+    "sandbox/kinds/runtime.py": "the loader that runs this interpreter",
     "toolbox/plugins.py": "the package's own source; lies below the reader",
 }
 #: modules that write files past `write_atomic`, `write_first`, `open_append` and `touch`, and what they write
@@ -121,6 +122,7 @@ WRITERS = {
     "sandbox/images/tree.py": "what it unpacks into a directory that is moved into place once it is whole",
     "sandbox/kinds/container.py": "/dev/null",
     "sandbox/kinds/crun.py": "a configuration in memory, which ends with the program that reads it",
+    "sandbox/kinds/runtime.py": "a copy of the loader, into a directory that is moved into place once it is whole",
     "sandbox/main.py": "what a confined command has left, into a directory of the caller's",
     "sandbox/private_root.py": "memory of the sandbox's own",
     "sandbox/system_calls.py": "/proc",

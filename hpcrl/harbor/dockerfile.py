@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.errors import DataError
+from hpcrl.harbor.task_config import absolute
 from hpcrl.sandbox.box_init import ENVIRONMENT
 from hpcrl.sandbox.images.archives import ImageSettings
 from hpcrl.untrusted_files import read_given
@@ -74,7 +75,7 @@ def read_dockerfile(
                 env, workdir = settings(base)
                 env = dict(env)
         elif word == "WORKDIR" and "$" not in rest:
-            workdir = posixpath.normpath(posixpath.join("/", workdir, rest.strip().strip("\"'")))
+            workdir = absolute(rest.strip().strip("\"'"), workdir or "/")
         elif word == "ENV":
             env = _with_variables(env, rest, f"{path}, line {line}: ENV", given)
         elif word == "COPY":
@@ -108,7 +109,7 @@ def read_built(path: Path, given: Collection[str] = ()) -> tuple[str, dict[str, 
         elif word == "WORKDIR":
             said = rest.strip().strip("\"'")
             known = "$" not in said and (said.startswith("/") or workdir)
-            workdir = posixpath.normpath(posixpath.join(workdir, said)) if known else ""
+            workdir = absolute(said, workdir) if known else ""
         elif word == "ENV":
             env = _with_variables(env, rest, f"{path}, line {line}: ENV", given)
         stages[name] = workdir, env
@@ -147,7 +148,7 @@ def _copy(rest: str, workdir: str) -> tuple[tuple[str, ...], str] | None:
     inside = [posixpath.normpath(source.lstrip("/") or ".") for source in sources]
     if any(part == ".." or part.startswith("../") for part in inside):
         return None
-    whole = posixpath.normpath(posixpath.join("/", workdir, target))
+    whole = absolute(target, workdir or "/")
     return tuple(inside), whole + "/" * (len(sources) > 1 or target.endswith(("/", "/.")) or target == ".")
 
 

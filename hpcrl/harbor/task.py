@@ -16,7 +16,7 @@ from pathlib import Path
 from hpcrl.errors import DataError
 from hpcrl.harbor.dockerfile import Dockerfile, read_built, read_dockerfile
 from hpcrl.harbor.images import FILE, SYSTEM
-from hpcrl.harbor.task_config import HarborConfig, carriable, read_config
+from hpcrl.harbor.task_config import HarborConfig, absolute, carriable, read_config
 from hpcrl.sandbox.images.staging import image_settings
 from hpcrl.untrusted_files import parse_toml, read_given, read_given_bytes
 
@@ -67,7 +67,7 @@ class HarborTask:
     @property
     def carried(self) -> tuple[str, ...]:
         """The directories and files of the policy's box that the verdict is made of."""
-        named = (posixpath.normpath(posixpath.join(self.workdir, path)) for path in self.config.artifacts)
+        named = (absolute(path, self.workdir) for path in self.config.artifacts)
         return (*(() if self.config.separate else (self.workdir,)), "/logs/artifacts", *named)
 
 
@@ -155,7 +155,7 @@ def _image(where: Path, named: str, images: dict[str, str]) -> str:
 
 def _workdir(config: HarborConfig, said: str, image: str, where: Path) -> str:
     """The task's own, or what Dockerfile or image say; "/", where an image says nothing else, is none to work in."""
-    found = config.workdir or ("" if said == "/" else said) or usual_workdir(image)
+    found = config.workdir or (said and absolute(said)).rstrip("/") or usual_workdir(image)
     if not carriable(found):
         raise DataError(
             f"{where}: the working directory {found}",

@@ -177,7 +177,7 @@ class _Reader:
             raise DataError(
                 f"{self._path}: the working directory {found!r}", "name a directory of the task's own, such as /app"
             )
-        return posixpath.normpath(found) if found else ""
+        return absolute(found) if found else ""
 
     def _artifact(self, value: Any) -> str:
         """A path, or a table with one; where else it is to go is of no account here."""
@@ -238,10 +238,17 @@ class _Reader:
         return int(found * (1 << 20))
 
 
+def absolute(path: str, base: str = "/") -> str:
+    """A path inside a box in its one form: with one slash at its beginning, without . and .."""
+    return "/" + posixpath.normpath(posixpath.join(base, path)).lstrip("/")
+
+
 def carriable(path: str) -> bool:
     """Whether a directory of a box may be carried over to where the verdict is made: nothing of the system's, nor what
     the verdict itself is made with."""
-    path = posixpath.normpath(path)
+    if not path.startswith("/"):
+        return False
+    path = absolute(path)
     inside = any(path == kept or path.startswith(f"{kept}/") for kept in _KEPT)
     system = path.split("/")[1:2] in ([name] for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"))
-    return path.startswith("/") and path not in ("/", "/etc", "/logs", "/tmp", "/var") and not inside and not system
+    return path not in ("/", "/etc", "/logs", "/tmp", "/var") and not inside and not system

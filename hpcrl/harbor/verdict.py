@@ -28,7 +28,7 @@ LOGS = "/logs/verifier"
 _TRIES = 2  #: times that a verifier is run that wrote nothing
 _LONGEST = 1 << 20  #: bytes of a reward file
 _SAID = 2000  #: characters of what the verifier printed that are kept
-#: not the working directory's: settings that Python and shells read at home are none of the policy's
+#: not the working directory's, whatever the image says: what Python and shells read at home is none of the policy's
 _HOME = {"HOME": "/tmp"}
 
 
@@ -158,7 +158,7 @@ async def _judged(task: HarborTask, left: bytes) -> tuple[TaskVerdict | None, st
         done = await judge.run(
             "chmod +x /tests/test.sh; /tests/test.sh",
             task.config.verdict_seconds,
-            env={**_HOME, **task.env, **task.config.verdict_env},
+            env={**task.env, **_HOME, **task.config.verdict_env},
             cwd=task.workdir,
         )
         ended = f"it took more than {task.config.verdict_seconds:g} s" if done.timed_out else done.limit

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 
+from hpcrl.errors import UsageError
 from hpcrl.sandbox.box_line import BoxLine, SandboxLost
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
 from hpcrl.sandbox.limits import BoxLimits
@@ -79,11 +80,14 @@ class Spawner:
             SandboxLost: if the spawner, or the box, has ended.
         """
         line = BoxLine(next(_numbers))
-        mine, theirs = socket.socketpair()
         wish = {"make": line.number, "image": image, "limits": vars(limits), "kind": kind, "hosts": hosts}
+        data = json.dumps(wish).encode()
+        if len(data) > _PACKET:  # sent, it would end the spawner, and each of its boxes
+            raise UsageError(f"what is asked of a sandbox takes {len(data):,} bytes", "give it fewer or shorter words")
+        mine, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self._control, [json.dumps(wish).encode()], [theirs.fileno()])
+                socket.send_fds(self._control, [data], [theirs.fileno()])
             except OSError as error:
                 mine.close()
                 self._end_all("its spawner has ended")

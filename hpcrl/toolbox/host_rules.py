@@ -15,6 +15,7 @@ from typing import NamedTuple
 from hpcrl.errors import UsageError
 
 PORTS = (80, 443)  #: of a word without one
+MOST = 128  #: words of a list
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _NAME = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
 _SIX = re.compile(r"[0-9a-f:.]*:[0-9a-f:.]*")
@@ -62,7 +63,10 @@ def rules_of(words: Iterable[str] | HostRules, where: str) -> HostRules:
         return words
     if isinstance(words, str):
         words = (words,)
-    return HostRules(tuple(sorted({_word(word, where) for word in words})))
+    found = {_word(word, where) for word in words}
+    if len(found) > MOST:
+        raise UsageError(f"{where}: {len(found)} hosts", f"name {MOST} at most, or a domain: *.example.org")
+    return HostRules(tuple(sorted(found)))
 
 
 def uncovered(rules: HostRules, allowed: HostRules) -> list[str]:
@@ -119,4 +123,4 @@ def _matches(word: str, name: str, port: int) -> bool:
     own, ports = _parts(word)
     if port not in ports:
         return False
-    return name == own or (own.startswith("*.") and name.endswith(own[1:]) and len(name) > len(own) - 1)
+    return name == own or bool(own.startswith("*.") and name.endswith(own[1:]) and _NAME.fullmatch(name))

@@ -12,6 +12,7 @@ from hpcrl.errors import DataError, UsageError
 from hpcrl.harbor.images import read_images
 from hpcrl.harbor.rows import TaskRows, task_of
 from hpcrl.harbor.task import HarborTask, read_task, solution
+from hpcrl.harbor.task_config import carriable
 from hpcrl.prompt_files.early_look import findings, look_at
 from hpcrl.prompt_files.row_checks import Keys, keys_in, read_row
 from hpcrl.prompt_files.rows import open_rows
@@ -194,7 +195,12 @@ def test_what_a_built_image_sets(tmp_path: Path) -> None:
 def test_what_an_archive_sets(tmp_path: Path) -> None:
     """Its configuration is what commands in it see: before a Dockerfile's own lines, after the task's."""
     config = {"Env": ["PATH=/opt/bin:/bin", "LEVEL=1", "SHOWN=image"], "WorkingDir": "/srv"}
-    for name, more in (("saved", {}), ("odd", {"WorkingDir": "/usr/src"}), ("bare", {"WorkingDir": "/", "Env": None})):
+    for name, more in (
+        ("saved", {}),
+        ("odd", {"WorkingDir": "/usr/src"}),
+        ("bare", {"WorkingDir": "/", "Env": None}),
+        ("slashes", {"WorkingDir": "//srv"}),
+    ):
         docker_archive(tmp_path / f"{name}.tar", [layer(folder("srv"))], config | more)
     toml = TOML + '[environment.env]\nSHOWN = "task"\n'
 
@@ -212,6 +218,9 @@ def test_what_an_archive_sets(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the working directory /usr/src.*\[environment\] workdir"):
         read_with("odd", built, "one")
     assert read_with("bare", "FROM base\n").workdir == "/work"
+    assert read_with("slashes", "FROM base\n").workdir == "/srv"
+    assert read_with("slashes", "FROM base\nWORKDIR //app//x\n").workdir == "/app/x"
+    assert not any(map(carriable, ("//usr", "//tests", "//etc", "//", "app")))
 
 
 @pytest.mark.parametrize("name", ["environment/docker-compose.yaml", "steps", "trajectory.json", "tests/.harborignore"])
@@ -311,7 +320,9 @@ def test_a_run_leaves_tasks_their_time(tmp_path: Path) -> None:
 def test_hosts_are_agreed_to_before_a_run(tmp_path: Path) -> None:
     """The error names the task, the hosts and the option; a slice without that task needs none."""
     write_task(tmp_path / "a")
-    write_task(tmp_path / "b", f'[agent]\n{ALLOW}["a.org", "x.b.org"]\n[verifier]\ntimeout_sec = 10.0\n{ALLOW}["c.org"]\n')
+    write_task(
+        tmp_path / "b", f'[agent]\n{ALLOW}["a.org", "x.b.org"]\n[verifier]\ntimeout_sec = 10.0\n{ALLOW}["c.org"]\n'
+    )
     given = {"prompt_data": str(tmp_path), "custom_generate_function_path": AGENT}
     refused = r"b/task\.toml names hosts .*: a\.org, c\.org; --sandbox-hosts a\.org c\.org"
     with pytest.raises(UsageError, match=refused):

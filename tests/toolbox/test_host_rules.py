@@ -97,6 +97,13 @@ def test_what_is_no_word(word: str) -> None:
         rules_of([word], "--x")
 
 
+def test_names_below_a_domain_are_names() -> None:
+    rules = rules_of(["*.a.org"], "--x")
+    assert rules.allow("x.a.org", 80) and rules.allow("x.y.a.org.", 443)
+    for name in ("user@x.a.org", "b.org%2f.a.org", "x,y.a.org", "..a.org", ".a.org", "x y.a.org"):
+        assert not rules.allow(name, 80), name
+
+
 def test_names_with_ports() -> None:
     assert split_port("[::1]:80") == ("::1", 80) and split_port("a") == ("a", None)
     for text in ("a:", "a:-1", "a:65536", "[a]:80", "[::1]80", "a:٣"):

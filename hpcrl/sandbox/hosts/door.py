@@ -23,7 +23,12 @@ VARIABLES = {
     **dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1"),
 }
 _BUFFER = 64 << 10  #: bytes that the kernel holds of a connection, each way: memory that no limit of the box counts
-_BUFFERS = ("/proc/sys/net/ipv4/tcp_rmem", "/proc/sys/net/ipv4/tcp_wmem")
+#: of the box's network: a command can connect a socket to itself, as often as there are ports
+BOUNDS = {
+    "/proc/sys/net/ipv4/tcp_rmem": f"4096 {_BUFFER} {_BUFFER}",
+    "/proc/sys/net/ipv4/tcp_wmem": f"4096 {_BUFFER} {_BUFFER}",
+    "/proc/sys/net/ipv4/ip_local_port_range": "32768 33023",
+}
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1  #: SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
 _REQUEST = struct.Struct("=16sH22x")  #: struct ifreq
 
@@ -44,9 +49,6 @@ def open_door(outside: str) -> socket.socket:
     """
     if network_of_this() == outside:
         raise OSError(errno.EPERM, "it has no network namespace of its own (a setting of the site's?)")
-    for path in _BUFFERS:
-        with contextlib.suppress(OSError):  # the container's /proc is read-only: the kernel's own bounds hold
-            write_kernel(path, f"4096 {_BUFFER} {_BUFFER}")
     door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     for _, name in socket.if_nameindex():
         flags = _flags(door, name)
@@ -54,6 +56,9 @@ def open_door(outside: str) -> socket.socket:
             raise OSError(errno.EPERM, f"it has a network besides its loopback: {name}")
         if name == "lo" and not flags & _UP:
             _ask(door, _SET_FLAGS, name, flags | _UP)
+    for path, value in BOUNDS.items():
+        with contextlib.suppress(OSError):  # the container's /proc is read-only: the kernel's own bounds hold
+            write_kernel(path, value)
     for size in (socket.SO_RCVBUF, socket.SO_SNDBUF):
         door.setsockopt(socket.SOL_SOCKET, size, _BUFFER)  # of each connection that comes through it as well
     door.bind(("127.0.0.1", PORT))

@@ -23,7 +23,7 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpcrl.sandbox.system_calls import PARENT_DEATH_SIGNAL, drop_capabilities, prctl, write_kernel
 from hpcrl.sandbox.usage import START
@@ -40,6 +40,10 @@ _LEAVE = 2.0  #: seconds that what comes after a refused request is read
 _FULL = 0.05  #: seconds between two looks whether a connection has ended
 _STACK = 256 << 10
 _FILES = 256
+#: of IPv6: IPv4 addresses behind a translator or a tunnel, which may lead back here
+_STANDING = [
+    ipaddress.IPv6Network(one) for one in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
+]
 _TARGET = re.compile(r"(?P<method>[A-Z]{1,20}) (?P<target>[!-~]+) HTTP/1\.[01]")
 _DROPPED = ("connection", "host", "keep-alive", "proxy-authorization", "proxy-connection", "upgrade")
 _REASONS = {400: "Bad Request", 403: "Forbidden", 431: "Request Header Fields Too Large", 502: "Bad Gateway"}
@@ -269,15 +273,25 @@ def connected(asked: Asked, rules: HostRules) -> socket.socket:
     for family, _, _, _, address in found[:_TRIES]:
         if not rules.also_here and (here := is_here(address)):
             raise Unserved(403, f"{host} is {address[0]}, {here}, which no sandbox may reach")
-        server = socket.socket(family, socket.SOCK_STREAM)
         try:
-            server.settimeout(_REACH)
-            server.connect(address)
-            return server
+            return _connected_to(family, address)
         except OSError as error:
-            server.close()
             why = f"{address[0]}: {error.strerror or error}"
     raise Unserved(502, f"{host}:{asked.port} cannot be reached: {why}")
+
+
+def _connected_to(family: int, address: Any) -> socket.socket:
+    """A connection to an address, for which the kernel holds little."""
+    server = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        for size in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            server.setsockopt(socket.SOL_SOCKET, size, _PIECE)
+        server.settimeout(_REACH)
+        server.connect(address)
+    except OSError:
+        server.close()
+        raise
+    return server
 
 
 def is_here(address: Sequence[object]) -> str:
@@ -288,8 +302,14 @@ def is_here(address: Sequence[object]) -> str:
         return "an address of this node"
     if number.is_link_local or number.is_multicast:
         return "an address of no host"
+    if any(number in network for network in _STANDING if number.version == 6):
+        return "an address that stands for another"
     kind = socket.AF_INET if number.version == 4 else socket.AF_INET6
-    with socket.socket(kind, socket.SOCK_STREAM) as tried:
+    try:
+        tried = socket.socket(kind, socket.SOCK_STREAM)
+    except OSError:  # without this version of the protocol there is no address of it
+        return ""
+    with tried:
         try:
             tried.bind((str(number), 0))
         except OSError as error:

@@ -25,6 +25,7 @@ from hpcrl.sandbox.images.streams import AT_ONCE, Forward, Slice
 from hpcrl.sandbox.images.tree import MOST_BYTES, ImageTree
 
 _TEXT = 16 << 20  #: bytes of a manifest or a configuration
+_WORD, _SETTINGS = 100_000, 500_000  #: bytes of a variable (the kernel's bound is 131,072), characters of all of them
 _MEMBERS = 200_000  #: of an archive of layers
 _LAYERS = 1000
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -171,13 +172,31 @@ def _archive(path: Path) -> Iterator[_Archive]:
 def _settings(blobs: _Blobs) -> ImageSettings:
     said, _ = _described(blobs)
     found = said.get("config") or {}
+    env, workdir = (found.get(name) for name in ("Env", "WorkingDir")) if isinstance(found, dict) else ([0], "")
+    pairs = [_text(pair).partition("=") for pair in _list(env)]
+    if sum(len(name) + len(value) for name, _, value in pairs) > _SETTINGS:
+        raise DataError(
+            f"the image sets variables of more than {_SETTINGS:,} characters", "give them to commands alone"
+        )
+    workdir = _text(workdir or "")
+    place = "/" + posixpath.normpath(workdir).lstrip("/") if workdir.startswith("/") else ""
+    return ImageSettings({name: value for name, _, value in pairs if name}, place)
+
+
+def _list(found: Any) -> list[Any]:
+    if found is None or isinstance(found, list):
+        return found or []
+    raise _unreadable(TypeError(f"{str(found)[:100]!r} is no list"))
+
+
+def _text(found: Any) -> str:
+    """What can be a word of a command, or its variable."""
     try:
-        pairs = [str(pair).partition("=") for pair in found.get("Env") or ()]
-        workdir = str(found.get("WorkingDir") or "")
-    except (TypeError, AttributeError) as error:
+        if isinstance(found, str) and "\0" not in found and len(found.encode()) < _WORD:
+            return found
+    except UnicodeEncodeError as error:
         raise _unreadable(error) from error
-    env = {name: value for name, _, value in pairs if name and "\0" not in name + value}
-    return ImageSettings(env, posixpath.normpath(workdir) if workdir.startswith("/") else "")
+    raise _unreadable(TypeError(f"{str(found)[:100]!r} is no text of a command"))
 
 
 def _described(blobs: _Blobs) -> tuple[dict[str, Any], list[str]]:

@@ -17,7 +17,7 @@ from hpcrl.sandbox.box_root import SYSTEM_IMAGE
 from hpcrl.sandbox.hosts.door import network_of_this
 from hpcrl.sandbox.kinds.container_kind import ContainerKind, module_of
 from hpcrl.sandbox.kinds.first_process import MADE, MOST_DISKS
-from hpcrl.sandbox.kinds.inside import first_process_words
+from hpcrl.sandbox.kinds.inside import VARIABLES, first_process_words
 from hpcrl.sandbox.limits import BoxLimits
 from hpcrl.sandbox.system_calls import PARENT_DEATH_SIGNAL, prctl, read_kernel, write_kernel
 from hpcrl.toolbox.deadline import Deadline, poll
@@ -55,8 +55,10 @@ def start_container(
     told["network"] = network_of_this() if connects else ""
     command = first_process_words(talk.fileno(), keeper.fileno(), json.dumps(told))
     words = module_of(kind.name).start_words(kind, "" if image == SYSTEM_IMAGE else image, limits, command)
-    environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-    environment |= {f"{name}_CONFIGDIR": kind.state for name in ("APPTAINER", "SINGULARITY")}
+    environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **VARIABLES}
+    for name in ("APPTAINER", "SINGULARITY"):
+        environment |= {f"{name}_CONFIGDIR": kind.state}
+        environment |= {f"{name}ENV_{variable}": value for variable, value in VARIABLES.items()}
     parent = os.getpid()
     child = os.fork()
     if child:

@@ -11,6 +11,7 @@ Invariant: of the machine there is the image, or the directories of "system", ea
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -19,8 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpcrl.sandbox.hosts.door import BOUNDS
 from hpcrl.sandbox.kinds.container_kind import ContainerKind
-from hpcrl.sandbox.kinds.inside import INSIDE, OWN, system_binds
+from hpcrl.sandbox.kinds.inside import INSIDE, OWN, VARIABLES, system_binds
 from hpcrl.sandbox.limits import BoxLimits
 
 PROGRAMS = ("crun",)
@@ -41,7 +43,7 @@ def start_words(kind: ContainerKind, image: str, limits: BoxLimits, command: lis
     file = os.memfd_create("config.json", 0)  # without MFD_CLOEXEC: crun reads it
     os.write(file, json.dumps(told).encode())
     state = os.path.join(kind.state, "crun")
-    os.makedirs(state, exist_ok=True)
+    _tidy(state)
     #: the last two words but one are numbers of open files; crun closes what lies above those that it is to keep
     kept = max(int(word) for word in command[-3:-1]) - 2
     words = [kind.program, "--root", state, "--cgroup-manager=disabled", "run", f"--preserve-fds={kept}"]
@@ -70,7 +72,7 @@ def _configuration(
         "process": {
             "user": {"uid": user, "gid": group},
             "args": command,
-            "env": ["PATH=/usr/bin:/bin"],
+            "env": [f"{name}={value}" for name, value in VARIABLES.items()],
             "cwd": "/work",
             "noNewPrivileges": True,
             "capabilities": {which: [] for which in _RIGHTS},
@@ -80,8 +82,18 @@ def _configuration(
             "namespaces": [{"type": name} for name in _NAMESPACES],
             "uidMappings": [{"containerID": user, "hostID": user, "size": 1}],
             "gidMappings": [{"containerID": group, "hostID": group, "size": 1}],
+            "sysctl": {path.removeprefix("/proc/sys/").replace("/", "."): value for path, value in BOUNDS.items()},
         },
     }
+
+
+def _tidy(state: str) -> None:
+    """Make crun's directory, and remove what it has left there of boxes whose keeper was killed."""
+    os.makedirs(state, exist_ok=True)
+    for name in os.listdir(state):
+        keeper = name.split("-")[1]
+        if not os.path.exists(f"/proc/{keeper}"):
+            shutil.rmtree(os.path.join(state, name), ignore_errors=True)
 
 
 def _mount(place: str, kind: str, options: list[str]) -> dict[str, Any]:
@@ -100,7 +112,19 @@ def _of_image(image: str) -> list[tuple[str, str]]:
 
 
 def _names(image: str) -> list[str]:
-    return sorted(set(os.listdir(image)) - set(OWN))
+    names = sorted(set(os.listdir(image)) - set(OWN))
+    if strange := next((name for name in names if not _is_text(name)), None):
+        raise OSError(
+            errno.EINVAL, f"crun takes no name of another encoding in an image's root: {strange!r} in {image}"
+        )
+    return names
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return bool(name.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _places(state: str, image: str) -> str:
@@ -111,7 +135,7 @@ def _places(state: str, image: str) -> str:
         found.append([name, os.readlink(path) if os.path.islink(path) else "/" if os.path.isdir(path) else ""])
     place = Path(state, f"places-{hashlib.sha256(json.dumps(found).encode()).hexdigest()[:20]}")
     if not place.is_dir():
-        part = Path(f"{place}.part-{os.getpid()}")
+        part = Path(f"{place}.part-{os.getpid()}-{time.monotonic_ns()}")
         for name in OWN:
             (part / name).mkdir(parents=True)
         for name, what in found:

@@ -13,13 +13,16 @@ from hpcrl.sandbox.private_root import SETTINGS, SYSTEM
 INSIDE = "/.hpcrl"  #: where the directory of `runtime.py` is
 #: names in an image's root, in whose place a box has something of its own
 OWN = ("dev", "home", "proc", "root", "run", "sys", "tmp", "work", INSIDE[1:])
+#: of the first process: with these it reads no locale, converter or time zone of the image's
+VARIABLES = {"LC_ALL": "C", "TZ": "UTC0"}
 FIRST = "hpcrl.sandbox.kinds.first_process"
 
 
 def first_process_words(talk: int, keeper: int, told: str) -> list[str]:
     """The command line of a box's first process, inside."""
     libraries = f"{INSIDE}/so"
-    python = [f"{libraries}/ld.so", "--library-path", libraries, f"{INSIDE}/bin/python3", "-I", "-S", "-B"]
+    python = [f"{libraries}/ld.so", "--inhibit-cache", "--library-path", libraries]
+    python += [f"{INSIDE}/bin/python3", "-I", "-S", "-B"]
     return [*python, "-m", FIRST, str(talk), str(keeper), told]
 
 

@@ -3,7 +3,8 @@
 An image may have no Python, another C library than the node, or no file at all but one program.  So the interpreter,
 the shared libraries that it needs, their loader, and the modules that the first process imports are copied into one
 directory of the node's, which each box sees as /.hpcrl, read-only.  The loader is called by its name, with the
-directory of these libraries, so that no library of the image's takes the place of one of these.
+directory of these libraries, so that no library of the image's takes the place of one of these; what an image names in
+/etc/ld.so.preload is not loaded either, for the copy of the loader looks for that file next to itself.
 
 Invariant: what is in the directory is this package and Python's own, and nothing else of the machine.
 """
@@ -25,6 +26,8 @@ from hpcrl.sandbox.kinds.inside import FIRST, INSIDE, settings
 from hpcrl.sandbox.private_root import SYSTEM
 
 _SECONDS = 60.0
+#: where glibc's loader looks for libraries to load first, and a name of the same length where there is no such file
+_PRELOADED = (b"/etc/ld.so.preload", f"{INSIDE}/so/preload".encode())
 _PACKAGE = Path(__file__).parents[2]
 _PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 #: what the first process imports, where each module lies, and what is mapped
@@ -80,7 +83,8 @@ def make_runtime(root: Path) -> None:
     loader = next((path for path in maps if os.path.basename(path).startswith(("ld-", "ld.so"))), "")
     if not loader:
         raise HpcrlError(f"{sys.executable} is linked in a way that is not known here")
-    shutil.copy(loader, libraries / "ld.so")
+    (libraries / "ld.so").write_bytes(Path(loader).read_bytes().replace(*_PRELOADED))
+    (libraries / "ld.so").chmod(0o755)
     for file in needing:
         for name, path in _needed(loader, file):
             shutil.copy(path, libraries / name)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import pytest
 from hpcrl.errors import UsageError
 from hpcrl.sandbox import Box, SandboxLost, SandboxPool
 from hpcrl.sandbox.hosts import proxy
-from hpcrl.sandbox.hosts.door import PORT, open_door
+from hpcrl.sandbox.hosts.door import BOUNDS, PORT, open_door
 from hpcrl.toolbox.host_rules import HostRules
 from tests.support.boxes import Loop, alive, family
 
@@ -351,11 +352,29 @@ def test_a_slow_reader_costs_a_piece() -> None:
 
 
 def test_a_network_of_the_nodes_is_no_box(tmp_path: Any) -> None:
-    """A container that has the node's network gets no door."""
+    """A container that has the node's network gets no door, and nothing of that network is changed."""
+    before = [Path(path).read_text() for path in BOUNDS]
     with pytest.raises(OSError, match="no network namespace"):
         open_door(os.readlink("/proc/self/ns/net"))
     with pytest.raises(OSError, match="besides its loopback"):
         open_door("net:[1]")
+    assert before == [Path(path).read_text() for path in BOUNDS]
+
+
+def test_a_box_has_few_ports(loop: Loop, box: Box) -> None:
+    """A socket can be connected to itself, and the kernel's memory for each is no box's."""
+    program = "print(*open('/proc/sys/net/ipv4/ip_local_port_range').read().split())"
+    assert said(loop, box, program) == "32768 33023\n"
+
+
+def test_too_many_hosts(loop: Loop) -> None:
+    """Refused before the spawner, whose end would be that of all its boxes, hears of them."""
+    with box_of(loop, ()) as other:
+        with pytest.raises(UsageError, match="200 hosts"), box_of(loop, [f"{i}.a.org" for i in range(200)]):
+            pass
+        with pytest.raises(UsageError, match="bytes"), box_of(loop, HostRules(("x" * 70_000,))):
+            pass
+        assert loop.run(other.run("echo alive")).stdout == "alive\n"
 
 
 @pytest.mark.parametrize("wrong", ["example.org/x", "*"])

@@ -14,6 +14,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,12 @@ def test_forms_of_images(form: str, tmp_path: Path) -> None:
     assert image_root(str(path), str(tmp_path)) == root
 
 
+#: what no image of Docker's says of its commands
+HOSTILE: list[Any] = [{"Env": 3}, {"Env": "PATH=/x"}, {"Env": {"A": "b"}}, {"Env": [None]}, {"Env": ["A=\ud800"]}, [1]]
+HOSTILE += [{"Env": ["A=\0"]}, {"Env": ["A=" + "x" * 100_000]}, {"Env": [f"{i}={'x' * 90_000}" for i in range(6)]}]
+HOSTILE += [{"WorkingDir": "/a\0"}, {"WorkingDir": 3}]
+
+
 @pytest.mark.parametrize("form", ["docker", "docker in gzip", "oci directory"])
 def test_what_an_image_sets(form: str, tmp_path: Path) -> None:
     """Variables with = in their values, and the directory; of what is no archive nothing is said."""
@@ -122,9 +129,10 @@ def test_what_an_image_sets(form: str, tmp_path: Path) -> None:
         assert image_settings(other) == ({}, "")
     bare = docker_archive(tmp_path / "bare", [BASE], {"Env": None, "WorkingDir": ""})
     assert image_settings(str(bare)) == ({}, "")
-    broken = docker_archive(tmp_path / "broken", [BASE], {"Env": 3})
-    with pytest.raises(DataError, match=r"broken: .* cannot be read"):
-        image_settings(str(broken))
+    for number, wrong in enumerate(HOSTILE):
+        broken = docker_archive(tmp_path / f"broken-{number}", [BASE], wrong)
+        with pytest.raises(DataError, match=rf"broken-{number}: .* (cannot be read|500,000)"):
+            image_settings(str(broken))
 
 
 @pytest.mark.process

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,20 @@ async def main():
 """
 
 
+def unloadable() -> list[tuple[tarfile.TarInfo, bytes]]:
+    """Files of an image that has a library loaded into every process, which ends with that: it needs one that is not
+    there."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    library = Path(next(line.split()[-1] for line in maps if "/libm.so" in line)).read_bytes()
+    assert b"libc.so.6\0" in library
+    files = {
+        "etc/motd": b"bare\n",
+        "etc/ld.so.preload": b"/first.so\n",
+        "first.so": library.replace(b"libc.so.6\0", b"libx.so.6\0"),
+    }
+    return [entry(name, data, mode=0o755) for name, data in files.items()]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_box_is_used_as_ours_is(kind: str, place: Path) -> None:
     """Of the machine's programs, of an image without Python, and of one with no program at all."""
@@ -131,7 +146,7 @@ def test_a_box_is_used_as_ours_is(kind: str, place: Path) -> None:
     below = [entry("etc/motd", b"of the image\n"), *programs()]
     told = {
         "image": str(docker_archive(images / "image.tar", [layer(*below)])),
-        "bare": str(docker_archive(images / "bare.tar", [layer(entry("etc/motd", b"bare\n"))])),
+        "bare": str(docker_archive(images / "bare.tar", [layer(*unloadable())])),
     }
     told["root"] = str(images / "root")  # as `docker export` leaves it: without /work
     write_image(images / "root", ("sh",))
@@ -275,6 +290,20 @@ def test_whatever_ends_ends_the_box(kind: str, place: Path) -> None:
         "after": "alive\n",
         "memory score": "1000\n",
     }
+
+
+def test_what_crun_is_told(tmp_path: Path) -> None:
+    """What it has left of keepers that were killed is removed; an image that it cannot be told of is named."""
+    from hpcrl.sandbox.kinds import crun
+
+    for name in ("box-999999999-1", f"box-{os.getpid()}-1"):
+        (tmp_path / "state" / name).mkdir(parents=True)
+    crun._tidy(str(tmp_path / "state"))
+    assert os.listdir(tmp_path / "state") == [f"box-{os.getpid()}-1"]
+    (tmp_path / "image").mkdir()
+    os.close(os.open(os.fsencode(tmp_path / "image") + b"/\xff", os.O_CREAT | os.O_WRONLY))
+    with pytest.raises(OSError, match=r"another encoding.* '.udcff' in "):
+        crun._names(str(tmp_path / "image"))
 
 
 def test_what_every_box_holds() -> None:
