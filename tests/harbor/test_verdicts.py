@@ -20,7 +20,7 @@ from hpcrl.harbor.verdict import TaskVerdict, check_verifier, collect, run_in, t
 from hpcrl.sandbox import Box, SandboxLost, SandboxPool
 from hpcrl.sandbox.box_root import WORK
 from hpcrl.sandbox.pool import default_pool
-from tests.support.harbor_tasks import TOML, write_image, write_task
+from tests.support.harbor_tasks import DOCKERFILE, TOML, write_image, write_task
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
 PYTHON = "/usr/bin/python3"
@@ -75,9 +75,9 @@ def test_what_is_left_is_judged(loop: asyncio.Runner, task: HarborTask) -> None:
         TaskVerdict(1.0)
     )
     tests = 'set -- $(readlink l) $(stat -c %a run) $(ls -A data | wc -l) $HOME; echo "$*"; [ "$*" = "a.b 755 0 /tmp" ]'
-    looks = read(
-        write_task(task.folder.parent / "looks", verifier=f"#!/bin/sh\n{tests}\necho $? > /logs/verifier/reward.txt\n")
-    )
+    verifier = f"#!/bin/sh\n{tests}\necho $? > /logs/verifier/reward.txt\n"
+    dockerfile = f"{DOCKERFILE}ENV HOME=/app\n"  # where the policy writes
+    looks = read(write_task(task.folder.parent / "looks", verifier=verifier, dockerfile=dockerfile))
     found = loop.run(judged(looks, "rm data/*; ln -s a.b l; echo 1 > run; chmod 4755 run"))
     assert (found.reward, found.said) == (0.0, "a.b 755 0 /tmp\n")
 
