@@ -172,15 +172,15 @@ def _archive(path: Path) -> Iterator[_Archive]:
 def _settings(blobs: _Blobs) -> ImageSettings:
     said, _ = _described(blobs)
     found = said.get("config") or {}
-    env, workdir = (found.get(name) for name in ("Env", "WorkingDir")) if isinstance(found, dict) else ([0], "")
-    pairs = [_text(pair).partition("=") for pair in _list(env)]
+    if not isinstance(found, dict):
+        raise _unreadable(TypeError(f"{str(found)[:100]!r} is no table"))
+    pairs = [_text(pair).partition("=") for pair in _list(found.get("Env"))]
     if sum(len(name) + len(value) for name, _, value in pairs) > _SETTINGS:
         raise DataError(
             f"the image sets variables of more than {_SETTINGS:,} characters", "give them to commands alone"
         )
-    workdir = _text(workdir or "")
-    place = "/" + posixpath.normpath(workdir).lstrip("/") if workdir.startswith("/") else ""
-    return ImageSettings({name: value for name, _, value in pairs if name}, place)
+    workdir = _text(found.get("WorkingDir") or "")
+    return ImageSettings({name: value for name, _, value in pairs if name}, workdir if workdir[:1] == "/" else "")
 
 
 def _list(found: Any) -> list[Any]:

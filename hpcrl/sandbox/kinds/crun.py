@@ -90,10 +90,9 @@ def _configuration(
 def _tidy(state: str) -> None:
     """Make crun's directory, and remove what it has left there of boxes whose keeper was killed."""
     os.makedirs(state, exist_ok=True)
-    for name in os.listdir(state):
-        keeper = name.split("-")[1]
-        if not os.path.exists(f"/proc/{keeper}"):
-            shutil.rmtree(os.path.join(state, name), ignore_errors=True)
+    for place in Path(state).glob("box-*"):
+        if not os.path.exists(f"/proc/{place.name.split('-')[1]}"):
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _mount(place: str, kind: str, options: list[str]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def test_what_an_image_sets(form: str, tmp_path: Path) -> None:
     if form == "docker in gzip":
         gzipped(path)
     env = {"PATH": "/opt/bin:/bin", "OPTS": "-a=1", "EMPTY": ""}
-    assert image_settings(str(path)) == (env, "/srv/app")
+    assert image_settings(str(path)) == (env, "/srv/app/")
     (tmp_path / "root").mkdir()
     for other in (str(tmp_path / "root"), "system", str(tmp_path / "none")):
         assert image_settings(other) == ({}, "")

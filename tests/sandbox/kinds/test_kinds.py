@@ -296,10 +296,10 @@ def test_what_crun_is_told(tmp_path: Path) -> None:
     """What it has left of keepers that were killed is removed; an image that it cannot be told of is named."""
     from hpcrl.sandbox.kinds import crun
 
-    for name in ("box-999999999-1", f"box-{os.getpid()}-1"):
+    for name in ("box-999999999-1", f"box-{os.getpid()}-1", ".cache"):
         (tmp_path / "state" / name).mkdir(parents=True)
     crun._tidy(str(tmp_path / "state"))
-    assert os.listdir(tmp_path / "state") == [f"box-{os.getpid()}-1"]
+    assert sorted(os.listdir(tmp_path / "state")) == [".cache", f"box-{os.getpid()}-1"]
     (tmp_path / "image").mkdir()
     os.close(os.open(os.fsencode(tmp_path / "image") + b"/\xff", os.O_CREAT | os.O_WRONLY))
     with pytest.raises(OSError, match=r"another encoding.* '.udcff' in "):
