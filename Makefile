@@ -6,7 +6,8 @@
 #   HPCRL_VENV=/big/venv  another place for it
 #   CLUSTER=/big/cluster  where `make cluster` puts what its nodes share
 #   RELEASE=26.05         which Slurm it has, if not the machine's: a version, or a Debian (trixie, forky)
-#   CLUSTER_RELEASE=24.11 which Slurm all tests on the cluster run under (machine: its own)
+#   CLUSTER_RELEASE=24.11 which Slurm the tests on the cluster run under, if not the machine's
+#   PLANTED="name name"   which faults of tests/planted `make planted` tries
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -19,24 +20,26 @@ BENCHES ?= $(wildcard bench/*.py)
 CLUSTER ?= /tmp/hpcrl-cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test soak fast env-312 fast-312 trainer-312 trackers lint docs sbatch lock sbom bench cluster packages
+.PHONY: help env quickstart test test-all test-rest soak fast env-312 fast-312 trainer-312 trackers lint planted docs sbatch lock sbom bench cluster packages
 
 help:
 	@echo "make quickstart   make the environment, then run $(RECIPE)"
-	@echo "make test         make the environment, then run all tests, fast ones first"
-	@echo "make fast         only the tests that start no processes"
-	@echo "make soak         the long campaigns, which make test leaves out"
+	@echo "make test         make the environment, then test every capability once (no root, no Slurm)"
+	@echo "make test-all     make test, then the other tests: real Slurm and MPIs (root, and make packages)"
+	@echo "make lint         ruff, the tests of text and structure, and the sizes of the packages"
+	@echo "make fast         only the tests of make test that start no processes"
+	@echo "make soak         the long campaigns and the cross products"
+	@echo "make planted      show that tests notice the ten faults of tests/planted"
 	@echo "make fast-312     the fast tests on Python 3.12, with the newer Megatron-core (.venv-312, 6 GB)"
 	@echo "make trainer-312  the tests of trainer ranks, conversions and models there"
 	@echo "make trackers     hpcrl sync with the real wandb, trackio and mlflow, each on this machine"
-	@echo "make lint         ruff: rules and format"
 	@echo "make docs         write docs/options.md again"
 	@echo "make sbatch       write the scripts of sbatch/ again"
 	@echo "make lock         write the hashes in requirements/*.lock again, after a pin has changed"
 	@echo "make sbom         write sbom.json: what is installed, as CycloneDX"
 	@echo "make bench        measure against Ray and Redis (installs them into the environment)"
 	@echo "make cluster      a real Slurm and MPI cluster on this machine, to experiment with; it is in $(CLUSTER)"
-	@echo "make packages     the Debian packages and the newer Slurm that the cluster needs (as root; make test does it too)"
+	@echo "make packages     install the Debian packages that the cluster and make test-all need (as root)"
 	@echo "make env          the environment alone, in $(HPCRL_VENV)"
 
 # One quiet step of the installation: `$(call pip,what it is,command and arguments)`; its output is in the log, and shown if
@@ -46,9 +49,9 @@ define pip
 	@$(BIN)/python -m pip --disable-pip-version-check $(2) >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
 endef
 
-# The tests that start no processes: three workers in parallel, on two cores too, since some tests wait; each test file is whole
-# in one of them.
-FAST := -m "not process and not vllm and not cluster and not soak" -n 4 --dist loadfile
+# Two workers, as CI has two cores.  Tests that share an expensive fixture run in one of them (tests/support/layers.py).
+WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+FAST := -m "core and not process and not vllm" $(WORKERS)
 
 # An environment keeps the interpreter that it was made with: installed over another one's, its modules would not load.
 INTERPRETER := -c 'import sys; print(sys.base_prefix, sys.version.split()[0])'
@@ -91,22 +94,21 @@ env: $(ENV)
 quickstart: $(ENV)
 	$(BIN)/hpcrl run $(RECIPE)
 
-# Without the Debian packages the last layer is skipped, and says what is missing.  It waits more than it works (for time limits,
-# lost nodes, silence), so it runs in parallel with the second, and has some files of that after its own, so that both take as long; its output is
-# shown when both are done.
+test: $(ENV)
+	$(BIN)/python -m pytest -m core $(WORKERS)
+
+test-all: test test-rest
+
+# The tests on the cluster wait more than they compute (for time limits, lost nodes, silence), so they run in parallel with the
+# others, and some files of these after them, so that both take as long.  Their output is shown when both are done.
 CLUSTER_LOG := $(HPCRL_VENV)/test-cluster.log
-AFTER_CLUSTER := $(patsubst %,tests/whole_runs/test_%.py,schedulers loops external_engines engines_come_and_go grpo_run selftest) \
-	$(patsubst %,tests/%,harbor sandbox sandbox_nodes)
-# On the cluster the machine's own Slurm runs all but these, which ask most of it: they run under the newest that is here.
-NEWEST := tests/slurm tests/whole_runs/test_under_slurm.py
-SECOND := -m "(process or vllm) and not cluster and not soak"
-test: $(ENV) packages
-	$(BIN)/python -m pytest $(FAST)
+AFTER_CLUSTER := $(patsubst %,tests/%,sandbox sandbox_nodes harbor rollout documents engine tryout)
+test-rest: $(ENV)
+	@$(BIN)/python -m tools.cluster packages
 	@echo "the tests on the cluster run meanwhile; log: $(CLUSTER_LOG)"
-	@{ CLUSTER_RELEASE=$(or $(CLUSTER_RELEASE),machine) $(BIN)/python -m pytest -m "cluster and not soak" $(NEWEST:%=--ignore=%); cluster=$$?; \
-	  $(BIN)/python -m pytest -m "cluster and not soak" $(NEWEST); newest=$$?; \
-	  $(BIN)/python -m pytest $(SECOND) $(AFTER_CLUSTER); exit $$((cluster + newest + $$?)); } > $(CLUSTER_LOG) 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest $(SECOND) $(AFTER_CLUSTER:%=--ignore=%); processes=$$?; \
+	@{ $(BIN)/python -m pytest -m "full and cluster"; cluster=$$?; \
+	  $(BIN)/python -m pytest -m "full and not cluster" $(AFTER_CLUSTER); exit $$((cluster + $$?)); } > $(CLUSTER_LOG) 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest -m "full and not cluster" $(AFTER_CLUSTER:%=--ignore=%); processes=$$?; \
 	wait $$beside; last=$$?; cat $(CLUSTER_LOG); exit $$((processes + last))
 
 # Each campaign reads SEED and N as it needs them; what it measures it prints.
@@ -124,7 +126,7 @@ fast-312: env-312
 	.venv-312/bin/python -m pytest $(FAST)
 
 trainer-312: env-312
-	.venv-312/bin/python -m pytest -m "process and not vllm and not cluster and not soak" tests/trainer tests/convert tests/models
+	.venv-312/bin/python -m pytest -m "(core or full) and process" tests/trainer tests/convert tests/models
 
 # Their packages bring some hundred others, so they have an environment of their own, which sees this one's.
 TRACKERS := $(HPCRL_VENV)/trackers
@@ -137,7 +139,7 @@ trackers: $(TRACKERS)
 	$(TRACKERS)/bin/python -m pytest -rs tests/trackers
 
 packages: $(ENV)
-	@$(BIN)/python -m tools.cluster packages --install || true
+	@$(BIN)/python -m tools.cluster packages --install
 
 cluster: packages
 	@$(BIN)/python -m tools.cluster start $(CLUSTER) $(if $(RELEASE),--release $(RELEASE))
@@ -145,6 +147,11 @@ cluster: packages
 lint: $(ENV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.house --check
+	$(BIN)/python -m pytest -m lint $(WORKERS)
+
+planted: $(ENV)
+	$(BIN)/python -m tools.planted $(PLANTED)
 
 sbatch: $(ENV)
 	$(BIN)/python -m tests.slurm.test_batch_script

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from tests.support import layers
 from tests.support.batch import queue  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
 from tests.support.second_user import second_user  # noqa: F401
@@ -25,10 +26,9 @@ gc.disable()
 REPO = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # as many workers as cores: torch's own threads would only be in each other's way
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A matrix product in a child that was forked after OpenMP has started threads hangs, and tests fork ranks and engines.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
     # Megatron's decorators are torch.compile, which imports its compiler in each worker: no test of these uses it
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -59,10 +59,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     given = {Path(arg.partition("::")[0]).absolute() for arg in config.args}  # to be told that it is left out
     if collection_path.suffix != ".py" or collection_path in given:
         return None
-    if not (unwanted := left_out(config.option.markexpr)):
-        return None
+    expression = config.option.markexpr
     marked = MARKED.search(collection_path.read_text())
-    return True if marked and unwanted & set(re.findall(r"pytest\.mark\.(\w+)", marked[1])) else None
+    marks = set(re.findall(r"pytest\.mark\.(\w+)", marked[1])) if marked else set()
+    return True if marks & left_out(expression) or layers.nothing_of(collection_path, expression, marks) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each test gets the mark of its layer before -m is read."""
+    layers.assign(items)
+    layers.dearest_first(items)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI more skipped tests than are recorded are a failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if "PYTEST_XDIST_WORKER" in os.environ or reporter is None:
+        return
+    if said := layers.too_many_skipped(session.config.option.markexpr, len(reporter.stats.get("skipped", []))):
+        reporter.write_line(said, red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_finish() -> None:

@@ -48,20 +48,10 @@ def unpack(suite: str, slurm: str, packages: str = "") -> None:
     (root / "packages").write_text(packages or " ".join([*roots._contents(), *roots._unstable(suite)]))
 
 
-def test_an_untried_slurm_is_not_the_default(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A testing release moves on; its next Slurm is asked for by name alone."""
-    unpack("trixie", "24.11.5")
-    unpack("forky", "26.11.1")
-    assert roots.newest() == "trixie" and roots.find("26.11") == "forky"
-    roots.make_newest()
-    assert "without Slurm 26.11.1 of forky" in capsys.readouterr().out
-
-
 def test_a_release_by_name_or_by_version(places: Path) -> None:
     """Debian's name and the beginning of Slurm's version mean the same; the machine's own has no root."""
     unpack("trixie", "24.11.5")
     unpack("forky", "26.05.5")
-    assert roots.newest() == "forky" and cluster.release() == "forky"
     assert [roots.find(word) for word in ("forky", "26.05", "24.11", "24", "machine")] == [
         "forky",
         "forky",
@@ -73,24 +63,20 @@ def test_a_release_by_name_or_by_version(places: Path) -> None:
         roots.find("24.1")
 
 
-def test_without_a_root_the_machine_serves(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machines_own_unless_another_is_named(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An outdated root counts for none; CLUSTER_RELEASE chooses."""
-    assert roots.newest() == "" and cluster.release() == roots.MACHINE
     unpack("forky", "26.05.5", packages="slurm-wlm")
-    assert roots.newest() == ""
     unpack("trixie", "24.11.5")
+    assert roots.version("forky") is None and cluster.release() == roots.MACHINE
+    monkeypatch.setenv("CLUSTER_RELEASE", "trixie")
     assert cluster.release() == "trixie"
-    monkeypatch.setenv("CLUSTER_RELEASE", "machine")
-    assert cluster.release() == roots.MACHINE
 
 
-def test_a_root_that_cannot_be_made_is_one_line(
-    places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The tests go on without it, whoever runs them and whatever the network does."""
+def test_a_root_that_cannot_be_made_is_one_line(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes it and whatever the network does."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    roots.make_newest()
-    assert "by root alone" in capsys.readouterr().out.splitlines()[-1]
+    with pytest.raises(roots.RootError, match="by root alone"):
+        roots.make("forky")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     programs = places.parent / "bin"
     programs.mkdir()
@@ -101,9 +87,8 @@ def test_a_root_that_cannot_be_made_is_one_line(
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    roots.make_newest()
-    said = capsys.readouterr().out.splitlines()
-    assert said[-1].endswith("debootstrap of forky failed: E: no route") and "than the machine has" in said[-1]
+    with pytest.raises(roots.RootError, match="debootstrap of forky failed: E: no route$"):
+        roots.make("forky")
     told = (places.parent / "told").read_text()
     assert "http://mirror.example/debian" in told and "slurmdbd" in told and "shellcheck" not in told
     assert not list(places.iterdir())

@@ -90,7 +90,7 @@ def test_the_gpu_lock_fits_the_extras() -> None:
 
 @pytest.mark.parametrize(("suits", "chosen"), [(True, "/usr/bin/python3"), (False, "python3")])
 def test_ci_uses_the_distributions_python(suits: bool, chosen: str, tmp_path: Path) -> None:
-    """The script is run with a `make` that only says what it is asked for, and ends before the second environment."""
+    """The script is run with a `make` that prints its arguments and fails."""
     own = tmp_path / "own-python"
     own.write_text(f'#!/bin/sh\nif [ "$1" = -c ] && ! {str(suits).lower()}; then exit 1; fi\nexec python3 "$@"\n')
     (tmp_path / "make").write_text('#!/bin/sh\necho "asked for: $*"\nexit 7\n')
@@ -105,7 +105,7 @@ def test_ci_uses_the_distributions_python(suits: bool, chosen: str, tmp_path: Pa
         ["bash", tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 7, done.stderr
-    assert f"asked for: test PYTHON={str(own) if suits else chosen}\n" in done.stdout
+    assert f"asked for: packages PYTHON={str(own) if suits else chosen}\n" in done.stdout
     assert "Python of the environment: /" in done.stdout
 
 

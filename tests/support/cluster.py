@@ -5,8 +5,7 @@
         job = cluster.sbatch("--nodes=2", script="#!/bin/bash\nsrun hostname\n")
         cluster.wait_state(job, "COMPLETED", 30)
 
-CLUSTER_RELEASE=24.11 runs the tests under that Slurm, CLUSTER_RELEASE=machine under the machine's own; without it they
-run under the newest that there is a root of (tools/cluster/roots.py).
+They run under the machine's own Slurm, or with CLUSTER_RELEASE=24.11 under that one (tools/cluster/roots.py).
 
 One cluster serves all tests of a session.  After each test that used it nothing may be left: no job, no process on any
 node, every node up; what is found is removed, and the test fails.
@@ -41,8 +40,8 @@ ENDED = {
 
 
 def release() -> str:
-    """The release of Slurm that the tests run under: what CLUSTER_RELEASE says, else the newest that is here."""
-    return os.environ.get("CLUSTER_RELEASE") or roots.newest() or roots.MACHINE
+    """The release of Slurm that the tests run under: CLUSTER_RELEASE, else the machine's own."""
+    return os.environ.get("CLUSTER_RELEASE") or roots.MACHINE
 
 
 class Cluster:

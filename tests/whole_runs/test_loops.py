@@ -21,14 +21,25 @@ def start(path: Path, task: Path, **values: object) -> Run:
     return Run(recipe(path, task, **(POLICY | NO_AGENT | held | {"run_dir": str(root)} | values)), root=root)
 
 
-def test_async_loop_repeats_and_resumes(tmp_path: Path, task: Path) -> None:
-    """The second run is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on."""
-    whole = start(tmp_path / "whole", task, loop="async")
-    status, out = whole.end()
-    assert status == 0, out + whole.logs()
-    steps = metrics(whole.root)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
+    """A run of the async loop that nobody disturbed."""
+    run = start(tmp_path_factory.mktemp("whole"), task, loop="async")
+    status, out = run.end()
+    assert status == 0, out + run.logs()
+    return run.root
+
+
+def test_async_loop_is_one_step_ahead(whole: Path) -> None:
+    steps = metrics(whole)
     assert [row["staleness/max"] for row in steps.values()] == [0, 1, 1, 1, 1], "the first is sampled before any step"
-    assert [row["rollout_id"] for row in rows(whole.root) if "eval/heldout/accuracy" in row] == [-1, 2, 4]
+    assert [row["rollout_id"] for row in rows(whole) if "eval/heldout/accuracy" in row] == [-1, 2, 4]
+    found = account(whole)
+    assert not found.wrong and found.trained == 5 * 8
+
+
+def test_async_loop_repeats_and_resumes(tmp_path: Path, task: Path, whole: Path) -> None:
+    """The run is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on."""
     run = start(tmp_path / "cut", task, loop="async")
     run.end_early(1, signal.SIGTERM)
     run = Run("--resume", run.root, root=run.root)
@@ -36,8 +47,8 @@ def test_async_loop_repeats_and_resumes(tmp_path: Path, task: Path) -> None:
     again = Run("--resume", run.root, root=run.root)
     status, out = again.end()
     assert status == 0, out + again.logs()
-    assert metrics(run.root) == steps
-    assert samples(run.root) == samples(whole.root)
+    assert metrics(run.root) == metrics(whole)
+    assert samples(run.root) == samples(whole)
     found = account(run.root)
     assert not found.wrong and found.trained == 5 * 8
 

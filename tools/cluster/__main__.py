@@ -65,10 +65,7 @@ def main() -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.command == "packages":
-        status = packages.main(install=options.install)
-        if options.install:
-            roots.make_newest()
-        return status
+        return packages.main(install=options.install)
     if options.command == "root":
         return roots.main(options.suite)
     if options.command == "start":

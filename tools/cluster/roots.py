@@ -25,8 +25,6 @@ from tools.cluster.layout import ROOTS
 
 MACHINE = "machine"  #: the release that is none of these: whatever the machine itself has installed
 SUITES = ("trixie", "forky")  #: Debian 13 and the one after it, oldest first
-#: releases of Slurm that the tests have been seen to pass under: what a testing release brings next is none of them yet
-TRIED = ("24.11", "26.05")
 ADDED = ("openssh-client", "libpython3-stdlib", "libexpat1")  #: what there is on any machine with Python
 LACKING = ("shellcheck",)  #: used on the machine alone
 #: the machine's, also on the nodes of another release
@@ -60,15 +58,6 @@ def version(suite: str) -> str | None:
         return None
     found = re.search(r"^Package: slurmctld\n(?:\S.*\n| .*\n)*?Version: (?:\d+:)?([\d.]+)", status, re.MULTILINE)
     return found.group(1) if found else None
-
-
-def newest() -> str:
-    """The newest release that has a root here, with a Slurm that was tried; "" if there is none: the machine's own."""
-    return next((suite for suite in reversed(SUITES) if (found := version(suite)) and _tried(found)), "")
-
-
-def _tried(found: str) -> bool:
-    return any(found.startswith(f"{release}.") for release in TRIED)
 
 
 def find(release: str) -> str:
@@ -162,17 +151,6 @@ def main(suite: str) -> int:
         print(f"unpacking Debian's {suite} into {path(suite)} for its Slurm: a minute or two, 0.9 GB", flush=True)
     print(f"{suite}: Slurm {make(suite)} ({time.monotonic() - began:.0f} s)")
     return 0
-
-
-def make_newest() -> None:
-    """The root of the newest release; where it cannot be made, one line says why, and that the tests do without."""
-    try:
-        if version(SUITES[-1]) is None:
-            main(SUITES[-1])
-        if not _tried(found := version(SUITES[-1]) or ""):
-            print(f"the tests do without Slurm {found} of {SUITES[-1]}: tried are {' and '.join(TRIED)}")
-    except RootError as error:
-        print(f"the test cluster has no newer Slurm than {newest() or 'the machine'} has: {error}")
 
 
 def _contents() -> list[str]:

@@ -40,7 +40,7 @@ mem = "4G"
 def test_quick_start_in_an_image(cluster: Cluster, tmp_path: Path) -> None:
     """The root of the nodes' release is the image; environment and checkout are mounted into it, to save minutes."""
     if cluster.run("command -v apptainer", "node1", check=False).returncode:
-        pytest.skip("the nodes have no apptainer: `make packages` unpacks a release that has it")
+        pytest.skip("the nodes have no apptainer: `python -m tools.cluster root forky` unpacks a release that has it")
     assert not INSIDE.exists(), "the interpreter is to be found in the image alone"
     needed = {REPO, Path(torch.__file__).parents[1], *interpreter()}
     if not Path(sys.base_prefix).is_relative_to("/usr"):

@@ -1,0 +1,124 @@
+"""The three layers of the suite: every test gets one of the marks core, full, soak and lint.
+
+    make test        core: no root, no Debian packages, no Slurm
+    make test-all    core and full
+    make soak        soak
+    make lint        lint
+
+A test that starts nothing is core; one with the mark process, vllm or cluster is full; tests/layers.toml lists the
+exceptions, and a mark of a layer on the test itself decides before all of this.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tomllib
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import pytest
+
+LAYERS = ("lint", "soak", "core", "full")
+STARTS = ("process", "vllm", "cluster")  #: marks of tests that start processes
+TESTS = Path(__file__).parent.parent
+#: seconds that a test may take with its fixtures, by what it starts; a soak test is a campaign
+SECONDS = {"fast": 60, "process": 300, "quick_start": 900, "cluster": 600, "soak": 4 * 3600}
+collected: set[str] = set()  #: the node ids of this session's tests below tests/, selected or not
+
+
+@functools.cache
+def table() -> dict[str, str]:
+    """Entry of tests/layers.toml -> its layer."""
+    read = tomllib.loads((TESTS / "layers.toml").read_text())
+    entries = [(entry, layer) for layer, found in read.items() for entry in found]
+    assert len(entries) == len(dict(entries)), "tests/layers.toml names a test twice"
+    return dict(entries)
+
+
+def entry_of(name: str) -> str:
+    """The longest entry of the table that fits a node id below tests/; "" if none does."""
+    parts = re.findall(r"^[^/:\[]+|/[^/:\[]+|::[^\[]+|\[.*", name)
+    names = ["".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return next((found for found in names if found in table()), "")
+
+
+def layer_of(name: str, marks: set[str]) -> str:
+    """The layer of a test.
+
+    Args:
+        name: its node id below tests/.
+        marks: the names of its marks.
+    """
+    if own := next((layer for layer in LAYERS if layer in marks), ""):
+        return own
+    return table().get(entry_of(name), "full" if marks & set(STARTS) else "core")
+
+
+def seconds_of(marks: set[str], fixtures: Collection[str]) -> int:
+    """The limit of a test with these marks and fixtures."""
+    if "soak" in marks or "lint" in marks:
+        return SECONDS["soak"]
+    if "quick_start" in fixtures:
+        return SECONDS["quick_start"]
+    return SECONDS["cluster" if "cluster" in marks else "process" if marks & set(STARTS) else "fast"]
+
+
+def assign(items: Iterable[pytest.Item]) -> None:
+    """Give every test the mark of its layer, a time limit, and the worker group in which its fixtures are shared."""
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        name = item.nodeid.removeprefix("tests/")
+        collected.add(name)
+        layer = layer_of(name, marks)
+        item.add_marker(layer)
+        if "timeout" not in marks:
+            item.add_marker(pytest.mark.timeout(seconds_of(marks | {layer}, getattr(item, "fixturenames", ()))))
+        if "xdist_group" not in marks:
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+def group_of(item: pytest.Item) -> str:
+    """Tests of one group run in one worker: those of a file, and all that need the same expensive fixture."""
+    fixtures = getattr(item, "fixturenames", ())
+    return next((name for name in ("quick_start", "nursery") if name in fixtures), item.nodeid.partition("::")[0])
+
+
+def dearest_first(items: list[pytest.Item]) -> None:
+    """Whole runs, then engines, then other processes, then the rest: no worker is left with the longest at the end."""
+
+    def rank(item: pytest.Item) -> int:
+        marks = {mark.name for mark in item.iter_markers()}
+        return 0 if "whole_runs" in item.nodeid else 1 if "vllm" in marks else 2 if "process" in marks else 3
+
+    dear: dict[str, int] = {}
+    for item in items:
+        group = next(item.iter_markers("xdist_group")).args[0]
+        dear[group] = min(dear.get(group, 3), rank(item))
+    items.sort(key=lambda item: dear[next(item.iter_markers("xdist_group")).args[0]])
+
+
+def nothing_of(path: Path, expression: str, marks: set[str]) -> bool:
+    """Whether no test of a file can be selected, as far as the marks of the whole file say: it is not imported then."""
+    if expression != "core":
+        return False
+    name = str(path.relative_to(TESTS))
+    listed = any(
+        found.startswith(name) or name.startswith(f"{found}/") for found, layer in table().items() if layer == "core"
+    )
+    return bool(marks & {*STARTS, "soak", "lint"}) and not listed and "mark.core" not in path.read_text()
+
+
+def too_many_skipped(expression: str, skipped: int) -> str:
+    """Why a run of CI with so many skipped tests is no success; "" if it is one, or is not of CI.
+
+    Args:
+        expression: of `-m`, a key of [skipped] in tests/baseline.toml.
+    """
+    if "HPCRL_REQUIRE" not in os.environ:
+        return ""
+    most = tomllib.loads((TESTS / "baseline.toml").read_text())["skipped"].get(expression)
+    if most is None or skipped <= most:
+        return ""
+    return f"{skipped} tests were skipped, tests/baseline.toml allows {most} for -m '{expression}'"
