@@ -15,6 +15,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.errors import DataError, UsageError
 from hpcrl.prompt_files.early_look import findings, look_at
+from tests.support.able import needs
 
 REPO = Path(__file__).parents[2]
 PLACES = {"run": "/run", "prepared": "/run/prepared"}
@@ -259,7 +260,7 @@ def test_no_run_directory_is_made_for_a_bad_file(tmp_path: Path, capsys: pytest.
         assert "p.jsonl, line 1: no key 'label'" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
+@needs("root")
 @pytest.mark.parametrize("theirs", ["", "options.json"])
 def test_options_of_another_user_are_not_taken(theirs: str, tmp_path: Path) -> None:
     """They name functions and set variables such as LD_PRELOAD; the checkpoint alone can be evaluated."""

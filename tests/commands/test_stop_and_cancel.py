@@ -13,6 +13,7 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.commands.find_run import owner
+from tests.support.able import needs
 from tests.support.rundirs import HERE, FakeSlurm, begin, make, put, row
 
 #: holds a run's lock as a launcher does; the first SIGTERM asks it to stop, the second ends it
@@ -199,7 +200,7 @@ def test_jobs_of_another_run_are_left_alone(run: Path, queue: FakeSlurm) -> None
     assert queue.calls("scancel") == ["8", "7"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
+@needs("root")
 @pytest.mark.parametrize("whose", ["", "job.json"])
 def test_a_directory_of_another_user_names_no_job(
     run: Path, queue: FakeSlurm, capsys: pytest.CaptureFixture[str], whose: str
@@ -213,7 +214,7 @@ def test_a_directory_of_another_user_names_no_job(
     assert not (run / "cancel").exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
+@needs("root")
 def test_a_directory_whose_owner_is_not_known(run: Path, queue: FakeSlurm) -> None:
     """NFS and containers show nobody's number in place of a user that they do not know."""
     job(run)

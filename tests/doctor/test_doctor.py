@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import struct
 import sys
 import threading
@@ -34,6 +33,7 @@ from hpcrl.run.process import CommandResult
 from hpcrl.slurm import partitions
 from hpcrl.slurm.site import SlurmSite
 from hpcrl.toolbox.deadline import Deadline
+from tests.support.able import require
 
 
 def bad(findings: list[Finding]) -> list[str]:
@@ -734,8 +734,7 @@ def test_a_client_without_a_cluster(
 ) -> None:
     """Debian's Slurm commands, with no configuration or with one whose controller is not there: a warning that says
     what it means, and a failure as soon as a site, a job's shape or the nodes are asked for."""
-    if shutil.which("squeue") is None:
-        pytest.skip("no Slurm client is installed")
+    require("squeue")
     monkeypatch.setattr(doctor.packages, "check_packages", lambda **_: ())
     monkeypatch.setattr(doctor, "_sandbox", lambda: Finding("ok", "", "a sandbox"))
     monkeypatch.delenv("HPCRL_SITE", raising=False)

@@ -21,11 +21,12 @@ from hpcrl.rollout.samplers.trajectory import Turn
 from hpcrl.sandbox import Box, BoxLimits, BoxProcess, BoxResult, SandboxPool, sandbox
 from hpcrl.sandbox.pool import default_pool
 from tests.documents.texts import python_files
+from tests.support.able import needs
 from tests.support.harbor_tasks import write_task
 from tests.support.shares import plain_sample
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces")]
 
 
 class Scripted:

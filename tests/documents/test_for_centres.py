@@ -13,6 +13,7 @@ import pytest
 from hpcrl.run.scratch import scratch
 from hpcrl.slurm.node_events import _how
 from tests.documents.texts import REPO
+from tests.support.able import needs
 
 SCRIPTS = re.findall(r"^```bash\n(.*?)^```", (REPO / "docs/centre.md").read_text(), re.MULTILINE | re.DOTALL)
 
@@ -21,7 +22,7 @@ def run(text: str, path: str = os.environ["PATH"]) -> None:
     subprocess.run(["bash"], input=text, text=True, check=True, timeout=60, env={"PATH": path})
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="an epilog runs as root")
+@needs("root")
 def test_the_epilog_removes_what_the_killed_have_left() -> None:
     """And not what a living process holds, nor a cache."""
     epilog = next(text for text in SCRIPTS if "# Epilog" in text)

@@ -25,6 +25,7 @@ from tests.documents.scene import SHIPPED, Scene, make_scene
 from tests.documents.texts import REPO, printed
 from tests.documents.typed import CONFIG, typed
 from tests.documents.which import cheap, helped
+from tests.support.able import require
 from tests.support.first_steps import begun, typed_in
 from tests.support.runs import all_gone, rows
 
@@ -37,6 +38,7 @@ SHORT = "--num-rollout 2 --rollout-batch-size 8"  #: behind `hpcrl run`
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this tree."""
+    require("checkout")
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     files = subprocess.run(

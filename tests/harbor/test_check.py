@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.able import needs
 from tests.support.harbor_tasks import TOML, VERIFIER, write_task
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces")]
 AGENT = "--custom-generate-function-path hpcrl.rollout.samplers.harbor_agent.generate"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from hpcrl.rollout.worker_messages import LOST, failure_of
 from hpcrl.sandbox import BoxResult, SandboxLost
 from hpcrl.sandbox.pool import default_pool
 from tests.documents.test_agents import Scripted
+from tests.support.able import needs
 from tests.support.harbor_tasks import TOML, write_task
 from tests.support.shares import plain_sample
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces")]
 
 
 def call(command: str) -> str:

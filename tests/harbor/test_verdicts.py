@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,10 @@ from hpcrl.harbor.verdict import TaskVerdict, check_verifier, collect, run_in, t
 from hpcrl.sandbox import Box, SandboxLost, SandboxPool
 from hpcrl.sandbox.box_root import WORK
 from hpcrl.sandbox.pool import default_pool
+from tests.support.able import needs
 from tests.support.harbor_tasks import DOCKERFILE, TOML, write_image, write_task
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces", "python")]
 PYTHON = "/usr/bin/python3"
 ALWAYS_0 = "#!/bin/sh\necho 0 > /logs/verifier/reward.txt\n"
 

@@ -4,16 +4,17 @@ sender."""
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.able import needs
+
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(shutil.which("mpirun.openmpi") is None, reason="Open MPI is not installed"),
+    needs("mpirun"),
 ]
 ROOT = Path(__file__).parents[2]
 

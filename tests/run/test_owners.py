@@ -14,10 +14,11 @@ from hpcrl.errors import UsageError
 from hpcrl.run.owners import TRUSTED_OWNERS, owned_by_another, refuse_of_another
 from hpcrl.run.role import open_role
 from hpcrl.run.rundir import RunDir
+from tests.support.able import needs
 from tests.support.rundirs import make
 from tests.support.second_user import SecondUser
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="gives directories to other users")
+pytestmark = needs("root")
 MAL, GROUP = 4711, 4712
 
 

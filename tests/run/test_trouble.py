@@ -22,6 +22,7 @@ from hpcrl.run.role import RoleContext, act
 from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.scratch import Scratch, sweep, swept
 from hpcrl.run.storage_errors import WORDS, describe, retry_while_passing, write_obstacle
+from tests.support.able import require
 
 # ---- file systems
 
@@ -31,9 +32,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MB."""
     place = tmp_path / "small"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a small file system cannot be mounted here (needs root)")
+    require("mounts")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], check=True)
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, Unconfined, accou
 from hpcrl.sandbox.accounts import COMMANDS, LONGEST, Recording, news, recording
 from hpcrl.sandbox.pool import PoolCounts
 from hpcrl.sandbox.spawner_client import Spawner
+from tests.support.able import needs
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces")]
 #: a command that reaches each limit of LIMITS, and no other
 LIMITS = BoxLimits(memory=64 << 20, disk=4 << 20, processes=20, seconds=20.0, cpu=1, output=1000)
 COMMANDS_OF = {

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +19,10 @@ import pytest
 
 import hpcrl
 from hpcrl.slime.script import run_script
+from tests.support.able import needs
 from tests.support.second_user import PYTHON, SecondUser, make_user
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces", "python")]
 
 HERE = Path(__file__).parent
 ATTEMPTS = re.findall(r"(?m)^def try_(\w+)", (HERE / "attacks.py").read_text())

@@ -9,7 +9,6 @@ import select
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -23,9 +22,10 @@ from hpcrl.sandbox import keeper as keeper_module
 from hpcrl.sandbox.box_init import ENDED, WAKE
 from hpcrl.sandbox.box_root import WORK
 from hpcrl.sandbox.usage import POLL
+from tests.support.able import needs
 from tests.support.boxes import Loop
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces", "python")]
 SMALL = BoxLimits(memory=128 << 20, processes=24, disk=8 << 20, inodes=200, output=4096, cpu=1, seconds=30.0)
 PYTHON = "/usr/bin/python3"
 

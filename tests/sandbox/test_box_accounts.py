@@ -7,17 +7,17 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.sandbox.test_attacks import readable_directory
+from tests.support.able import needs
 from tests.support.boxes import alive, family
 from tests.support.second_user import make_user
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces", "python")]
 #: prints a JSON object: what came of each question
 PROGRAM = """
 import asyncio, json, os, sys

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from hpcrl.sandbox import Box, BoxLimits
+from tests.support.able import needs
 from tests.support.boxes import Loop, family
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces", "python")]
 LIMITS = BoxLimits(memory=256 << 20, processes=48, disk=16 << 20, inodes=500, output=1 << 16, seconds=30.0)
 PYTHON = "/usr/bin/python3"
 #: no program may say that it had what it wanted

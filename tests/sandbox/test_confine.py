@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.sandbox import seccomp
+from tests.support.able import needs
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")
+linux = needs("namespaces")
 HEADERS = Path("/usr/include/asm-generic/unistd.h"), Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 
 

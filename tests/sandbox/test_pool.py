@@ -17,9 +17,10 @@ import pytest
 from hpcrl.errors import UsageError
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, sandbox
 from hpcrl.sandbox.pool import default_pool
+from tests.support.able import needs
 from tests.support.boxes import alive, family
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces", "python")]
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

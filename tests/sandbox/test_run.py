@@ -19,8 +19,9 @@ from hpcrl.sandbox import private_root, seccomp
 from hpcrl.sandbox.main import MEMORY, NUMBERS, PROCESSES, threads_of_user
 from hpcrl.sandbox.private_root import TMP, View
 from hpcrl.sandbox.run import OUTPUT, Confined, Unconfined, run_confined
+from tests.support.able import needs
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces", "python")]
 PYTHON = "/usr/bin/python3"
 #: the kernel is told something, and refuses: what Ubuntu's AppArmor does once the namespace is there
 WRITES = """
@@ -58,7 +59,7 @@ def test_limits_that_end_it(text: str, limit: str) -> None:
     assert len(os.listdir("/proc")) < before + PROCESSES
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel bounds how many processes other users have")
+@needs("root")
 @pytest.mark.skipif(
     tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) < (6, 14),
     reason="one pid_max for the whole machine",

@@ -20,9 +20,10 @@ from hpcrl.queue.auth import make_keys
 from hpcrl.run.peers import SandboxPeer, newest
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import STOP, RunDir
+from tests.support.able import needs
 from tests.support.runs import REPO
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces")]
 
 
 def until(done: Callable[[], object], seconds: float = 60) -> None:

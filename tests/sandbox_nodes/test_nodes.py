@@ -26,8 +26,9 @@ from hpcrl.sandbox_nodes.client import NodesPool
 from hpcrl.sandbox_nodes.server import SandboxServer
 from hpcrl.sandbox_nodes.where import VARIABLE, SandboxPlace, follow
 from tests.sandbox.test_pool import run, sleepers, until
+from tests.support.able import needs
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces")]
 
 
 servers: list[SandboxServer] = []  #: of `node`

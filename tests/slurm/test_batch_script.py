@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from hpcrl.slurm.het_executor import HetWatcher, of_another_job
 from hpcrl.slurm.partitions import queued_again
 from hpcrl.slurm.site import SlurmSite
 from hpcrl.slurm.submit import render
+from tests.support.able import require
 
 REPO = Path(__file__).parents[2]
 #: Adam on the CPUs takes all cores of a node, and its memory
@@ -107,8 +107,7 @@ def test_a_percent_sign_in_a_directory_is_no_pattern() -> None:
 )
 def test_bash_and_shellcheck_have_nothing_to_say(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed (apt-get install shellcheck)")
+    require("shellcheck")
     done = subprocess.run(["shellcheck", "--shell=bash", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

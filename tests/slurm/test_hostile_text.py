@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from hpcrl.sandbox.private_root import View
 from hpcrl.sandbox.run import run_confined
 from hpcrl.slurm.scheduler import Slurm
 from hpcrl.slurm.site import SlurmSite
+from tests.support.able import needs
 
 REPO = Path(__file__).parents[2]
 RECIPE = REPO / "examples" / "quickstart.toml"
@@ -60,7 +60,7 @@ HOSTILE = (
     f'$HOME"$({RUN})',
     f"/a`{RUN}`\\",
 )  # fmt: skip
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")
+pytestmark = needs("namespaces")
 
 
 def text_options() -> Iterator[tuple[str, bool]]:

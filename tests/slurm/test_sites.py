@@ -22,6 +22,7 @@ from hpcrl.launch.scheduler import BatchScript
 from hpcrl.launch.site import apply, find_profile, from_flags, load_site, minutes, profile_names
 from hpcrl.slurm.site import SlurmComponent, SlurmSite
 from hpcrl.slurm.submit import render
+from tests.support.able import require
 
 SITES = Path(__file__).parents[2] / "sites"
 
@@ -129,8 +130,7 @@ def test_every_layout_and_container(file: Path, tmp_path: Path) -> None:
     subprocess.run(
         ["bash", "-c", 'for file; do bash -n "$file" || exit 1; done', "bash", *map(str, scripts)], check=True
     )
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed (apt-get install shellcheck)")
+    require("shellcheck")
     done = subprocess.run(["shellcheck", "--shell=bash", *map(str, scripts)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[:3000]
 

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
+from tests.support.able import require
 from tests.support.runs import REPO
-from tools.cluster import packages, roots
+from tools.cluster import roots
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 TESTS = ("slurm/test_requeue.py", "whole_runs/test_under_slurm.py", "whole_runs/test_the_cluster_itself.py")
@@ -21,8 +22,7 @@ TESTS += ("whole_runs/test_engines_of_another_job.py", "whole_runs/test_unkind_s
 @pytest.mark.parametrize("release", [roots.MACHINE, *roots.SUITES])
 def test_another_release_of_slurm(release: str) -> None:
     """The tests of one release are a session of their own, as its cluster is."""
-    if lacking := packages.reason():
-        pytest.skip(f"no test cluster here: {lacking}")
+    require("cluster")
     if release != roots.MACHINE:
         try:
             print(f"{release}: Slurm {roots.make(release)}")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.able import require
 from tests.support.cluster import Cluster
 from tests.support.runs import REPO, metrics, policy, rows, sft
 from tests.support.slurm import ENV, Job
 from tests.support.unkind import BARE, bare, submit, trains  # noqa: F401
 from tests.whole_runs.test_unkind_sites import guides_command
-from tools.cluster import packages
 from tools.cluster.control import ClusterError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
@@ -132,8 +132,7 @@ def said(job: Job) -> str:
 
 def test_within_limits_by_cgroups(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, task: Path) -> None:
     """Memory and devices as the job asked for them; a run that needs more than it asked for is told so."""
-    if lacking := packages.reason():
-        pytest.skip(f"no test cluster here: {lacking}")
+    require("cluster")
     try:
         limited = Cluster(
             tmp_path_factory.mktemp("limited"), visible=[tmp_path_factory.getbasetemp()], cgroups=True, nodes=2

@@ -41,6 +41,11 @@ Stand-ins where the real part cannot be had, or must misbehave
     own_generates, own_rewards, own_slimes    functions as users write them, good and bad, also for slime;
     slimes_examples    slime's own examples from a checkout, with stand-ins for what they reach outside
 
+The machine
+    able               what it can do, asked once; tests that need what is not there are skipped, with the reason
+    caches             what hpcrl remembers of it, forgotten after each test
+    restricted         a command run as in Docker, which makes no namespaces and no mounts
+
 Looking
     sources            the sources as syntax trees, each parsed and walked once
     prompt_walk        which files a process enters between two calls

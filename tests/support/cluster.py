@@ -22,7 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.cluster import control, packages, roots
+from tests.support.able import require
+from tools.cluster import control, roots
 from tools.cluster.layout import HEAD, Layout, read
 
 #: states in which Slurm is done with a job
@@ -268,8 +269,7 @@ class Cluster:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The cluster of this session; every tmp_path is on its shared file system."""
-    if lacking := packages.reason():
-        pytest.skip(f"no test cluster here: {lacking}")
+    require("cluster")
     running = Cluster(tmp_path_factory.mktemp("cluster"), visible=[tmp_path_factory.getbasetemp()])
     yield running
     running.stop()

@@ -7,11 +7,9 @@ Invariant: nothing of that namespace is left when the process ends.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 
-import pytest
-
+from tests.support.able import require
 from tests.support.second_user import PYTHON, SecondUser, make_user
 from tools.cluster import roots
 
@@ -37,17 +35,16 @@ _PROGRAMS = {"bubblewrap": "bwrap", "crun": "crun"}
 
 def user_of(kind: str) -> SecondUser:
     """An account whose processes can make boxes of a kind; skips the test where there is none."""
+    require("account_namespaces")
     user = make_user()
     if program := _PROGRAMS.get(kind):
-        if not shutil.which(program):
-            pytest.skip(f"{kind} is not installed: `make packages`")
+        require(program)
         if kind == "crun" and os.path.isdir("/sys/fs/cgroup/unified"):
             return _InNamespace(user.uid, user.gid, user.started, ["sh", "-c", _UNIFIED, "enter"])
         return user
+    require("apptainer")
     suite = roots.SUITES[-1]
     root = roots.path(suite)
-    if not (root / "usr/bin/apptainer").exists():
-        pytest.skip(f"there is no apptainer: `python -m tools.cluster root {suite}` unpacks a release that has it")
     roots.prepare(suite)
     (root / "work").mkdir(exist_ok=True)
     return _InNamespace(user.uid, user.gid, user.started, ["sh", "-c", _ENTER, "enter", str(root)])

@@ -9,18 +9,14 @@ Invariant: what the account can do is what any stranger on a node can do, no mor
 
 from __future__ import annotations
 
-import os
-import pwd
-import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-NAME = "hpcrl-stranger"
-PYTHON = "/usr/bin/python3"
+from tests.support.able import PYTHON, find_account, require
+
 SECONDS = 60.0
 
 
@@ -80,30 +76,7 @@ def second_user() -> Iterator[SecondUser]:
 
 def make_user() -> SecondUser:
     """The account, made if it is not there; skips the test where this cannot be."""
-    if os.geteuid() != 0:
-        pytest.skip("a second account can be made by root alone")
-    if not shutil.which("useradd") or not Path(PYTHON).exists():
-        pytest.skip(f"a second account needs useradd and {PYTHON}")
-    if (found := _account()) is None:
-        command = [
-            "useradd",
-            "--system",
-            "--no-create-home",
-            "--home-dir",
-            "/nonexistent",
-            "--shell",
-            "/bin/false",
-            NAME,
-        ]
-        made = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        found = _account()  # another test may have made it meanwhile
-        if found is None:
-            pytest.skip(f"no second account could be made: {made.stderr.strip()}")
+    require("account")
+    found = find_account()
+    assert found is not None
     return SecondUser(found.pw_uid, found.pw_gid)
-
-
-def _account() -> pwd.struct_passwd | None:
-    try:
-        return pwd.getpwnam(NAME)
-    except KeyError:
-        return None

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.able import require
 from tests.support.cluster import Cluster
 from tests.support.runs import metrics
 from tests.support.slurm import ENV, Job
 from tests.support.torn_srun import install
-from tools.cluster import packages
 
 #: what docs/slurm.md sets on nodes without GPUs
 BARE = (
@@ -37,8 +37,7 @@ HOSTILE = {"SBATCH_EXPORT": "NONE", "SLURM_EXPORT_ENV": "NONE", "HOME": "/tmp/ho
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The cluster of this session; every tmp_path is on its shared file system."""
-    if lacking := packages.reason():
-        pytest.skip(f"no test cluster here: {lacking}")
+    require("cluster")
     running = Cluster(tmp_path_factory.mktemp("bare"), visible=[tmp_path_factory.getbasetemp()], bare=True, nodes=3)
     for node in running.nodes:
         running.run("mkdir -p /tmp/home && mount -t tmpfs -o ro tmpfs /tmp/home", node)

@@ -19,6 +19,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.trackers import record, wandb
 from hpcrl.trackers.record import TrackedStage
+from tests.support.able import require
 from tests.support.faults.attack_kinds import attack_kinds
 from tests.support.faults.campaign import Campaign
 from tests.support.faults.checks import Reference
@@ -227,11 +228,8 @@ def test_full_disk(tmp_path: Path, task: Path, uncut: Path) -> None:
     """A full disk ends the run and loses nothing saved."""
     small = tmp_path / "small"
     small.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(small)], capture_output=True).returncode
-    ):
-        pytest.skip("a small file system cannot be mounted here (needs root)")
+    require("mounts")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(small)], check=True)
     try:
         run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(small / "checkpoints"))
         run.until(lambda: (small / "checkpoints" / "iter_0000002").exists())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import operator
-import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -17,6 +16,7 @@ from hpcrl.commands.first_steps import completion as module
 from hpcrl.commands.first_steps.completion import completed, script
 from hpcrl.commands.first_steps.options import facts, schema
 from hpcrl.config.options import Options
+from tests.support.able import require
 
 REPO = Path(__file__).parents[3]
 #: what is typed -> what is proposed, and what is not
@@ -53,8 +53,7 @@ def asked(shell: str, line: str, folder: Path) -> set[str]:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_what_is_proposed(shell: str, tmp_path: Path) -> None:
     """Commands, options, choices, recipes and runs; asked of the shell itself."""
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
+    require(shell)
     (tmp_path / "runs" / "sorting-1").mkdir(parents=True)
     (tmp_path / "recipe.toml").touch()
     for line, wanted, absent in TYPED:
@@ -112,8 +111,7 @@ def test_a_new_command_and_option_are_completed(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_a_name_is_not_run(shell: str, tmp_path: Path) -> None:
     """Another user may have made a directory in a `runs` that is shared."""
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
+    require(shell)
     for name in ("$(touch pwned)", "`touch pwned`", "s one"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     assert "s one" in asked(shell, "hpcrl status ", tmp_path)

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.launch.code.commit import commit_of
+from tests.support.able import needs
+
+pytestmark = needs("git")
 
 
 def git(folder: Path, *words: str) -> str:

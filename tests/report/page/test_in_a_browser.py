@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ import pytest
 
 from hpcrl.cli import main
 from tests.report.page.test_comparison import one_run
+from tests.support.able import needs
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="apt-get install chromium"),
+    needs("chromium"),
 ]
 WIDTHS = (500, 1000, 1500)
 #: what is asked of the page: boxes of the parts of each title, the width that charts take, colours

@@ -17,8 +17,9 @@ from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import own_reward
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.grading.service import Grading
+from tests.support.able import needs
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces")]
 HERE = "tests.support.own_rewards"
 #: starts a process that grades, says its number, and is killed
 PARENT = f"""

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,9 +23,10 @@ from hpcrl.sandbox import Box, SandboxLost, SandboxPool
 from hpcrl.sandbox.hosts import proxy
 from hpcrl.sandbox.hosts.door import BOUNDS, PORT, open_door
 from hpcrl.toolbox.host_rules import HostRules
+from tests.support.able import needs
 from tests.support.boxes import Loop, alive, family
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux confines")]
+pytestmark = [pytest.mark.process, needs("namespaces", "python")]
 PYTHON = "/usr/bin/python3"
 #: an address of this node that no box's no_proxy names
 HERE = "127.0.0.2"

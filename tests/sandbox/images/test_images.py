@@ -23,6 +23,7 @@ from hpcrl.run import scratch
 from hpcrl.sandbox import SandboxPool
 from hpcrl.sandbox.images import archives, sif, staging, streams, tree
 from hpcrl.sandbox.images.staging import image_root, image_settings
+from tests.support.able import needs
 from tests.support.image_files import (
     archive_of,
     docker_archive,
@@ -152,7 +153,7 @@ def test_a_box_with_what_its_image_sets(tmp_path: Path) -> None:
     assert asyncio.run(ran()) == "by the image in /srv\n"
 
 
-@pytest.mark.skipif(not shutil.which("mksquashfs"), reason="squashfs-tools: `make packages`")
+@needs("mksquashfs")
 def test_a_sif_file(tmp_path: Path) -> None:
     """The file system is mksquashfs's; the header and the one descriptor are written as the SIF specification has them.
     Files of Apptainer's own are unpacked in tests/soak/sandbox."""

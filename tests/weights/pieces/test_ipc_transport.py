@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ from hpcrl.weights.pieces.peer_transport import Transfer
 from hpcrl.weights.pieces.piece_update import _check_hosts
 from hpcrl.weights.pieces.wire import DATA, DONE, READY
 from hpcrl.weights.route import backend
+from tests.support.able import needs
 from tests.support.layouts import Case, random_case
 from tests.support.ranks import run_ranks
 from tests.weights.pieces.test_pieces import HERE, boxes_of, closed, members, rank_side, simple, worker_side  # noqa: F401
@@ -297,7 +297,7 @@ const char *cudaGetErrorString(int code) { return code == 2 ? "out of memory" : 
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@needs("cc")
 def test_cuda_functions_as_declared(tmp_path: Path) -> None:
     """Types, the handle by value, its zero bytes kept, errors in CUDA's own words: not whether a GPU does what they
     say."""
