@@ -1,0 +1,52 @@
+"""What hpcrl remembers of the machine and its files in one process, forgotten after each test.
+
+A function with a `functools.cache` would otherwise tell a test what the machine was like in an earlier one: that a
+program was in PATH, say.
+
+Invariant: every function of hpcrl with a cache is in one of the two tables (tests/test_caches.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+#: functions that look at PATH, users, the environment, or files that a test may change: cleared after each test
+FORGOTTEN = {
+    "hpcrl.harbor.rows": ("_read",),
+    "hpcrl.launch.scheduler": ("load_scheduler",),
+    "hpcrl.launch.scheduler_names": ("_installed",),
+    "hpcrl.rollout.slime_names.helpers": ("load_tokenizer",),
+    "hpcrl.sandbox.images.staging": ("_settings_of",),
+    "hpcrl.sandbox.kinds.choose": ("prepare",),
+    "hpcrl.slime.launcher_values": ("guarded",),
+}
+#: functions whose result depends on their arguments and on what is installed alone
+KEPT = {
+    "hpcrl.config.dataclass_fields": ("locate", "_module", "_fields"),
+    "hpcrl.config.passthrough": ("settings", "spellings", "_preferred"),
+    "hpcrl.config.plugin_names": ("algorithm_files",),
+    "hpcrl.config.setting_names": ("own",),
+    "hpcrl.engine.held.experts": ("unpacking",),
+    "hpcrl.memory.adapters": ("_matrices", "_tensors"),
+    "hpcrl.pickles.messages": ("_class_of",),
+    "hpcrl.rehearsal.device": ("_short",),
+    "hpcrl.rollout.endpoint.call_forms": ("forms", "form_of"),
+    "hpcrl.rollout.slime_names.helpers": ("_loop",),
+    "hpcrl.slime.arguments": ("verdicts", "other_defaults", "_document"),
+    "hpcrl.slime.script_notes": ("model_families",),
+    "hpcrl.toolbox.plugins": ("_names", "_parsed"),
+    "hpcrl.trainer.delta_net.layer": ("_context_places",),
+}
+
+
+@pytest.fixture(autouse=True)
+def machine_forgotten() -> Iterator[None]:
+    """What the test has had remembered is forgotten after it."""
+    yield
+    for module, names in FORGOTTEN.items():
+        if found := sys.modules.get(module):
+            for name in names:
+                getattr(found, name).cache_clear()
