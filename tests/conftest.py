@@ -13,7 +13,9 @@ import hypothesis
 import pytest
 
 from tests.support import layers
+from tests.support.able import pytest_configure, pytest_runtest_setup  # noqa: F401
 from tests.support.batch import queue  # noqa: F401
+from tests.support.caches import machine_forgotten  # noqa: F401
 from tests.support.cluster import cluster, cluster_left_clean  # noqa: F401
 from tests.support.second_user import second_user  # noqa: F401
 

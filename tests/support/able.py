@@ -143,10 +143,10 @@ def _cluster() -> str:
 def _apptainer() -> str:
     from tools.cluster import roots
 
-    suite = roots.newest()
-    if suite and (roots.path(suite) / "usr/bin/apptainer").exists():
+    suite = roots.SUITES[-1]
+    if (roots.path(suite) / "usr/bin/apptainer").exists():
         return ""
-    return "there is no apptainer: `make packages` unpacks a release that has it"
+    return f"there is no apptainer: `python -m tools.cluster root {suite}` unpacks a release that has it"
 
 
 def _mpirun() -> str:
