@@ -98,7 +98,8 @@ def _keep_ours(
     image: str, limits: BoxLimits, talk: socket.socket, lifeline: socket.socket, proxy: HostProxy | None
 ) -> str:
     """Make the box's namespaces, and watch it: why it was ended by force, or ""."""
-    others = threads_of_user() if kernel() < (5, 14) else 2
+    # this process (on an old kernel all of this user's), the box's first one, and one too many, which `_watch` sees
+    others = 2 + (threads_of_user() if kernel() < (5, 14) else 1)
     become_own_user(NEW_PIDS)
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
