@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.sources import nodes, parsed
 
+pytestmark = pytest.mark.lint
 ROOT = Path(__file__).parents[1] / "hpcrl"
 FILES = sorted(ROOT.rglob("*.py"))
 

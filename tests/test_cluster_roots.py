@@ -11,6 +11,7 @@ import pytest
 from tests.support import cluster
 from tools.cluster import roots
 
+pytestmark = pytest.mark.lint
 STATUS = """\
 Package: slurm-client
 Status: install ok installed

@@ -7,8 +7,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.support.sources import nodes, walk
 
+pytestmark = pytest.mark.lint
 ROOT = Path(__file__).parents[1] / "hpcrl"
 #: methods that wait for ever if they are given no time
 WAITS = {"wait", "join", "communicate", "result", "recv", "recv_multipart", "recvfrom", "accept", "synchronize"}

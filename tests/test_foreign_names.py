@@ -9,6 +9,8 @@ import pytest
 
 from tools.foreign_names import FILE, INSTALLED, PACKAGES, Sources, changed, installed, lines, main, table
 
+pytestmark = pytest.mark.lint
+
 
 def written() -> dict[str, str]:
     return dict(line.split(" ", 1) for line in FILE.read_text().splitlines() if not line.startswith("#"))

@@ -10,7 +10,7 @@ import pytest
 
 from tools.mutants import REPO
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.lint]
 
 TABLE = """
 [rooms]

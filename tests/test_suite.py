@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import left_out
 from tests.support.sources import nodes, parsed, walk
 from tests.test_architecture import MOST, ROOT
 from tools import messages
 
+pytestmark = pytest.mark.lint
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
 #: folders of tests/ that are not a room's: helpers, whole runs, campaigns; and pages, examples and the wheel

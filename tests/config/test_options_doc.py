@@ -14,6 +14,7 @@ from hpcrl.config.setting_names import sections
 DOC = Path(__file__).parents[2] / "docs" / "options.md"
 
 
+@pytest.mark.lint
 def test_the_document_is_current() -> None:
     assert DOC.read_text(encoding="utf-8") == markdown(), "run: make docs"
 

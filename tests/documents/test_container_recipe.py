@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.lint
 REPO = Path(__file__).parents[2]
 RECIPE = (REPO / "tools/container/hpcrl.def").read_text()
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.documents.texts import REPO, printed
 
+pytestmark = pytest.mark.lint
 SOAK = re.compile(r"make\s+soak\s+(?:[A-Z]+=\S+\s+)*SOAK=(?:\"([^\"]+)\"|(\w+))|`SOAK=(\w+)`")
 
 #: what a `make test` around this one hands to its commands

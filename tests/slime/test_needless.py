@@ -126,6 +126,7 @@ def test_there_is_nothing_of_that_name_to_set(flag: str) -> None:
 
 
 @pytest.mark.parametrize("flag", SHOWN)
+@pytest.mark.lint
 def test_the_test_that_shows_it_is_there(flag: str) -> None:
     file, _, name = SHOWN[flag].partition("::")
     tree = ast.parse((ROOT / file).read_text())
