@@ -88,7 +88,7 @@ def test_a_root_that_cannot_be_made_is_one_line(places: Path, monkeypatch: pytes
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    with pytest.raises(roots.RootError, match="debootstrap of forky failed: E: no route$"):
+    with pytest.raises(roots.RootError, match="debootstrap of forky.*no route$"):
         roots.make("forky")
     told = (places.parent / "told").read_text()
     assert "http://mirror.example/debian" in told and "slurmdbd" in told and "shellcheck" not in told

@@ -126,6 +126,16 @@ def test_a_share_carries_all_columns_and_rows() -> None:
     assert row == {name: getattr(sample, name) for name in row}
 
 
+def test_rows_have_the_rewards_of_their_samples() -> None:
+    """In their order, also where some are taken out: a neighbour's reward would train the wrong response."""
+    samples = [
+        dataclasses.replace(full(), index=index, reward=reward) for index, reward in enumerate((0.25, 1.0, -2.0))
+    ]
+    batch = SampleBatch.of(samples)
+    assert batch.rows["reward"].tolist() == [0.25, 1.0, -2.0]
+    assert batch.take([2, 0]).rows[["index", "reward"]].tolist() == [(2, -2.0), (0, 0.25)]
+
+
 def test_every_field_is_shown_in_the_sample_file(tmp_path: Path) -> None:
     sample = full()
     write_samples(tmp_path / "samples.jsonl", [sample])

@@ -480,6 +480,20 @@ def test_codes_and_scales_of_parts(scheme: Scheme, columns: bool) -> None:
         assert torch.equal(scales.view(whole_scales.shape), whole_scales)
 
 
+def test_each_update_has_scales_of_its_own() -> None:
+    """Codes under the scales of an earlier update would be other numbers."""
+    name, scheme = "x.up_proj.weight", Scheme("block", (16, 32))
+    full = torch.randn(32, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    place = SourceRectangle(0, (0, 32), None, 0)
+    found = []
+    for value in (full, 3 * full):
+        numbers = prepare_values({name: OwnTensor(value, [place], 0, (32, 64))}, {}, scheme, lambda _: None)
+        found.append(torch.empty(2, 2))
+        numbers.write(scheme.scale_name(name), (0, 2, 0, 2), found[-1])
+        assert torch.equal(found[-1], scheme.quantize(name, value)[1])
+    assert (found[1] > 2 * found[0]).all()
+
+
 def test_what_only_one_side_has_is_an_error() -> None:
     held = {"a": HeldTensor((4, 4), (whole((4, 4), (0,)),))}
     assert set(coded({"a.up_proj.weight": held["a"]}, Scheme())) == {"a.up_proj.weight", "a.up_proj.weight_scale_inv"}
