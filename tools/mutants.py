@@ -3,6 +3,7 @@
     python -m tools.mutants                    # all of tests/mutants.toml
     python -m tools.mutants gspo share-        # those whose id contains one of these
     python -m tools.mutants --sound            # only whether every room's tests pass without an edit
+    python -m tools.mutants --record           # also by which of a room's tests, into tests/baseline.toml
 
 A mutant is an edit of a private copy of the package. Its tests run in a process that is forked from one which has
 imported torch, Megatron-core and all else that is not hpcrl's; whatever they start finds the copy, too.
@@ -25,15 +26,19 @@ import time
 import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
+
+from tools import baseline
 
 REPO = Path(__file__).parent.parent
 PACKAGE = "hpcrl"
 TABLE = REPO / "tests" / "mutants.toml"
 SECONDS = 300  #: that the tests of one mutant may take; one that makes them hang is noticed
 TURN = 0.05  #: seconds between two looks at a child
-PASSED, UNABLE = 0, ("4", "5")  #: pytest's exit statuses: all tests passed; it was called wrongly, or found no test
+CORE = ("-m", "core")  #: pytest's arguments: only what `make test` runs
+PASSED, WRONG, EMPTY = "0", "4", "5"  #: pytest's exit statuses: all tests passed; it was called wrongly; found no test
 #: what a child must not import again, as far as it is installed
 FOREIGN = (
     "numpy",
@@ -56,12 +61,30 @@ FOREIGN = (
     "pyarrow.parquet",
     "jinja2",
     "pytest",
+    "tracemalloc",  # pytest would import it while an object is destroyed, which fails where that import is under way
 )
 PR_SET_PDEATHSIG = 1
 
 
 class BrokenTable(Exception):
     """The table says something that cannot be."""
+
+
+class Edit(Protocol):
+    """An edit of a copy of the package, and the tests that are to notice it.
+
+    Attributes:
+        tests: pytest's arguments.
+    """
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def tests(self) -> tuple[str, ...]: ...
+
+    def apply(self, root: Path) -> None:
+        """Make the edit in a copy of the repository."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +120,11 @@ class Mutant:
             raise BrokenTable(f"mutant {self.id} changes nothing")
         return source.replace(self.old, self.new)
 
+    def apply(self, root: Path) -> None:
+        """Make the edit in a copy of the repository."""
+        if self.old:
+            (root / self.file).write_text(self.text(), encoding="utf-8")
+
     def check(self) -> None:
         """Raise BrokenTable if it does not apply, or what comes of it is no Python."""
         try:
@@ -106,13 +134,24 @@ class Mutant:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What became of a mutant.
+class Outcome:
+    """What the tests of an edit came to.
 
     Attributes:
         noticed: a test failed, or did not end in time.
         by: the first test that failed.
+        test: its node id, "" where the tests did not end in time or ended the process.
     """
+
+    noticed: bool
+    by: str
+    seconds: float
+    test: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant; see `Outcome`."""
 
     mutant: Mutant
     noticed: bool
@@ -142,7 +181,7 @@ def read_table(path: Path = TABLE) -> tuple[dict[str, tuple[str, ...]], list[Mut
     return rooms, mutants
 
 
-def private_copy(mutant: Mutant, folder: Path) -> Path:
+def private_copy(edit: Edit, folder: Path) -> Path:
     """A repository in `folder` with a copy of the package, edited, and with links to all else."""
     root = folder / "repo"
     root.mkdir()
@@ -151,8 +190,7 @@ def private_copy(mutant: Mutant, folder: Path) -> Path:
             shutil.copytree(entry, root / PACKAGE)
         elif entry.name != ".git":
             (root / entry.name).symlink_to(entry)
-    if mutant.old:
-        (root / mutant.file).write_text(mutant.text(), encoding="utf-8")
+    edit.apply(root)
     return root
 
 
@@ -168,37 +206,51 @@ def preload() -> None:
 
 
 def run(mutant: Mutant, seconds: float = SECONDS) -> Verdict:
-    """Run its tests in a child until the first one fails.
+    """Run its tests in a child until the first one fails; see `outcome`."""
+    found = outcome(mutant, seconds)
+    return Verdict(mutant, found.noticed, found.by, found.seconds)
+
+
+def outcome(edit: Edit, seconds: float = SECONDS) -> Outcome:
+    """Run the tests of an edit in a child until the first one fails.
 
     Raises:
-        BrokenTable: if pytest could not run them at all.
+        BrokenTable: if pytest could not run them at all; that a room has no core test is none.
     """
     folder = Path(tempfile.mkdtemp(prefix="mutant-"))
-    root = private_copy(mutant, folder)
     begun = time.monotonic()
+    try:
+        root = private_copy(edit, folder)
+        ended = _run_child(edit, root, folder, begun + seconds)
+        said, status = (_read(folder / name) for name in ("said", "status"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    took = time.monotonic() - begun
+    if not ended:
+        return Outcome(True, f"no end within {seconds:.0f} s", took)
+    if status == PASSED or (status == EMPTY and edit.tests[: len(CORE)] == CORE):
+        return Outcome(False, "", took)
+    if status in (WRONG, EMPTY):
+        raise BrokenTable(f"mutant {edit.id}: pytest cannot run {' '.join(edit.tests)}: {said[-2000:]}")
+    failed = next((line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+    by = failed.partition(" - ")[0]
+    return Outcome(True, by or f"the process ended: {said[-300:]!r}", took, by.partition(" ")[2])
+
+
+def _run_child(edit: Edit, root: Path, folder: Path, end: float) -> bool:
+    """Whether the tests ended by themselves; nothing that they started is left."""
     parent = os.getpid()
     child = os.fork()
     if not child:
         try:
-            _in_child(mutant, root, folder, parent)
+            _in_child(edit, root, folder, parent)
         finally:
             os._exit(0)
     try:
-        ended = _wait(child, begun + seconds)
-        said, status = (_read(folder / name) for name in ("said", "status"))
+        return _wait(child, end)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)  # what its tests have left running
-        shutil.rmtree(folder, ignore_errors=True)
-    took = time.monotonic() - begun
-    if not ended:
-        return Verdict(mutant, True, f"no end within {seconds:.0f} s", took)
-    if status == str(PASSED):
-        return Verdict(mutant, False, "", took)
-    if status in UNABLE:
-        raise BrokenTable(f"mutant {mutant.id}: pytest cannot run {' '.join(mutant.tests)}: {said[-2000:]}")
-    failed = next((line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
-    return Verdict(mutant, True, failed.partition(" - ")[0] or f"the process ended: {said[-300:]!r}", took)
 
 
 def _read(path: Path) -> str:
@@ -216,7 +268,7 @@ def _wait(child: int, end: float) -> bool:
     return False
 
 
-def _in_child(mutant: Mutant, root: Path, folder: Path, parent: int) -> None:
+def _in_child(edit: Edit, root: Path, folder: Path, parent: int) -> None:
     """Run the tests, and leave pytest's exit status in the folder."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -234,7 +286,7 @@ def _in_child(mutant: Mutant, root: Path, folder: Path, parent: int) -> None:
 
     torch.set_num_threads(1)
     plain = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={folder / 'tests'}"]
-    status = int(pytest.main([*plain, *mutant.tests]))
+    status = int(pytest.main([*plain, *edit.tests]))
     (folder / "status").write_text(str(status))  # else the edit has ended the process, which is no pass
 
 
@@ -290,9 +342,33 @@ def line_of(verdict: Verdict) -> str:
     return f"{verdict.mutant.id:34} {said:9} {verdict.seconds:5.1f} s  {verdict.by or verdict.mutant.survives}"
 
 
+def record(names: Sequence[str]) -> int:
+    """Write into tests/baseline.toml which mutants are killed by the core tests of their room, and which by its others
+    alone; 1 if one is killed by none, or tests fail without an edit.  What core tests kill, all of them do."""
+    rooms, chosen = read_table()[0], choose(names)
+    preload()
+    failing = [plain.id for plain in unedited(rooms, chosen) if run(plain).noticed]
+    tables = {name: set(ids) for name, ids in baseline.read().get("mutants", {}).items()}
+    for mutant in chosen:
+        mutant.check()
+        by_core = run(replace(mutant, tests=(*CORE, *mutant.tests)))
+        kind = "core" if by_core.noticed else "others" if run(mutant).noticed else "none"
+        print(f"{mutant.id:34} {kind:6} {by_core.by}", flush=True)
+        for ids in tables.values():
+            ids.discard(mutant.id)
+        tables.setdefault(kind, set()).add(mutant.id)
+    there = {mutant.id for mutant in choose(())}
+    baseline.write("mutants", {kind: sorted(tables.get(kind, set()) & there) for kind in ("core", "others", "none")})
+    for name in failing:
+        print(f"{name:34} FAILS")
+    return int(bool(failing) or any(not mutant.survives for mutant in chosen if mutant.id in tables.get("none", ())))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the table; 1 if it holds something bad.  With --list only which mutants would run."""
-    names = [name for name in arguments if name not in ("--sound", "--list")]
+    names = [name for name in arguments if name not in ("--sound", "--list", "--record")]
+    if "--record" in arguments:
+        return record(names)
     if "--list" in arguments:
         print(*(f"{mutant.id:34} {mutant.file}" for mutant in choose(names)), sep="\n")
         return 0

@@ -187,6 +187,7 @@ def uncut(
         yield attempt, [shares for shares, _ in steps], [state for _, state in steps]
 
 
+@pytest.mark.core
 def test_shares_and_sample_files_tell_the_same(uncut: tuple[Attempt, list[list[Share]], Any]) -> None:
     attempt, rollouts, _ = uncut
     files = attempt.samples()

@@ -253,6 +253,7 @@ def test_an_object_needs_a_key() -> None:
         ("takes_memory", "needs more than --reward-memory-gb"),
     ],
 )
+@pytest.mark.core
 def test_a_grading_that_fails_costs_its_sample(name: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     bad, good = graded(sample("bad"), sample("good", index=4), custom_rm_path=f"{HERE}.{name}", reward_memory_gb=0.3)
     assert (bad.reward, bad.grading) == (0.0, "error") and words in bad.grading_error, bad.grading_error

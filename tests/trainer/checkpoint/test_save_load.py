@@ -295,6 +295,7 @@ def save_two(opts: Options, directory: Path) -> list[float]:
     return sums
 
 
+@pytest.mark.core
 def test_where_a_run_begins(tmp_path: Path, models: dict[str, Path]) -> None:
     model = models["dense"]
     other = tmp_path / "other"
