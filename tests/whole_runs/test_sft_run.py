@@ -105,6 +105,15 @@ def test_killed_during_a_save(tmp_path: Path, task: Path, uncut: Path) -> None:
         tracked_alike(root)
 
 
+@pytest.mark.core
+def test_a_stop_saves_first(tmp_path: Path, task: Path) -> None:
+    """A run that is asked to stop saves what it has learned, although no checkpoint is due."""
+    run = start(tmp_path, task, num_rollout=100000, save_interval=None)
+    run.end_early(2, signal.SIGTERM)
+    tracker = run.root / "checkpoints" / "latest_checkpointed_iteration.txt"
+    assert tracker.exists() and int(tracker.read_text()) == run.steps()
+
+
 def tracked_alike(root: Path) -> None:
     """TensorBoard has each number of metrics.jsonl, and each step once, also of a run that was killed and resumed."""
     told = events(root)
