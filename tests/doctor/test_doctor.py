@@ -33,7 +33,7 @@ from hpcrl.run.process import CommandResult
 from hpcrl.slurm import partitions
 from hpcrl.slurm.site import SlurmSite
 from hpcrl.toolbox.deadline import Deadline
-from tests.support.able import require
+from tests.support.able import needs, require
 
 
 def bad(findings: list[Finding]) -> list[str]:
@@ -762,6 +762,7 @@ def test_a_client_without_a_cluster(
         assert doctor.main(["--run-dir", "runs/a"]) == 1
 
 
+@needs("namespaces")
 @pytest.mark.process
 def test_whether_programs_can_be_confined(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sandbox is tried; where there is none, imports are refused and rewards are not confined, which is told."""

@@ -22,6 +22,7 @@ from hpcrl.rollout.grading.service import GradedBy, Grading
 from hpcrl.rollout.grading.tally import Tally, grading_metrics
 from hpcrl.rollout.prompts.prompt_files import PromptFile
 from hpcrl.sample import Sample
+from tests.support.able import needs
 from tests.support.http_server import Server
 from tests.support.shares import plain_sample
 
@@ -461,6 +462,7 @@ def test_a_lost_sandbox_costs_no_reward() -> None:
     assert (bad.reward, bad.grading) == (0.0, "error") and "the box has ended" in bad.grading_error
 
 
+@needs("namespaces")
 def test_sandboxes_of_rewards_are_counted() -> None:
     """With what failed in them, and only once."""
 

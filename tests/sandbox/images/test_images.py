@@ -136,6 +136,7 @@ def test_what_an_image_sets(form: str, tmp_path: Path) -> None:
             image_settings(str(broken))
 
 
+@needs("namespaces")
 @pytest.mark.process
 def test_a_box_with_what_its_image_sets(tmp_path: Path) -> None:
     config = {"Env": ["SAID=by the image"], "WorkingDir": "/srv"}
