@@ -148,7 +148,7 @@ lint: $(ENV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tools.house --check
-	$(BIN)/python -m pytest -m lint $(WORKERS)
+	$(BIN)/python -m pytest -m "lint and not soak" $(WORKERS)
 
 planted: $(ENV)
 	$(BIN)/python -m tools.planted $(PLANTED)

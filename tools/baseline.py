@@ -1,10 +1,9 @@
 """What the suite and the benches come to before anything is removed: tests/baseline.toml, and how it is measured.
 
     python -m tools.mutants --record           # which mutants the core tests of their room notice, which all of them
-    python -m tools.baseline coverage          # lines of the package that the fast tests run, and the skipped ones
-    python -m tools.baseline skipped NAME XML  # skipped tests of pytest's --junitxml files, under a name
-    python -m tools.baseline skipped --check NAME XML       # 1 if there are more than are recorded
-    python -m tools.baseline bench [--runs 5] [NAME -- OPTIONS]   # medians of all figures of each bench, or of one
+    python -m tools.baseline coverage          # lines of the package that the fast tests run
+    python -m tools.baseline skipped MARKS XML...   # skipped tests in the --junitxml files of runs with `-m MARKS`
+    python -m tools.baseline bench [--runs 5] [NAME...]     # medians of all figures of each bench, or of these
 
 Invariants: a measurement replaces its own table, and no other; numbers are written in one order, so that the file
 differs only where they do.
@@ -28,8 +27,14 @@ REPO = Path(__file__).parent.parent
 FILE = REPO / "tests" / "baseline.toml"
 HEADER = "# Measured, never edited: tools/baseline.py says with which commands."
 #: tests that start no process, and are not only about text
-FAST = "not process and not vllm and not cluster and not soak and not lint"
-BENCHES = ("queue", "rollout", "weights", "trainer")  #: of which medians are recorded
+FAST = "core and not process and not vllm"
+#: benches of which medians are recorded -> the options that they are run with
+BENCHES = {
+    "queue": ("--quick", "--only", "memcpy,zmq,zmq-curve,ours"),
+    "rollout": ("--rounds", "1"),
+    "weights": ("--quick", "--no-hosts"),
+    "trainer": ("--quick", "--only", "one rank,dp2"),
+}
 RUNS = 5
 
 
@@ -94,14 +99,13 @@ def measure_coverage(arguments: Sequence[str]) -> None:
         CalledProcessError: if a test fails.
     """
     with tempfile.TemporaryDirectory(prefix="baseline-") as folder:
-        data, told, report = (Path(folder) / name for name in ("data", "told.json", "report.xml"))
+        data, told = (Path(folder) / name for name in ("data", "told.json"))
         coverage = [sys.executable, "-m", "coverage"]
         kept = f"--data-file={data}"
-        pytest = ["-m", "pytest", "-q", "-m", FAST, f"--junitxml={report}", *arguments]
+        pytest = ["-m", "pytest", "-q", "-m", FAST, *arguments]
         subprocess.run([*coverage, "run", kept, "--source=hpcrl", *pytest], cwd=REPO, check=True)
         subprocess.run([*coverage, "json", kept, "-q", "-o", told], cwd=REPO, check=True)
         files = json.loads(told.read_text())["files"]
-        write("skipped", read().get("skipped", {}) | {"fast": skipped([report])})
     write("coverage", covered({name: found["summary"] for name, found in files.items()}))
 
 
@@ -123,13 +127,12 @@ def covered(files: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 # ---- benches
 
 
-def measure_bench(name: str, runs: int, options: Sequence[str]) -> dict[str, float]:
+def measure_bench(name: str, runs: int) -> dict[str, float]:
     """The median over runs of each figure that a bench prints as JSON in its last line."""
     every: dict[str, list[float]] = defaultdict(list)
     for number in range(runs):
-        done = subprocess.run(
-            [sys.executable, f"bench/{name}.py", *options], cwd=REPO, stdout=subprocess.PIPE, text=True, check=True
-        )
+        words = [sys.executable, f"bench/{name}.py", *BENCHES[name]]
+        done = subprocess.run(words, cwd=REPO, stdout=subprocess.PIPE, text=True, check=True)
         figures = dict(_figures(json.loads(done.stdout.splitlines()[-1])))
         print(f"{name}, run {number + 1} of {runs}: {figures}", flush=True)
         for key, value in figures.items():
@@ -149,23 +152,17 @@ def _figures(found: Mapping[str, Any], above: str = "") -> list[tuple[str, float
 
 
 def main(arguments: list[str]) -> int:
-    """Measure what is named, and write it; 1 if a check fails, 2 where nothing is named."""
+    """Measure what is named, and write it; 2 where nothing is named."""
     what, given = (arguments[0], arguments[1:]) if arguments else ("", [])
     if what == "coverage":
         measure_coverage(given)
     elif what == "skipped":
-        name, *reports = [word for word in given if word != "--check"]
-        found, known = skipped([Path(report) for report in reports]), read().get("skipped", {})
-        print(f"{found} tests of {name} were skipped, {known.get(name, 'none')} are recorded")
-        if "--check" in given:
-            return int(found > known.get(name, 0))
-        write("skipped", known | {name: found})
+        marks, *reports = given
+        write("skipped", read().get("skipped", {}) | {marks: skipped([Path(report) for report in reports])})
     elif what == "bench":
-        at = given.index("--") if "--" in given else len(given)
-        named, options = given[:at], given[at + 1 :]
-        runs = int(named.pop(named.index("--runs") + 1)) if "--runs" in named else RUNS
-        for name in [word for word in named if word != "--runs"] or BENCHES:
-            write(f"bench.{name}", measure_bench(name, runs, options))
+        runs = int(given.pop(given.index("--runs") + 1)) if "--runs" in given else RUNS
+        for name in [word for word in given if word != "--runs"] or BENCHES:
+            write(f"bench.{name}", measure_bench(name, runs))
     else:
         print(__doc__, file=sys.stderr)
         return 2

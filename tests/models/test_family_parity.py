@@ -305,7 +305,7 @@ def test_kimi_k2_in_every_layout(
     tmp_path: Path,
     layout: str,
 ) -> None:
-    """Logits, weights and gradients, as of the family that stands for it in `make test`."""
+    """Logits, weights and gradients, as of the family that stands for it in `make test-all`."""
     n, fields, *_ = LAYOUTS[layout]
     model = as_kimi(models, tmp_path)
     files = load_file(model / "model.safetensors")
