@@ -12,7 +12,8 @@ import pytest
 from tests.support.sources import nodes, walk
 
 pytestmark = pytest.mark.lint
-ROOT = Path(__file__).parents[1] / "hpcrl"
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent / "hpcrl"
 #: methods that wait for ever if they are given no time
 WAITS = {"wait", "join", "communicate", "result", "recv", "recv_multipart", "recvfrom", "accept", "synchronize"}
 #: functions that wait for ever unless `timeout` is given
@@ -130,3 +131,14 @@ def test_the_walk_sees_what_it_should() -> None:
         "timeout=1)\nurlopen(u)\n"
     )
     assert [line for line, _ in endless(walk(ast.parse(text)))] == [1, 3, 6, 8]
+
+
+def test_tests_read_lines_within_a_time() -> None:
+    """What a test has started may never say what is waited for: tests/support/children.py has a deadline."""
+    found = [
+        f"{path.relative_to(TESTS)}:{node.lineno}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".stdout.readline")
+    ]
+    assert not found, "call read_line(process)"

@@ -20,6 +20,7 @@ from hpcrl.launch.attempts.attempt import _check_hosts
 from hpcrl.launch.host import check_alive
 from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.run.rundir import RunDir
+from tests.support.children import read_line
 
 #: a process that beats, and then does what it is told
 CHILD = """
@@ -55,7 +56,7 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
     yield found
     for process in found:
         process.kill()
-        process.wait()
+        process.wait(60)
 
 
 def looks(pulse: HeartbeatMonitor, seconds: float, limit: float) -> list[str]:
@@ -127,7 +128,7 @@ def test_a_process_that_ended_is_not_silent(tmp_path: Path) -> None:
         pass
     assert list(tmp_path.iterdir()) == []
     process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
+    process.wait(60)
     (tmp_path / "trainer-0").write_text(f"{process.pid} 1")
     (tmp_path / "trainer-1").write_text("\xff nonsense")
     (tmp_path / "trainer-2").symlink_to("/dev/zero")
@@ -220,7 +221,7 @@ def test_a_launcher_that_hangs_is_ended_and_named(
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(rundir.root), *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     )
-    assert process.stdout.readline() == b"up\n"
+    assert read_line(process) == b"up\n"
     time.sleep(4 if requeue is None else 0.5)
     assert process.poll() is None, "one that lives is left alone"
     if asked:

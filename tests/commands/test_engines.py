@@ -32,6 +32,7 @@ from hpcrl.run.engine_files import (
     write_views,
 )
 from hpcrl.run.rundir import RunDir
+from tests.support.children import read_line
 from tests.support.rundirs import begin, make
 
 
@@ -175,7 +176,7 @@ def test_added_job_outlives_schedulers_warning() -> None:
     try:
         with deaf():
             engine = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); input()"], stdin=-1, stdout=-1)
-        assert engine.stdout is not None and engine.stdout.readline() == b"up\n"
+        assert read_line(engine) == b"up\n"
         for pid in (engine.pid, os.getpid()):
             os.kill(pid, signal.SIGUSR1)
         time.sleep(0.1)

@@ -143,7 +143,7 @@ def test_follow_across_attempts(run: Path, capsys: pytest.CaptureFixture[str], m
     thread = threading.Thread(target=live)
     thread.start()
     assert main(["logs", "a", "-f", "--role", "engine", "--lines", "1"]) == 0
-    thread.join()
+    thread.join(60)
     out, err = capsys.readouterr()
     assert [text.split(" | ")[1] for text in out.splitlines()] == [
         "grpo 1 engine-0 2",

@@ -14,6 +14,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.commands.find_run import owner
 from tests.support.able import needs
+from tests.support.children import read_line
 from tests.support.rundirs import HERE, FakeSlurm, begin, make, put, row
 
 #: holds a run's lock as a launcher does; the first SIGTERM asks it to stop, the second ends it
@@ -61,13 +62,13 @@ def _start(run: Path, signals: int) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", LAUNCHER, str(run), str(signals)], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout.readline() == "held\n"
+    assert read_line(process) == "held\n"
     put(
         run / "state.json", {"phase": "running", "time": time.time(), "host": HERE, "pid": process.pid}
     ) if signals > 1 else None
     yield process
     process.kill()
-    process.wait()
+    process.wait(60)
 
 
 def test_the_owner_holds_the_lock(run: Path, launcher: subprocess.Popen[str]) -> None:

@@ -594,7 +594,7 @@ def test_reports_are_whole_and_may_be_late(tmp_path: Path) -> None:
     late.start()
     assert gather(tmp_path, 3, Deadline(20)) == [one, two]
     assert gather(tmp_path, 4, Deadline(0)) == [one, two], "who waits no longer takes what is there"
-    late.join()
+    late.join(60)
 
 
 @pytest.mark.parametrize("count", [2, 16, 17, 64, 250])

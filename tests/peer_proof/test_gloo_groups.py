@@ -21,6 +21,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.peer_proof import connections, exchange, gloo_groups
 from hpcrl.peer_proof.addresses import listener_of
 from hpcrl.trainer.collectives import connect_when_needed
+from tests.support.children import read_line
 from tests.support.gloo_attack import GlooAttack
 from tests.support.ranks import RankError, run_ranks
 from tests.support.second_user import SecondUser
@@ -280,10 +281,10 @@ def test_a_bystander_is_no_stranger(second_user: SecondUser) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mine:
         port = mine.getsockname()[1]
         other = second_user.start(BYSTANDER, str(port))
-        assert other.stdout.readline() == "connected\n"
+        assert read_line(other) == "connected\n"
         assert connections.strangers(port) == {}
         other.stdin.write("\n")
         other.stdin.flush()
-        assert other.stdout.readline() == "connected\n"
+        assert read_line(other) == "connected\n"
         with mine.accept()[0]:
             assert list(connections.strangers(port).values()) == [second_user.uid]

@@ -27,6 +27,7 @@ from hpcrl.queue.messages import Ack, Call, Failed, Fetch, Ping, Pong, Reply, Sh
 from hpcrl.queue.share_format import WireError
 from hpcrl.run.peers import RolloutPeer, find, publish
 from hpcrl.run.rundir import RunDir
+from tests.support.children import read_line
 from tests.support.queues import HERE, PLAN, WAIT, Line, Served, hear, hello, make_rundir, raw, tell, until
 from tests.support.shares import same, share
 
@@ -816,7 +817,7 @@ def test_trainer_killed_before_its_ack(served: Served, ran: list[str], when: str
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(REPO)}
     ) as process:
-        assert process.stdout.readline() == "holding\n"
+        assert read_line(process) == "holding\n"
         os.kill(process.pid, signal.SIGKILL)
         process.wait(WAIT)
     client = served.client()

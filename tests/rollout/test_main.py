@@ -107,7 +107,7 @@ class Attempt:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
+        self.process.wait(60)
         for client in self.clients:
             client.close()
         for engine in self.engines:

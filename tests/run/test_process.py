@@ -9,6 +9,8 @@ import time
 import psutil
 import pytest
 
+from tests.support.children import read_line
+
 pytestmark = pytest.mark.process
 
 #: a tree whose grandchild leaves the session and whose middle dies: only adoption finds it
@@ -48,9 +50,9 @@ def test_role_dies_with_its_parent() -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    pid = int(read_line(process))
     process.kill()
-    process.wait()
+    process.wait(60)
     assert gone(pid)
 
 
@@ -73,9 +75,9 @@ time.sleep(600)
 def test_what_a_role_has_forked_dies_with_it() -> None:
     process = subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    pids = [int(process.stdout.readline()) for _ in range(2)]
+    pids = [int(read_line(process)) for _ in range(2)]
     process.kill()
-    process.wait()
+    process.wait(60)
     assert all(gone(pid) for pid in pids)
 
 

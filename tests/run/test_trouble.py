@@ -23,6 +23,7 @@ from hpcrl.run.rundir import RunDir, write_atomic
 from hpcrl.run.scratch import Scratch, sweep, swept
 from hpcrl.run.storage_errors import WORDS, describe, retry_while_passing, write_obstacle
 from tests.support.able import require
+from tests.support.children import read_line
 
 # ---- file systems
 
@@ -253,7 +254,7 @@ def test_scratch_of_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shared.write_text("x")
     child = subprocess.Popen([sys.executable, "-c", MAKER, str(shared)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    theirs = Path(child.stdout.readline().strip())
+    theirs = Path(read_line(child).strip())
     mine = Scratch("host")
     foreign, keep = tmp_path / "hpcrl-something", tmp_path / "other"
     foreign.mkdir()

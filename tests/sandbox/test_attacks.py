@@ -20,6 +20,7 @@ import pytest
 import hpcrl
 from hpcrl.slime.script import run_script
 from tests.support.able import needs
+from tests.support.children import read_line
 from tests.support.second_user import PYTHON, SecondUser, make_user
 
 pytestmark = [pytest.mark.process, needs("namespaces", "python")]
@@ -140,7 +141,7 @@ def victim(folder: Path, user: SecondUser | None) -> Iterator[subprocess.Popen[s
         words, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, **account
     )
     try:
-        (folder / "shown" / "victim.json").write_text(process.stdout.readline())
+        (folder / "shown" / "victim.json").write_text(read_line(process))
         yield process
     finally:
         process.communicate("\n", timeout=60)
@@ -161,7 +162,7 @@ def attack(program: str, user: SecondUser | None) -> Outcome:
         left = os.listdir(shown)
         process.stdin.write("\n")
         process.stdin.flush()
-        damage = json.loads(process.stdout.readline())
+        damage = json.loads(read_line(process))
         damage += [f"{name} was written" for name in left if "attack-was" in name]
         lines = [line for line in said.splitlines() if line.startswith("{")] or ["{}"]
         return Outcome(json.loads(lines[-1]), damage, said)

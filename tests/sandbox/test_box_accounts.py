@@ -15,6 +15,7 @@ import pytest
 from tests.sandbox.test_attacks import readable_directory
 from tests.support.able import needs
 from tests.support.boxes import alive, family
+from tests.support.children import read_line
 from tests.support.second_user import make_user
 
 pytestmark = [pytest.mark.process, needs("namespaces", "python")]
@@ -134,12 +135,12 @@ def test_nothing_is_left_of_an_ordinary_users_boxes(killed: str) -> None:
         holder = user.start(HOLDER, str(folder / "package"))
         try:
             assert holder.stdout is not None
-            spawner = int(holder.stdout.readline())
+            spawner = int(read_line(holder))
             left = family(spawner)
             assert len(left) >= 1 + 3 * 3
             os.kill(spawner if killed == "spawner" else holder.pid, signal.SIGKILL)
             if killed == "spawner":
-                assert holder.stdout.readline() == "lost lost lost\n"
+                assert read_line(holder) == "lost lost lost\n"
             end = time.monotonic() + 30
             while any(alive(pid) for pid in left) and time.monotonic() < end:
                 time.sleep(0.02)

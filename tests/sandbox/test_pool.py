@@ -19,6 +19,7 @@ from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, sandbox
 from hpcrl.sandbox.pool import default_pool
 from tests.support.able import needs
 from tests.support.boxes import alive, family
+from tests.support.children import read_line
 
 pytestmark = [pytest.mark.process, needs("namespaces", "python")]
 
@@ -286,7 +287,7 @@ def test_the_user_is_killed_with_ten_boxes(stopped: bool) -> None:
     user = subprocess.Popen([sys.executable, "-c", USER], stdout=subprocess.PIPE, text=True)
     try:
         assert user.stdout is not None
-        spawner = int(user.stdout.readline())
+        spawner = int(read_line(user))
         left = family(spawner)
         assert len(left) >= 41
         if stopped:

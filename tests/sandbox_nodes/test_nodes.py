@@ -188,7 +188,7 @@ def test_a_node_is_lost_with_fifty_boxes(rundir: RunDir) -> None:
         run(work(server))
     finally:
         server.kill()
-        server.wait()
+        server.wait(60)
 
 
 CLIENT = """

@@ -35,7 +35,7 @@ def step(tmp_path: Path) -> Iterator[Step]:
     log.write_text("srun: cluster configuration lacks support for cpu binding\n")
     yield Step("srun on node1,node2", log, process, nodes=("node1", "node2"))
     process.kill()
-    process.wait()
+    process.wait(60)
 
 
 def add(step: Step, text: str) -> None:
@@ -70,7 +70,7 @@ def test_dead_host_after_srun_ends(step: Step, tmp_path: Path) -> None:
         "StepId=7.2\n",
     )
     step.process.terminate()
-    step.process.wait()
+    step.process.wait(60)
     with pytest.raises(PeerError, match="host node2: its process died"):
         _check([step], rundir)
 
@@ -105,7 +105,7 @@ def unkillable(tmp_path: Path) -> Iterator[Step]:
     log.touch()
     yield Step("srun", log, process, nodes=("node1", "node2"), all=("node1", "node2", "node3"))
     process.kill()
-    process.wait()
+    process.wait(60)
 
 
 def ends(step: Step, code: int) -> int | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.able import require
+from tests.support.children import read_line
 from tests.support.cluster import Cluster
 from tests.support.runs import REPO, metrics, policy, rows, sft
 from tests.support.slurm import ENV, Job
@@ -32,7 +33,7 @@ def cached(bare: Cluster, tmp_path: Path) -> Iterator[Path]:  # noqa: F811
     command = [sys.executable, "-m", "tools.cluster.caching_mount", real, seen, "60"]
     mounts = [bare.popen(command, host, env={"PYTHONPATH": str(REPO)}) for host in bare.hosts]
     try:
-        assert [mount.stdout.readline() for mount in mounts] == ["ready\n"] * len(mounts)
+        assert [read_line(mount) for mount in mounts] == ["ready\n"] * len(mounts)
         yield seen
     finally:
         for host, mount in zip(bare.hosts, mounts, strict=True):

@@ -33,6 +33,7 @@ from hpcrl.rendezvous.store import KeyedStore
 from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.run.peers import RolloutPeer, find
 from hpcrl.run.rundir import RunDir
+from tests.support.children import read_line
 from tests.support.queues import PLAN, WAIT, Served, make_rundir
 
 REPO = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def start(kind: str, directory: Path) -> Attacked:
     command = [sys.executable, "-m", "tests.support.attacked", kind, str(directory)]
     process = subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    told = json.loads(process.stdout.readline())
+    told = json.loads(read_line(process))
     if kind == "store":
         found = _store(process, told)
     else:

@@ -34,6 +34,7 @@ from hpcrl.queue.auth import http_key
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.rundir import RunDir
+from tests.support.children import read_line
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -84,7 +85,7 @@ class Nursery:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{index} {rundir.root}\n")
         self.process.stdin.flush()
-        pid, port = map(int, self.process.stdout.readline().split())
+        pid, port = map(int, read_line(self.process, 240).split())
         return Server(psutil.Process(pid), port)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tests.support.children import read_line
 from tests.support.second_user import SecondUser
 
 #: arguments: the victim's uid; "answer" or "silent"; the ranks to greet as; how the victims' addresses begin
@@ -102,11 +103,9 @@ class GlooAttack:
         self, user: SecondUser, victim: int, manner: str = "answer", ranks: str = "0,1", within: str = ""
     ) -> None:
         self.process = user.start(PROGRAM, str(victim), manner, ranks, within)
-        assert self.process.stdout.readline() == "ready\n"
+        assert read_line(self.process) == "ready\n"
 
     def end(self) -> dict[str, Any]:
         """What it has reached."""
-        self.process.stdin.close()
-        said = self.process.stdout.read()
-        self.process.wait(10)
+        said = self.process.communicate(timeout=60)[0]
         return json.loads(said.splitlines()[-1])

@@ -298,7 +298,7 @@ def _once(number: str) -> str:
         if mine["wish"] or time.time() > ends:
             late = {"kill": "killed", "requeue": "again"}.get(mine["wish"], "late")
             os.killpg(process.pid, signal.SIGKILL)  # what the run has started elsewhere dies with it
-            process.wait()
+            process.wait(60)
             return late
         time.sleep(0.1)
     wish = job(number)["wish"]

@@ -137,7 +137,7 @@ class Run:
             out, _ = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGKILL)
-            out, _ = self.process.communicate()
+            out, _ = self.process.communicate(timeout=60)
             raise AssertionError(f"the run did not end in {seconds} s:\n{out}\n{self.logs()}") from None
         return self.process.returncode, out
 
@@ -154,7 +154,9 @@ class Run:
         """Wait for `condition`; fails if the run ends before, or in `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"the run ended early:\n{self.process.communicate()[0]}\n{self.logs()}"
+            if self.process.poll() is not None:
+                said = self.process.communicate(timeout=60)[0]
+                raise AssertionError(f"the run ended early:\n{said}\n{self.logs()}")
             assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.logs()}"
             time.sleep(0.02)
 

@@ -18,6 +18,7 @@ from hpcrl.errors import DeadlineError
 from hpcrl.trackers.record import SENT, TRACKERS
 from hpcrl.trackers.sending import LOCK, sending
 from tests.documents.texts import REPO, printed
+from tests.support.children import read_line
 from tests.support.queues import until
 from tests.support.rundirs import begin, log, make, put, steps
 
@@ -112,7 +113,7 @@ def test_two_at_once_send_once(tracker: str, run: Path, tmp_path: Path) -> None:
         with pytest.raises(DeadlineError, match=f"process {first.pid} on .*nothing was sent"), sending(run, 0.3):
             pass
         assert (run / LOCK).stat().st_mode & 0o777 == 0o600
-        said = second.stdout.readline()  # type: ignore[union-attr]
+        said = read_line(second)  # type: ignore[union-attr]
         assert f"process {first.pid} on" in said and "30 s at most" in said
         (tmp_path / "continue").touch()
         assert f"{COUNT} records" in ends(first) and "nothing is new" in ends(second)

@@ -23,6 +23,7 @@ from hpcrl.tryout import kept_engine
 from hpcrl.tryout.conversation import Chat
 from hpcrl.tryout.kept_engine import at_hand
 from hpcrl.tryout.target import of_model
+from tests.support.children import read_line
 from tests.support.quick_start import QuickStart
 from tests.support.screens import ctrl_c
 
@@ -150,8 +151,8 @@ def test_a_server_asks_for_its_key(place: Path, task: Path) -> None:
     command = [str(HPCRL), "serve", str(task / "model"), "--no-bf16"]
     server = subprocess.Popen(command, cwd=place, env=environment(place), stdout=subprocess.PIPE, text=True)
     try:
-        assert server.stdout is not None
-        line = next(line for line in server.stdout if line.startswith("export"))
+        while not (line := read_line(server, 240)).startswith("export"):
+            assert line, "the server has ended"
         url = re.search(r"OPENAI_BASE_URL=(\S+)", line)
         key = re.search(r"\$\(cat (\S+)\)", line)
         assert url and key and Path(key[1]).stat().st_mode & 0o777 == 0o600

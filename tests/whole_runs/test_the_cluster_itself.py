@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.children import read_line
 from tests.support.cluster import Cluster
 from tools.cluster import processes
 from tools.cluster.config import START_FILE, START_FILES
@@ -213,14 +214,14 @@ def test_nothing_outlives_its_starter(cluster: Cluster, tmp_path: Path) -> None:
         starter = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=REPO, stdout=subprocess.PIPE, text=True)
         assert starter.stdout is not None
         if wait_until_up:
-            assert starter.stdout.readline() == "up\n"
+            assert read_line(starter, 240) == "up\n"
         deadline = time.monotonic() + 20
         while (first := processes.first("tools.cluster.sandbox", str(tmp_path))) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         namespace = os.readlink(f"/proc/{first}/ns/net")
         starter.send_signal(signal.SIGKILL)
-        starter.wait()
+        starter.wait(60)
         while any(str(tmp_path) in " ".join(process.argv) for process in processes.everything()):
             assert time.monotonic() < deadline + 10, "something is left"
             time.sleep(0.02)

@@ -139,7 +139,7 @@ def training(cluster: Cluster, path: Path, task: Path) -> subprocess.Popen[str]:
     while len(metrics(path / "run")) < 2:
         if running.poll() is not None or time.monotonic() > deadline:
             running.kill()
-            raise AssertionError(running.communicate()[0])
+            raise AssertionError(running.communicate(timeout=60)[0])
         time.sleep(0.1)
     return running
 

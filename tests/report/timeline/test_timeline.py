@@ -94,7 +94,7 @@ def test_lines_of_several_threads_stay_whole(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "x.jsonl", "rollout", 0, "a")
     threads = [threading.Thread(target=lambda: [timeline.mark("x", n=n) for n in range(200)]) for _ in range(4)]
     [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    [thread.join(60) for thread in threads]
     (track,) = read_tracks(tmp_path / "x.jsonl", 0)
     assert len(track.spans) == 800
 

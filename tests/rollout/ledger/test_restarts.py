@@ -62,7 +62,7 @@ def killed_while_making(attempt: Attempt, rollout_id: int, state: dict[str, Any]
     attempt.call("generate", rollout_id=rollout_id, version=rollout_id)
     until(lambda: any(number >= known for number in Bank(bank).numbers()))
     attempt.process.kill()
-    attempt.process.wait()
+    attempt.process.wait(60)
 
 
 def test_run_killed_twice(tmp_path: Path, model: Path) -> None:  # noqa: F811

@@ -24,6 +24,7 @@ from hpcrl.sandbox import SandboxPool
 from hpcrl.sandbox.images import archives, sif, staging, streams, tree
 from hpcrl.sandbox.images.staging import image_root, image_settings
 from tests.support.able import needs
+from tests.support.children import read_line
 from tests.support.image_files import (
     archive_of,
     docker_archive,
@@ -383,7 +384,7 @@ def test_many_processes_stage_once(tmp_path: Path) -> None:
         for user in users:
             user.stdin.write("\n")
             user.stdin.flush()
-        said = [user.stdout.readline().split() for user in users]
+        said = [read_line(user).split() for user in users]
         assert len({place for place, _ in said}) == 1 and sorted(count for _, count in said) == ["0"] * 5 + ["1"]
         assert not scratch._abandoned(left)
         for user in users[1:]:
