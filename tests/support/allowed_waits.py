@@ -7,11 +7,14 @@ layer is a tenth of the step.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
+
+import pytest
 
 if TYPE_CHECKING:
     from tests.support.trained_on_fake import Waits
@@ -101,3 +104,23 @@ def check(waits: Waits, allowed: Sequence[Wait]) -> set[Wait]:
             wrong.append(f"{times} x {wait.file} {wait.function}, allowed: {most} ({wait.times} a {wait.each})")
     assert not wrong, "the host waits for the device:\n" + "\n".join(wrong)
     return set(found)
+
+
+def check_all_met(request: pytest.FixtureRequest, ran: set[str], met: set[Wait], allowed: Sequence[Wait]) -> None:
+    """Fail if no test of a module has met an entry of its table, which would let a new wait pass.
+
+    To be called when the module has ended.  Of a part of its tests, or where one has failed, nothing can be said.
+
+    Args:
+        ran: node ids of its tests that have run in this process.
+    """
+    chosen = [item for item in request.session.items if item.path == request.path]
+    functions = {getattr(item, "originalname", item.name) for item in chosen}
+    whole = functions >= {name for name in vars(request.module) if name.startswith("test_")}
+    if not whole or request.session.testsfailed:
+        return
+    if {item.nodeid for item in chosen} - ran:
+        assert "PYTEST_XDIST_WORKER" not in os.environ, "its tests belong into one process: --dist loadfile"
+        return
+    unused = [f"{wait.file} {wait.function}: {wait.why}" for wait in allowed if wait not in met]
+    assert not unused, "unused entries of allowed_waits.py:\n" + "\n".join(unused)

@@ -7,6 +7,7 @@ The model is smaller, all else is what a run would build: `model.build` from the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from packaging.version import Version
 
 from tests.memory.test_weight_update import RECIPES
 from tests.support import families, small_recipes
-from tests.support.allowed_waits import MEGATRONS, OF_NEWER_MEGATRON, OF_RECIPES, OURS, Wait, check
+from tests.support.allowed_waits import MEGATRONS, OF_NEWER_MEGATRON, OF_RECIPES, OURS, Wait, check, check_all_met
 from tests.support.ranks import on_fake_gpu
 from tests.support.trained_on_fake import Waits, trained
 from tests.trainer.step import test_invariance as whole
@@ -26,12 +27,19 @@ pytestmark = pytest.mark.process
 
 EVERYWHERE = OURS + MEGATRONS + OF_NEWER_MEGATRON
 MET: set[Wait] = set()
-RAN: set[str] = set()  #: names of tests
+RAN: set[str] = set()  #: node ids of tests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_wait_is_met(request: pytest.FixtureRequest) -> Iterator[None]:
+    """An entry that nothing meets would let a new wait pass: looked at when all of this module has run."""
+    yield
+    check_all_met(request, RAN, MET, OF_RECIPES)
 
 
 @pytest.fixture(autouse=True)
 def ran(request: pytest.FixtureRequest) -> None:
-    RAN.add(request.function.__name__)
+    RAN.add(request.node.nodeid)
 
 
 def of_recipe(name: str, directory: Path, rank: int) -> Waits:
@@ -90,11 +98,3 @@ def test_families_with_the_packages(tmp_path: Path, kind: str) -> None:
         check(found, EVERYWHERE)
         assert "layers Transformer Engine" in found.parts
         assert ("router fusion on" in found.parts) == (kind in SOFTMAX and more is not replay.R3)
-
-
-def test_every_wait_of_recipes_is_met(request: pytest.FixtureRequest) -> None:
-    """An entry that nothing meets would let a new wait pass."""
-    if missing := {name for name in vars(request.module) if name.startswith("test_")} - RAN:
-        pytest.skip(f"not all of this module ran: {', '.join(sorted(missing))}")
-    unused = [f"{wait.file} {wait.function}: {wait.why}" for wait in OF_RECIPES if wait not in MET]
-    assert not unused, "unused entries of allowed_waits.py:\n" + "\n".join(unused)
