@@ -47,7 +47,7 @@ def test_what_is_left_after_the_run_has_ended_is_ended(capfdbinary: pytest.Captu
     """As where a host's link is cut for ever: rank 0 has said its last word, and mpirun waits for the host."""
     begun = time.monotonic()
     tell = f"{sys.executable} -c 'from hpcrl.mpi.exit_status_relay import tell; tell(3)'"
-    assert run(f"echo error >&2; {tell}; printf more >&2; sleep 100") == 3
+    assert run(f"echo error >&2; {tell}; printf more >&2; exec sleep 100") == 3
     assert time.monotonic() - begun < 60
     said = capfdbinary.readouterr().err
     assert said.startswith(b"error\nmore") and b"mpirun did not end within" in said, said
@@ -177,13 +177,13 @@ def test_rank_0_cut_off_blames_no_one(tmp_path: Path, begun: RunDir) -> None:
     agent.chmod(0o755)
     tell = f"{sys.executable} -c 'from hpcrl.mpi.exit_status_relay import tell; tell(1)'"
     with pytest.raises(HpcrlError, match="^host node1 cannot be reached any"):
-        run(f"{says_where(begun)}; {tell}; sleep 100", str(agent), ("node1", "node2"))
+        run(f"{says_where(begun)}; {tell}; exec sleep 100", str(agent), ("node1", "node2"))
     failure = str(begun.failure())
     assert failure.startswith("host node1 cannot") and failure.endswith(
         "(first seen as: host node2 did not answer for 20 s)"
     )
     agent.write_text("#!/bin/sh\n")
-    assert run(f"{says_where(begun)}; {tell}; sleep 100", str(agent), ("node1", "node2")) == 1
+    assert run(f"{says_where(begun)}; {tell}; exec sleep 100", str(agent), ("node1", "node2")) == 1
 
 
 def test_earlier_error_stays(begun: RunDir) -> None:
