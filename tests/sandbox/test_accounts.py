@@ -14,7 +14,7 @@ from hpcrl.sandbox.pool import PoolCounts
 from hpcrl.sandbox.spawner_client import Spawner
 from tests.support.able import needs
 
-pytestmark = [pytest.mark.process, needs("namespaces")]
+pytestmark = pytest.mark.process
 #: a command that reaches each limit of LIMITS, and no other
 LIMITS = BoxLimits(memory=64 << 20, disk=4 << 20, processes=20, seconds=20.0, cpu=1, output=1000)
 COMMANDS_OF = {
@@ -50,6 +50,7 @@ def told() -> tuple[dict[str, int], dict[str, float]]:
     return found.states, found.more
 
 
+@needs("namespaces")
 def test_failures_by_cause_and_commands() -> None:
     """A command at each limit counts as that alone, and is recorded with it; so is what uses boxes, in seconds."""
 
@@ -81,6 +82,7 @@ def test_failures_by_cause_and_commands() -> None:
     assert news() is None
 
 
+@needs("namespaces")
 def test_a_lost_box_and_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> Recording:
         with recording() as found:

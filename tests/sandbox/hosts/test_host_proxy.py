@@ -23,10 +23,10 @@ from hpcrl.sandbox import Box, SandboxLost, SandboxPool
 from hpcrl.sandbox.hosts import proxy
 from hpcrl.sandbox.hosts.door import BOUNDS, PORT, open_door
 from hpcrl.toolbox.host_rules import HostRules
-from tests.support.able import needs
+from tests.support.able import require
 from tests.support.boxes import Loop, alive, family
 
-pytestmark = [pytest.mark.process, needs("namespaces", "python")]
+pytestmark = pytest.mark.process
 PYTHON = "/usr/bin/python3"
 #: an address of this node that no box's no_proxy names
 HERE = "127.0.0.2"
@@ -76,6 +76,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[Loop]:
+    require("namespaces", "python")
     with Loop(warm=0) as made:
         yield made
 
