@@ -205,7 +205,10 @@ def _run(command: list[str], kind: str, agent: str, word: str, hosts: Sequence[s
         if grace.seconds == math.inf and listener.status is not None:
             grace = Deadline(GRACE)
     if late := status is None:
-        end([psutil.Process(process.pid)], 5.0)
+        ours = psutil.Process(process.pid)
+        rest = ours.children(recursive=True)  # an ssh to a host whose link is cut would outlive it
+        end([ours], 5.0)
+        end(rest, 0.5)
         print(f"hpcrl: note: mpirun did not end within {GRACE:.0f} s and was ended; is a host down?", file=sys.stderr)
         status = 1 if listener.status is None else listener.status
     until = Deadline(REST)

@@ -21,6 +21,7 @@ from hpcrl.run.job_files import JobState, write_state
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import RecipeFile, write_recipe_file
 from hpcrl.untrusted_files import read_json
+from tests.support.runs import alive
 
 pytestmark = pytest.mark.process
 
@@ -43,12 +44,17 @@ def run(script: str, agent: str = "ssh", hosts: tuple[str, ...] = ()) -> int:
     )
 
 
-def test_what_is_left_after_the_run_has_ended_is_ended(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    """As where a host's link is cut for ever: rank 0 has said its last word, and mpirun waits for the host."""
+def test_what_is_left_after_the_run_has_ended_is_ended(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """As where a host's link is cut for ever: rank 0 has said its last word, mpirun waits for the host, and its ssh to
+    that host would outlive it."""
     begun = time.monotonic()
     tell = f"{sys.executable} -c 'from hpcrl.mpi.exit_status_relay import tell; tell(3)'"
-    assert run(f"echo error >&2; {tell}; printf more >&2; exec sleep 100") == 3
+    ssh = f"sh -c 'echo $$ > {tmp_path}/ssh; exec sleep 100'"
+    assert run(f"echo error >&2; {tell}; printf more >&2; {ssh}; true") == 3
     assert time.monotonic() - begun < 60
+    assert not alive(int((tmp_path / "ssh").read_text()))
     said = capfdbinary.readouterr().err
     assert said.startswith(b"error\nmore") and b"mpirun did not end within" in said, said
 
