@@ -1,12 +1,12 @@
-"""Schedulers to submit real runs to, all driven in one way: tests/support/local_queue.py, and Slurm on the test
-cluster.
+"""Schedulers to submit real runs to, all driven in one way: a Slurm of this machine (tests/support/fake_slurm), Slurm on
+the test cluster, and tests/support/local_queue.py.
 
-    @pytest.mark.parametrize("queue", QUEUES, indirect=True)
+    @over_queues
     def test_something(queue, tmp_path, task):
         run = queue.submit(sft(tmp_path, task), tmp_path / "run")
 
-A scheduler that hpcrl is to speak to gets a `Queue` here, a line in QUEUES, and has to pass
-tests/whole_runs/test_schedulers.py.
+A scheduler that hpcrl is to speak to gets a `Queue` here, a line in `over_queues`, and has to pass
+tests/whole_runs/test_schedulers.py.  With `over_queues_in_core` the first of them is among the core tests.
 """
 
 from __future__ import annotations
@@ -26,10 +26,17 @@ import psutil
 import pytest
 
 from tests.support import local_queue, slurm
-from tests.support.cluster import Cluster
+from tests.support.cluster import ENDED, Cluster
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import REPO, SubmittedRun, processes
 
-QUEUES = [pytest.param("local", marks=pytest.mark.process), pytest.param("slurm", marks=pytest.mark.cluster)]
+ELSEWHERE = [pytest.param("local", marks=pytest.mark.soak), pytest.param("slurm", marks=pytest.mark.cluster)]
+over_queues = pytest.mark.parametrize(
+    "queue", [pytest.param("fake", marks=pytest.mark.process), *ELSEWHERE], indirect=True
+)
+over_queues_in_core = pytest.mark.parametrize(
+    "queue", [pytest.param("fake", marks=[pytest.mark.process, pytest.mark.core]), *ELSEWHERE], indirect=True
+)
 
 
 class Submitted(SubmittedRun):
@@ -45,13 +52,10 @@ class Submitted(SubmittedRun):
 
     def becomes(self, phase: str, seconds: float = 240) -> dict[str, Any]:
         """Wait for a phase as `hpcrl status` has it; its whole answer."""
-        found: dict[str, Any] = {}
-
-        def is_so() -> bool:
-            found.update(self.status())
-            return found["phase"] == phase
-
-        self.until(is_so, seconds)
+        deadline = time.monotonic() + seconds
+        while (found := self.status())["phase"] != phase:
+            assert time.monotonic() < deadline, f"{phase} not in {seconds} s, but {found}\n{self.logs()}"
+            time.sleep(0.5)  # the command takes as long itself
         return found
 
     def output(self) -> str:
@@ -81,6 +85,9 @@ class Queue(Protocol):
 
     def processes(self, run: Submitted) -> list[int]:
         """What lives of a run, anywhere."""
+
+    def status(self, run: Submitted) -> int | None:
+        """The exit status of the batch process of a job that has ended; None where that is not told."""
 
 
 class LocalQueue:
@@ -134,6 +141,9 @@ class LocalQueue:
     def processes(self, run: Submitted) -> list[int]:
         return processes(run.root)
 
+    def status(self, run: Submitted) -> int | None:
+        return None
+
     def end(self, seconds: float = 15) -> list[str]:
         """Give every job a while to end, then end it; what had to be ended, or lives on."""
         file = self.folder / "queue" / "queue.json"
@@ -159,7 +169,7 @@ class SlurmQueue:
     held = ("trainer.extra.hold=true",)
     shape: Mapping[str, Any] = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 1}
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster | FakeSlurm) -> None:
         self.cluster = cluster
 
     def hpcrl(self, *words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -187,12 +197,34 @@ class SlurmQueue:
         everywhere = [pair for found in self.cluster.all_processes().values() for pair in found]
         return [pid for pid, argv in everywhere if str(run.root) in " ".join(argv) or "hpcrl" in " ".join(argv)]
 
+    def status(self, run: Submitted) -> int | None:
+        job = self.cluster.job(int(run.number))
+        code, number = map(int, job["ExitCode"].split(":"))
+        return (128 + number if number else code) if job["JobState"] in ENDED else None
+
+
+class FakeSlurmQueue(SlurmQueue):
+    """Slurm's programs on this machine alone (tests/support/fake_slurm)."""
+
+    shape: Mapping[str, Any] = {"actor_num_gpus_per_node": 1}
+
+    def cut(self, run: Submitted) -> None:
+        slurm.Job(self.cluster, run.root, int(run.number)).limit(40)
+
+    def processes(self, run: Submitted) -> list[int]:
+        return processes(run.root)
+
 
 @pytest.fixture
 def queue(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Queue]:
-    """The scheduler of a parameter of QUEUES; after the test it has no job left."""
+    """The scheduler of a parameter of `over_queues`; after the test it has no job left."""
     if request.param == "slurm":
         yield SlurmQueue(request.getfixturevalue("cluster"))
+        return
+    if request.param == "fake":
+        fake = FakeSlurm(tmp_path / "fake-slurm")
+        yield FakeSlurmQueue(fake)
+        assert not (left := fake.end()), left
         return
     found = LocalQueue(tmp_path / "local-queue")
     yield found

@@ -7,12 +7,9 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
-from tests.support.batch import QUEUES, Queue, SlurmQueue, Submitted
+from tests.support.batch import Queue, SlurmQueue, Submitted, over_queues, over_queues_in_core
 from tests.support.runs import SFT, metrics, recipe
 
-pytestmark = pytest.mark.parametrize("queue", QUEUES, indirect=True)
 STEPS = 200  #: of a run that commands must reach before it ends: a tenth of a second each on a quiet machine
 LONG = {"num_rollout": STEPS, "rollout_batch_size": 32, "save_interval": None}
 
@@ -22,6 +19,7 @@ def sft(queue: Queue, path: Path, task: Path, **values: object) -> Path:
     return recipe(path, task, **(SFT | dict(queue.shape) | values))
 
 
+@over_queues
 def test_a_job_waits_says_why_runs_and_ends(queue: Queue, tmp_path: Path, task: Path) -> None:
     run = queue.submit(sft(queue, tmp_path, task), tmp_path / "run", settings=queue.held)
     waiting = run.status()
@@ -47,17 +45,23 @@ def test_a_job_waits_says_why_runs_and_ends(queue: Queue, tmp_path: Path, task: 
     assert refused.returncode == 2 and "finished" in refused.stderr
 
 
-def test_stop_saves_and_resume_submits_it_again(queue: Queue, tmp_path: Path, task: Path) -> None:
+@over_queues_in_core
+def test_requeued_stopped_and_resumed(queue: Queue, tmp_path: Path, task: Path) -> None:
+    """Near its limit a run saves and is requeued; stopped, it saves, and `hpcrl resume` submits it again."""
     run = queue.submit(sft(queue, tmp_path, task, **LONG), tmp_path / "run", "--rollout-batch-size", "16")
-    run.until(lambda: run.steps() > 2)
+    run.until(lambda: run.training(0))
+    queue.cut(run)
+    run.until(lambda: "queued again" in run.output())
+    queue.lengthen(run)
+    assert "time limit is near)" in run.output() and "(1 of 20 requeues)" in run.output(), run.logs()
+    run.until(lambda: run.training(1))
     queue.hpcrl("stop", run.root)
     stopped = run.becomes("stopped", 60)
     assert "hpcrl stop" in stopped["message"] and run.steps() < STEPS, stopped
+    assert (stopped["job_id"], stopped["restarts"], stopped["attempt"]) == (run.number, 1, 1)
     run.until(lambda: not queue.processes(run), 60)
     if isinstance(queue, SlurmQueue):
-        # the batch process ended with 143, of which an older sacct shows what is above 128
-        ended = {("FAILED", "15:0"), ("FAILED", "143:0")}
-        run.until(lambda: bool(ended & set(queue.cluster.sacct(int(run.number), "State,ExitCode"))), 30)
+        run.until(lambda: queue.status(run) == 143, 30)
     again = queue.hpcrl("resume", run.root, "--time", "20").stdout
     second = Submitted(queue, run.root, re.match(r"job (\d+)", again)[1])
     assert second.number != run.number
@@ -66,20 +70,7 @@ def test_stop_saves_and_resume_submits_it_again(queue: Queue, tmp_path: Path, ta
     assert json.loads((run.root / "job.json").read_text())["site"]["time"] == "20"
 
 
-def test_saved_and_requeued_at_the_limit(queue: Queue, tmp_path: Path, task: Path) -> None:
-    """Near its limit a run saves and is requeued."""
-    run = queue.submit(sft(queue, tmp_path, task, **LONG), tmp_path / "run")
-    run.until(lambda: run.training(0))
-    queue.cut(run)
-    run.until(lambda: "queued again" in run.output())
-    queue.lengthen(run)
-    assert "time limit is near)" in run.output() and "(1 of 20 requeues)" in run.output(), run.logs()
-    run.until(lambda: run.training(1))
-    ended = run.becomes("finished")
-    assert (ended["job_id"], ended["restarts"], ended["attempt"]) == (run.number, 1, 1)
-    assert list(metrics(run.root)) == list(range(STEPS)), "no step twice, none left out"
-
-
+@over_queues
 def test_chain_continues_and_ends(queue: Queue, tmp_path: Path, task: Path) -> None:
     """In a chain the next job continues, and the rest ends at once."""
     run = queue.submit(sft(queue, tmp_path, task, **LONG), tmp_path / "run", "--chain", "3")
@@ -94,6 +85,7 @@ def test_chain_continues_and_ends(queue: Queue, tmp_path: Path, task: Path) -> N
     run.until(lambda: f"do for job {third} of the chain" in run.output(), 60)
 
 
+@over_queues_in_core
 def test_cancel_running_and_pending(queue: Queue, tmp_path: Path, task: Path) -> None:
     """Cancel ends a run, and takes another out of the queue."""
     path = sft(queue, tmp_path, task, **(LONG | {"num_rollout": 100000}))
@@ -112,6 +104,7 @@ def test_cancel_running_and_pending(queue: Queue, tmp_path: Path, task: Path) ->
     running.becomes("cancelled", 60)
 
 
+@over_queues
 def test_impossible_requests_are_refused(queue: Queue, tmp_path: Path, task: Path) -> None:
     """What cannot be satisfied is refused and leaves nothing."""
     path = sft(queue, tmp_path, task)
