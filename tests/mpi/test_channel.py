@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.able import needs
+from tests.support.able import find_mpirun, needs
 
 pytestmark = [
     pytest.mark.process,
@@ -56,7 +56,7 @@ def part():
 def world(count: int, script: str) -> dict[int, list[str]]:
     """What each of `count` ranks printed."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = ["mpirun.openmpi", "--oversubscribe", "-np", str(count), sys.executable, "-c", BEFORE + script]
+    command = [find_mpirun(), "--oversubscribe", "-np", str(count), sys.executable, "-c", BEFORE + script]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[int, list[str]] = {rank: [] for rank in range(count)}

@@ -149,8 +149,14 @@ def _apptainer() -> str:
     return f"there is no apptainer: `python -m tools.cluster root {suite}` unpacks a release that has it"
 
 
+def find_mpirun() -> str | None:
+    """The mpirun that belongs to what mpi4py loads: the environment's, else the first in PATH."""
+    beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    return shutil.which("mpirun", path=beside)
+
+
 def _mpirun() -> str:
-    return "" if shutil.which("mpirun.openmpi") else "Open MPI is not installed: apt-get install openmpi-bin"
+    return "" if find_mpirun() else "mpirun is not here; load or install Open MPI"
 
 
 def _python() -> str:
