@@ -97,10 +97,13 @@ quickstart: $(ENV)
 test: $(ENV)
 	$(BIN)/python -m pytest -m core $(WORKERS)
 
-test-all: test test-rest
+test-all: $(ENV)
+	@$(BIN)/python -m tools.cluster packages
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-rest
 
-# The tests on the cluster wait more than they compute (for time limits, lost nodes, silence), so they run in parallel with the
-# others, and some files of these after them, so that both take as long.  Their output is shown when both are done.
+# Two lanes in parallel.  The first runs the tests on the cluster, which wait more than they compute, and then the folders of
+# AFTER_CLUSTER; the second runs the others.  The first lane's output is shown when both have ended.
 CLUSTER_LOG := $(HPCRL_VENV)/test-cluster.log
 AFTER_CLUSTER := $(patsubst %,tests/%,sandbox sandbox_nodes harbor rollout documents engine tryout)
 test-rest: $(ENV)

@@ -29,7 +29,7 @@ REPO = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
 
 # A matrix product in a child that was forked after OpenMP has started threads hangs, and tests fork ranks and engines.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Megatron's decorators are torch.compile, which imports its compiler in each worker: no test of these uses it
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -64,7 +64,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     expression = config.option.markexpr
     marked = MARKED.search(collection_path.read_text())
     marks = set(re.findall(r"pytest\.mark\.(\w+)", marked[1])) if marked else set()
-    return True if marks & left_out(expression) or layers.nothing_of(collection_path, expression, marks) else None
+    return True if marks & left_out(expression) or layers.none_selected(collection_path, expression, marks) else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -114,6 +114,7 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
         executable="/bin/bash",
         capture_output=True,
         text=True,
+        timeout=240,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

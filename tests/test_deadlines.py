@@ -133,12 +133,20 @@ def test_the_walk_sees_what_it_should() -> None:
     assert [line for line, _ in endless(walk(ast.parse(text)))] == [1, 3, 6, 8]
 
 
-def test_tests_read_lines_within_a_time() -> None:
-    """What a test has started may never say what is waited for: tests/support/children.py has a deadline."""
+def test_tests_wait_for_children_within_a_time() -> None:
+    """What a test has started may never end or say what is waited for; tests/support/children.py has `read_line`."""
+    files = {path: nodes(path) for path in sorted(TESTS.rglob("*.py"))}
     found = [
         f"{path.relative_to(TESTS)}:{node.lineno}"
-        for path in sorted(TESTS.rglob("*.py"))
-        for node in nodes(path)
+        for path, tree in files.items()
+        for node in tree
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".stdout.readline")
     ]
     assert not found, "call read_line(process)"
+    found = [
+        f"{path.relative_to(TESTS)}:{line}"
+        for path, tree in files.items()
+        for line, call in endless(tree)
+        if call.startswith("subprocess.")
+    ]
+    assert not found, "give it a timeout"

@@ -85,7 +85,12 @@ def test_threads_stay_near_the_gpu(tmp_path: Path) -> None:
     def bound(text: str, device: str = GPU) -> list[list[int]]:
         beside.write_text(text)
         done = subprocess.run(
-            [sys.executable, "-c", BIND, device, str(tmp_path)], capture_output=True, text=True, check=True, cwd=REPO
+            [sys.executable, "-c", BIND, device, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=REPO,
+            timeout=240,
         )
         return json.loads(done.stdout)
 
@@ -104,4 +109,4 @@ def test_jobs_share_of_processors(tmp_path: Path) -> None:
     task = ["bash", str(REPO / "launch/task.sh"), "host"]
     for more, said in (({"SLURM_CPUS_ON_NODE": "12"}, "12\n"), ({}, "\n")):
         env = {"PATH": os.environ["PATH"], "HPCRL_PYTHON": str(python), "SLURMD_NODENAME": "n1", **more}
-        assert subprocess.run(task, env=env, capture_output=True, text=True, check=True).stdout == said
+        assert subprocess.run(task, env=env, capture_output=True, text=True, check=True, timeout=240).stdout == said

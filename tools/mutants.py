@@ -215,7 +215,7 @@ def outcome(edit: Edit, seconds: float = SECONDS) -> Outcome:
     """Run the tests of an edit in a child until the first one fails.
 
     Raises:
-        BrokenTable: if pytest could not run them at all; that a room has no core test is none.
+        BrokenTable: if pytest could not run them at all. A room without core tests is no error.
     """
     folder = Path(tempfile.mkdtemp(prefix="mutant-"))
     begun = time.monotonic()

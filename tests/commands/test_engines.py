@@ -145,7 +145,12 @@ def test_the_script_starts_its_step_and_nothing_else(tmp_path: Path) -> None:
     )
     path = f"{tmp_path}:{os.environ['PATH']}"
     said = subprocess.run(
-        ["bash", "-c", text], env={"PATH": path}, capture_output=True, text=True, check=True
+        ["bash", "-c", text],
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
     ).stdout.splitlines()
     program = ["bash", f"{tmp_path}/some run/added/launch/task.sh", "join", f"{tmp_path}/some run"]
     assert said[-8:] == [*program, "--attempt", "3", "--engines", "4"]

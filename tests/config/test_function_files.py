@@ -119,7 +119,7 @@ def test_a_run_imports_the_file(own: Path, tmp_path: Path, live: bool) -> None:
     (tmp_path / "look.py").write_text(LOOK)
     command = [sys.executable, str(tmp_path / "look.py"), str(root), *options.code_path]
     place = {**os.environ, "PYTHONPATH": str(REPO)}
-    said = subprocess.run(command, env=place, capture_output=True, text=True, check=True).stdout.split()
+    said = subprocess.run(command, env=place, capture_output=True, text=True, check=True, timeout=240).stdout.split()
     there = own if live else root / CODE
     assert said == [str(there / "mine.py"), str(there / "helper.py")]
 
@@ -163,7 +163,9 @@ def test_a_resumed_run_means_the_same_file(
     code = f"from pathlib import Path; from hpcrl.run.code_files import use_code; use_code(Path({str(job.root)!r}), " \
         f"[{str(own)!r}]); from pack.sub.deep import where; print(where)"  # fmt: skip
     place = {**os.environ, "PYTHONPATH": str(REPO)}
-    there = subprocess.run([sys.executable, "-c", code], env=place, capture_output=True, text=True, check=True)
+    there = subprocess.run(
+        [sys.executable, "-c", code], env=place, capture_output=True, text=True, check=True, timeout=240
+    )
     assert there.stdout.strip() == str(job.root / CODE / "pack" / "sub" / "deep.py")
 
 

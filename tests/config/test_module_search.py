@@ -90,5 +90,6 @@ def test_own_folder_named_as_the_checkouts(tmp_path: Path, package: bool) -> Non
         capture_output=True,
         text=True,
         check=True,
+        timeout=240,
     )
     assert done.stdout.strip() == str([("", "")] * len(FOLDERS))

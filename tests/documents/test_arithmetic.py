@@ -65,7 +65,9 @@ def test_small_model_and_lossless_tokenizer(tmp_path: Path) -> None:
     """The model is small and its tokenizer is lossless."""
     import subprocess
 
-    subprocess.run([sys.executable, EXAMPLES / "arithmetic.py", "--out", tmp_path], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, EXAMPLES / "arithmetic.py", "--out", tmp_path], check=True, capture_output=True, timeout=240
+    )
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
 

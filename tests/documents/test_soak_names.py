@@ -65,7 +65,7 @@ def test_make_hands_them_on() -> None:
     for line in lines:
         shown = subprocess.run(
             ["make", "-n", "-o", ".venv/.installed", *line.words[1:]],
-            cwd=REPO, env=bare | {"HPCRL_VENV": ".venv"}, capture_output=True, text=True, check=True,
+            cwd=REPO, env=bare | {"HPCRL_VENV": ".venv"}, capture_output=True, text=True, check=True, timeout=240,
         )  # fmt: skip
         run = shlex.split(shown.stdout.splitlines()[-1])
         given = dict(word.partition("=")[::2] for word in line.words[2:])

@@ -42,24 +42,29 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
     )
     for name in files.stdout.splitlines():
         if (REPO / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPO / name, source / name, follow_symlinks=False)
     build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source)]
-    subprocess.run(build, check=True, capture_output=True)
+    subprocess.run(build, check=True, capture_output=True, timeout=240)
     (found,) = folder.glob("*.whl")
     return found
 
 
 def installed(wheel: Path, venv: Path) -> tuple[Path, Path]:
     """Install the wheel, and nothing that it requires, in an environment of its own; its programs and its packages."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=240)
     python = venv / "bin" / "python"
     into = [*PIP, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(into, check=True, capture_output=True)
+    subprocess.run(into, check=True, capture_output=True, timeout=240)
     return python.parent, next((venv / "lib").glob("python*/site-packages"))
 
 
@@ -103,12 +108,17 @@ def test_recipes_come_with_the_wheel(bare: Path, elsewhere: Scene) -> None:
     assert set(lines) == set(SHIPPED)
     for name, line in lines.items():
         done = subprocess.run(
-            ["bash", "-c", line], env=environment, cwd=elsewhere.folder, capture_output=True, text=True
+            ["bash", "-c", line],
+            env=environment,
+            cwd=elsewhere.folder,
+            capture_output=True,
+            text=True,
+            timeout=240,
         )
         assert done.returncode == 2
         (copy,) = re.findall(r"cp -r \S+ \.", done.stderr)
         assert copy.endswith(f"/{name} .")
-        subprocess.run(["bash", "-c", copy], env=environment, cwd=elsewhere.folder, check=True)
+        subprocess.run(["bash", "-c", copy], env=environment, cwd=elsewhere.folder, check=True, timeout=240)
 
 
 def test_what_a_login_node_is_asked_works(bare: Path, elsewhere: Scene) -> None:
@@ -130,14 +140,14 @@ def test_a_folder_to_start_from_comes_with_the_wheel(bare: Path, elsewhere: Scen
         environment, place = elsewhere.environment(bare), elsewhere.folder
         done = subprocess.run(
             ["hpcrl", "init", f"own-{task}", "--task", task],
-            env=environment, cwd=place, capture_output=True, text=True,
+            env=environment, cwd=place, capture_output=True, text=True, timeout=240,
         )  # fmt: skip
         assert done.returncode == 0 and "hpcrl[gpu]" in done.stderr and len(done.stderr.splitlines()) == 1
         (command,) = load_recipe(place / f"own-{task}" / "recipe.toml").prepare
         made = ["python", *command[1:3], "--help"]
-        subprocess.run(made, env=environment, cwd=place, capture_output=True, text=True, check=True)
+        subprocess.run(made, env=environment, cwd=place, capture_output=True, text=True, check=True, timeout=240)
         run = ["hpcrl", "run", f"own-{task}/recipe.toml", "--dry-run"]
-        refused = subprocess.run(run, env=environment, cwd=place, capture_output=True, text=True)
+        refused = subprocess.run(run, env=environment, cwd=place, capture_output=True, text=True, timeout=240)
         assert refused.returncode == 2 and "hpcrl[gpu]" in refused.stderr, refused.stderr
 
 

@@ -28,6 +28,7 @@ def typed(commands: Sequence[Command], scene: Scene, python: Path) -> list[tuple
         capture_output=True,
         text=True,
         check=True,
+        timeout=240,
     )
     return [(status, said) for status, said in json.loads(done.stdout)]
 

@@ -83,7 +83,7 @@ class World:
         getattr(self.registry, "joined" if alone else "updated")(done, self.version)
 
 
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(n, marks=pytest.mark.process) for n in range(10, 40))])
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(n, marks=pytest.mark.soak) for n in range(10, 40))])
 def test_only_published_weights_answer(seed: int) -> None:
     """Only engines with the published weights ever answer."""
     for run in range(75):

@@ -89,7 +89,10 @@ def test_tensorboard_without_torch(rundir: RunDir) -> None:
         "sys.modules)"
     )
     subprocess.run(
-        [sys.executable, "-c", code, rundir.root / "elsewhere"], check=True, env=os.environ | {"PYTHONPATH": str(REPO)}
+        [sys.executable, "-c", code, rundir.root / "elsewhere"],
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        timeout=240,
     )
 
 

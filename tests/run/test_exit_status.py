@@ -24,7 +24,7 @@ from hpcrl.run.exit_status import MemoryWatch, how_it_ended, signal_name
     ],
 )
 def test_how_a_process_ended(code: str, phrase: str) -> None:
-    assert how_it_ended(subprocess.run([sys.executable, "-c", code], check=False).returncode) == phrase
+    assert how_it_ended(subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode) == phrase
 
 
 V1 = {

@@ -34,9 +34,9 @@ def small(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "small"
     place.mkdir()
     require("mounts")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], check=True, timeout=240)
     yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    subprocess.run(["umount", "-l", str(place)], check=True, timeout=240)
 
 
 def fill(place: Path) -> Path:
@@ -59,7 +59,7 @@ def test_full_and_read_only_file_systems(small: Path) -> None:
         write_atomic(small / "a", b"x" * 8192)
     assert not (small / "a").exists() and [path.name for path in small.iterdir() if path.name.startswith(".")] == []
     filler.unlink()
-    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True, timeout=240)
     assert "read-only (Read-only file system)" in write_obstacle(small)
     with pytest.raises(HpcrlError, match="read-only.*;.*mounted for writing"):
         write_atomic(small / "a", b"x")
@@ -307,6 +307,7 @@ def test_kill_while_making_a_directory(moment: str, tmp_path: Path, monkeypatch:
     ended = subprocess.run(
         [sys.executable, "-c", f"{die}{CUT[moment]}\nscratch.Scratch('torchrun'); die()"],
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        timeout=240,
     )
     (left,) = tmp_path.iterdir()
     assert ended.returncode == -signal.SIGKILL and left.name.startswith("hpcrl-torchrun-")

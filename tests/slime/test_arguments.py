@@ -219,7 +219,7 @@ def test_a_wrong_submission_is_refused_within_a_second() -> None:
     began = time.process_time()
     children = sum(map(float, __import__("resource").getrusage(-1)[:2]))
     words = [sys.executable, "-m", "hpcrl", "submit", "--", *BASE.split(), "--kl-coef", "0.1", "--kl-loss-coef", "0.2"]
-    said = subprocess.run(words, capture_output=True, text=True, check=False)
+    said = subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
     used = sum(map(float, __import__("resource").getrusage(-1)[:2])) - children + time.process_time() - began
     assert said.returncode == 2 and "--kl-loss-coef 0.2" in said.stderr
     assert used < 2.0, f"{used:.2f} CPU seconds"  # of which a processor of its own needs less than one

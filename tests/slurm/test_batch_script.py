@@ -78,6 +78,7 @@ def test_a_printed_script_keeps_the_run_directory(
         capture_output=True,
         text=True,
         check=True,
+        timeout=240,
     )
     assert said.stdout == root.format(name="quickstart"), last
 
@@ -106,9 +107,9 @@ def test_a_percent_sign_in_a_directory_is_no_pattern() -> None:
     ids=lambda p: p.name,
 )
 def test_bash_and_shellcheck_have_nothing_to_say(path: Path) -> None:
-    subprocess.run(["bash", "-n", str(path)], check=True)
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=240)
     require("shellcheck")
-    done = subprocess.run(["shellcheck", "--shell=bash", str(path)], capture_output=True, text=True)
+    done = subprocess.run(["shellcheck", "--shell=bash", str(path)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout
 
 
@@ -127,7 +128,7 @@ def test_no_value_leaves_its_quotes(account: str, value: str, module: str) -> No
     head, mark, body = text.partition("# What the site wants first")
     body = mark + body
     body = "module() { printf '%s\\0' \"$@\"; }\n" + body.replace("exec printf", "printf")
-    done = subprocess.run(["bash", "-c", body], capture_output=True, check=True)
+    done = subprocess.run(["bash", "-c", body], capture_output=True, check=True, timeout=240)
     said = done.stdout.decode(errors="surrogateescape").split("\0")
     assert said[:2] == ["load", module]
     assert said[2:4] == [value, "/x y/python"]
@@ -151,7 +152,9 @@ def test_site_lines_may_be_careless(tmp_path: Path) -> None:
         text = render(
             BatchScript("n", "t", "s", "echo $-", "o.out", "/l"), request(Options(actor_num_gpus_per_node=1)), site
         )
-        done = subprocess.run(["bash", "-c", text.replace("exec echo", "echo")], capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", text.replace("exec echo", "echo")], capture_output=True, text=True, timeout=240
+        )
         assert done.returncode == code and said in done.stdout + done.stderr
         if not code:
             assert "u" in done.stdout, "our own lines run under set -eu"
@@ -177,14 +180,21 @@ def test_the_chain_of_jobs(tmp_path: Path) -> None:
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": "m", "SAVE": "s", "RUN": "r", "NODES": "2"}
     script = REPO / "sbatch" / "chain.sh"
     said = subprocess.run(
-        ["bash", script, "x.toml", "--site", "y"], env=environment, capture_output=True, text=True, check=True
+        ["bash", script, "x.toml", "--site", "y"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
     )
     assert said.stdout.split() == ["convert:", "job", "4711", "train:", "job", "4712", "export:", "job", "4711"]
     convert, train, export = calls.read_text().splitlines()
     assert "--nodes=2" in convert and "MODEL=m" in convert and convert.split()[4].endswith("convert.sbatch")
     assert train.startswith("hpcrl submit x.toml --site y --run-dir r --ref-load s --after 4711 ")
     assert "--dependency=afterok:4712" in export and "RUN=r" in export
-    assert subprocess.run(["bash", script, "x.toml"], env={"PATH": "/usr/bin:/bin"}, capture_output=True).returncode
+    assert subprocess.run(
+        ["bash", script, "x.toml"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, timeout=240
+    ).returncode
 
 
 def test_surrounding_job_is_not_inherited() -> None:
@@ -477,5 +487,6 @@ if __name__ == "__main__":  # make sbatch: write the golden files anew
             capture_output=True,
             text=True,
             check=True,
+            timeout=240,
         )
         (REPO / "sbatch" / name).write_text(done.stdout)

@@ -128,10 +128,14 @@ def test_every_layout_and_container(file: Path, tmp_path: Path) -> None:
             )
             assert step[0] == "srun" and step[-1] == "/run/launch/task.sh" and all("<" not in word for word in step)
     subprocess.run(
-        ["bash", "-c", 'for file; do bash -n "$file" || exit 1; done', "bash", *map(str, scripts)], check=True
+        ["bash", "-c", 'for file; do bash -n "$file" || exit 1; done', "bash", *map(str, scripts)],
+        check=True,
+        timeout=240,
     )
     require("shellcheck")
-    done = subprocess.run(["shellcheck", "--shell=bash", *map(str, scripts)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["shellcheck", "--shell=bash", *map(str, scripts)], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout[:3000]
 
 
@@ -457,7 +461,10 @@ def test_command_in_a_pyxis_container() -> None:
     words = ["a b", "$HOME", '"', "'", "*", "", "\\"]
     _, command = Container(kind="pyxis", image="/i").wrap(["printf", "%s\\n", *words])
     assert shutil.which("bash")
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1] == words
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.split("\n")[:-1]
+        == words
+    )
 
 
 def test_apptainer_is_an_ordinary_command() -> None:

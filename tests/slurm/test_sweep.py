@@ -66,7 +66,7 @@ def test_one_script_for_all_tasks(slurm: FakeSlurm, capsys: pytest.CaptureFixtur
         f"# task {number}: {name}" for number, name in enumerate(NAMES)
     ]
     assert f"'{tmp_path}/a b/submitit'" in script.splitlines()[-2] and not (tmp_path / "a b").exists()
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=240)
 
 
 def test_submitted_as_one_array(slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

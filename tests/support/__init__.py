@@ -20,7 +20,7 @@ Whole runs
     attacked, strangers    servers of a run in processes of their own; what strangers send to their ports, and its cost
     asked_endpoint     an endpoint in front of a policy that says what a test wants; models of each form of tool calls
     image_files        images of sandboxes as files: layers, Docker archives, OCI layouts
-    other_kinds        an account whose processes make sandboxes by bubblewrap, or by the newest release's Apptainer
+    other_kinds        an account whose processes make sandboxes by bubblewrap, or by a newer release's Apptainer
     boxes              an event loop with a pool of sandboxes, for tests that are no coroutines
     crowds             many honest clients of an HTTP server at once
     faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards

@@ -199,7 +199,7 @@ PROBES: dict[str, Callable[[], str]] = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark, and refuse names of nothing in HPCRL_REQUIRE."""
+    """Declare the mark, and refuse unknown names in HPCRL_REQUIRE."""
     config.addinivalue_line("markers", "needs(*names): skipped where the machine lacks it (tests/support/able.py)")
     if unknown := _required() - PROBES.keys():
         raise pytest.UsageError(f"{REQUIRED}: {', '.join(sorted(unknown))}: give some of {', '.join(sorted(PROBES))}")

@@ -120,7 +120,7 @@ def check_all_met(request: pytest.FixtureRequest, ran: set[str], met: set[Wait],
     if not whole or request.session.testsfailed:
         return
     if {item.nodeid for item in chosen} - ran:
-        assert "PYTEST_XDIST_WORKER" not in os.environ, "its tests belong into one process: --dist loadfile"
+        assert "PYTEST_XDIST_WORKER" not in os.environ, "its tests belong into one process: --dist loadgroup"
         return
     unused = [f"{wait.file} {wait.function}: {wait.why}" for wait in allowed if wait not in met]
     assert not unused, "unused entries of allowed_waits.py:\n" + "\n".join(unused)

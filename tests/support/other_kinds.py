@@ -1,5 +1,5 @@
-"""An ordinary user's processes that make boxes of other kinds: bubblewrap is this machine's, Apptainer that of the newest
-Debian release which `make packages` unpacks, whose /usr such a process has in a mount namespace of its own.
+"""An ordinary user's processes that make boxes of other kinds: bubblewrap is this machine's; Apptainer is that of a newer
+Debian release (`python -m tools.cluster root`), whose /usr such a process has in a mount namespace of its own.
 
 Invariant: nothing of that namespace is left when the process ends.
 """

@@ -238,7 +238,7 @@ def test_full_disk(tmp_path: Path, task: Path, uncut: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     require("mounts")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(small)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(small)], check=True, timeout=240)
     try:
         run = start(tmp_path, task, actor_num_gpus_per_node=2, save=str(small / "checkpoints"))
         run.until(lambda: (small / "checkpoints" / "iter_0000002").exists())
@@ -249,11 +249,11 @@ def test_full_disk(tmp_path: Path, task: Path, uncut: Path) -> None:
         assert "iter_0000004 was not saved" in out and "0.0 MB are free" in out, out
         assert (small / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
         (small / "filler").unlink()
-        subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True)
+        subprocess.run(["mount", "-o", "remount,size=50m", str(small)], check=True, timeout=240)
         resume(run.root)
         same_as(uncut, run.root)
     finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+        subprocess.run(["umount", "-l", str(small)], check=True, timeout=240)
 
 
 def test_nothing_listens_but_on_the_plans_address(tmp_path: Path, task: Path) -> None:

@@ -75,7 +75,11 @@ def test_each_option_is_completed(tmp_path: Path, capsys: pytest.CaptureFixture[
         for name in completed(COMMANDS, HELP)
     ]
     done = subprocess.run(
-        ["bash", "--norc", "-c", "\n".join(["source ./script", *lines])], cwd=tmp_path, capture_output=True, text=True
+        ["bash", "--norc", "-c", "\n".join(["source ./script", *lines])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     proposed = {line.partition(":")[0]: {*line.partition(":")[2].split()} for line in done.stdout.splitlines()}
     assert {name for name in proposed if " " not in name} == COMMANDS.keys() and not done.stderr

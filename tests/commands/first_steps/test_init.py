@@ -48,7 +48,7 @@ def test_a_folder_is_whole(task: str, home: Path, capsys: pytest.CaptureFixture[
     assert len((folder / "README.md").read_text().splitlines()) <= 10
     (test,) = folder.glob("test_*.py")
     assert f"python {test.name}" in said.out and f"python {test.name}" in (folder / "README.md").read_text()
-    done = subprocess.run([sys.executable, test.name], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, test.name], cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and done.stdout.count(": good") == len(
         re.findall(r"^def test_", test.read_text(), re.M)
     )

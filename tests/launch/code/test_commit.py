@@ -17,7 +17,9 @@ def git(folder: Path, *words: str) -> str:
     """What git says, for a committer of its own and with no settings of this machine."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     who = ["-c", "user.name=n", "-c", "user.email=e@x", "-c", "init.defaultBranch=main"]
-    done = subprocess.run(["git", *who, "-C", str(folder), *words], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", *who, "-C", str(folder), *words], env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -213,7 +213,9 @@ def looked(root: Path, home: Path) -> str:
     place = {**os.environ, "PYTHONPATH": str(REPO)}
     write(home, {"look.py": LOOK})
     command = [sys.executable, "-m", "look", str(root)]
-    return subprocess.run(command, cwd=home, env=place, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=home, env=place, capture_output=True, text=True, check=True, timeout=240
+    ).stdout.strip()
 
 
 def test_the_copy_goes_before_the_original(home: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:

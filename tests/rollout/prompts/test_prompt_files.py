@@ -405,7 +405,7 @@ def test_reading_data_imports_no_torch(model: Path) -> None:
         f"import sys; from hpcrl.rollout.prompts.tokenizer import Tokenizer; Tokenizer({str(model)!r}); "
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], timeout=240).returncode == 0
 
 
 # ---- epochs

@@ -33,7 +33,9 @@ def quick_start_mimo(directory: Path, seed: int) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
     subprocess.run(
-        [sys.executable, REPO / "examples" / "arithmetic.py", "--out", directory, "--seed", str(seed)], check=True
+        [sys.executable, REPO / "examples" / "arithmetic.py", "--out", directory, "--seed", str(seed)],
+        check=True,
+        timeout=240,
     )
     model = directory / "model"
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -91,7 +93,7 @@ def test_drafts_are_accepted_as_they_are_trained(seed: int, tmp_path: Path) -> N
     grpo("random, not trained", prepared / "model", warm_up, *HELD)
     better = tmp_path / "better"
     convert = ["convert", "to-hf", first, "--output-dir", better]
-    subprocess.run([sys.executable, "-m", "hpcrl", *map(str, convert)], check=True, cwd=REPO)
+    subprocess.run([sys.executable, "-m", "hpcrl", *map(str, convert)], check=True, cwd=REPO, timeout=240)
     grpo("kept on, trained", better, None, *TRAINED)
     grpo("kept on, left out", better, None)
     trained, held, kept, left = found.values()

@@ -3,7 +3,7 @@ where it can see them, and else by `hpcrl rehearse`.
 
     make soak SOAK=planted_faults       # a quarter of an hour of an idle machine
 
-Three of them are in the processes layer too (tests/rehearsal/test_planted_faults.py).
+`make test-all` has three of them (tests/rehearsal/test_planted_faults.py).
 """
 
 from __future__ import annotations

@@ -41,26 +41,26 @@ class Disk:
     def break_down(self) -> None:
         """Every write fails with EROFS from now on, to files that are open already too; what was written until now is
         kept."""
-        subprocess.run(["fsfreeze", "--freeze", str(self.at)], check=True)
+        subprocess.run(["fsfreeze", "--freeze", str(self.at)], check=True, timeout=240)
         try:
             self._trigger().write_text("broken")
         finally:
-            subprocess.run(["fsfreeze", "--unfreeze", str(self.at)], check=True)
+            subprocess.run(["fsfreeze", "--unfreeze", str(self.at)], check=True, timeout=240)
 
     def heal(self) -> None:
         """A new file system in place of the broken one, which those who are still in it keep."""
         aside = self.at.with_name(f"{self.at.name}-{self.images}")
         aside.mkdir()
         assert self._mount(aside), f"there is no other loop device for {aside}"
-        subprocess.run(["cp", "--archive", f"{self.at}/.", str(aside)], check=True)
-        subprocess.run(["umount", "--lazy", str(self.at)], check=True)
-        subprocess.run(["mount", "--bind", str(aside), str(self.at)], check=True)
-        subprocess.run(["umount", "--lazy", str(aside)], check=True)
+        subprocess.run(["cp", "--archive", f"{self.at}/.", str(aside)], check=True, timeout=240)
+        subprocess.run(["umount", "--lazy", str(self.at)], check=True, timeout=240)
+        subprocess.run(["mount", "--bind", str(aside), str(self.at)], check=True, timeout=240)
+        subprocess.run(["umount", "--lazy", str(aside)], check=True, timeout=240)
         aside.rmdir()
 
     def close(self) -> None:
         if self.mounted:
-            subprocess.run(["umount", "--lazy", str(self.at)], check=True)
+            subprocess.run(["umount", "--lazy", str(self.at)], check=True, timeout=240)
             self.mounted = False
 
     def _trigger(self) -> Path:
@@ -84,5 +84,5 @@ class Disk:
 
 def _done(command: list[str]) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        return subprocess.run(command, capture_output=True).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=240).returncode == 0
     return False

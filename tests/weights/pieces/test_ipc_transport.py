@@ -302,7 +302,7 @@ def test_cuda_functions_as_declared(tmp_path: Path) -> None:
     """Types, the handle by value, its zero bytes kept, errors in CUDA's own words: not whether a GPU does what they
     say."""
     (tmp_path / "cudart.c").write_text(STAND_IN)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", "libcudart.so", "cudart.c"], cwd=tmp_path, check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "libcudart.so", "cudart.c"], cwd=tmp_path, check=True, timeout=240)
     runtime = Runtime(str(tmp_path / "libcudart.so"))
     address = runtime.allocate(4096)
     buffer = tensor_at(address, 4096, torch.device("cpu"))
