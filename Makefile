@@ -49,8 +49,8 @@ define pip
 	@$(BIN)/python -m pip --disable-pip-version-check $(2) >> $(LOG) 2>&1 || { tail -n 20 $(LOG); exit 1; }
 endef
 
-# Two workers, as CI has two cores.  Tests that share an expensive fixture run in one of them (tests/support/layers.py).
-WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+# Two workers, as CI has two cores.  A worker that crashes ends the run.  Tests that share an expensive fixture run in one of them (tests/support/layers.py).
+WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 FAST := -m "core and not process and not vllm" $(WORKERS)
 
 # An environment keeps the interpreter that it was made with: installed over another one's, its modules would not load.

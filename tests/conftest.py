@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,10 +27,15 @@ gc.disable()
 # Processes that tests start find `tests` from any directory.  The environment lends them `hpcrl` alone, as it does to
 # users.
 REPO = Path(__file__).parent.parent
+MOST_FILES = 8192  #: that a test process may have open
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
 
 # A matrix product in a child that was forked after OpenMP has started threads hangs, and tests fork ranks and engines.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Tests of weight updates make dozens of gloo groups in one process, each with some hundred sockets.
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+if soft < MOST_FILES:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(MOST_FILES, hard), hard))
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Megatron's decorators are torch.compile, which imports its compiler in each worker: no test of these uses it
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -6,8 +6,8 @@ Invariant: a run whose responses could not be graded, or whose labels are missin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
@@ -61,7 +61,7 @@ def check_evaluation(o: Options) -> None:
             "--eval-interval needs held-out prompts", "give --eval-prompt-data NAME PATH, or --eval-config"
         )
     # a file that `prepare` is yet to write is read when it is there
-    if o.eval_interval is not None and (o.eval_config is None or Path(o.eval_config).is_file()):
+    if o.eval_interval is not None and (o.eval_config is None or os.path.isfile(o.eval_config)):
         eval_sets(o)
 
 
