@@ -139,7 +139,7 @@ def kept(found: EngineClient, folder: Path, tokens: int, prompt: int = 64) -> Ca
         completions = await asyncio.gather(*parts)
         samples = {i: [completion.sample(group.number, i, asked, text)] for i, completion in enumerate(completions)}
         await bank.keep(GroupProgress(group, samples))
-        ledger.finish(group.number, 0)
+        ledger.finish(group.number)
         batch.append(group.number)
         if len(batch) == BATCH:
             learned, batch[:] = batch[:], []
