@@ -1,4 +1,4 @@
-"""The three layers of the suite: every test gets one of the marks core, full, soak and lint.
+"""The layers of the suite: every test gets one of the marks core, full, soak and lint.
 
     make test        core: no root, no Debian packages, no Slurm
     make test-all    core and full
