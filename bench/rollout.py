@@ -269,7 +269,7 @@ async def _real(engines: Any, server: psutil.Process, rounds: int, tokens: int) 
 
         async def own() -> None:
             body = msgspec.json.encode([groups, EACH, size, tokens])
-            async with engine.session.post(f"{engine.url}/bench/own", data=body) as answer:
+            async with engine.session.post(engine.at("/bench/own"), data=body) as answer:
                 assert answer.status == 200, await answer.text()
 
         async def ours(lean: bool) -> None:
