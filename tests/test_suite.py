@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +13,6 @@ from tests.conftest import left_out
 from tests.support import layers
 from tests.support.sources import nodes, parsed, walk
 from tests.test_architecture import MOST, ROOT
-from tools import messages
 
 pytestmark = pytest.mark.lint
 TESTS = Path(__file__).parent
@@ -156,20 +152,6 @@ def test_names_are_short() -> None:
         for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                 assert len(node.name) <= 50, f"{path}:{node.lineno}: {node.name}"
-
-
-def test_messages_are_all_in_one_file(tmp_path: Path) -> None:
-    """So that a change of wording is seen in one place, and no test of what happens has to know it: the command as
-    CONTRIBUTING.md has it typed writes the same again, over a copy of the tool and the package itself."""
-    repo = messages.ROOT
-    command = "python -m tools.messages --write"
-    assert f"`{command}`" in (repo / "CONTRIBUTING.md").read_text()
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "hpcrl").symlink_to(repo / "hpcrl")
-    shutil.copytree(repo / "tools", tmp_path / "tools")
-    words = [sys.executable, *command.split()[1:]]
-    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    assert (tmp_path / "tests" / messages.PAGE.name).read_bytes() == messages.PAGE.read_bytes(), f"run {command}"
 
 
 def test_every_entry_of_the_table_fits_a_test() -> None:
