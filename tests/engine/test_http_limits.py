@@ -226,7 +226,7 @@ def test_bad_requests_write_few_lines(caplog: pytest.LogCaptureFixture, monkeypa
 @pytest.mark.process
 def test_a_thousand_strangers_cost_little(second_user: SecondUser, tmp_path: Path) -> None:
     """As many connections, each with what costs most, take at most 64 MB of an engine's server, and honest requests are
-    answered meanwhile; how much later, bench/strangers.py measures."""
+    answered meanwhile."""
     pair = [start("engine", tmp_path / name) for name in ("attacked", "other")]
     for kind, cost in costs(second_user, ("idle", "headers", "pipeline"), *pair).items():
         assert cost.grown <= 64e6, (kind, cost)

@@ -540,7 +540,7 @@ def test_copies_in_memory_are_counted() -> None:
     assert taken(non_persistent_save_interval=1) == 3 * part
     assert taken(non_persistent_save_interval=5, actor_num_nodes=2) == 5 * part
     in_fp32 = 1800 * 4 / 4 + 12 * (1000 / 4 + 800 / 2)
-    assert taken(non_persistent_save_interval=1, bf16=False) == 3 * in_fp32, "as bench/copies.py has measured it"
+    assert taken(non_persistent_save_interval=1, bf16=False) == 3 * in_fp32, "a copy in memory, as it was measured"
     old = taken(non_persistent_save_interval=1, keep_old_actor=True)
     assert old == 3 * (part + 2 * 1800 * 2 / 4)
 

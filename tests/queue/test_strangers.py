@@ -97,7 +97,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("kind", ["idle", f"frames={frames.LIMIT}", "frames=8000000"])
 def test_a_thousand_connections_cost_little(pair: list[Attacked], second_user: SecondUser, kind: str) -> None:
     """A thousand strangers' connections, each as heavy as it can be, cost at most 64 MB, and honest calls are answered
-    meanwhile; how much later, bench/strangers.py measures."""
+    meanwhile."""
     cost = attack(second_user, kind, *pair)
     assert cost.grown <= 64e6
     assert cost.made >= 64

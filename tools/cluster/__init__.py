@@ -11,6 +11,5 @@ DIR plays the shared file system.  Who does what:
     sandbox.py    process 1 of the outer namespace: the switch, the nodes; when it ends, all of it ends
     node.py       process 1 of a node: private /tmp, /run, /dev/shm, its daemons, and it reaps orphans
     layout.py     paths, names, addresses; config.py  what the daemons read; processes.py  what runs where
-    caching_mount.py   a directory seen through a mount that remembers for a minute what it saw, as NFS does
     packages.py   the Debian packages that it needs (packages.txt)
 """

@@ -1,23 +1,18 @@
-"""The loops in made-up time, as bench/overlap.py measures them: what overlaps, and that made-up time is none of the
-machine's."""
+"""The loops in made-up time: what overlaps, and that made-up time is none of the machine's."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.overlap import CASES, LOOPS, Shares, measure
-from bench.overlap_roles.engines import Engines, Trace
-from bench.overlap_roles.virtual_time import simulate
 from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.samplers.sampler import ResponseRequest
-
-TRACE = Trace(Path(__file__).parents[3] / "bench" / "overlap_trace.json")
+from tests.support.simulated_loops import CASES, LOOPS, Engines, Shares, measure, response_of
+from tests.support.virtual_time import simulate
 
 
 def test_virtual_time() -> None:
@@ -53,10 +48,10 @@ def test_who_waits_for_nothing_is_told() -> None:
 
 def test_pause_lengthens_a_response() -> None:
     """A pause makes a response longer and its tokens newer."""
-    tokens, seconds = TRACE.of(0, 0)
+    tokens, seconds = response_of(0, 0)
 
     async def run() -> tuple[float, list[int]]:
-        engines = Engines(1, 2, TRACE)
+        engines = Engines(1, 2)
         prompt = Prompt(0, 0, np.asarray([1], np.int32))
         task = asyncio.create_task(engines.make(ResponseRequest(Group(0, prompt), 0, 0, 0)))
         await asyncio.sleep(seconds / 2)
@@ -71,11 +66,11 @@ def test_pause_lengthens_a_response() -> None:
 
 def test_the_less_a_loop_waits_the_less_idles() -> None:
     shares: dict[tuple[str, str], Shares] = {
-        (loop, side): measure(2, 6, side, loop, TRACE, 10)[0] for loop in LOOPS for side in CASES
+        (loop, side): measure(2, 6, side, loop, 10) for loop in LOOPS for side in CASES
     }
     for side in CASES:
         sync, ahead, never = (shares[loop, side] for loop in LOOPS)
         assert sync.longer > ahead.longer > never.longer and sync.engines > ahead.engines > never.engines
         assert (sync.stale, ahead.stale) == (0, 1) and never.stale <= 2
     assert shares["fully-async", "engines"].engines <= 0.05 and shares["fully-async", "trainer"].trainer <= 0.05
-    assert measure(2, 6, "trainer", "async", TRACE, 10)[0] == shares["async", "trainer"]  # it repeats exactly
+    assert measure(2, 6, "trainer", "async", 10) == shares["async", "trainer"]  # it repeats exactly
