@@ -91,8 +91,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_collection_finish() -> None:
-    """From here on garbage is looked for, among what tests make."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """From here on garbage is looked for, among what tests make.
+
+    Under xdist, tests that share an expensive fixture have to be in one group (pytest-xdist issue 1386).
+    """
+    if session.config.getoption("loadgroup", False):
+        assert all("@" in item.nodeid for item in session.items), "xdist does not group tests with this pytest"
     gc.freeze()
     gc.enable()
 
