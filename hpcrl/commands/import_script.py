@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.plugin_points import POINTS, WHOLE, foreign_misses, spelled
 from hpcrl.config.rules.sampling import drafts_of_files
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError, raise_together
@@ -66,7 +65,7 @@ def import_script(argv: list[str]) -> int:
     script = run_script(file, variables, Path(own["models-dir"]) if "models-dir" in own else None)
     about = f"{file.name}, translated by hpcrl import."
     translation, notes = translated(script)
-    return _write(translation, name_of_script(file), about, [*script.notes, *notes, *_foreign(translation, file)])
+    return _write(translation, name_of_script(file), about, [*script.notes, *notes])
 
 
 def translated(script: RunScript) -> tuple[Translation, list[str]]:
@@ -113,16 +112,6 @@ def _strings(values: Iterable[object]) -> Iterator[str]:
     for value in values:
         if isinstance(value, str):
             yield value
-
-
-def _foreign(translation: Translation, script: Path) -> list[str]:
-    """What functions that a script names, and that are here, want of slime and vime in vain."""
-    path = translation.values.get("train_env_vars", {}).get("PYTHONPATH", "")
-    more = [str(script.parent.absolute()), *(entry for entry in path.split(":") if entry)]
-    named = [(name, value) for name in POINTS if isinstance(value := translation.values.get(name), str)]
-    flags = [(spelled(name), value) for name, value in named if "." in value]
-    found = [(flag, value, *foreign_misses(value, more, flag in WHOLE)) for flag, value in flags]
-    return [f"{flag} {value}: {why}: {hint}" for flag, value, why, hint in found if why]
 
 
 def _variable(word: str) -> tuple[str, str]:

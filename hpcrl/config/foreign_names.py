@@ -1,20 +1,17 @@
-"""The names of slime's and vime's that functions written for them import and find here, and those that a module wants
-in vain.
+"""The names of slime's and vime's that functions written for them import and find here, and which modules import them.
 
 `from slime.utils.types import Sample` works in every process that loads custom functions, without slime:
-`foreign_imports.py` answers it by this table.  What is in no row is found out by reading the modules' source.
+`foreign_imports.py` answers it by this table.  A name in no row is Python's own ImportError when the function is
+loaded, before any engine is waited for.
 
-Invariant: looking runs none of the user's code.  A module whose imports are all in the table, or are those of an
-installed slime, is refused for none of them; a name that is missing is told before any engine is up.
+Invariant: a module's source is read, and never run, to see what it imports.
 """
 
 from __future__ import annotations
 
 import ast
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from hpcrl.config.module_search import find_module, search_path
 from hpcrl.untrusted_files import read_given_bytes
@@ -96,78 +93,6 @@ MODULES: dict[str, dict[str, str]] = {
 }
 #: the packages that these modules lie in
 PACKAGES = {name.rpartition(".")[0] for name in MODULES} | {"rollout"}
-#: those by which a function drives slime's rollout
-DRIVEN = ("rollout.sglang_rollout", "rollout.vllm_rollout")
-MOST = 300  #: modules of the user's that are read for one function
-
-
-class WantedName(NamedTuple):
-    """An import of slime's or vime's.
-
-    Attributes:
-        name: as the module spells it, dotted.
-        file, line: where.
-    """
-
-    name: str
-    file: Path
-    line: int
-
-
-def has(module: str, name: str = "") -> bool:
-    """Whether a module of theirs, or a name of it, is answered for."""
-    rest = module.partition(".")[2]
-    if not name:
-        return not rest or rest in MODULES or rest in PACKAGES
-    inner = f"{rest}.{name}".strip(".")
-    return name in MODULES.get(rest, ()) or inner in MODULES or inner in PACKAGES
-
-
-def wanted_in_vain(path: str, more: Sequence[str] = ()) -> list[WantedName]:
-    """What the module of the function `path`, and the user's modules that it imports, want of slime and vime and do not
-    find: imports at their top, and those inside of the function itself.
-
-    An import whose failure the module catches is not counted, nor one that only a type checker or a program would run.
-
-    Args:
-        more: directories in which modules are looked for last.
-    """
-    module, _, function = path.rpartition(".")
-    found: list[WantedName] = []
-    seen = set(_with_packages(module))
-    waiting = list(seen)
-    while waiting and len(seen) <= MOST:
-        name = waiting.pop()
-        if (file := _own_file(name, more)) is None or (tree := _parsed(file)) is None:
-            continue
-        for line, target, names in _imports(tree, name, file, function if name == module else ""):
-            if target.partition(".")[0] in ROOTS:
-                found += _lacking(target, names, file, line)
-                continue
-            inner = {*_with_packages(target), *(f"{target}.{each}" for each in names)} - seen
-            seen |= inner
-            waiting += inner
-    return found
-
-
-def _with_packages(module: str) -> list[str]:
-    """A module and the packages that it lies in, which are imported with it."""
-    parts = module.split(".")
-    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
-
-
-def drives_slime(path: str, more: Sequence[str] = ()) -> WantedName | None:
-    """The import by which the module of a rollout or evaluation function drives slime's own rollout, which asks its
-    data source and its router by itself; None if it has none."""
-    module = path.rpartition(".")[0]
-    if (file := _own_file(module, more)) is None or (tree := _parsed(file)) is None:
-        return None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            root, _, rest = node.module.partition(".")
-            if root in ROOTS and rest in DRIVEN:
-                return WantedName(node.module, file, node.lineno)
-    return None
 
 
 def imported_roots(source: Path) -> set[str]:
@@ -197,31 +122,6 @@ def _roots(node: ast.AST) -> Iterator[str]:
             yield from _roots(each)
 
 
-def _lacking(module: str, names: list[str], file: Path, line: int) -> list[WantedName]:
-    if not has(module):
-        return [] if _installed(module) else [WantedName(module, file, line)]
-    if _has_own_names(module):
-        return []
-    absent = [name for name in names if name != "*" and not has(module, name) and not _installed(f"{module}.{name}")]
-    return [WantedName(f"{module}.{name}", file, line) for name in absent]
-
-
-def _has_own_names(package: str) -> bool:
-    """Whether an `__init__` of the user's, or of an installed slime, may have any name of a package."""
-    file = _file_of(package)
-    return (
-        file is not None
-        and file.name == "__init__.py"
-        and package.partition(".")[2] not in MODULES
-        and file.stat().st_size > 0
-    )
-
-
-def _installed(module: str) -> bool:
-    """Whether a real package has this module."""
-    return _file_of(module) is not None
-
-
 def _parsed(file: Path) -> ast.Module | None:
     try:
         return ast.parse(read_given_bytes(file))
@@ -229,17 +129,9 @@ def _parsed(file: Path) -> ast.Module | None:
         return None
 
 
-def _own_file(module: str, more: Sequence[str]) -> Path | None:
-    """The source of a module that is the user's: neither installed nor of Python or hpcrl."""
-    if module.partition(".")[0] in {*sys.stdlib_module_names, "hpcrl"}:
-        return None
-    file = _file_of(module, more)
-    return None if file is None or {"site-packages", "dist-packages"} & set(file.parts) else file
-
-
-def _file_of(module: str, more: Sequence[str] = ()) -> Path | None:
+def _file_of(module: str) -> Path | None:
     """The Python file of a module, which is not imported for it; None if there is none."""
-    where: list[str] = [*search_path(), *more]
+    where: list[str] = [*search_path()]
     parts = module.split(".")
     spec = None
     for depth in range(1, len(parts) + 1):
@@ -248,40 +140,6 @@ def _file_of(module: str, more: Sequence[str] = ()) -> Path | None:
             return None
         where = list(spec.submodule_search_locations or ())
     return Path(spec.origin) if spec is not None and (spec.origin or "").endswith(".py") else None
-
-
-def _imports(tree: ast.Module, module: str, file: Path, function: str) -> Iterator[tuple[int, str, list[str]]]:
-    """(line, module, names) of the imports that run with a module, or with this function of it."""
-    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    for node in _running(tree.body, function):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name, []) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *([base] if base else [])])
-            if base:
-                yield node.lineno, base, [alias.name for alias in node.names]
-
-
-def _running(body: list[ast.stmt], function: str) -> Iterator[ast.stmt]:
-    """Statements that run when their module is imported, and those of the function called so."""
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if node.name == function:
-                yield from _running(node.body, "")
-            continue
-        if isinstance(node, ast.Try) and any(_catches_missing(handler) for handler in node.handlers):
-            continue
-        if isinstance(node, ast.With) and any(_suppresses_missing(item.context_expr) for item in node.items):
-            continue
-        if isinstance(node, ast.If) and _never_holds(node.test):
-            yield from _running(node.orelse, function)
-            continue
-        yield node
-        for field in ("body", "orelse", "finalbody"):
-            yield from _running(getattr(node, field, None) or [], function)
 
 
 def _catches_missing(handler: ast.ExceptHandler) -> bool:
@@ -302,15 +160,6 @@ def _suppresses_missing(context: ast.expr) -> bool:
     if not isinstance(context, ast.Call) or _last(context.func) != "suppress":
         return False
     return any(_is_missing(kind) for kind in context.args)
-
-
-def _never_holds(test: ast.expr) -> bool:
-    """Whether it holds for type checkers alone, or for a module that is run as a program."""
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):
-        sides = [test.left, *test.comparators]
-        spelled = {side.value for side in sides if isinstance(side, ast.Constant)}
-        return "__main__" in spelled and "__name__" in map(_last, sides)
-    return _last(test) == "TYPE_CHECKING"
 
 
 def _last(node: ast.expr) -> str:

@@ -25,8 +25,8 @@ list in TOML; an object is JSON on the command line and a table in TOML. A flag 
 before the top of the recipe. In a recipe with stages `--STAGE.option`, such as `--grpo.lr 2e-5`, counts in that stage;
 a plain flag counts in the stages whose own tables set the option, or in all if none does; where several set it to
 different values, the plain flag is refused, and one that counts in several is named in a note. An unknown name is an
-error that says what it is called here, or which known one it is a slip of; so is an option that would have no effect.
-All unknown names are told at once. The source says whose name and meaning it is.
+error that proposes a known name with almost the same letters; so is an option that would have no effect. All unknown
+names are told at once. The source says whose name and meaning it is.
 """
 
 _FOREIGN = """\

@@ -7,18 +7,15 @@ has a row and a tested example for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpcrl.config.custom_functions import is_foreign, listed, load_class, load_function, missing
-from hpcrl.config.foreign_names import drives_slime, wanted_in_vain
+from hpcrl.config.custom_functions import is_foreign, load_class, load_function, missing
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_names import is_path
 from hpcrl.errors import UsageError
 
-#: the options of functions that make a whole rollout or evaluation
-WHOLE = ("--rollout-function-path", "--eval-function-path")
 Role = Literal["rollout", "grading", "generating", "trainer"]
 
 
@@ -111,37 +108,9 @@ def missing_functions(options: Options) -> list[UsageError]:
     return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
 
 
-def foreign_functions(options: Options) -> list[UsageError]:
-    """An error for each custom function that is here and wants of slime or vime what there is not; none is run."""
-    elsewhere = options.train_env_vars.get("PYTHONPATH", "")
-    more = [*options.code_path, *(entry for entry in elsewhere.split(":") if entry)]
-    found = [(flag, path, *foreign_misses(path, more, flag in WHOLE)) for flag, path in _given(options)]
-    return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
-
-
 def _given(options: Options) -> list[tuple[str, str]]:
     """(flag, dotted path) of the user's own functions."""
     return [(spelled(name), path) for name in POINTS for path in paths_of(options, name) if not is_foreign(path)]
-
-
-def foreign_misses(path: str, more: Sequence[str] = (), whole: bool = False) -> tuple[str, str]:
-    """What a function's modules want of slime and vime in vain, and what to do; two empty texts if nothing.
-
-    Args:
-        more: directories in which its modules are looked for last.
-        whole: whether it makes a whole rollout or evaluation.
-    """
-    if whole and (driven := drives_slime(path, more)) is not None:
-        return (
-            f"it drives {driven.name} by itself ({driven.file.name}:{driven.line}), which is not here",
-            "write it with `data_source.get_samples` and `generate`: docs/customise.md, A whole rollout",
-        )
-    names = {wanted.name: f"{wanted.name} ({wanted.file.name}:{wanted.line})" for wanted in wanted_in_vain(path, more)}
-    if not names:
-        return "", ""
-    are = "is" if len(names) == 1 else "are"
-    text = f"it imports {listed(names.values())}, which {are} not among the names that hpcrl answers for"
-    return text, "docs/customise.md lists those; write that part yourself"
 
 
 def load_own(name: str, path: str) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from hpcrl.adapters.settings import lora_settings
 from hpcrl.config import megatron_flags
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
-from hpcrl.config.plugin_points import foreign_functions, missing_functions
+from hpcrl.config.plugin_points import missing_functions
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.sampling import check_draft_layers, drafts_of_files
 from hpcrl.config.rules.sandboxes import check_stages_hosts, may_use_sandboxes
@@ -160,10 +160,10 @@ def absent(stages: Sequence[Options], sight: HostView) -> list[UsageError]:
 
 def _functions_absent(options: Options) -> list[UsageError]:
     """Of the stage, and of its adapters where that is another."""
-    found = [*missing_functions(options), *foreign_functions(options)]
+    found = missing_functions(options)
     said = set(map(str, found))
     for name, own in adapter_options(options).items():
-        more = [error for error in (*missing_functions(own), *foreign_functions(own)) if str(error) not in said]
+        more = [error for error in missing_functions(own) if str(error) not in said]
         found += [UsageError(f"adapter {name}: {error.what}", error.hint) for error in more]
     return found
 
@@ -178,10 +178,8 @@ def check_adapters(stages: Sequence[Options]) -> None:
 
 def note_absent(recipe: Recipe, stages: Sequence[Options]) -> None:
     """Say on stderr what a stage begins with and is not here, where another machine may be the one to run it."""
-    foreign = {str(error) for options in stages for error in foreign_functions(options)}
     for error in absent(stages, HostView(lambda path: made_by_run(recipe, "{run}", path))):
-        what = error.hint if str(error) in foreign else "the machines of the run must have it"
-        print(f"hpcrl: note: {error.what}: {what}", file=sys.stderr)
+        print(f"hpcrl: note: {error.what}: the machines of the run must have it", file=sys.stderr)
 
 
 def drafting_notes(stages: Sequence[Options]) -> list[str]:

@@ -41,7 +41,6 @@ SETTINGS = {
 }
 #: the same of what is not here: an error where this machine runs it, a note where others may
 ABSENT = {
-    "--rollout-sample-filter-path foreign.reward": "slime.utils.ppo_utils (foreign.py:1)",
     "--hf-checkpoint modle": "--hf-checkpoint modle is not here",
     "--prompt-data q.jsonl": "the prompt file q.jsonl is not here",
     "--load chekpoints": "--load chekpoints is not here",
@@ -64,7 +63,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "p.jsonl").write_text(ROW)
     (tmp_path / "bad.jsonl").write_text(ROW + '{"input": "1"}\n')
     (tmp_path / "own.py").write_text("def reward(options, sample): return 1.0\n")
-    (tmp_path / "foreign.py").write_text("from slime.utils.ppo_utils import kl\ndef reward(args, sample): return 1\n")
     (tmp_path / "hosts").write_text("localhost slots=8\n")
     return tmp_path
 

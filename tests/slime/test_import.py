@@ -203,16 +203,3 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", "--help"]) == 0 and "NAME=VALUE" in capsys.readouterr().out
     assert main(["import", "--", *GUIDES["Qwen3-4B, 2 + 6"][0]]) == 0
     assert 'hf_checkpoint = "/scratch/Qwen3-4B"' in capsys.readouterr().out
-
-
-def test_functions_that_want_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A note names what a function next to the script wants of slime in vain, without running it."""
-    (tmp_path / "mine.py").write_text(
-        "from slime.utils.types import Sample\nfrom slime.utils.ppo_utils import kl\nraise SystemExit('this runs')\n"
-        "async def generate(args, sample, params): ...\n"
-    )
-    flags = " --custom-generate-function-path mine.generate"
-    main(["import", str(script(tmp_path / "run.sh", END.rstrip() + flags))])
-    said = capsys.readouterr().err
-    assert "--custom-generate-function-path mine.generate" in said and "slime.utils.ppo_utils (mine.py:2)" in said
-    assert "slime.utils.types" not in said
