@@ -289,7 +289,7 @@ def flip(shard: Path) -> Path:
 def test_damaged_checkpoint_is_passed_over(tmp_path: Path, task: Path) -> None:
     """The newest whole one before it is taken, or the newest whole one where the tracker is gone: said once by launcher,
     rank 0 and status, and the run is that of one which nothing happened to; one that --ckpt-step names is an error."""
-    run = start(tmp_path, task, num_rollout=6, actor_num_gpus_per_node=2)
+    run = start(tmp_path, task, num_rollout=6, actor_num_gpus_per_node=2, verify_checkpoint=True)
     assert run.end()[0] == 0
     whole = metrics(run.root), samples(run.root)
     (run.root / "summary.json").unlink()

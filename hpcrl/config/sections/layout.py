@@ -138,6 +138,9 @@ class ModelOptions(Base):
         "slime",
     )
     ckpt_step: int | None = opt(None, "step of --load to start from; default: the newest", "slime", ge=0)
+    verify_checkpoint: bool = opt(
+        False, "before a resume, read the whole checkpoint once and compare it with its checksums"
+    )
     save: str | None = opt(None, "checkpoint directory; default: checkpoints/ in the run directory", "slime")
     save_interval: int | None = opt(None, "save every N rollouts, and always after the last", "slime", ge=1)
     async_save: bool = opt(False, "write checkpoints in the background; the last one is waited for", "slime")

@@ -94,8 +94,11 @@ def restore(
             policy.base.digest = base_digest(policy)
             policy.base.path = str(took.path)
     if source.kind == "all":
-        path, record = _whole(source, ranks, None if source.foreign else run_id, tell)
-        save_load.load_state(policy, ranks, path)
+        path, record = _whole(source, ranks, None if source.foreign else run_id, tell, options.verify_checkpoint)
+        try:
+            save_load.load_state(policy, ranks, path)
+        except HpcrlError as error:
+            raise type(error)(error.what, whole.instead(path) or error.hint) from error
         said = f"resumed from {path} at rollout {record.rollout_id}, policy version {record.version}"
         return Position(record.rollout_id, record.version, record.data), said, took
     if policy.lora is not None:
@@ -105,11 +108,11 @@ def restore(
 
 
 def _whole(
-    source: WeightSource, ranks: Ranks, run_id: str | None, tell: Callable[[str], object]
+    source: WeightSource, ranks: Ranks, run_id: str | None, tell: Callable[[str], object], verify: bool
 ) -> tuple[Path, whole.CheckpointRecord]:
     """The checkpoint to resume from, which the tracker names from then on; collective."""
     before: Callable[[], Sequence[Path]] = tuple if source.named else partial(whole.older, source.path, run_id)
-    choice = whole.newest_whole(source.path, before, ranks, run_id)
+    choice = whole.newest_whole(source.path, before, ranks, run_id, verify)
     if wrong := [*filter(None, [source.lost]), *choice.passed]:
 
         def settle() -> None:

@@ -233,16 +233,17 @@ def settle(staging: Path, final: Path, name: str) -> None:
 # ---- in
 
 
-def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None) -> Position:
+def load_checkpoint(policy: Policy, ranks: Ranks, path: Path, run_id: str | None, verify: bool = False) -> Position:
     """Resume from a checkpoint of ours, saved in whatever layout, once it is known to be whole; collective.
 
     Args:
         run_id: HpcrlError if another run saved it (None: any may have).
+        verify: compare the tensors with their checksums first.
 
     Raises:
         DataError: the same on all ranks, if the checkpoint is damaged or does not fit the model, naming tensor or file.
     """
-    record = check(path, ranks, run_id)
+    record = check(path, ranks, run_id, verify)
     load_state(policy, ranks, path)
     return Position(record.rollout_id, record.version, record.data)
 

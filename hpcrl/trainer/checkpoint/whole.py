@@ -1,12 +1,13 @@
 """Whether a checkpoint is whole, and from which one a run resumes: the newest that is.
 
-A checkpoint is damaged if a file that was written is missing, shorter, or fails the checksum that was written with it:
-torch's own of each piece of a tensor, and for the other files those in hpcrl.json.  Then the one before it is looked
-at, of the same run, unless the user has named this one (`hpcrl resume RUN --ckpt-step N`).
+A checkpoint is damaged if a file that was written is missing or has another size, or if a file without tensors fails
+its checksum in hpcrl.json.  With --verify-checkpoint every rank also reads a share of the tensors and compares each
+piece with the checksum that torch wrote.  A run then looks at the checkpoint before a damaged one, of the same run,
+unless the user has named this one (`hpcrl resume RUN --ckpt-step N`).
 
-Invariants: nothing is loaded before all of a checkpoint has been compared with what was written; all ranks come to the
-same answer, each having read a share; what a host could not read for reasons of its own (a network file system that
-does not answer, no more memory) is an error and never damage; nothing is removed.
+Invariants: nothing is loaded before this comparison; all ranks come to the same answer; what a host could not read for
+reasons of its own (a network file system that does not answer, no more memory) is an error and never damage; nothing is
+removed.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class CheckpointRecord(msgspec.Struct, frozen=True):
     """hpcrl.json of a checkpoint that a run of ours saved.
 
     Attributes:
-        files: of the other files the size, and the CRC-32 of those that are not PIECES; earlier versions wrote none.
+        files: of the other files the size, and the CRC-32 of those that are not PIECES.
     """
 
     run_id: str
     rollout_id: int
     version: int
     data: dict[str, Any] | None
-    files: dict[str, tuple[int, int | None]] = {}
+    files: dict[str, tuple[int, int | None]]
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,15 @@ def choose(
     raise first
 
 
-def newest_whole(path: Path, older: Callable[[], Sequence[Path]], ranks: Ranks, run_id: str | None) -> WholeCheckpoint:
+def newest_whole(
+    path: Path, older: Callable[[], Sequence[Path]], ranks: Ranks, run_id: str | None, verify: bool
+) -> WholeCheckpoint:
     """`choose`, with all ranks; collective.
 
     Args:
         older: called on rank 0.
         run_id: HpcrlError for one that another run saved (None: any may have).
+        verify: compare the tensors with their checksums, too.
 
     Raises:
         DataError: the same on all ranks.
@@ -99,13 +103,13 @@ def newest_whole(path: Path, older: Callable[[], Sequence[Path]], ranks: Ranks, 
         names = agree(lambda: [str(other) for other in older()], ranks.rank == 0)
         return [Path(name) for name in broadcast_json(names)]
 
-    return choose(path, others, lambda one: check(one, ranks, run_id))
+    return choose(path, others, lambda one: check(one, ranks, run_id, verify))
 
 
 # ---- one checkpoint
 
 
-def check(path: Path, ranks: Ranks, run_id: str | None) -> CheckpointRecord:
+def check(path: Path, ranks: Ranks, run_id: str | None, verify: bool = False) -> CheckpointRecord:
     """The record of a checkpoint that is whole, with all that it holds in addition to the model; collective.
 
     Raises:
@@ -114,31 +118,23 @@ def check(path: Path, ranks: Ranks, run_id: str | None) -> CheckpointRecord:
     found = agree(lambda: record_of(path, run_id), ranks.rank == 0)
     record = msgspec.convert(broadcast_json(found), CheckpointRecord)
     names = broadcast_json(agree(lambda: folders(path, record), ranks.rank == 0))
-    for name in names:
-        open_whole(path / name, ranks)
     try:
+        for name in names:
+            stored = open_stored(path / name, ranks)
+            if verify:
+                agree(lambda stored=stored: stored.check_sums(ranks.rank, dist.get_world_size()))
         agree(lambda: check_files(path, record), ranks.rank == 0)
     except DataError as error:
         raise DataError(error.what, instead(path) or error.hint) from error
     return record
 
 
-def open_whole(path: Path, ranks: Ranks) -> TorchDist:
-    """A checkpoint of ours whose files are all there and hold what was written, each rank reading a share; collective.
+def open_stored(path: Path, ranks: Ranks) -> TorchDist:
+    """A checkpoint of ours; rank 0 has seen that all of its files have their sizes; collective.
 
     Raises:
-        DataError: the same on all ranks, names the file, and the checkpoint to resume from instead.
+        DataError: the same on all ranks, names the file.
     """
-    try:
-        stored = open_stored(path, ranks)
-        agree(lambda: stored.check_sums(ranks.rank, dist.get_world_size()))
-    except DataError as error:
-        raise DataError(error.what, instead(path) or error.hint) from error
-    return stored
-
-
-def open_stored(path: Path, ranks: Ranks) -> TorchDist:
-    """The same without a look at the checksums."""
     return agree(lambda: TorchDist(path, whole=ranks.rank == 0))
 
 

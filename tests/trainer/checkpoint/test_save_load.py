@@ -101,7 +101,7 @@ def go_on(every: list[tuple[Options, Path]], steps: int = STEPS - BEFORE) -> lis
         policy = model.build(opts, ranks or parallel_state.initialize(opts))
         ranks = policy.ranks
         try:
-            at = save_load.load_checkpoint(policy, ranks, save_load.latest(directory), "run")
+            at = save_load.load_checkpoint(policy, ranks, save_load.latest(directory), "run", opts.verify_checkpoint)
         except HpcrlError as error:
             found.append(f"{type(error).__name__}: {error}")
             continue
@@ -402,7 +402,8 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(
     (damaged["record"] / step / "hpcrl.json").write_text("{")
     (damaged["metadata"] / step / ".metadata").write_bytes(b"xx")
     n, layout = LAYOUTS["dp2"]
-    answers = run_ranks(n, go_on, [(options(models["dense"], n, **layout), path) for path in damaged.values()])
+    opts = options(models["dense"], n, verify_checkpoint=True, **layout)
+    answers = run_ranks(n, go_on, [(opts, path) for path in damaged.values()])
     assert answers[0] == answers[1]
     for found, words in zip(
         answers[0],
@@ -416,6 +417,30 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(
         strict=True,
     ):
         assert words in found, found
+
+
+def restored(opts: Options, directory: Path) -> str:
+    """Why a run does not resume from what is in `directory`."""
+    from hpcrl.trainer import parallel_state
+    from hpcrl.trainer.checkpoint import resume
+    from hpcrl.trainer.megatron import model
+
+    policy = model.build(opts, parallel_state.initialize(opts))
+    with pytest.raises(HpcrlError) as found:
+        resume.restore(policy, policy.ranks, opts, directory, "run")
+    return str(found.value)
+
+
+def test_a_failed_load_names_the_one_before(tmp_path: Path, models: dict[str, Path], saved: dict[str, Any]) -> None:
+    """Tensors that are damaged within their sizes are found when they are loaded."""
+    steps = shutil.copytree(saved["tp2"][0], tmp_path / "steps")
+    newest = steps / f"iter_{BEFORE:07d}"
+    shutil.copytree(newest, steps / f"iter_{BEFORE - 1:07d}")
+    for shard in newest.glob("*.distcp"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    n, layout = LAYOUTS["dp2"]
+    found = run_ranks(n, restored, options(models["dense"], n, **layout), steps)
+    assert found[0] == found[1] and f"hpcrl resume RUN --ckpt-step {BEFORE - 1}" in found[0], found
 
 
 # ---- what could not be saved
