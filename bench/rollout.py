@@ -6,12 +6,11 @@ server.
 Simulated engines (bench/rollout_roles/simulated.py, a process of its own) answer at once; 1,000 samples in groups of 8
 are kept in flight.  Shown is the processor time of this process for each sample: `EngineClient.complete` over our own
 route, the same with the group in the ledger and in the bank (a file that is flushed to the disk, and removed later),
-the same without the bank over vLLM's route, and raw aiohttp, which posts the same request to vLLM's route and reads the
-bytes of the answer without looking at them.  Then our own route and the bank with 8 to 1,024 engines, and the memory of
+and raw aiohttp, which posts the same request to vLLM's route and reads the bytes of the answer without looking at them.  Then our own route and the bank with 8 to 1,024 engines, and the memory of
 this process over --long groups of 2.
 
 The real engine is vLLM with the tests' tiny model.  Shown is the processor time of its server process (not of the
-engine core, which computes) for each sample: over either route, and of the engine's client alone, to which the same is
+engine core, which computes) for each sample: over our route, and of the engine's client alone, to which the same is
 given from within the server.  Rounds are interleaved; figures are medians over the rounds, ratios medians of the
 rounds' ratios; the least of the rounds is nearest to what a machine without neighbours would show.  Prints tables (also
 to bench/results/rollout.md and rollout_server.md) and, as its last line, one JSON object of the ratios.
@@ -48,7 +47,6 @@ from hpcrl.queue.auth import make_keys  # noqa: E402
 from hpcrl.rollout.engines.engine_client import EngineClient  # noqa: E402
 from hpcrl.rollout.engines.engine_pool import EnginePool  # noqa: E402
 from hpcrl.rollout.engines.sampling import Sampling  # noqa: E402
-from hpcrl.rollout.engines.stock_route import PATH  # noqa: E402
 from hpcrl.rollout.ledger.bank import Bank  # noqa: E402
 from hpcrl.rollout.ledger.group_progress import GroupProgress  # noqa: E402
 from hpcrl.rollout.ledger.ledger import Ledger  # noqa: E402
@@ -79,13 +77,13 @@ def simulated(count: int, tokens: int) -> Iterator[list[int]]:
 
 
 @contextlib.asynccontextmanager
-async def generator(root: Path, ports: list[int], lean: bool) -> AsyncIterator[EngineClient]:
+async def generator(root: Path, ports: list[int]) -> AsyncIterator[EngineClient]:
     """What the rollout process has, for engines on these ports."""
     rundir = RunDir.create(root)
     rundir.begin()
     make_keys(rundir, 1)
     for index, port in enumerate(ports):
-        publish(rundir, EnginePeer(host="127.0.0.1", port=port, model_len=65536, lean=lean), index)
+        publish(rundir, EnginePeer(host="127.0.0.1", port=port, model_len=65536), index)
     place = Location("localhost", (0,))
     pool = EnginePool(
         rundir, Plan("bench", 0, (place,), tuple(place for _ in ports), Location("localhost", ())), Options()
@@ -161,7 +159,7 @@ def raw(
             "sampling_params": how | {"seed": number},
             "request_id": str(number),
         }
-        url = f"http://127.0.0.1:{ports[number % len(ports)]}{PATH}"
+        url = f"http://127.0.0.1:{ports[number % len(ports)]}/inference/v1/generate"
         async with session.post(
             url, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
         ) as answer:
@@ -182,18 +180,16 @@ async def seconds(groups: int, one: Callable[[int], Awaitable[None]]) -> float:
 
 async def beside_aiohttp(root: Path, rounds: int, groups: int, tokens: int) -> Ways:
     """Processor seconds a sample, 8 engines."""
-    ways: Ways = {"raw aiohttp": [], "vLLM's route": [], "our route": [], KEPT: []}
+    ways: Ways = {"raw aiohttp": [], "our route": [], KEPT: []}
     with simulated(8, tokens) as ports:
         async with (
-            generator(root / f"lean-{tokens}", ports, True) as lean,
-            generator(root / f"stock-{tokens}", ports, False) as stock,
+            generator(root / f"own-{tokens}", ports) as own,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
         ):
             jobs = {
                 "raw aiohttp": raw(session, ports, tokens),
-                "vLLM's route": complete(stock, tokens),
-                "our route": complete(lean, tokens),
-                KEPT: kept(lean, root / f"bank-{tokens}", tokens),
+                "our route": complete(own, tokens),
+                KEPT: kept(own, root / f"bank-{tokens}", tokens),
             }
             for one in jobs.values():
                 await closed_loop(IN_FLIGHT // EACH, IN_FLIGHT, one)
@@ -209,7 +205,7 @@ async def over_fleets(root: Path, rounds: int, groups: int, tokens: int) -> Ways
     for round_ in range(rounds):
         for count in FLEETS:
             with simulated(count, tokens) as ports:
-                async with generator(root / f"fleet-{count}-{round_}", ports, True) as found:
+                async with generator(root / f"fleet-{count}-{round_}", ports) as found:
                     one = kept(found, root / f"bank-{count}-{round_}", tokens)
                     await closed_loop(
                         count + 250, IN_FLIGHT, one
@@ -222,10 +218,10 @@ async def memory(root: Path, groups: int, tokens: int) -> dict[int, float]:
     """MiB of this process after a tenth, a half and all of `groups`."""
     found, process = {}, psutil.Process()
     with simulated(8, tokens) as ports:
-        async with generator(root / "long", ports, True) as lean:
+        async with generator(root / "long", ports) as own:
             done = 0
             for part in (groups // 10, groups // 2, groups):
-                await closed_loop(part - done, IN_FLIGHT, complete(lean, tokens, each=2))
+                await closed_loop(part - done, IN_FLIGHT, complete(own, tokens, each=2))
                 done = part
                 found[part] = process.memory_info().rss / 2**20
     return found
@@ -259,7 +255,7 @@ async def real(root: Path, rounds: int) -> dict[str, Ways]:
 
 
 async def _real(engines: Any, server: psutil.Process, rounds: int, tokens: int) -> Ways:
-    ways: Ways = {"the engine's client alone": [], "our route": [], "vLLM's route": []}
+    ways: Ways = {"the engine's client alone": [], "our route": []}
     pool = EnginePool(engines.rundir, engines.plan, engines.options)
     try:
         await pool.connect()
@@ -272,11 +268,10 @@ async def _real(engines: Any, server: psutil.Process, rounds: int, tokens: int) 
             async with engine.session.post(engine.at("/bench/own"), data=body) as answer:
                 assert answer.status == 200, await answer.text()
 
-        async def ours(lean: bool) -> None:
-            engine.lean = lean
+        async def ours() -> None:
             await closed_loop(groups, groups * EACH, complete(found, tokens, size))
 
-        jobs = {"the engine's client alone": own, "our route": lambda: ours(True), "vLLM's route": lambda: ours(False)}
+        jobs = {"the engine's client alone": own, "our route": ours}
         for round_ in range(rounds + 1):
             for name, job in jobs.items():
                 before = sum(server.cpu_times()[:2])

@@ -89,17 +89,4 @@ def describe(options: Options, plan: Plan) -> str:
             lines.append(f"{kind:5}  {','.join(map(str, group))}  {where}")
     if len(lines) == 1:
         lines = ["every group is one rank"]
-    return "\n".join(lines + weight_groups(plan))
-
-
-def weight_groups(plan: Plan) -> list[str]:
-    """Who takes part in a weight update: rank 0, to which all others hand their parts, and every worker of every
-    engine."""
-    sender = plan.trainers[0].host
-    lines = []
-    for number, engine in enumerate(plan.engines):
-        for place in (engine, *engine.also):
-            near = "inside" if place.host == sender else f"from {sender} to"
-            workers = ",".join(map(str, place.slots))
-            lines.append(f"weights  rank 0 -> engine {number} workers on slots {workers}  {near} {place.host}")
-    return lines
+    return "\n".join(lines)

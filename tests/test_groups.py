@@ -71,7 +71,6 @@ def test_plan_marks_groups_across_hosts(tmp_path: Path, capsys: pytest.CaptureFi
     assert "engine   0      c     0-1" in out
     assert "tp     0,1  inside a" in out
     assert "pp     0,4  over 2 hosts: a, b" in out
-    assert "rank 0 -> engine 0 workers on slots 0,1  from a to c" in out
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\nc slots=1\n")
     assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 2
     assert "engines of --rollout-num-gpus-per-engine 2 slots do not fit" in capsys.readouterr().err

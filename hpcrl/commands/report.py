@@ -166,7 +166,7 @@ def _recorded(run: Run) -> Recorded:
     """
     found = read_run(run)
     if not found.launchers:
-        raise UsageError(f"{run.root} has no timeline", "it was run by an older hpcrl, or has not begun")
+        raise UsageError(f"{run.root} has no timeline", "it has not begun")
     return found
 
 

@@ -184,7 +184,6 @@ class EngineSupervisor:
             host=self.address.host,
             port=self.address.port,
             model_len=model["max_model_len"],
-            lean=True,
             incarnation=self.context.incarnation,
         )
         self.shared |= leftovers(descendants())

@@ -39,7 +39,6 @@ class Engine:
         first: the one with which it began in this attempt, None before it has been heard of.
         address: where it answers in this incarnation, None before it has come up.
         model_len: tokens of prompt and response together that it can hold, None if it did not say.
-        lean: whether it has the route of `hpcrl.token_frames`.
         version: of its weights, None: not one of ours.
         why: it is not well.
         planned: whether the run waits for it before it begins.
@@ -51,7 +50,6 @@ class Engine:
     incarnation: int = 0
     address: Address | None = None
     model_len: int | None = None
-    lean: bool = False
     version: int | None = None
     why: str = ""
     failed_updates: int = 0
@@ -102,14 +100,7 @@ class Registry:
             raise ValueError(f"there is an engine {index} already")
         self.members[index] = Engine(index, host, planned=self.published is None)
 
-    def up(
-        self,
-        index: int,
-        incarnation: int,
-        address: Address | None = None,
-        model_len: int | None = None,
-        lean: bool = False,
-    ) -> None:
+    def up(self, index: int, incarnation: int, address: Address | None = None, model_len: int | None = None) -> None:
         """Its supervisor says that it answers, in this incarnation."""
         member = self._of(index, incarnation)
         if member is None or (incarnation == member.incarnation and member.state != "starting"):
@@ -117,7 +108,6 @@ class Registry:
         self._begin(member, incarnation)
         member.address = address
         member.model_len = model_len
-        member.lean = lean
         member.version = None
         member.why = ""
         member.failed_updates = 0

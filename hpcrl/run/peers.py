@@ -90,7 +90,6 @@ class EnginePeer(Peer, tag="engine"):
 
     Attributes:
         model_len: tokens of prompt and response together that it can hold, None if it did not say.
-        lean: whether it has the route of `hpcrl.token_frames` next to vLLM's own.
         incarnation: how often it was started before (`run/engine_files.py`).
         realm: of an engine that the run has not started, the name under which it derives its key this time.
     """
@@ -99,7 +98,6 @@ class EnginePeer(Peer, tag="engine"):
     host: HostName
     port: Port
     model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    lean: bool = False
     incarnation: Count = 0
     realm: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,64}$")] = ""
 

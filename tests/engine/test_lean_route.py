@@ -18,7 +18,7 @@ from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
-from hpcrl.sample import ABORTED, TRUNCATED
+from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
 from hpcrl.token_frames import ABORT, GENERATE
 from tests.support.engines import CLOSE, PROMPT, Engines, Side
 from tests.support.forked_engines import Nursery
@@ -50,15 +50,13 @@ def side(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     assert engines.stop() == [0]
 
 
-def run(engines: Engines, job: Job, lean: bool = True) -> Any:
-    """`job` as the rollout process does it; lean False: over vLLM's own route."""
+def run(engines: Engines, job: Job) -> Any:
+    """`job` as the rollout process does it."""
 
     async def go() -> Any:
         pool = EnginePool(engines.rundir, engines.plan, engines.options)
         try:
             await pool.connect()
-            for engine in pool.engines:
-                engine.lean = lean
             return await asyncio.wait_for(job(EngineClient(pool, 128), pool), 60)
         finally:
             await pool.close()
@@ -73,9 +71,16 @@ def group(how: Sampling, count: int = 6, version: int = 0) -> Job:
     return job
 
 
-def same(a: Completion, b: Completion) -> bool:
-    pairs = zip((a.tokens, a.logprobs, a.versions), (b.tokens, b.logprobs, b.versions), strict=True)
-    return a.status == b.status and all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
+def by_vllms_route(side: Side, how: Sampling, count: int = 6) -> list[tuple[list[int], bytes, str]]:
+    """(tokens, float32 log-probs, why it ended) of the same samples, each asked for over vLLM's own route."""
+    found = []
+    for i in range(count):
+        params = how.params(how.max_tokens) | {"seed": seed_of(i)}
+        body = {"model": "policy", "token_ids": TOKENS.tolist(), "sampling_params": params}
+        choice = ask(side.engines.address(), "POST", "/inference/v1/generate", 60, body)["choices"][0]
+        logprobs = np.asarray([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
+        found.append((choice["token_ids"], logprobs.tobytes(), choice["finish_reason"]))
+    return found
 
 
 def test_group_equals_vllms_route(side: Side) -> None:
@@ -89,10 +94,12 @@ def test_group_equals_vllms_route(side: Side) -> None:
         sampling(24, min_p=0.2),
         sampling(5, min_tokens=3),
     ):
-        lean, stock = (run(side.engines, group(how), lean) for lean in (True, False))
-        assert all(map(same, lean, stock))
-        assert len({c.tokens.tobytes() for c in lean}) > 1, "samples of a group differ"
-        assert {int(v) for c in lean for v in c.versions} == {side.version}
+        found = run(side.engines, group(how))
+        reasons = {COMPLETED: "stop", TRUNCATED: "length"}
+        ours = [(c.tokens.tolist(), c.logprobs.tobytes(), reasons[c.status]) for c in found]
+        assert ours == by_vllms_route(side, how)
+        assert len({c.tokens.tobytes() for c in found}) > 1, "samples of a group differ"
+        assert {int(v) for c in found for v in c.versions} == {side.version}
 
 
 def ranks(side: Side, tokens: np.ndarray) -> list[int]:
@@ -146,18 +153,6 @@ def test_aborted_prefix_is_of_the_same_response(side: Side) -> None:
         assert np.abs(more.logprobs - ours).max() <= CLOSE
 
     run(side.engines, job)
-
-
-def test_vllms_own_route_is_ended_early_too(side: Side) -> None:
-    async def job(generator: EngineClient, pool: EnginePool) -> list[Completion]:
-        asked = [asyncio.create_task(generator.complete(TOKENS, endless(400), seed_of(i), 0)) for i in range(4)]
-        await asyncio.sleep(0.15)
-        await generator.abort()
-        return list(await asyncio.gather(*asked))
-
-    parts = run(side.engines, job, lean=False)
-    assert all(part.status == ABORTED and len(part.logprobs) == len(part.tokens) < 400 for part in parts)
-    assert any(len(part.tokens) for part in parts)
 
 
 def sampled(side: Side) -> float:

@@ -127,7 +127,7 @@ def _publish(engines: Any) -> None:
                 break
             except HttpError:
                 time.sleep(0.05)
-        publish(engines.rundir, EnginePeer(host=address.host, port=address.port, lean=True), index)
+        publish(engines.rundir, EnginePeer(host=address.host, port=address.port), index)
 
 
 # ---- in the nursery

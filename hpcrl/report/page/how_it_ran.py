@@ -1,6 +1,6 @@
 """How a run was run: where, with which versions, from which commit, with which options.
 
-Invariant: what a file does not say, because an older hpcrl wrote it or it is damaged, is left out.
+Invariant: what a file does not say, because it is damaged, is left out.
 """
 
 from __future__ import annotations

@@ -16,13 +16,12 @@ import copy
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from types import ModuleType
 
 import aiohttp
 import numpy as np
 
 from hpcrl.errors import DataError, DeadlineError, PeerError
-from hpcrl.rollout.engines import lean_route, stock_route
+from hpcrl.rollout.engines import lean_route
 from hpcrl.rollout.engines.completion import Completion, ExpectedAnswer, PassingTrouble, PromptRequest, SampleCall
 from hpcrl.rollout.engines.engine_pool import EnginePool, PooledEngine
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
@@ -110,15 +109,14 @@ class Dispatcher:
         self._queued += len(request.calls)
 
     def _send(self, engine: PooledEngine, request: PromptRequest) -> None:
-        for part in [request] if engine.lean else [request.part([call]) for call in request.calls]:
-            part.task = asyncio.create_task(self._serve(engine, part))
-            for call in part.calls:
-                call.engine = engine
-                call.request = part
-                call.in_flight = True
-                call.migrated = False
-            self._sent[part.task] = part
-            part.task.add_done_callback(self._sent.pop)
+        request.task = asyncio.create_task(self._serve(engine, request))
+        for call in request.calls:
+            call.engine = engine
+            call.request = request
+            call.in_flight = True
+            call.migrated = False
+        self._sent[request.task] = request
+        request.task.add_done_callback(self._sent.pop)
 
     async def _serve(self, engine: PooledEngine, request: PromptRequest) -> None:
         """Send one request, and see to it that each of its calls gets its answer."""
@@ -154,13 +152,13 @@ class Dispatcher:
         )
         try:
             async with asyncio.timeout(limit):
-                await _route(engine).ask(engine, request, wanted, self._deliver)
+                await lean_route.ask(engine, request, wanted, self._deliver)
         except PassingTrouble as error:
             return str(error)
         except aiohttp.ClientError as error:
             return f"{type(error).__name__}: {error}"
         except TimeoutError as error:
-            what = f"{engine} did not answer {_route(engine).PATH} within --request-timeout {limit:g} s"
+            what = f"{engine} did not answer {lean_route.PATH} within --request-timeout {limit:g} s"
             raise DeadlineError(what, f"see {engine.log}") from error
         return ""
 
@@ -250,14 +248,9 @@ class Dispatcher:
 
     async def _tell(self, engine: PooledEngine, idents: list[str]) -> None:
         try:
-            await _route(engine).abort(engine, idents)
+            await lean_route.abort(engine, idents)
         except (aiohttp.ClientError, TimeoutError):
             return  # the request itself finds out what is wrong there; and it is told again
-
-
-def _route(engine: PooledEngine) -> ModuleType:
-    """How to speak to `engine`: `ask`, `abort` and a PATH."""
-    return lean_route if engine.lean else stock_route
 
 
 def _by_engine(calls: list[SampleCall]) -> dict[PooledEngine, list[str]]:

@@ -46,7 +46,6 @@ class PooledEngine:
 
     Attributes:
         number: ours alone.
-        lean: whether it has our own route.
     """
 
     index: int
@@ -56,7 +55,6 @@ class PooledEngine:
     log: str
     loads: Loads
     model_len: int | None = None
-    lean: bool = False
     incarnation: int = 0
     number: int = 0
     probing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -173,7 +171,7 @@ class EnginePool:
             elif isinstance(said, EnginePeer):
                 key = http_key(self._rundir, index, said.incarnation)
                 address = Address(said.host, said.port, key)
-                self.registry.up(index, said.incarnation, address, said.model_len, said.lean)
+                self.registry.up(index, said.incarnation, address, said.model_len)
             else:
                 self.registry.ended(index, said.incarnation, said.why, said.again)
                 say(f"{self.registry.members[index]}: {said.why}")
@@ -221,7 +219,6 @@ class EnginePool:
             self._log(index),
             self.loads,
             member.model_len,
-            member.lean,
             member.incarnation,
             self._count,
         )

@@ -101,7 +101,6 @@ class ExternalEngine:
             host=self._at.host,
             port=self._at.port,
             model_len=length,
-            lean=True,
             incarnation=incarnation,
             realm=realm,
         )

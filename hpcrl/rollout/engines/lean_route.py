@@ -11,6 +11,7 @@ from dataclasses import replace
 import aiohttp
 
 from hpcrl import token_frames
+from hpcrl.errors import PeerError
 from hpcrl.rollout.engines.completion import (
     Deliver,
     ExpectedAnswer,
@@ -21,7 +22,6 @@ from hpcrl.rollout.engines.completion import (
     read_experts,
 )
 from hpcrl.rollout.engines.engine_pool import PooledEngine
-from hpcrl.rollout.engines.stock_route import refuse
 from hpcrl.token_frames import FrameReader, GroupRequest, SampleAnswer, encode
 
 PATH = token_frames.GENERATE
@@ -45,7 +45,7 @@ async def ask(engine: PooledEngine, request: PromptRequest, wanted: ExpectedAnsw
     reader, there = FrameReader(), [False] * len(calls)
     async with engine.session.post(engine.at(PATH), data=encode(body), headers=_BYTES) as answer:
         if answer.status != 200:
-            refuse(engine, PATH, answer.status, await answer.read())
+            refuse(engine, answer.status, await answer.read())
         while data := await answer.content.readany():
             try:
                 found = list(reader.feed(data))
@@ -76,6 +76,14 @@ def _deliver(
         read = len(request.prompt) + len(tokens) - 1
         completion = replace(completion, experts=read_experts(engine, answer.experts, answer.routing, read, routing))
     deliver(request.calls[answer.index], completion)
+
+
+def refuse(engine: PooledEngine, status: int, data: bytes) -> None:
+    """Raise for an answer that is not 200: PassingTrouble for the server's own troubles, PeerError for a refusal."""
+    trouble = f"HTTP {status}: {data[:300].decode(errors='replace')}"
+    if status < 500:
+        raise PeerError(f"{engine} refused {PATH}: {trouble}", f"see {engine.log}")
+    raise PassingTrouble(trouble)
 
 
 async def abort(engine: PooledEngine, idents: list[str]) -> None:

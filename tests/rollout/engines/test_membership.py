@@ -59,7 +59,7 @@ class Office:
         return self.stack.enter_context(FakeEngine(script, keys_of(self.rundir)))
 
     def up(self, index: int, engine: FakeEngine, incarnation: int = 0) -> None:
-        publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, lean=True, incarnation=incarnation), index)
+        publish(self.rundir, EnginePeer(host="127.0.0.1", port=engine.port, incarnation=incarnation), index)
 
     def run(self, job: Callable[[Office], Awaitable[None]]) -> None:
         async def go() -> None:
