@@ -36,7 +36,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl doctor [RECIPE.toml] [--site S] [--nodes]   is all there that a run needs: login node, site, nodes
   hpcrl selftest [--site S] [--hosts N]        numbers, transports and memory on your hardware: passed, failed, skipped
   hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
-  hpcrl status [RUN]                           what runs are doing: all of them, one in full, or a sweep as a table
+  hpcrl status [RUN]                           what runs are doing: all of them, or one in full
   hpcrl runs [--clean]                         where runs are; those that never came to a step
   hpcrl try RECIPE.toml                        a few prompts, sampled and graded: as rendered, token by token
   hpcrl chat RUN|HF-DIR; hpcrl serve RUN|HF-DIR   talk to a checkpoint; the same as an OpenAI-compatible endpoint

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import UsageError
 from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
 from hpcrl.run.job_files import OVER
 from hpcrl.run.queued_job import JobKey, QueuedJob
 from hpcrl.run.started_runs import is_run, known_runs
-from hpcrl.run.sweep_file import is_sweep, read_sweep
 from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import as_given, open_regular
 
@@ -45,8 +44,6 @@ def find_run(word: str) -> Run:
     Raises:
         UsageError: if there is none, or more than one.
     """
-    if sweep := find_sweep(word):
-        raise UsageError(f"{word} is a sweep of several runs", f"name one of them; hpcrl status {sweep} lists them")
     with contextlib.suppress(PermissionError):
         path = as_given(word)
         for root in (path, path.parent, *path.parents[1:3]):  # a stage's or an adapter's directory stands for its run
@@ -66,42 +63,13 @@ def find_run(word: str) -> Run:
 
 
 def all_runs() -> list[Path]:
-    """The runs that the registry knows, and those in ./runs, in the sweeps there as well."""
+    """The runs that the registry knows, and those in ./runs."""
     roots = {path.resolve(): path for path in known_runs()}
     for path in _children(as_given("runs")):
-        with contextlib.suppress(OSError, HpcrlError):
-            for root in read_sweep(path).roots(path) if is_sweep(path) else [path]:
-                if is_run(root):
-                    roots.setdefault(root.resolve(), root)
+        with contextlib.suppress(OSError):
+            if is_run(path):
+                roots.setdefault(path.resolve(), path)
     return sorted(roots.values())
-
-
-def find_sweep(word: str) -> Path | None:
-    """The sweep that `word` names, as a path, as the last part of one of those that are known, or by the number of its
-    job array; None if it names none.
-
-    Raises:
-        UsageError: if it may be several.
-    """
-    with contextlib.suppress(PermissionError):
-        if is_sweep(path := as_given(word)):
-            return path
-        if is_run(path):
-            return None
-    if "/" in word:
-        return None
-    known = {path.resolve(): path for path in (*(run.parent for run in known_runs()), *_children(as_given("runs")))}
-    found = [path for path in known.values() if _is_called(path, word)]
-    if len(found) > 1:
-        raise UsageError(f"{word} may be {' or '.join(map(str, found))}", "give the path")
-    return found[0] if found else None
-
-
-def _is_called(path: Path, word: str) -> bool:
-    """Whether this is a sweep of that name or number."""
-    with contextlib.suppress(OSError, HpcrlError):
-        return is_sweep(path) and (word in (path.name, read_sweep(path).job_id))
-    return False
 
 
 def _children(folder: Path) -> list[Path]:
@@ -115,10 +83,10 @@ def _children(folder: Path) -> list[Path]:
 # ---- what is known of it
 
 
-def look_at_run(run: Run, jobs: Jobs | None = None, brief: bool = False) -> Status:
-    """The status of one run, in full unless `brief`."""
+def look_at_run(run: Run, jobs: Jobs | None = None) -> Status:
+    """The status of one run, in full."""
     jobs = jobs or Jobs([run])
-    status = judge_run(run, time.time(), jobs.word(run), alive(run), jobs.title(run), brief)
+    status = judge_run(run, time.time(), jobs.word(run), alive(run), jobs.title(run))
     status.notes += [f"{jobs.note}; this is from the run directory alone"] if jobs.note else []
     return status
 
@@ -206,7 +174,7 @@ def _key(run: Run) -> JobKey | None:
     """The run's job, as its scheduler is asked for it; None if no scheduler has it."""
     if not run.job or not run.job.queued or not run.job.job_id:
         return None
-    return JobKey(run.job.job_id, run.identity, run.job.submitted, history=not _quiet(run), array=run.job.array)
+    return JobKey(run.job.job_id, run.identity, run.job.submitted, history=not _quiet(run))
 
 
 def _quiet(run: Run) -> bool:

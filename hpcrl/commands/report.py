@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.commands.find_run import Jobs, find_run, find_sweep, look_at_run
+from hpcrl.commands.find_run import Jobs, find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
 from hpcrl.report.timeline import startup
@@ -21,8 +21,6 @@ from hpcrl.report.timeline.reading import trace as trace_of
 from hpcrl.report.timeline.run_spending import Recorded, read_run, spending
 from hpcrl.report.timeline.sandbox_use import bill_line, sandbox_use
 from hpcrl.run.rundir import write_atomic
-from hpcrl.run.started_runs import is_run
-from hpcrl.run.sweep_file import read_sweep
 from hpcrl.toolbox.arguments import RUN, Parser
 
 
@@ -32,47 +30,36 @@ def report(argv: list[str]) -> int:
     parser = Parser(
         "report",
         "One HTML file: curves, timeline, what it cost, samples. It needs nothing else, and no network. Of several "
-        "runs, or of a sweep: options that differ, curves laid over each other, costs, and answers to the same prompts "
-        "side by side.",
+        "runs: options that differ, curves laid over each other, costs, and answers to the same prompts side by side.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help=RUN)
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="where to write it (RUN/report.html, or comparison.html); - for stdout"
     )
     args = parser.parse_args(argv)
-    runs = several(args.runs)
+    runs = _several(args.runs)
     if len(runs) > 1:
-        return _compare(runs, args.output)
+        _write(args.output, Path("comparison.html"), _compared_page(runs), *runs)
+        return 0
     run = runs[0]
     _write(args.output, run.root / "report.html", run_page(run), run)
     return 0
 
 
-def several(words: Sequence[str]) -> list[Run]:
-    """The runs that words name; of a sweep all that it has.
+def _several(words: Sequence[str]) -> list[Run]:
+    """The runs that words name.
 
     Raises:
         UsageError: if one names none, or they are more than a page can show.
     """
     from hpcrl.report.page.comparison import MOST
 
-    found: dict[Path, Run] = {}
-    for word in words:
-        sweep = find_sweep(word)
-        of_word = [find_run(word)] if sweep is None else [Run(p) for p in read_sweep(sweep).roots(sweep) if is_run(p)]
-        if sweep is not None and not of_word:
-            raise UsageError(f"{word} has no run yet", f"hpcrl status {word}")
-        found |= {run.root.resolve(): run for run in of_word}
+    found = {run.root.resolve(): run for run in map(find_run, words)}
     if len(words) > 1 and len(found) == 1:
         raise UsageError("these are one and the same run", "name it once")
     if len(found) > MOST:
         raise UsageError(f"{len(found)} runs are more than a page shows, {MOST}", "name some of them")
     return list(found.values())
-
-
-def _compare(runs: Sequence[Run], output: str | None) -> int:
-    _write(output, Path("comparison.html"), compared_page(runs), *runs)
-    return 0
 
 
 def run_page(run: Run, refresh: int = 0, jobs: Jobs | None = None) -> str:
@@ -86,14 +73,14 @@ def run_page(run: Run, refresh: int = 0, jobs: Jobs | None = None) -> str:
     return page(run, look_at_run(run, jobs), read_run(run), recipe_text(run.root), refresh)
 
 
-def compared_page(runs: Sequence[Run], refresh: int = 0, jobs: Jobs | None = None) -> str:
+def _compared_page(runs: Sequence[Run]) -> str:
     """The page of several runs, as they are now; each scheduler is asked once for all."""
-    jobs = jobs or Jobs(runs)
     from hpcrl.report.page.comparison import Compared, comparison, names_of
 
+    jobs = Jobs(runs)
     named = zip(names_of(runs), runs, strict=True)
     compared = [Compared(name, run, look_at_run(run, jobs), spending(run, read_run(run))) for name, run in named]
-    return comparison(compared, refresh)
+    return comparison(compared)
 
 
 def trace(argv: list[str]) -> int:

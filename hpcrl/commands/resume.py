@@ -29,7 +29,6 @@ from hpcrl.run.job_files import UNQUEUED, read_job
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import CHOSEN, TRACKER, RunDir, write_atomic
 from hpcrl.run.summary import read_summary, write_summary
-from hpcrl.run.sweep_file import is_sweep
 
 
 def _bent(options: Options) -> str:
@@ -167,8 +166,7 @@ def resume(argv: list[str]) -> int:
             "hpcrl resume takes one run directory",
             "a run keeps the options that it began with, but for --num-rollout, --ckpt-step and --live-code",
         )
-    known = Path(words[0]).exists() and not is_sweep(Path(words[0]))
-    job = reopen_job(Path(words[0]) if known else find_run(words[0]).root)
+    job = reopen_job(Path(words[0]) if Path(words[0]).exists() else find_run(words[0]).root)
     root = job.root
     if "num_rollout" in overrides:
         extend_run(job, overrides["num_rollout"], overrides.get("ckpt_step"))

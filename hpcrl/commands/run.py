@@ -14,12 +14,10 @@ from hpcrl.errors import UsageError
 RUN_HELP = """\
 usage: hpcrl run [RECIPE.toml] [--option value ...] [--dry-run]
        hpcrl run [--option value ...] [--dry-run] -- ARGUMENTS     slime's or vime's, as its scripts give them
-       hpcrl run RECIPE.toml --as-adapters --sweep OPTION=V1,V2,... [--sweep ...] [--seeds N]
        hpcrl run --resume RUN_DIR
 
   --dry-run                       print plan and options of each stage, and start nothing
   --resume RUN_DIR                resume a run from its last checkpoint, with the options that it began with
-  --as-adapters                   train what the sweep names as LoRA adapters over the same weights (docs/lora.md)
   --help                          this text, with the options that a first run needs
   --help-all                      this text, with every option
 
@@ -46,20 +44,13 @@ def run(argv: list[str]) -> int:
     from hpcrl.slime.verbatim import recipe_of, split_arguments
 
     before, arguments = split_arguments(argv)
-    mine = {"resume": Kind("str"), "dry-run": Kind("bool"), "help-all": Kind("bool"), "as-adapters": Kind("bool")}
-    mine |= {"sweep": Kind("str", adds_up=True), "seeds": Kind("int", bounds=">= 2")}
+    mine = {"resume": Kind("str"), "dry-run": Kind("bool"), "help-all": Kind("bool")}
     overrides, own, words = parse_flags(before, mine)
     if "resume" in own:
         return _resume(Path(own["resume"]), overrides, [*words, *(arguments or [])], own)
     word = choose_recipe(words, arguments, "hpcrl run")
     recipe = load_recipe(word) if arguments is None else recipe_of(arguments, overrides)
     recipe = replace(recipe, name=overrides.get("name", recipe.name))  # it also names the run directory
-    if own.get("as-adapters"):
-        from hpcrl.config.sweep import with_adapters
-
-        overrides = with_adapters(recipe, overrides, own)
-    elif swept := [f"--{name}" for name in ("sweep", "seeds") if name in own]:
-        raise UsageError(f"{swept[0]}: one run is started here", "hpcrl submit submits a sweep; or add --as-adapters")
     if own.get("dry-run"):
         from hpcrl.commands.plan import preview
 

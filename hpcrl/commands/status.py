@@ -3,7 +3,7 @@ those that never trained.
 
 Invariants: status and watch change nothing, anywhere; a scheduler is asked a few times a minute, and less while it does
 not answer.  Only a run that has ended and holds neither a checkpoint nor a step's metrics is ever removed, and only on
---yes, and a sweep with the last of its runs.
+--yes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcrl.commands.find_run import ASK, Ending, Jobs, all_runs, find_run, find_sweep, look_at_run, look_at_runs
-from hpcrl.commands.sweep import look_at_sweep, watch_sweep
+from hpcrl.commands.find_run import ASK, Ending, Jobs, all_runs, find_run, look_at_run, look_at_runs
 from hpcrl.errors import Interrupted
-from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import line, on_terminal, page, shorten_path, table
-from hpcrl.report.sweep_table import sweep_page
-from hpcrl.run.sweep_file import is_sweep, read_sweep, remove_empty_sweep
 from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.toolbox.signs import LastSign
 
@@ -41,21 +37,13 @@ EXIT = {"finished": 0, "failed": 1, "cancelled": 1, "lost": 1, "stopped": 143}
 
 
 def status(argv: list[str]) -> int:
-    """`hpcrl status`: all runs as a table, one in full, or those of one sweep as a table."""
-    parser = Parser(
-        "status",
-        "What runs are doing: all that are known here and those in ./runs, one in full, or those of one sweep with "
-        "their results, the best one first.",
-    )
-    parser.add_argument("run", nargs="?", metavar="RUN", help=f"{RUN}; or the same of a sweep")
+    """`hpcrl status`: all runs as a table, or one in full."""
+    parser = Parser("status", "What runs are doing: all that are known here and those in ./runs, or one in full.")
+    parser.add_argument("run", nargs="?", metavar="RUN", help=RUN)
     parser.add_argument(
         "--json", action="store_true", help="for programs: one JSON object (a list of them without RUN)"
     )
     args = parser.parse_args(argv)
-    if args.run and (sweep := find_sweep(args.run)):
-        table_of_runs = look_at_sweep(sweep)
-        print(_json(table_of_runs) if args.json else sweep_page(table_of_runs))
-        return 0
     if args.run:
         found = look_at_run(find_run(args.run))
         if args.json:
@@ -89,13 +77,13 @@ def _json(value: object) -> str:
 
 
 def watch(argv: list[str]) -> int:
-    """`hpcrl watch`: a live view of one run, or of a sweep, until it ends."""
+    """`hpcrl watch`: a live view of one run, until it ends."""
     parser = Parser(
         "watch",
-        "Follow one run, or all runs of a sweep, until it ends. Exit status: 0 it finished, 1 it failed, 143 it was "
-        "stopped; Ctrl-C only stops looking.",
+        "Follow one run until it ends. Exit status: 0 it finished, 1 it failed, 143 it was stopped; Ctrl-C only stops "
+        "looking.",
     )
-    parser.add_argument("run", metavar="RUN", help=f"{RUN}; or the same of a sweep")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument(
         "--web", action="store_true", help="serve its report too, for a browser on this machine or by ssh -L"
     )
@@ -105,25 +93,25 @@ def watch(argv: list[str]) -> int:
         parser.error("--port has no effect without --web")
     try:
         with _served(args.run, args.port or 0) if args.web else contextlib.nullcontext():
-            sweep = find_sweep(args.run)
-            return watch_sweep(sweep) if sweep else watch_run(find_run(args.run).root)
+            return watch_run(find_run(args.run).root)
     except KeyboardInterrupt:
         raise Interrupted("the run itself continues", f"to end it: hpcrl stop {strip_control(args.run)}") from None
 
 
 def _served(word: str, port: int) -> LivePages:
-    """The report of what `word` names, for a browser."""
-    from hpcrl.commands.report import compared_page, run_page, several
+    """The report of the run that `word` names, for a browser."""
+    from hpcrl.commands.report import run_page
     from hpcrl.report.page.live import REFRESH, LivePages
 
-    roots = [run.root for run in several([word])]
-    known, asked = [Jobs(map(Run, roots))], LastSign()
+    root = find_run(word).root
+    jobs, asked = Jobs([Run(root)]), LastSign()
 
     def make() -> str:
-        runs = [Run(root) for root in roots]
-        if asked.due(60.0 if known[0].note else ASK):
-            known[0] = Jobs(runs)
-        return run_page(runs[0], REFRESH, known[0]) if len(runs) == 1 else compared_page(runs, REFRESH, known[0])
+        nonlocal jobs
+        run = Run(root)
+        if asked.due(60.0 if jobs.note else ASK):
+            jobs = Jobs([run])
+        return run_page(run, REFRESH, jobs)
 
     pages = LivePages(make, port)
     print(pages.words, flush=True)
@@ -201,10 +189,7 @@ def runs(argv: list[str]) -> int:
     for status in statuses:
         print(strip_control(shorten_path(status.run)))
         if args.yes:
-            root = found[status.run].root
-            shutil.rmtree(root)
-            if is_sweep(root.parent):
-                remove_empty_sweep(root.parent, load_scheduler(read_sweep(root.parent).scheduler).script_file)
+            shutil.rmtree(found[status.run].root)
     if args.clean and not args.yes and statuses:
         print(f"{len(statuses)} runs never came to a step; hpcrl runs --clean --yes removes them")
     return 0

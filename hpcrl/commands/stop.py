@@ -1,11 +1,8 @@
-"""`hpcrl stop` and `hpcrl cancel`: end a run in order, or at once; or all runs of a sweep.
+"""`hpcrl stop` and `hpcrl cancel`: end a run in order, or at once.
 
 Invariants: a job or a process is touched only if it still is this run's: a scheduler's job by the identity that it
 carries, in a directory of the caller's own, since everybody can read a job's number and identity and write them into
-another; a process by the run directory's lock that it holds.  Of a sweep, what waits in the queue is taken out of it
-before what is at work is ended, so that none of it starts meanwhile; a run that cannot be ended keeps no other from it.
-To stop never ends what has begun by the time that it is reached, and a launcher that lives has the last word on its
-run.
+another; a process by the run directory's lock that it holds.  A launcher that lives has the last word on its run.
 """
 
 from __future__ import annotations
@@ -14,15 +11,12 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 import psutil
 
-from hpcrl.commands.find_run import Jobs, find_run, find_sweep, look_at_run, owner
+from hpcrl.commands.find_run import Jobs, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.restarts import later_jobs
 from hpcrl.launch.scheduler import load_scheduler
@@ -31,59 +25,18 @@ from hpcrl.report.run_status import FRESH, WORKING, Status
 from hpcrl.report.status_text import shorten_path
 from hpcrl.run.job_files import CANCEL, CANCELLED, JOB, OVER, STOP, JobState, write_state
 from hpcrl.run.owners import of_another_user
-from hpcrl.run.queued_job import JobKey, QueuedJob
-from hpcrl.run.started_runs import is_run
-from hpcrl.run.sweep_file import read_sweep
+from hpcrl.run.queued_job import JobKey
 from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.untrusted_files import touch
 
-BETWEEN = 0.5  #: seconds between two looks, and between the two SIGTERMs that a launcher takes for "now"
-LOOKS = 10  #: so often a queue is asked, BETWEEN seconds apart, if what was cancelled has left it
+BETWEEN = 0.5  #: seconds between the two SIGTERMs that a launcher takes for "now"
 GRACE = 30.0  #: seconds that a launcher may take to end after them
 
 
 def _word(name: str, description: str, argv: list[str]) -> str:
     parser = Parser(name, description)
-    parser.add_argument("run", metavar="RUN", help=f"{RUN}; or the same of a sweep, for all of its runs")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     return parser.parse_args(argv).run
-
-
-def _end_all(root: Path, waiting: Callable[[list[Run], Jobs], int], working: Callable[[Run, Jobs, Status], int]) -> int:
-    """End the runs of a sweep that have not ended.
-
-    Args:
-        waiting: ends those that wait in the queue.
-        working: ends one that is at work.
-
-    Raises:
-        HpcrlError: if all have ended.
-    """
-    runs = [run for path in read_sweep(root).roots(root) if is_run((run := Run(path)).root)]
-    jobs = Jobs(runs)
-    looks = {run.root: look_at_run(run, jobs, brief=True) for run in runs}
-    queue = [run for run in runs if _waits(jobs.word(run), looks[run.root])]
-    work = [run for run in runs if looks[run.root].phase in WORKING and not _waits(jobs.word(run), looks[run.root])]
-    if not queue and not work:
-        raise HpcrlError(f"{shorten_path(str(root))}: none of its runs waits or is at work", "hpcrl status shows them")
-    status = waiting(queue, jobs) if queue else 0
-    return _each(work, lambda run: working(run, jobs, looks[run.root])) or status
-
-
-def _each(runs: Sequence[Run], end: Callable[[Run], object]) -> int:
-    """End each of the runs; one that cannot be is told of.  The last such error's exit status, 0 if there was none."""
-    status = 0
-    for run in runs:
-        try:
-            end(run)
-        except HpcrlError as error:
-            print(f"hpcrl: error: {error}", file=sys.stderr)
-            status = error.exit_code
-    return status
-
-
-def _waits(word: QueuedJob | None, found: Status) -> bool:
-    """Whether the run's job is in the queue, or about to be again."""
-    return word is not None and not word.over and (word.phase == "pending" or found.phase == "requeued")
 
 
 # ---- hpcrl stop
@@ -96,69 +49,9 @@ def stop(argv: list[str]) -> int:
         HpcrlError: if none is alive to do so.
     """
     word = _word("stop", "Let a run finish its step, save a checkpoint and end; continue it with hpcrl resume.", argv)
-    if sweep := find_sweep(word):
-        return _end_all(sweep, _stop_waiting, _stop_run)
     run = find_run(word)
     jobs = Jobs([run])
-    return _stop_run(run, jobs, look_at_run(run, jobs))
-
-
-def _stop_waiting(runs: list[Run], jobs: Jobs) -> int:
-    """Take runs out of the queue; those that have begun since `jobs` were asked for are asked to stop."""
-    left = list[Run]()
-    status = _each(runs, lambda run: left.append(run) if _leave_queue(run, jobs) else _cancel_job(run, jobs))
-    for _ in range(LOOKS):
-        left = [Run(run.root) for run in left]
-        jobs = Jobs(left)
-        if not any((word := jobs.word(run)) and word.phase == "pending" for run in left):
-            break
-        time.sleep(BETWEEN)
-    return _each(left, lambda run: _stop_begun(run, jobs)) or status
-
-
-def _leave_queue(run: Run, jobs: Jobs) -> bool:
-    """Take its job out of the queue unless it has begun; false if it does not wait there, but is between two starts."""
-    job, word = run.job, jobs.word(run)
-    if not job or not job.job_id or not word or word.phase != "pending":
-        return False
-    _refuse_of_another(run)
-    for number in (*_later_jobs(run), job.job_id):
-        load_scheduler(job.scheduler).cancel(number, waiting=True)
-    return True
-
-
-def _refuse_of_another(run: Run) -> None:
-    """Raise HpcrlError unless the run directory, and what it says of its job, are this user's own."""
-    for path in (run.root, run.root / JOB):
-        if other := of_another_user(path):
-            raise HpcrlError(
-                f"{shorten_path(str(path))} belongs to user {other}, and may name any job as its own",
-                f"ask that user to cancel it, or cancel it by its number: {run.job.job_id if run.job else ''}",
-            )
-
-
-def _later_jobs(run: Run) -> list[str]:
-    """The later jobs of its chain that the scheduler knows as this run's, the last first."""
-    assert run.job is not None
-    numbers = later_jobs(run.job)
-    keys = [JobKey(name, run.identity, run.job.submitted, history=False, array=run.job.array) for name in numbers]
-    words = load_scheduler(run.job.scheduler).look(keys).jobs if keys else {}
-    return [key.job_id for key in reversed(keys) if (word := words.get(key)) and not word.over]
-
-
-def _stop_begun(run: Run, jobs: Jobs) -> int:
-    """Ask a run that was to leave the queue to stop if it has begun instead."""
-    name, word = shorten_path(str(run.root)), jobs.word(run)
-    if word is None or word.phase == "pending":
-        raise HpcrlError(f"{name}: its job may still wait{f': {jobs.note}' if jobs.note else ''}", "try again")
-    if word.phase == "running":
-        return _ask(run, name)
-    _record_waiting(run)
-    print(f"took {name} out of the queue")
-    return 0
-
-
-def _stop_run(run: Run, jobs: Jobs, found: Status) -> int:
+    found = look_at_run(run, jobs)
     name = shorten_path(str(run.root))
     if found.stop_asked:
         with contextlib.suppress(OSError):  # what was asked before this start would not hold for it
@@ -175,6 +68,25 @@ def _stop_run(run: Run, jobs: Jobs, found: Status) -> int:
         process.send_signal(signal.SIGTERM)
         return _asked(name)
     return _ask(run, name)
+
+
+def _refuse_of_another(run: Run) -> None:
+    """Raise HpcrlError unless the run directory, and what it says of its job, are this user's own."""
+    for path in (run.root, run.root / JOB):
+        if other := of_another_user(path):
+            raise HpcrlError(
+                f"{shorten_path(str(path))} belongs to user {other}, and may name any job as its own",
+                f"ask that user to cancel it, or cancel it by its number: {run.job.job_id if run.job else ''}",
+            )
+
+
+def _later_jobs(run: Run) -> list[str]:
+    """The later jobs of its chain that the scheduler knows as this run's, the last first."""
+    assert run.job is not None
+    numbers = later_jobs(run.job)
+    keys = [JobKey(name, run.identity, run.job.submitted, history=False) for name in numbers]
+    words = load_scheduler(run.job.scheduler).look(keys).jobs if keys else {}
+    return [key.job_id for key in reversed(keys) if (word := words.get(key)) and not word.over]
 
 
 def _ask(run: Run, name: str) -> int:
@@ -214,19 +126,13 @@ def cancel(argv: list[str]) -> int:
     word = _word(
         "cancel", "End a run at once, or take it out of the queue; its last saved checkpoint stays good.", argv
     )
-    if sweep := find_sweep(word):
-        return _end_all(
-            sweep,
-            lambda runs, jobs: _each(runs, lambda run: _cancel_job(run, jobs)),
-            lambda run, jobs, _: _cancel_job(run, jobs),
-        )
     run = find_run(word)
     if run.job and run.job.queued:
         return _cancel_job(run)
     return _end_process(run)
 
 
-def _cancel_job(run: Run, jobs: Jobs | None = None) -> int:
+def _cancel_job(run: Run) -> int:
     name, job = shorten_path(str(run.root)), run.job
     assert job is not None
     if not job.job_id:
@@ -238,7 +144,7 @@ def _cancel_job(run: Run, jobs: Jobs | None = None) -> int:
             f"{name} is {called}, and {scheduler.title}'s commands are not here",
             f"cancel it on {job.submit_host or 'its cluster'}",
         )
-    jobs = jobs or Jobs([run])
+    jobs = Jobs([run])
     word = jobs.word(run)
     if word is None:
         raise HpcrlError(jobs.note or f"{scheduler.title} does not answer", "try again")

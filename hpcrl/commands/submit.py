@@ -1,4 +1,4 @@
-"""`hpcrl submit`: a recipe as one job of the site's scheduler, or a sweep of it as one array of jobs.
+"""`hpcrl submit`: a recipe as one job of the site's scheduler, or as a chain of them.
 
 Invariant: with --dry-run and --print nothing is written and nothing is submitted.
 """
@@ -9,20 +9,17 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hpcrl.config.flags import flag_words, parse_flags
 from hpcrl.config.recipe import Recipe, load_recipe
-from hpcrl.config.sweep import GridRun, grid, sweep_axes, with_adapters
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.directories import file_system
 from hpcrl.errors import UsageError
 from hpcrl.launch.nodes_of_site import fitted_nodes, shown_flags
 from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_submit, load_scheduler
-from hpcrl.launch.site import FLAGS, SiteProfile, from_flags
+from hpcrl.launch.site import FLAGS, from_flags
 from hpcrl.launch.submission import chained, preview, refuse_absent_files, refuse_unfit, submit_new
-from hpcrl.launch.sweep import Sweep, preview_sweep, submit_sweep
 from hpcrl.recipe_here import choose_recipe
 from hpcrl.report.progress import say
 from hpcrl.slime.verbatim import recipe_of, split_arguments
@@ -30,7 +27,6 @@ from hpcrl.untrusted_files import read_system
 
 USAGE = """\
 usage: hpcrl submit [RECIPE.toml] [--site NAME] [--time T] [--layout L] [--set KEY=VALUE ...] [--option value ...]
-       hpcrl submit RECIPE.toml --sweep OPTION=V1,V2,... [--sweep ...] [--seeds N] [--at-once K]
        hpcrl submit RECIPE.toml --dry-run       print the plan, the script and the command; submit nothing
        hpcrl submit RECIPE.toml --print         print the script of one job, for you to edit and submit (sbatch)
        hpcrl submit [--site NAME ...] -- ARGUMENTS    slime's or vime's, as its scripts give them to train.py
@@ -43,11 +39,6 @@ usage: hpcrl submit [RECIPE.toml] [--site NAME] [--time T] [--layout L] [--set K
   --chain N          N jobs instead of one, each after the one before, for sites that do not queue a job again: where
                      one ends at its time limit the next continues, and what is left when the run is done ends at once
   --after JOB ...    start when these jobs have ended well, such as the conversion of the model
-  --sweep O=V1,V2    a run for each value of an option, --O or --STAGE.O (of a switch true,false); of several --sweep a
-                     run for each combination. One job array, its runs in one directory; hpcrl status has their table
-  --seeds N          N runs of each, with the seeds S, S+1, ... from --seed on (and --rollout-seed with them)
-  --at-once K        not more than K of these runs at a time
-  --as-adapters      one job instead, which trains them as LoRA adapters over the same weights (docs/lora.md)
 
 Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there. One job is submitted, to
 Slurm unless the profile names another scheduler; it trains to the end, over as many requeues as that takes."""
@@ -55,13 +46,9 @@ Slurm unless the profile names another scheduler; it trains to the end, over as 
 OWN = {
     **FLAGS,
     "after": Kind("str", many=True),
-    "as-adapters": Kind("bool"),
-    "at-once": Kind("int", bounds=">= 1"),
     "chain": Kind("int", bounds=">= 1"),
     "dry-run": Kind("bool"),
     "print": Kind("bool"),
-    "seeds": Kind("int", bounds=">= 2"),
-    "sweep": Kind("str", adds_up=True),
     "help": Kind("bool"),
 }
 
@@ -93,18 +80,11 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     """
     site = from_flags(own)
     scheduler = load_scheduler(site.scheduler)
-    if own.get("as-adapters"):
-        if "at-once" in own:
-            raise UsageError("--at-once and --as-adapters exclude each other: it is one run", "leave one of them out")
-        overrides = with_adapters(recipe, overrides, own)
-    runs = [] if own.get("as-adapters") else _runs_of_sweep(recipe, overrides, own)
     if fitted := fitted_nodes(recipe, overrides, site.trainer.gpus_per_node):
         print(
             f"hpcrl: note: {shown_flags(fitted)}: nodes of site {site.name} have {site.trainer.gpus_per_node} GPUs",
             file=sys.stderr,
         )
-    if runs:
-        return _submit_sweep(recipe, overrides, site, runs, own)
     given = overrides
     overrides = site.options(recipe, overrides)
     chain = own.get("chain", 1)
@@ -129,57 +109,6 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     return 0
 
 
-def _runs_of_sweep(recipe: Recipe, flags: dict[str, Any], own: Mapping[str, Any]) -> list[GridRun]:
-    """The runs that --sweep and --seeds ask for; none without them."""
-    axes = sweep_axes(recipe, flags, own)
-    if own.get("at-once", 1) < 1:
-        raise UsageError(f"--at-once {own['at-once']}: expected a whole number >= 1")
-    if not axes and "at-once" in own:
-        raise UsageError("--at-once has no effect on one run", "give --sweep or --seeds, or leave it out")
-    if axes and own.get("print"):
-        raise UsageError(
-            "--print writes the script of one run, and a sweep has several",
-            "leave one of them out; --dry-run shows the script of the array",
-        )
-    if axes and "chain" in own:
-        raise UsageError(
-            "--chain and a sweep exclude each other: its job array takes one place in the queue",
-            "let the site requeue its tasks (requeue = true), or submit each run with its own --chain",
-        )
-    return grid(axes, flags) if axes else []
-
-
-def _submit_sweep(
-    recipe: Recipe, flags: dict[str, Any], site: SiteProfile, runs: Sequence[GridRun], own: Mapping[str, Any]
-) -> int:
-    """Submit all runs of a sweep, or show the job array that they would be."""
-    scheduler, at_once = load_scheduler(site.scheduler), own.get("at-once", 0)
-    if not own.get("dry-run"):
-        sweep, jobs = submit_sweep(recipe, flags, site, runs, at_once)
-        _note_place(sweep.runs[0])
-        _say_separate(scheduler, sweep)
-        numbers = [job.job_id for job in jobs]
-        print(f"jobs {numbers[0]} to {numbers[-1]}, {len(jobs)} runs\nsweep directory: {sweep.root}\n")
-        print("\n".join(f"{number}  {run.name}" for number, run in zip(numbers, runs, strict=True)))
-        print(f"\n{sweep.runs[0].table()}\n\nhpcrl status {sweep.root}\nhpcrl watch {sweep.root}")
-        return 0
-    sweep = preview_sweep(recipe, flags, site, runs, at_once)
-    _say_separate(scheduler, sweep)
-    print("\n".join([f"{len(runs)} runs in {sweep.root}:", *(f"  {run.name}" for run in runs)]), end="\n\n")
-    if sweep.separate:
-        _show(scheduler, sweep.runs[0])
-    else:
-        _show(scheduler, sweep.runs[0], scheduler.array_script(sweep.array()), sweep.root)
-    for run in sweep.runs:
-        refuse_absent_files(run)
-    return 0
-
-
-def _say_separate(scheduler: Scheduler, sweep: Sweep) -> None:
-    if sweep.separate:
-        say(f"note: {len(sweep.runs)} jobs, not one array: {sweep.separate}")
-
-
 def say_submitted(submission: Submission, jobs: Sequence[SubmittedJob]) -> None:
     """The numbers of its jobs, where the run is, who runs where, and how to look."""
     root, (first, *rest) = submission.job.root, [job.job_id for job in jobs]
@@ -190,14 +119,10 @@ def say_submitted(submission: Submission, jobs: Sequence[SubmittedJob]) -> None:
     print(f"\nhpcrl status {root}\nhpcrl watch {root}")
 
 
-def _show(scheduler: Scheduler, shown: Submission, script: str = "", folder: Path | None = None) -> None:
-    """The plan, the script, the command, and what the scheduler says of it where it is here.
-
-    Args:
-        script: that of an array that the run is one of, in `folder`; "" for the run's own.
-    """
-    text = script or scheduler.script(shown)
-    place = shlex.quote(str((folder or shown.job.root) / scheduler.script_file))
+def _show(scheduler: Scheduler, shown: Submission) -> None:
+    """The plan, the script, the command, and what the scheduler says of it where it is here."""
+    text = scheduler.script(shown)
+    place = shlex.quote(str(shown.job.root / scheduler.script_file))
     print(f"{shown.table()}\n\n{text}\n# nothing was written; hpcrl submit would write this script and call:")
     print(f"# {scheduler.submit_command} {place}")
     if can_submit(scheduler):

@@ -34,7 +34,6 @@ from hpcrl.run.gpu_environment import CACHES, Role, cache_directory, compile_cac
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 from hpcrl.run.started_runs import is_run
-from hpcrl.run.sweep_file import is_sweep
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.retry import Pauses
 from hpcrl.untrusted_files import Damaged
@@ -307,7 +306,6 @@ def _sizes(files: Mapping[str, CompiledFile]) -> set[tuple[str, int]]:
 
 
 def kept_directory(given: str | None, root: Path) -> Path:
-    """The directory of archives of a run, of a stage of one, or of a run of a sweep."""
+    """The directory of archives of a run, or of a stage of one."""
     whole = root.parent if is_run(root.parent) and not is_run(root) else root
-    whole = whole.parent if is_sweep(whole.parent) else whole
     return Path(given) if given else whole.parent / DEFAULT

@@ -73,7 +73,7 @@ def _take(
         said = _read(name, extra[name], _values(words, extra[name], value if inline else None))
         if not extra[name].inside(said):  # of options the declaration's owner asks that
             raise UsageError(f"--{name} {said}: expected {extra[name]}")
-        command[name] = [*command.get(name, []), said] if extra[name].adds_up else said
+        command[name] = said
         return
     stage, option = split_name(name)
     target = find_flag(option, () if stage else extra, stage)

@@ -52,7 +52,6 @@ class Kind:
         optional: null is allowed.
         bounds: as text, such as ">= 1".
         bare: the flag may be without a value and then means true (only where nothing is known of the type).
-        adds_up: a flag that may be given several times; all of its values count, as a list.
     """
 
     base: Base
@@ -62,7 +61,6 @@ class Kind:
     optional: bool = False
     bounds: str = ""
     bare: bool = False
-    adds_up: bool = False
 
     @property
     def takes_words(self) -> tuple[int, int | None]:
@@ -191,11 +189,6 @@ def kind_of(annotation: Any) -> Kind:
     if origin is dict:
         return Kind("object")
     return Kind(_PLAIN[annotation])
-
-
-def shown_value(value: Any) -> str:
-    """A value as names and tables have it: text as it is, all else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def read_json_word(word: str) -> Any:

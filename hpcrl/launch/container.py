@@ -168,6 +168,6 @@ def check_mount(mount: str) -> None:
 
 
 def mountable(root: Path) -> str:
-    """What to mount for a run directory, or for one of its stages: the directory above where its name has commas, as
-    those of a sweep's runs have, since no container takes any."""
+    """What to mount for a run directory, or for one of its stages: the directory above where its name has commas,
+    since no container takes any."""
     return str(next((path for path in (root, *root.parents[:2]) if "," not in str(path)), root))

@@ -226,16 +226,6 @@ def begins_with(options: Options) -> Iterator[tuple[str, str]]:
     yield from (("the prompt file", path) for path in prompt_files(options))
 
 
-def writes_to(options: Options) -> Iterator[tuple[str, str]]:
-    """(option, path) of all that a stage writes where the user says: all else is in its run directory.
-
-    Under --update-weight-disk-dir each run has a directory of its own.
-    """
-    for option in ("save", "save_debug_rollout_data"):
-        if path := getattr(options, option):
-            yield option, path
-
-
 def _nothing_at(flag: str, path: str) -> UsageError | None:
     """The error for a path where there is not what `flag` wants, or None."""
     if not Path(path).exists():

@@ -85,8 +85,6 @@ class BatchScript:
         launch: directory of task.sh.
         identity: of the run, for the job to carry.
         follows: the number of a job that must have ended, however.
-        array: how many tasks a job array has, 0 for a job of its own.
-        at_once: how many of them may run at once, 0 for any number.
         mounts: directories that a container must see.
         tasks: "hosts" or "slots".
         python: the interpreter on the nodes where the site names none.
@@ -103,8 +101,6 @@ class BatchScript:
     tasks: str = "hosts"
     python: str = "python3"
     follows: str = ""
-    array: int = 0
-    at_once: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,23 +174,6 @@ class Submission:
         )
 
 
-@dataclass(frozen=True)
-class JobArray:
-    """Runs that are to become the tasks of one job array.
-
-    Attributes:
-        root: a directory that the runs' are in.
-        identity: what each task carries until its launcher says otherwise.
-        runs: in the order of the tasks; all make the same request to the same site.
-        at_once: how many may run at once, 0 for any number.
-    """
-
-    root: Path
-    identity: str
-    runs: tuple[Submission, ...]
-    at_once: int = 0
-
-
 def batch_python(site: SiteProfile) -> str:
     """The interpreter of the batch process, which starts the steps and so runs outside of any container."""
     return site.python if site.python and site.container.kind == "none" else sys.executable
@@ -257,11 +236,8 @@ class Scheduler(Protocol):
         """Its word on all these jobs, in one question.  Never an error: where it is missing, slow or fails, a note says
         so."""
 
-    def cancel(self, job_id: str, waiting: bool = False) -> None:
+    def cancel(self, job_id: str) -> None:
         """End the job, or take it out of the queue.
-
-        Args:
-            waiting: only if it waits: one that has begun meanwhile is left alone.
 
         Raises:
             HpcrlError: with its words if it does not.
@@ -309,18 +285,6 @@ class Scheduler(Protocol):
         Raises:
             HpcrlError: if it is refused.
         """
-
-    # ---- job arrays
-
-    def no_array(self, request: AllocationRequest) -> str:
-        """Why several runs of this request cannot be one job array, "" if they can: else the next two are not used."""
-
-    def array_script(self, array: JobArray) -> str:
-        """The text of the script that `submit_array` would send."""
-
-    def submit_array(self, array: JobArray) -> tuple[str, list[SubmittedJob]]:
-        """The same as `submit` for all of its runs at once: (the array's number, its tasks in the order of the
-        runs)."""
 
 
 @cache

@@ -86,37 +86,23 @@ def submit_new(
     shown = preview(recipe, overrides, site)
     refuse_unfit(scheduler, shown.request, shown.site)
     refuse_absent_files(shown)
-    submission = begin_submission(recipe, overrides, shown)  # which may take a while: Ctrl-C ends it
-    with HeldSignals(), removed_on_error(submission.job.root):
-        return submission, send(scheduler, submission, chain)
-
-
-def begin_submission(
-    recipe: Recipe, overrides: dict[str, Any], shown: Submission, array: str = "", again: bool = False
-) -> Submission:
-    """The run directory of what `preview` has shown; it says from now on that a scheduler has the run.
-
-    Args:
-        array: the identity of the job array that it is to be a task of.
-        again: whether custom functions have been tried for another of its runs.
-    """
-    site = shown.site
-    job = begin_job(
+    job = begin_job(  # which may take a while: Ctrl-C ends it
         recipe,
         overrides,
         lambda _: shown.request.hosts(),
         here=False,
         pythonpath=site.env.get("PYTHONPATH"),
-        runs_here=not again and sight_of(site, recipe).code,
+        runs_here=sight_of(site, recipe).code,
     )
     submission = replace(shown, job=job)
-    with removed_on_error(job.root):
-        note_job(submission, None, None, array=array)  # else it would count as a run of this machine until it has a job
-    return submission
+    with _removed_on_error(job.root):
+        _note_job(submission, None, None)  # else it would count as a run of this machine until it has a job
+    with HeldSignals(), _removed_on_error(job.root):
+        return submission, _send(scheduler, submission, chain)
 
 
 @contextlib.contextmanager
-def removed_on_error(root: Path) -> Iterator[None]:
+def _removed_on_error(root: Path) -> Iterator[None]:
     """Remove the directory if what is done in this context fails: nothing runs, so nothing is to be found later."""
     try:
         yield
@@ -195,7 +181,7 @@ def submit_again(
     with contextlib.ExitStack() as until_submitted:
         with held(job.root):
             until_submitted.enter_context(switched_code(root, live))
-        return submission, send(load_scheduler(site.scheduler), submission, chain)
+        return submission, _send(load_scheduler(site.scheduler), submission, chain)
 
 
 def submit_elsewhere(root: Path, record: JobFile) -> str:
@@ -211,7 +197,7 @@ def submit_elsewhere(root: Path, record: JobFile) -> str:
     site = site.model_copy(update={"exclude": [*dict.fromkeys((*site.exclude, *broken_hosts(root)))]})
     job = reopen_job(root)
     submission = Submission(job, list(job.stages), make_request(job.stages, site), site)
-    return send(scheduler, submission)[0].job_id
+    return _send(scheduler, submission)[0].job_id
 
 
 def _check_gone(root: Path, record: JobFile) -> None:
@@ -219,7 +205,7 @@ def _check_gone(root: Path, record: JobFile) -> None:
     if not record.job_id and time.time() - record.submitted < SUBMITTING:
         raise UsageError(f"{root} is being submitted", f"if that was cut short, wait {SUBMITTING:.0f} s")
     keys = [
-        JobKey(name, record.identity, record.submitted, history=False, array=record.array)
+        JobKey(name, record.identity, record.submitted, history=False)
         for name in (record.job_id, *later_jobs(record))
         if name  # it has none if it was never submitted
     ]
@@ -230,29 +216,20 @@ def _check_gone(root: Path, record: JobFile) -> None:
             raise UsageError(f"{root}: its job {key.job_id} is {word.word.lower()}", "hpcrl cancel it first, or wait")
 
 
-def send(scheduler: Scheduler, submission: Submission, chain: int = 1) -> list[SubmittedJob]:
-    """Submit it, `chain` times, each job after the one before; all or none of them stay in the queue."""
+def _send(scheduler: Scheduler, submission: Submission, chain: int = 1) -> list[SubmittedJob]:
+    """Submit it, `chain` times, each job after the one before; all or none of them stay in the queue.
+
+    SIGTERM, SIGHUP (a connection that is lost) and SIGINT wait for the scheduler's answer.
+    """
     root, jobs = submission.job.root, list[SubmittedJob]()
     shutil.copytree(shipped("launch"), root / "launch", dirs_exist_ok=True)
-    with all_or_none(scheduler, jobs) as signals:
-        while len(jobs) < chain:
-            jobs.append(scheduler.submit(replace(submission, follows=jobs[-1].job_id if jobs else "")))
-            chained_jobs = [job.job_id for job in jobs] if chain > 1 else []
-            note_job(submission, jobs[0], root / scheduler.script_file, chain=chained_jobs)
-            signals.check()
-    return jobs
-
-
-@contextlib.contextmanager
-def all_or_none(scheduler: Scheduler, jobs: Sequence[SubmittedJob]) -> Iterator[HeldSignals]:
-    """Cancel `jobs`, which may grow meanwhile, if what is done in this context fails.
-
-    SIGTERM, SIGHUP (a connection that is lost) and SIGINT wait for the scheduler's answer: the signals that this yields
-    are to be checked after each.
-    """
     with HeldSignals() as signals:
         try:
-            yield signals
+            while len(jobs) < chain:
+                jobs.append(scheduler.submit(replace(submission, follows=jobs[-1].job_id if jobs else "")))
+                chained_jobs = [job.job_id for job in jobs] if chain > 1 else []
+                _note_job(submission, jobs[0], root / scheduler.script_file, chained_jobs)
+                signals.check()
         except BaseException:
             for job in reversed(jobs):
                 try:
@@ -260,15 +237,16 @@ def all_or_none(scheduler: Scheduler, jobs: Sequence[SubmittedJob]) -> Iterator[
                 except HpcrlError as error:
                     say(f"note: job {job.job_id} may still be in the queue: {error}")
             raise
+    return jobs
 
 
-def note_job(submission: Submission, job: SubmittedJob | None, script: Path | None, **more: Any) -> None:
+def _note_job(submission: Submission, job: SubmittedJob | None, script: Path | None, chain: Sequence[str] = ()) -> None:
     """Write a run's job.json.
 
     Args:
         job: None before it is submitted.
         script: its batch script, None before there is one.
-        more: further fields of it.
+        chain: the numbers of all jobs of a chain.
     """
     write_job(
         submission.job.root,
@@ -278,5 +256,5 @@ def note_job(submission: Submission, job: SubmittedJob | None, script: Path | No
         script=str(script) if script else None,
         components=[msgspec.to_builtins(component) for component in submission.request.components],
         site=submission.site.model_dump(),
-        **more,
+        chain=[*chain],
     )

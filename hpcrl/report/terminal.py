@@ -33,7 +33,6 @@ from rich.text import Text
 
 from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import cells, facts
-from hpcrl.report.sweep_table import SweepStatus, sweep_page
 from hpcrl.report.terminal_curves import DrawnRows, has_utf8, pictures
 
 STYLES = {
@@ -88,13 +87,13 @@ def run_page(status: Status) -> RenderableType:
 
 
 class LivePage:
-    """The page of one run or sweep, drawn over the one before; what is shown last stays.  A context.
+    """The page of one run, drawn over the one before; what is shown last stays.  A context.
 
     Args:
-        root: of the run whose curves are drawn below its page, where there is room; None: no curves.
+        root: of the run; its curves are drawn below its page, where there is room.
     """
 
-    def __init__(self, stream: TextIO, root: Path | None = None) -> None:
+    def __init__(self, stream: TextIO, root: Path) -> None:
         self._console = console(stream)
         self._live = Live(console=self._console, auto_refresh=False)
         self._root = root
@@ -108,18 +107,12 @@ class LivePage:
     def __exit__(self, *_: Any) -> None:
         self._live.stop()
 
-    def show(self, status: Status | SweepStatus) -> None:
+    def show(self, status: Status) -> None:
         """Draw it as it is now."""
-        if isinstance(status, Status):
-            page = self._with_curves(run_page(status), status.stage)
-        else:
-            page = Text(sweep_page(status), overflow="fold")
-        self._live.update(page, refresh=True)
+        self._live.update(self._with_curves(run_page(status), status.stage), refresh=True)
 
     def _with_curves(self, page: RenderableType, stage: str) -> RenderableType:
         """The page, and below it the curves that the rest of the terminal holds."""
-        if self._root is None:
-            return page
         file = self._root / stage / "metrics.jsonl"
         if self._rows is None or self._rows.path != file:
             self._rows = DrawnRows(file)

@@ -192,7 +192,6 @@ class JobFile(msgspec.Struct, frozen=True):
         scheduler: "local" where none has the run.
         job_id: the scheduler's number (of a heterogeneous job the leader's; of a task of a job array as the scheduler
             writes it).
-        array: the identity that all tasks of its array carry; "" for a job of its own.
         chain: the numbers of all jobs of a chain, this one among them.
         submitted: unix time.
         identity: the run's.
@@ -210,11 +209,10 @@ class JobFile(msgspec.Struct, frozen=True):
     components: list[dict[str, Any]] = []
     site: dict[str, Any] | None = None
     chain: list[str] = []
-    array: str = ""
 
     def __post_init__(self) -> None:
         """ValueError for what no scheduler has given."""
-        for name in ("job_id", "identity", "array"):
+        for name in ("job_id", "identity"):
             if (text := getattr(self, name)) and not _PLAIN(text):
                 raise ValueError(f"{name} is {text[:40]!r}, which is no such")
         if wrong := [text for text in self.chain if not _PLAIN(text)]:
@@ -231,8 +229,7 @@ def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **m
 
     Args:
         scheduler: its name, or one of UNQUEUED.
-        more: cluster, script, components, site as far as they are known, chain and array; a site that was known is
-            kept.
+        more: cluster, script, components, site as far as they are known, and chain; a site that was known is kept.
     """
     known = {"site": read_job(root).site, **more}
     replace_job(

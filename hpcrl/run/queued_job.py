@@ -15,7 +15,6 @@ class JobKey(msgspec.Struct, frozen=True):
 
     Attributes:
         identity: of the run, which the job carries, since a scheduler may give a number twice.
-        array: what a task of a job array carries instead until its launcher says otherwise: the array's identity.
         submitted: unix time.
         history: whether it is worth asking how the job ended, if the queue has forgotten it.
     """
@@ -24,7 +23,6 @@ class JobKey(msgspec.Struct, frozen=True):
     identity: str
     submitted: float
     history: bool = True
-    array: str = ""
 
 
 class QueuedJob(msgspec.Struct, frozen=True):

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 import re
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import DelayedSubmission, FailedJobError
+from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 __all__ = ["FailedJobError", "HetSlurmExecutor"]
@@ -80,21 +79,6 @@ class HetSlurmExecutor(SlurmExecutor):
         super().__init__(folder, **kwargs)
         self._script = script
         self.sent = ""
-
-    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Any]:
-        """Submit one call as a job, several as the tasks of one array, whose script says that it is one."""
-        if len(delayed_submissions) == 1:
-            return super()._internal_process_submissions(delayed_submissions)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        calls = [self.folder / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
-        for file, call in zip(calls, delayed_submissions, strict=True):
-            call.set_timeout(0, self.max_num_timeout)
-            call.dump(file)
-        array = self._submit_command(self._submitit_command_str)
-        jobs = [HetJob(self.folder, f"{array.job_id}_{number}", [0]) for number in range(len(calls))]
-        for job, file in zip(jobs, calls, strict=True):
-            job.paths.move_temporary_file(file, "submitted_pickle")
-        return jobs
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script(f"env SUBMITIT_EXECUTOR=slurm {command}")

@@ -15,12 +15,9 @@ from hpcrl.run.queued_job import JobKey, QueueAnswer
 from hpcrl.slurm import node_events, squeue
 
 if TYPE_CHECKING:
-    from hpcrl.launch.scheduler import AllocationRequest, BatchScript, JobArray, ScriptVerdict, Submission
+    from hpcrl.launch.scheduler import AllocationRequest, BatchScript, ScriptVerdict, Submission
     from hpcrl.run.queued_job import ExpectedStart
     from hpcrl.slurm.site import SlurmSite
-
-
-OVER = "already finished"  #: what scontrol says of a job that cannot be held since it has ended
 
 
 class Slurm:
@@ -44,31 +41,12 @@ class Slurm:
     def look(self, jobs: Sequence[JobKey]) -> QueueAnswer:
         return node_events.named(squeue.look(jobs))
 
-    def cancel(self, job_id: str, waiting: bool = False) -> None:
+    def cancel(self, job_id: str) -> None:
         if not squeue.is_number(job_id):
             raise HpcrlError(f"{job_id} is no number of a Slurm job", "see squeue --me")
-        if waiting and not self._held(job_id):
-            return
         answer = squeue.call(["scancel", job_id])
         if answer.code:
             raise HpcrlError(f"scancel {job_id}: {answer.said}", "see squeue")
-
-    def _held(self, job_id: str) -> bool:
-        """Hold a job that waits, so that it cannot begin; false if it has begun or ended.
-
-        scancel --state=PENDING would do in one call, but takes all tasks of an array for one in Slurm 22.05; and
-        a job that runs is held without a word, for its next start.
-        """
-        answer = squeue.call(["scontrol", "hold", job_id])
-        if answer.code and OVER in answer.err.lower():
-            return False
-        if answer.code:
-            raise HpcrlError(f"scontrol hold {job_id}: {answer.said}", "see squeue")
-        found = squeue.call(["squeue", "--noheader", "--array", "--job", job_id, "--format=%T"])
-        if found.code == 0 and set(found.out.split()) == {"PENDING"}:
-            return True
-        squeue.call(["scontrol", "release", job_id])
-        return False
 
     # ---- one node
 
@@ -129,18 +107,3 @@ class Slurm:
         from hpcrl.slurm.submit import send_script
 
         return send_script(file)
-
-    # ---- job arrays
-
-    def no_array(self, request: AllocationRequest) -> str:
-        return "Slurm takes no arrays of heterogeneous jobs" if len(request.components) > 1 else ""
-
-    def array_script(self, array: JobArray) -> str:
-        from hpcrl.slurm.submit import preview_array
-
-        return preview_array(array)
-
-    def submit_array(self, array: JobArray) -> Any:
-        from hpcrl.slurm.submit import send_array
-
-        return send_array(array)

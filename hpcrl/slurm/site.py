@@ -23,7 +23,7 @@ OURS = {
     **dict.fromkeys(("gpus-per-node", "gres", "gpus", "gpus-per-task"), "gpus_per_node and gpu_type"),
     **dict.fromkeys(("cpus-per-task",), "cpus_per_node"),
     **dict.fromkeys(("signal",), "signal_margin"),
-    **dict.fromkeys(("array",), "hpcrl submit --sweep or --seeds, which submit several runs as one array"),
+    **dict.fromkeys(("array",), "a loop around hpcrl submit, a job for each run"),
     **dict.fromkeys(("exclude",), "exclude, a list at the top"),
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "--actor-num-nodes and --rollout-num-gpus"),
     **dict.fromkeys(

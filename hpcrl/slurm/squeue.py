@@ -28,12 +28,9 @@ FIELDS = ("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%D", "%u", "%j", "%k")
 SACCT = ("JobID", "JobIDRaw", "State", "Submit", "Start", "End", "NNodes", "User", "JobName", "Comment")
 #: how lines begin in which Slurm's programs only repeat that a task has failed
 ECHOES = ("srun:", "slurmstepd:")
-MOST_TASKS = 1 << 17  #: of one array; Slurm's own bound is below it
 CUT = "\x1f"  #: between fields: nothing that a job's name may hold
 #: a job, a component of one (its leader's number + 1), or a task of an array, which has its own number besides
 _ID = re.compile(r"(\d+)(?:\+(\d+)|(_\d+))?\Z")
-#: tasks of an array that accounting has in one row, since nothing has told them apart: 77_[0-3,5,8-12:2%4]
-_TASKS = re.compile(r"(\d+)_\[([\d,:-]+)(?:%\d+)?\]\Z")
 #: what may be asked for: a job, or a task of an array
 _ASKED = re.compile(r"\d+(_\d+)?\Z")
 
@@ -116,12 +113,11 @@ class JobRow(msgspec.Struct, frozen=True):
         """Whether it is that job, whose number was noted at unix time `job.submitted`.
 
         A site may put its own text into the comment, and a script that the user gave to sbatch has none: then name,
-        user and time must do.  A job that waits again after a requeue counts as submitted then.  All tasks of an array
-        begin with one comment: the number tells which of them it is.
+        user and time must do.  A job that waits again after a requeue counts as submitted then.
         """
         if self.comment.startswith(MARK):
             carried = self.comment.partition(" ")[0].removeprefix(MARK)
-            return bool(carried) and carried in (job.identity, job.array)
+            return bool(carried) and carried == job.identity
         ours = self.name.endswith(NAME) and self.user == getpass.getuser()
         return ours and (self.submitted is None or self.submitted <= job.submitted + 60.0 or self.state == "PENDING")
 
@@ -178,8 +174,7 @@ def remembered(ids: Sequence[str]) -> dict[str, list[JobRow]]:
     ids = [i for i in ids if is_number(i)]
     if not ids or shutil.which("sacct") is None:
         return {}
-    asked = ",".join(dict.fromkeys(job.partition("_")[0] for job in ids))  # by a task's number it knows it alone
-    answer = call(["sacct", "-X", "-n", "-P", "--delimiter", CUT, "-j", asked, "-o", ",".join(SACCT)])
+    answer = call(["sacct", "-X", "-n", "-P", "--delimiter", CUT, "-j", ",".join(ids), "-o", ",".join(SACCT)])
     if answer.code:
         return {}
     rows = []
@@ -187,24 +182,8 @@ def remembered(ids: Sequence[str]) -> dict[str, list[JobRow]]:
         cells = line.split(CUT)
         if len(cells) == len(SACCT):
             job, raw, state, submit, start, end, nodes, user, name, comment = cells
-            for one in _tasks(job):
-                number = raw if one == job else one
-                rows.append(_row(CUT.join((one, number, state, "", submit, start, end, nodes, user, name, comment))))
+            rows.append(_row(CUT.join((job, raw, state, "", submit, start, end, nodes, user, name, comment))))
     return _by_job(filter(None, rows), ids)
-
-
-def _tasks(job: str) -> list[str]:
-    """The numbers of the tasks that a row of accounting's is of."""
-    match = _TASKS.match(job)
-    if not match:
-        return [job]
-    found = []
-    for part in match[2].split(","):
-        if ends := re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part):
-            first = int(ends[1])
-            last = min(int(ends[2] or first), first + MOST_TASKS)
-            found += [f"{match[1]}_{task}" for task in range(first, last + 1, int(ends[3] or 1) or 1)]
-    return found
 
 
 def word(job: JobKey, rows: Sequence[JobRow]) -> QueuedJob:

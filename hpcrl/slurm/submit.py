@@ -14,9 +14,9 @@ import io
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 
@@ -26,12 +26,10 @@ from hpcrl.launch.scheduler import (
     AllocationRequest,
     BatchScript,
     Component,
-    JobArray,
     ScriptVerdict,
     Submission,
     batch_python,
 )
-from hpcrl.launch.sweep import array_script
 from hpcrl.plain_text import CONTROL, strip_control
 from hpcrl.run.process import run_command
 from hpcrl.run.rundir import write_atomic
@@ -39,9 +37,6 @@ from hpcrl.shipped_files import shipped
 from hpcrl.slurm.site import SlurmSite
 from hpcrl.slurm.squeue import MARK, NAME, call
 from hpcrl.untrusted_files import read_given
-
-if TYPE_CHECKING:
-    from hpcrl.launch.site import SiteProfile
 
 # ---- the batch script
 
@@ -131,10 +126,8 @@ def _job(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> It
     elif site.after:
         yield from (f"dependency=afterok:{site.after}", "kill-on-invalid-dep=yes")
     yield f"time={site.time}"
-    if script.array:
-        yield f"array=0-{script.array - 1}" + (f"%{script.at_once}" if script.at_once else "")
-    folder, name = os.path.split(script.output)  # of a job of its own, in the file's name alone % is ours: %j
-    yield f"output={script.output if script.array else os.path.join(folder.replace('%', '%%'), name)}"
+    folder, name = os.path.split(script.output)  # in the file's name alone % is ours: %j
+    yield f"output={os.path.join(folder.replace('%', '%%'), name)}"
     yield "open-mode=append"
     yield f"signal=B:USR1@{request.margin}"
     yield "requeue" if site.requeue else "no-requeue"
@@ -202,10 +195,8 @@ def step(
 
 SECONDS = 60.0  #: that sbatch may take
 OUTPUT = "job-%j.out"
-TASKS = "tasks"  #: in the directory of an array: a link to the directory of each task's run, by the task's number
-TASK_OUTPUT = f"{TASKS}/%a/logs/job-%A_%a.out"  #: which Slurm opens through the link
 JOB_ID = "\0"  #: stands for the job's number in a path, which cannot hold it
-_FEWER = "sweep fewer values, or wait for jobs to end; sacctmgr show qos and show assoc have the limits"
+_FEWER = "wait for jobs to end; sacctmgr show qos and show assoc have the limits"
 _SHORTER = "ask for less with --time; see sinfo -o '%P %l'"
 #: what sbatch says -> what a user can do about it; its sentence on a limit for submission speaks of time limits too
 HINTS = {
@@ -219,7 +210,6 @@ HINTS = {
     "time limit": _SHORTER,
     "account": "name your account with --set account=...; see sacctmgr show assoc user=$USER",
     "qos": "see sacctmgr show qos",
-    "array specification": "sweep fewer values: scontrol show config has the site's MaxArraySize",
 }
 
 
@@ -234,29 +224,8 @@ def run_script(submission: Submission, command: str) -> str:
 
 def preview_script(submission: Submission) -> str:
     """The script with the command that submitit would write into it."""
-    return run_script(submission, _call(submission.site, submission.job.root))
-
-
-def array_text(array: JobArray, command: str) -> str:
-    """The script of a job array whose tasks' batch process is `command`.
-
-    Raises:
-        UsageError: for a directory in whose name Slurm and submitit would see the number of a task.
-    """
-    if "%" in str(array.root):
-        raise UsageError(f"--run-dir {array.root}: a sweep's directory cannot have % in its path", "choose another")
-    script = array_script(array, command, str(array.root / TASK_OUTPUT))
-    return render(script, array.runs[0].request, array.runs[0].site)
-
-
-def preview_array(array: JobArray) -> str:
-    """The script with the command that submitit would write into it."""
-    return array_text(array, _call(array.runs[0].site, array.root))
-
-
-def _call(site: SiteProfile, root: Path) -> str:
-    """The command that submitit writes into a script, its folder in `root`."""
-    return f"{shlex.quote(batch_python(site))} -u -m submitit.core._submit {shlex.quote(str(root / 'submitit'))}"
+    python, folder = batch_python(submission.site), str(submission.job.root / "submitit")
+    return run_script(submission, f"{shlex.quote(python)} -u -m submitit.core._submit {shlex.quote(folder)}")
 
 
 def script_by_hand(submission: Submission, words: Sequence[str]) -> str:
@@ -312,43 +281,23 @@ def _outside_of_jobs() -> dict[str, str]:
 
 def send(submission: Submission) -> Any:
     """Submit the run through submitit, its folder RUN/submitit, its script RUN/job.sbatch; returns submitit's job."""
-    root = submission.job.root
-    return _send(root, [root], submission.site, lambda command: run_script(submission, command))[0]
-
-
-def send_array(array: JobArray) -> tuple[str, list[Any]]:
-    """Submit the runs of an array through submitit in the same way, folder and script in the array's directory; (the
-    array's number, submitit's jobs)."""
-    (array.root / TASKS).mkdir()
-    for number, run in enumerate(array.runs):
-        (array.root / TASKS / str(number)).symlink_to(Path("..", run.job.root.name))
-    roots = [run.job.root for run in array.runs]
-    jobs = _send(array.root, roots, array.runs[0].site, lambda command: array_text(array, command))
-    return jobs[0].job_id.partition("_")[0], jobs
-
-
-def _send(folder: Path, runs: Sequence[Path], site: SiteProfile, script: Callable[[str], str]) -> list[Any]:
-    """Submit one job, or an array with a task for each of the run directories.
-
-    Args:
-        folder: gets the script, and submitit's folder.
-        script: from submitit's command to the script's text.
-    """
     from hpcrl.slurm.batch_process import run_directory
     from hpcrl.slurm.het_executor import ANSWER, FailedJobError, HetSlurmExecutor
 
+    root = submission.job.root
+
     def text(command: str) -> str:
-        found = script(command)
-        write_atomic(folder / "job.sbatch", found.encode())
+        found = run_script(submission, command)
+        write_atomic(root / "job.sbatch", found.encode())
         return found
 
     try:
-        executor = HetSlurmExecutor(folder / "submitit", text, python=shlex.quote(batch_python(site)))
+        executor = HetSlurmExecutor(root / "submitit", text, python=shlex.quote(batch_python(submission.site)))
     except RuntimeError as error:
         raise HpcrlError(f"submitit: {error}") from error
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # where submitit repeats sbatch's words
-            return executor.map_array(run_directory, [str(root) for root in runs])
+            return executor.submit(run_directory, str(root))
     except FailedJobError as error:
         raise _refused(str(error) or f"no answer within {ANSWER} s; see squeue before you submit it again") from error
     except BaseException:

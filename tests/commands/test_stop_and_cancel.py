@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -177,7 +178,6 @@ def job(run: Path, **fields: object) -> None:
         {"job_id": "all"},
         {"scheduler": "../slurm"},
         {"identity": "id-a\x1b[2J"},
-        {"array": "--x"},
     ],
 )
 def test_forged_numbers_reach_no_command(
@@ -192,6 +192,17 @@ def test_forged_numbers_reach_no_command(
     assert "Traceback" not in said.err
     for call in queue.calls("squeue"):
         assert "vic" not in call and "7x" not in call
+
+
+def test_cancel_leaves_a_live_launcher_the_last_word(run: Path, queue: FakeSlurm) -> None:
+    """A job that waited when it was cancelled, and has begun meanwhile."""
+    job(run, job_id="8")
+    state = make(run.parent / "other", phase="starting", time=time.time()) / "state.json"
+    (run / "state.json").unlink()
+    queue.command("scancel", before=f"cp {state} {run}/state.json")
+    assert main(["cancel", str(run)]) == 0
+    assert queue.calls("scancel") == ["8"]
+    assert json.loads((run / "state.json").read_text())["phase"] == "starting"
 
 
 def test_jobs_of_another_run_are_left_alone(run: Path, queue: FakeSlurm) -> None:

@@ -266,15 +266,12 @@ def test_none_keeps_nothing(node: Node, tmp_path: Path) -> None:
 
 
 def test_directory_of_archives(tmp_path: Path) -> None:
-    """Next to the run, of a stage next to its run, of a sweep next to that, or where --compile-cache says, which is
-    absolute."""
+    """Next to the run, of a stage next to its run, or where --compile-cache says, which is absolute."""
     run = tmp_path / "runs/a"
     run.mkdir(parents=True)
     assert kept_directory(None, run) == tmp_path / "runs" / DEFAULT and DEFAULT.endswith(f"-{os.getuid()}")
     (run / "recipe.json").touch()
     assert kept_directory(None, run) == kept_directory(None, run / "stage") == tmp_path / "runs" / DEFAULT
-    (tmp_path / "runs/sweep.json").touch()
-    assert kept_directory(None, run) == kept_directory(None, run / "stage") == tmp_path / DEFAULT
     assert kept_directory("/scratch/me", run) == Path("/scratch/me")
     for given in (None, "none", "/scratch/me"):
         check_compile_cache(Options(compile_cache=given))

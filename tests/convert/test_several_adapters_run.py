@@ -52,18 +52,6 @@ def test_several_adapters_from_run_to_files(tmp_path: Path) -> None:
     assert one.keys() == other.keys() and any(bool((one[name] != other[name]).any()) for name in one)
 
 
-@pytest.mark.soak
-def test_a_sweep_is_one_run(tmp_path: Path) -> None:
-    """Of adapters that differ in their learning rate: the same samples at first, and other steps."""
-    run = tmp_path / "run"
-    sweep = ("--as-adapters", "--sweep", "lr=1e-2,3e-3")
-    hpcrl("run", "examples/recipes/lora.toml", *sweep, "--num-rollout", 2, "--run-dir", run)
-    fast, slow = (steps_of(run / "adapters" / name) for name in ("lr=0.01", "lr=0.003"))
-    assert [step["rollout/reward"] for step in fast[:1]] == [step["rollout/reward"] for step in slow[:1]]
-    assert fast[0]["train/grad_norm"] == slow[0]["train/grad_norm"]
-    assert fast[1]["rollout/reward"] != slow[1]["rollout/reward"]
-
-
 def told(place: Path) -> list[float]:
     """What the steps of an adapter have logged of themselves."""
     return [row[name] for row in steps_of(place) for name in SAME]

@@ -67,20 +67,6 @@ def test_nothing_that_a_run_says_is_obeyed(tmp_path: Path, command: list[str]) -
     assert any(SHOWN in line and ":smile: [link=http://x]y" in line for line in lines), lines
 
 
-@pytest.mark.parametrize("verb", ["status", "watch"])
-def test_a_sweep_on_a_terminal(tmp_path: Path, verb: str) -> None:
-    """`watch` folds what is too long, and ends with the worst of its runs; nothing that they say is obeyed."""
-    root = tmp_path / "runs/s"
-    for name, phase in (("lr=1", "finished"), ("lr=2", "failed")):
-        put(make(root / name) / "state.json", {"phase": phase, "time": 1.0, "message": EVIL, "stage": ""})
-    runs = [{"name": name, "values": {"lr": float(name[3:])}} for name in ("lr=1", "lr=2")]
-    put(root / "sweep.json", {"swept": ["lr"], "runs": runs, "scheduler": "slurm"})
-    status, lines = show([*HPCRL, verb, "s"], 60 if verb == "watch" else 120, tmp_path)
-    assert status == (0 if verb == "status" else 1)
-    assert "runs/s: 2 runs: 1 finished, 1 failed" in lines and SHOWN in "".join(lines), lines
-    assert [line.split()[0] for line in lines if line.split()[1:2] == ["failed"]] == ["2.0"], lines
-
-
 @pytest.mark.parametrize("rows", [24, 5])
 def test_watch_redraws_the_whole_page(tmp_path: Path, rows: int) -> None:
     """`watch` redraws in place and leaves the whole page."""

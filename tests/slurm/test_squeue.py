@@ -13,6 +13,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.run.job_files import JobStateFile
 from hpcrl.run.queued_job import JobKey, QueueAnswer
 from hpcrl.slurm import squeue
+from hpcrl.slurm.batch_process import job_number
 from hpcrl.slurm.squeue import ENDINGS, NEVER, REASONS, WAITING, ask, look, remembered, together, worst
 from tests.support.rundirs import NOW, FakeSlurm, make, row, submitted
 
@@ -87,6 +88,29 @@ def test_task_of_an_array(slurm: FakeSlurm) -> None:
     """SLURM_JOB_ID of array task 123_4 is a number that squeue's first column does not show."""
     slurm.command("squeue", row("123_4", raw="127"))
     assert list(ask(["127"]).found) == ["127"]
+
+
+def test_tasks_are_told_apart_by_number(slurm: FakeSlurm) -> None:
+    """A user may give a script that hpcrl has printed to sbatch as an array.
+
+    SLURM_JOB_ID of one of its tasks is the array's number, by which Slurm means all of them.
+    """
+    assert job_number({"SLURM_JOB_ID": "77"}) == "77"
+    assert job_number({"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}) == "77_3"
+    keys = [JobKey(f"77_{number}", f"id-{number}", 0.0) for number in range(3)]
+    slurm.command(
+        "squeue",
+        row("77_2", "PENDING", "JobArrayTaskLimit", raw="77", comment="hpcrl:id-2")
+        + row("77_0", raw="78", comment="hpcrl:id-0")
+        + row("77_1", raw="80", comment="hpcrl:another"),
+    )
+    by_job, of_array = JobKey("78", "id-0", 0.0), JobKey("77", "id-0", 0.0)
+    jobs = look([*keys, by_job, of_array]).jobs
+    assert [jobs[key].phase for key in keys] == ["running", "gone", "pending"] and jobs[keys[1]].foreign
+    assert jobs[keys[2]].reason.startswith("waits for other tasks")
+    assert jobs[by_job].phase == "running" and jobs[of_array].phase == "gone", "which has not begun"
+    (call,) = slurm.calls("squeue")
+    assert "--array" in call and "--jobs 77_0,77_1,77_2,78,77 " in call
 
 
 def test_a_job_that_slurm_has_forgotten_is_no_error(slurm: FakeSlurm) -> None:

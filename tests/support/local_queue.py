@@ -31,7 +31,7 @@ from hpcrl.findings import Finding
 from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 
 if TYPE_CHECKING:
-    from hpcrl.launch.scheduler import AllocationRequest, BatchScript, JobArray, ScriptVerdict, Submission
+    from hpcrl.launch.scheduler import AllocationRequest, BatchScript, ScriptVerdict, Submission
     from hpcrl.launch.site import SiteProfile
     from hpcrl.run.queued_job import ExpectedStart
 
@@ -130,12 +130,11 @@ class LocalQueue:
         with jobs() as found:
             return QueueAnswer({key: _word(key, found.get(key.job_id)) for key in wanted})
 
-    def cancel(self, job_id: str, waiting: bool = False) -> None:
+    def cancel(self, job_id: str) -> None:
         with jobs() as found:
             if job_id not in found:
                 raise HpcrlError(f"the queue has no job {job_id}")
-            if not waiting or found[job_id]["state"] in ("waiting", "held"):
-                found[job_id]["wish"] = "kill"
+            found[job_id]["wish"] = "kill"
 
     def responds(self) -> Iterator[Finding]:
         yield (
@@ -199,15 +198,6 @@ class LocalQueue:
 
     def submit_script(self, file: Path) -> str:
         return put(file)
-
-    def no_array(self, request: AllocationRequest) -> str:
-        return "this queue takes no arrays"
-
-    def array_script(self, array: JobArray) -> str:
-        raise NotImplementedError  # there are none
-
-    def submit_array(self, array: JobArray) -> tuple[str, list[Number]]:
-        raise NotImplementedError
 
 
 def put(file: Path, identity: str = "", limit: float = 3600.0, state: str = "waiting", follows: str = "") -> str:

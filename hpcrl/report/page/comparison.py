@@ -78,17 +78,13 @@ def names_of(runs: Sequence[Run]) -> list[str]:
     return [visible("/".join(part[-count:])) for part in parts]
 
 
-def comparison(runs: Sequence[Compared], refresh: int = 0) -> str:
-    """The HTML of several runs.
-
-    Args:
-        refresh: seconds after which a browser asks for it again; 0: never.
-    """
+def comparison(runs: Sequence[Compared]) -> str:
+    """The HTML of several runs."""
     stages = stage_names(runs)
     runs = [replace(one, last=stages[-1]) for one in runs] if stages else runs
     return render(
         "comparison.html.j2",
-        refresh=refresh,
+        refresh=0,
         title=f"{len(runs)} runs",
         subtitle=f"as of {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
         legend=legend([one.name for one in runs]),
