@@ -29,7 +29,6 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl resume RUN                             resume a run the way it was started
   hpcrl plan RECIPE.toml [--hostfile FILE]     ranks, hosts, GPUs and parallel groups, over the hosts of a hostfile
   hpcrl rehearse RECIPE.toml                   its distinct ranks take a step on tensors without content
-  hpcrl fit RECIPE.toml [--site S]             which shape to ask for: those that hold it, speed, node-hours, start
   hpcrl import SCRIPT.sh > RECIPE.toml         read a run script of slime's or vime's
   hpcrl submit [--site S] -- ARGUMENTS ...     the arguments of such a script, unchanged; also run, plan, launch
   hpcrl hostfile FILE [--to DIALECT]           say what a hostfile means, or write it for another launcher
@@ -108,7 +107,6 @@ COMMANDS = {
     "submit": "hpcrl.commands.submit:submit",
     "plan": "hpcrl.commands.plan:plan",
     "rehearse": "hpcrl.rehearsal.command:rehearse",
-    "fit": "hpcrl.fit.command:fit",
     "import": "hpcrl.commands.import_script:import_script",
     "launch": "hpcrl.commands.launch:launch",
     "eval": "hpcrl.commands.evaluate:evaluate",

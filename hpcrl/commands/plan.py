@@ -37,18 +37,16 @@ from hpcrl.recipe_here import choose_recipe
 from hpcrl.run.gpu_environment import for_this_machine
 from hpcrl.slime.verbatim import recipe_and_refusals, split_arguments
 from hpcrl.speed.cards import DEFAULT, named
-from hpcrl.speed.estimate import estimate, speed_lines
 
 USAGE = """\
 usage: hpcrl plan [RECIPE.toml] [--hostfile FILE] [--option value ...]
        hpcrl plan [--hostfile FILE] [--option value ...] -- ARGUMENTS     slime's or vime's, as its scripts give them
 
   --hostfile FILE    the machines and their slots; default: this machine, with as many as are asked for
-  --gpu NAME         the GPUs, for speed and memory (docs/memory.md lists them); default: h100-sxm
+  --gpu NAME         the GPUs, for their memory (docs/memory.md lists them); default: h100-sxm
   --gpu-memory GIB   what a GPU has; default: that of --gpu
   --host-memory GIB  what a host has for the run: more is refused; default: a warning above 2000
   --link-rate GBIT   Gb/s of a card's network link, for the seconds of a weight update; default: 400
-  --mean-response-length TOKENS   for the speed; default: half of --rollout-max-response-len
 
 Memory is estimated where config.json of --hf-checkpoint can be read. Options are those of hpcrl run; without a recipe
 it is recipe.toml of this directory, as there. Of arguments that cannot all be honoured, the plan of the others is
@@ -60,7 +58,6 @@ OWN = {
     "gpu-memory": Kind("float", bounds="> 0"),
     "host-memory": Kind("float", bounds="> 0"),
     "link-rate": Kind("float", bounds="> 0"),
-    "mean-response-length": Kind("int", bounds="> 0"),
     "help": Kind("bool"),
 }
 
@@ -74,9 +71,8 @@ def plan(argv: list[str]) -> int:
     overrides, own, words = parse_flags(before, OWN)
     word = choose_recipe(words, arguments, "hpcrl plan")
     hosts = _hosts(own["hostfile"]) if "hostfile" in own else None
-    gpu = own.get("gpu", DEFAULT)
-    memory = own.get("gpu-memory", named(gpu).memory)
-    card = GpuCard(gpu, memory, own.get("link-rate", LINK), own.get("mean-response-length"), own.get("host-memory"))
+    memory = own.get("gpu-memory", named(own.get("gpu", DEFAULT)).memory)
+    card = GpuCard(memory, own.get("link-rate", LINK), own.get("host-memory"))
     if arguments is None:
         show(load_recipe(word), overrides, hosts, card)
         return 0
@@ -104,17 +100,13 @@ class GpuCard:
     """What the estimates take for given.
 
     Attributes:
-        name: of the GPU in `hpcrl.speed.cards`.
-        memory: its GiB.
+        memory: GiB of a GPU.
         link: the rate of its network link in Gb/s.
-        response: tokens of a response in the mean; None: a share of the longest.
         host: GiB of a host, if that is known.
     """
 
-    name: str
     memory: float
     link: float
-    response: int | None
     host: float | None
 
 
@@ -135,19 +127,13 @@ def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None,
 
 
 def _estimates(options: Options, made: Plan, card: GpuCard) -> list[str]:
-    """Memory, weight updates and speed, or why there is no estimate."""
+    """Memory and weight updates, or why there is no estimate."""
     try:
         config = read_config(options.hf_checkpoint or "")
         family = find_family(config, options.hf_checkpoint or "")
         lines = list(memory_lines(options, family, config, card.memory, card.host))
-        update = 0.0
         if made.engines and not options.debug_rollout_only:
-            moved = predict(options, family, config, made, card.link)
-            update = moved.seconds
-            lines += ["", *update_lines(moved)]
-        if options.bf16:  # whose rates the table has
-            found = estimate(options, family, config, card.name, card.memory, card.response)
-            lines += ["", *speed_lines(found, update)]
+            lines += ["", *update_lines(predict(options, family, config, made, card.link))]
         return lines
     except DataError as error:
         return [f"memory: not estimated: {error.what}"]

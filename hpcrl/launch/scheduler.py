@@ -24,7 +24,7 @@ import msgspec
 from hpcrl.errors import HpcrlError
 from hpcrl.findings import Finding
 from hpcrl.launch.scheduler_names import find_scheduler
-from hpcrl.run.queued_job import ExpectedStart, JobKey, QueueAnswer
+from hpcrl.run.queued_job import JobKey, QueueAnswer
 from hpcrl.shipped_files import shipped
 
 if TYPE_CHECKING:
@@ -253,9 +253,6 @@ class Scheduler(Protocol):
 
     def test(self, script: str) -> ScriptVerdict:
         """Whether it would take the script now; asked if there is a test_command, of no weight in a submission."""
-
-    def expected_starts(self, submissions: Sequence[Submission]) -> list[ExpectedStart]:
-        """When each alone would start; asked if there is a test_command."""
 
     # ---- scripts and submission
 

@@ -70,21 +70,3 @@ class QueueAnswer(msgspec.Struct):
 
     jobs: dict[JobKey, QueuedJob] = {}
     note: str = ""
-
-
-class ExpectedStart(msgspec.Struct, frozen=True):
-    """A scheduler's word on when a job would start if it were submitted now.
-
-    Attributes:
-        start: unix time, None if it is not known.
-        told: in the scheduler's words.
-        refused: it would not take the job at any other time either.
-        computed: the time is not the scheduler's own, but found from its queue.
-        silent: it did not answer in time.
-    """
-
-    start: float | None = None
-    told: str = ""
-    refused: bool = False
-    computed: bool = False
-    silent: bool = False

@@ -16,7 +16,6 @@ from hpcrl.slurm import node_events, squeue
 
 if TYPE_CHECKING:
     from hpcrl.launch.scheduler import AllocationRequest, BatchScript, ScriptVerdict, Submission
-    from hpcrl.run.queued_job import ExpectedStart
     from hpcrl.slurm.site import SlurmSite
 
 
@@ -75,11 +74,6 @@ class Slurm:
         from hpcrl.slurm.submit import SECONDS, test_only
 
         return test_only(script, SECONDS)
-
-    def expected_starts(self, submissions: Sequence[Submission]) -> list[ExpectedStart]:
-        from hpcrl.slurm.start_times import expected_starts
-
-        return expected_starts(submissions)
 
     # ---- scripts and submission
 

@@ -1,5 +1,4 @@
-"""Floating-point operations of a model's passes, from config.json alone: what the estimate before a run and the trainer
-in it count with.
+"""Floating-point operations of a model's passes, from config.json alone: what the trainer counts with.
 
     model = model_flops(family, config)
     model.forward(tokens, pairs, rows)        # rows: of the output layer

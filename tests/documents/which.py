@@ -14,7 +14,7 @@ from tests.documents.texts import Command, of_help
 #: what starts something, and has a --dry-run
 DRY = ("run", "submit", "launch", "eval")
 #: what starts nothing
-FREE = ("plan", "fit", "hostfile", "options", "completion", "import", "--version", "--help", "status", "runs")
+FREE = ("plan", "hostfile", "options", "completion", "import", "--version", "--help", "status", "runs")
 #: what is asked of a run
 OF_A_RUN = (
     "status",
@@ -54,8 +54,6 @@ def cheap(command: Command) -> bool:
 
 def dry(words: list[str]) -> list[str]:
     """The words of a command that starts something, so that it starts nothing."""
-    if words[1] == "fit":
-        return [*words, "--rehearse", "0"]
     if words[1] not in DRY or {"--dry-run", "--print", "--help"} & set(words):
         return words
     end = words.index("--") if "--" in words else len(words)

@@ -53,6 +53,12 @@ def test_cards_are_found_by_their_names() -> None:
         named("h100")
 
 
+def test_page_lists_the_cards() -> None:
+    page = (Path(__file__).parents[2] / "docs/memory.md").read_text()
+    for name, card in CARDS.items():
+        assert f"| `{name}` | {card.memory:g} | {card.tflops:g} |" in page
+
+
 LENGTH = 24
 PROMPT = 8
 

@@ -9,7 +9,6 @@ Real parts, started once and forked or shared
 
 Whole runs
     runs, first_steps  `hpcrl run` of a tiny model, and what it left behind; a folder of `hpcrl init`, used as its README says
-    drawn_queues       queues drawn from a seed, and when jobs of shapes really start in them
     slurm, batch       runs submitted to Slurm; to any scheduler (`local_queue` is a small second one)
     fake_slurm         Slurm's programs without daemons and without root, which run jobs on this machine
     must_not_learn, learning_picture    rewards that teach nothing; table and picture of what was learned

@@ -33,7 +33,6 @@ from hpcrl.run.queued_job import GONE, JobKey, QueueAnswer, QueuedJob
 if TYPE_CHECKING:
     from hpcrl.launch.scheduler import AllocationRequest, BatchScript, ScriptVerdict, Submission
     from hpcrl.launch.site import SiteProfile
-    from hpcrl.run.queued_job import ExpectedStart
 
 NAME = "local-queue"
 SLOTS = 8  #: of this machine
@@ -153,9 +152,6 @@ class LocalQueue:
 
     def test(self, script: str) -> ScriptVerdict:
         raise NotImplementedError  # there is no test_command
-
-    def expected_starts(self, submissions: Sequence[Submission]) -> list[ExpectedStart]:
-        raise NotImplementedError  # likewise
 
     def render(self, script: BatchScript, request: AllocationRequest, site: SiteProfile) -> str:
         requeues = site.max_requeues if site.requeue else 0

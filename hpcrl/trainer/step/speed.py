@@ -1,7 +1,7 @@
 """How fast a rollout was trained on: tokens a second, and a GPU, and the share of what the GPUs are rated for.
 
-Invariants: the operations are those that `hpcrl plan` estimates with (`hpcrl.speed.flops`), of the passes that were
-made; on a CPU and on a GPU that is not in `hpcrl.speed.cards` no share is logged.
+Invariants: the operations are those of the passes that were made (`hpcrl.speed.flops`); on a CPU and on a GPU that is
+not in `hpcrl.speed.cards` no share is logged.
 """
 
 from __future__ import annotations

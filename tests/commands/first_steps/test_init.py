@@ -106,7 +106,7 @@ def test_what_is_not_installed_is_named(
     "words",
     [
         *[["run", "--dry-run"], ["plan"], ["submit", "--dry-run"], ["launch", "--hostfile", "hosts", "--print"]],
-        *[["rehearse"], ["fit"], ["try"], ["eval", "--dry-run"]],
+        *[["rehearse"], ["try"], ["eval", "--dry-run"]],
     ],
     ids=lambda words: words[0],
 )

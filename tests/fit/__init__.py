@@ -1,1 +1,0 @@
-"""Shapes of a run."""
