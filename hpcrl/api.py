@@ -309,7 +309,7 @@ class OpenRun:
     def checkpoints(self) -> list[Path]:
         """The whole checkpoints, oldest first, each what `--load` or `hpcrl convert to-hf` takes."""
         found = []
-        for stage in Run(self.root).parts:
+        for stage in Run(self.root).stages:
             given = (load_json(stage.root / "options.json", dict[str, Any], []) or {}).get("save")
             folder = Path(given) if isinstance(given, str) else stage.root / "checkpoints"
             names = [name for name in entries(folder) if name.startswith("iter_")]
@@ -352,10 +352,8 @@ class OpenRun:
             UsageError: if there is no such.
         """
         run = Run(self.root)
-        stages = [*run.stages, *(part for part in run.parts if part not in run.stages)]
-        chosen = run.stages if name is None else [each for each in stages if each.name == name]
+        chosen = run.stages if name is None else [each for each in run.stages if each.name == name]
         if name is not None and not chosen:
-            raise UsageError(
-                f"{self.root} has no stage {name}", f"there are {', '.join(each.name for each in stages) or 'none'}"
-            )
+            there = ", ".join(each.name for each in run.stages) or "none"
+            raise UsageError(f"{self.root} has no stage {name}", f"there are {there}")
         yield from chosen

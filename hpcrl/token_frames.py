@@ -23,7 +23,6 @@ GENERATE, ABORT = "/hpcrl/generate", "/hpcrl/abort"
 EXPERTS = (
     "hpcrl_routed_experts"  #: among the extra_args of params: whether an answer is to hold the experts of its tokens
 )
-ADAPTER = "hpcrl_adapter"  #: among the same: the slot of the adapter that an engine with several is to answer under
 LONGEST = 2**28  #: bytes of a frame
 _LENGTH = struct.Struct("<I")
 

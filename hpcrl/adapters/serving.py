@@ -4,7 +4,7 @@ vLLM multiplies by A and B next to a layer's matrix where it has a layer for tha
 adapter out without a word, so what it can do is listed here, as far as it was seen.
 
 Invariants: trainer and engines ask the same function; what an engine holds of an adapter is compared with what it
-should hold before it serves anything (`hpcrl/engine/held/adapter_slots.py`).
+should hold before it serves anything (`hpcrl/engine/held/adapter_slot.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.family import Config, Family, find_family
-from hpcrl.token_frames import ADAPTER
 
 ENVIRONMENT = "HPCRL_LORA"  #: of an engine: the adapter's settings, as JSON
-SEVERAL = "adapters"  #: the key in it of how many there are, each in a slot of its own
-RENEW = "/hpcrl/renew_adapter"  #: an engine's path: {"slot": N} of the adapter that an update is about to change
+NAME, NUMBER = "adapter-0", 1  #: what vLLM calls the adapter, and its number of it
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  #: what --max-lora-rank of vLLM may be
 Serve = Literal["adapter", "merged"]
 
@@ -38,10 +36,6 @@ def served_as(options: Options, family: Family, config: Config) -> Serve | None:
     if settings is None:
         return None
     why = obstacle(options, settings, family, config)
-    if options.adapter and why:
-        raise UsageError(
-            f"[adapter.NAME]: engines cannot hold several adapters: {why}", "train them in runs of their own"
-        )
     if options.lora_serve == "adapter" and why:
         raise UsageError(f"--lora-serve adapter: {why}", "give --lora-serve merged, or leave it out")
     return options.lora_serve or ("merged" if why else "adapter")
@@ -81,58 +75,20 @@ def engine_flags(options: Options) -> dict[str, Any]:
     """vLLM's arguments for an engine that gets the adapter alone."""
     return {
         "enable_lora": True,
-        "max_loras": slots(options),
-        "max_cpu_loras": slots(options),
+        "max_loras": 1,
+        "max_cpu_loras": 1,
         "max_lora_rank": next(rank for rank in RANKS if rank >= options.lora_rank),
     }
-
-
-def slots(options: Options) -> int:
-    """How many adapters an engine holds."""
-    return len(options.adapter) or 1
-
-
-def vllm_name(slot: int) -> str:
-    """What vLLM calls the adapter in a slot; it tells prompts of one adapter from those of another by it."""
-    return f"adapter-{slot}"
-
-
-def vllm_id(slot: int) -> int:
-    """vLLM's number of it."""
-    return slot + 1
 
 
 def to_environment(options: Options) -> dict[str, str]:
     """What tells its processes."""
     settings = lora_settings(options)
     assert settings is not None
-    return {ENVIRONMENT: json.dumps(asdict(settings) | {SEVERAL: slots(options)})}
+    return {ENVIRONMENT: json.dumps(asdict(settings))}
 
 
 def of_environment(environment: Mapping[str, str]) -> LoraSettings | None:
     """What `to_environment` told."""
     text = environment.get(ENVIRONMENT)
     return None if text is None else LoraSettings.of_plain(json.loads(text))
-
-
-def slots_of_environment(environment: Mapping[str, str]) -> int:
-    """How many adapters an engine holds, as `to_environment` told; 0 for one that holds none."""
-    text = environment.get(ENVIRONMENT)
-    return 0 if text is None else int(json.loads(text)[SEVERAL])
-
-
-def requested_slot(extra: Mapping[str, Any] | None, slots: int) -> int:
-    """The slot that a request is for.
-
-    Args:
-        extra: extra_args of its sampling parameters.
-
-    Raises:
-        ValueError: if it names none of several.
-    """
-    if slots == 1:
-        return 0
-    slot = (extra or {}).get(ADAPTER)
-    if not isinstance(slot, int) or not 0 <= slot < slots:
-        raise ValueError(f"a request has to name one of {slots} adapters, as {ADAPTER} in extra_args, not {slot!r}")
-    return slot

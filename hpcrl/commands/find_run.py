@@ -46,7 +46,7 @@ def find_run(word: str) -> Run:
     """
     with contextlib.suppress(PermissionError):
         path = as_given(word)
-        for root in (path, path.parent, *path.parents[1:3]):  # a stage's or an adapter's directory stands for its run
+        for root in (path, path.parent):  # a stage's directory stands for its run
             if is_run(root) and (root == path or (path / "options.json").exists()):
                 return Run(root)
     runs = [Run(root) for root in all_runs()]

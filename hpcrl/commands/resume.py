@@ -9,17 +9,14 @@ saves from there on replaces the later ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from hpcrl.adapters.run_directories import AdapterDir
 from hpcrl.commands.find_run import find_run
 from hpcrl.commands.submit import say_submitted
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.options import Options
-from hpcrl.config.rules.several_adapters import adapter_options
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import RunJob, finished, held, reopen_job
@@ -42,16 +39,8 @@ def _bent(options: Options) -> str:
     return "--weight-decay-incr-style" if options.weight_decay_incr_style != "constant" else ""
 
 
-def _policies(rundir: RunDir, options: Options) -> list[tuple[str, RunDir, Options]]:
-    """(words for it, directory, options) of the policy of a run, or of each of its adapters."""
-    each = adapter_options(options)
-    return [(f"adapter {name}: ", AdapterDir(rundir, name), own) for name, own in each.items()] or [
-        ("", rundir, options)
-    ]
-
-
 def extend_run(job: RunJob, num_rollout: int, ckpt_step: int | None = None) -> None:
-    """Let the last stage continue to `num_rollout` rollouts, each of its adapters if it has several.
+    """Let the last stage continue to `num_rollout` rollouts.
 
     Args:
         ckpt_step: the checkpoint that it is to go back to first.
@@ -66,51 +55,40 @@ def extend_run(job: RunJob, num_rollout: int, ckpt_step: int | None = None) -> N
     with held(job.root):
         rundir = RunDir.latest(directory)
         options = read_options(rundir, whole=True)
-        policies = _policies(rundir, options)
-        for shown, place, own in policies:
-            _may_be_longer(shown, place, own, num_rollout, ckpt_step)
+        summary = read_summary(directory)
+        done = ckpt_step or (summary.rollout_id if summary else 0)
+        if num_rollout <= done:
+            raise UsageError(f"--num-rollout {num_rollout}: {done} rollouts are done", "give a larger number")
+        if bent := _bent(options):
+            raise UsageError(
+                f"--num-rollout {num_rollout}: {bent} was laid out for the length that the run was begun with",
+                f"begin another run with --load {options.save or rundir.checkpoints}",
+            )
         if ckpt_step is not None:
-            _checkpoints(policies, ckpt_step)
-        each = {name: table | {"num_rollout": num_rollout} for name, table in options.adapter.items()}
-        longer = options.model_copy(update={"num_rollout": num_rollout, "adapter": each})
+            _checkpoints(rundir, options, ckpt_step)
+        longer = options.model_copy(update={"num_rollout": num_rollout})
         write_atomic(rundir.options_file, longer.model_dump_json(indent=1).encode())
-        for place in dict.fromkeys([directory, *(place.root for _, place, _ in policies)]):
-            total = num_rollout * (len(policies) if place == directory else 1)
-            if summary := read_summary(place):
-                write_summary(place, msgspec.structs.replace(summary, status="stopped", total=total))
+        if summary:
+            write_summary(directory, msgspec.structs.replace(summary, status="stopped", total=num_rollout))
 
 
-def _may_be_longer(shown: str, place: RunDir, options: Options, num_rollout: int, ckpt_step: int | None) -> None:
-    """Raise UsageError if a policy cannot be trained up to `num_rollout`."""
-    summary = read_summary(place.root)
-    done = ckpt_step or (summary.rollout_id if summary else 0)
-    if num_rollout <= done:
-        raise UsageError(f"{shown}--num-rollout {num_rollout}: {done} rollouts are done", "give a larger number")
-    if bent := _bent(options):
-        raise UsageError(
-            f"{shown}--num-rollout {num_rollout}: {bent} was laid out for the length that the run was begun with",
-            f"begin another run with --load {options.save or place.checkpoints}",
-        )
-
-
-def _checkpoints(policies: Sequence[tuple[str, RunDir, Options]], number: int) -> list[Path]:
-    """Where each policy has its checkpoints, of which `number` is one.
+def _checkpoints(rundir: RunDir, options: Options, number: int) -> Path:
+    """Where the run has its checkpoints, of which `number` is one.
 
     Raises:
-        UsageError: names the first that has none of that number, and those that it has.
+        UsageError: if there is none of that number; names those that there are.
     """
     from hpcrl.model_files.torch_dist import step  # with torch, which no other way to resume needs
 
-    directories = [Path(own.save or place.checkpoints) for _, place, own in policies]
-    for (shown, _, _), directory in zip(policies, directories, strict=True):
-        if not step(directory, number).is_dir():
-            there = ", ".join(str(int(path.name[5:])) for path in sorted(directory.glob("iter_*"))) or "none"
-            raise UsageError(f"{shown}--ckpt-step {number}: {directory} has no such checkpoint", f"there are {there}")
-    return directories
+    directory = Path(options.save or rundir.checkpoints)
+    if not step(directory, number).is_dir():
+        there = ", ".join(str(int(path.name[5:])) for path in sorted(directory.glob("iter_*"))) or "none"
+        raise UsageError(f"--ckpt-step {number}: {directory} has no such checkpoint", f"there are {there}")
+    return directory
 
 
 def rewind_run(job: RunJob, number: int) -> None:
-    """Have the current stage resume from checkpoint `number`, each of its adapters if it has several.
+    """Have the current stage resume from checkpoint `number`.
 
     Raises:
         UsageError: if it has none of that number.
@@ -124,20 +102,17 @@ def rewind_run(job: RunJob, number: int) -> None:
         raise UsageError(f"{job.root} has saved nothing yet", "leave --ckpt-step out")
     with held(job.root):
         rundir = RunDir.latest(job.directory(stage))
-        directories = _checkpoints(_policies(rundir, read_options(rundir)), number)
-        for directory in directories:
-            write_atomic(directory / CHOSEN, str(number).encode(), mode=0o644)  # if it is damaged, no other is taken
-            write_atomic(directory / TRACKER, str(number).encode(), mode=0o644)
+        directory = _checkpoints(rundir, read_options(rundir), number)
+        write_atomic(directory / CHOSEN, str(number).encode(), mode=0o644)  # if it is damaged, no other is taken
+        write_atomic(directory / TRACKER, str(number).encode(), mode=0o644)
 
 
 USAGE = """\
 usage: hpcrl resume RUN [--num-rollout N] [--ckpt-step N] [--live-code] [--time T] [--chain N] [--set KEY=VALUE ...]
 
   RUN                run directory, its name, or its job ID
-  --num-rollout N    train longer than the run was begun for, also where it is finished: up to N rollouts in all, of
-                     each adapter where there are several
-  --ckpt-step N      resume from this checkpoint, not from the last: one that is damaged, or later than a divergence;
-                     all adapters from theirs of this number
+  --num-rollout N    train longer than the run was begun for, also where it is finished: up to N rollouts in all
+  --ckpt-step N      resume from this checkpoint, not from the last: one that is damaged, or later than a divergence
   --live-code        from now on import custom functions from where they are, not from the copies of RUN/code;
                      --no-live-code: from the copies again
   --time T           time limit of one attempt: minutes, H:MM:SS or D-HH:MM:SS; only for a run that was submitted

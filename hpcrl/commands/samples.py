@@ -130,7 +130,7 @@ def _place(run: Run, word: str, step: int | None, held_out: str | None, inside: 
     """
     from hpcrl.report.sample_records import held_out_sets, steps_of
 
-    stages = [stage for stage in run.parts if inside in (None, stage.root)]
+    stages = [stage for stage in run.stages if inside in (None, stage.root)]
     found = {stage.name: steps_of(stage.root, held_out) for stage in stages}
     having = [stage for stage in stages if (step in found[stage.name] if step is not None else found[stage.name])]
     if having:

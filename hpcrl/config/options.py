@@ -133,8 +133,7 @@ class Options(
     @property
     def needs_engines(self) -> bool:
         """Whether anything is sampled: learning what the prompt file holds, without evaluation, asks no engine."""
-        evaluates = [self.eval_interval, *(table.get("eval_interval") for table in self.adapter.values())]
-        return not self.trains_only and (not self.learns_labels or any(each is not None for each in evaluates))
+        return not self.trains_only and (not self.learns_labels or self.eval_interval is not None)
 
     @property
     def trains_only(self) -> bool:

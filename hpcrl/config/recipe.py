@@ -31,7 +31,6 @@ from hpcrl.config.passthrough import flag
 from hpcrl.config.plugin_points import POINTS
 from hpcrl.config.rules.option_rules import check_options, inert
 from hpcrl.config.rules.run import check_run_dir
-from hpcrl.config.rules.several_adapters import policies_of
 from hpcrl.config.rules.values import build_options
 from hpcrl.config.setting_names import gather, own, spell
 from hpcrl.config.stage_flags import flags_of, place_flags, reach, split_name, spread_flags, stage_flag
@@ -51,7 +50,6 @@ _TAKEN = {
     "checkpoints",
     "samples",
     "tensorboard",
-    "adapters",
 }  #: names inside a run directory
 
 
@@ -219,8 +217,7 @@ def resolve_stages(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping
     everywhere, placed = recipe.places(places), recipe.placed(overrides)
     built = tuple(_build(recipe, stage, placed, everywhere) for stage in recipe.stages)
     plain = [name for name in placed if not split_name(name)[0]]
-    trained = [own for options in built for own in policies_of(options)]
-    shared = {*recipe.values, *plain}.intersection(*(inert(options) for options in trained))
+    shared = {*recipe.values, *plain}.intersection(*map(inert, built))
     for stage, options in zip(recipe.stages, built, strict=True):
         own_flags = [split_name(name)[1] for name in placed if name not in plain and split_name(name)[0] == stage.name]
         try:
@@ -238,8 +235,7 @@ def files_of(recipe: Recipe, overrides: Mapping[str, Any], places: Mapping[str, 
     found: dict[str, FunctionFile] = {}
     for stage in recipe.stages:
         values = _expand(_merged(recipe, stage, placed), everywhere)
-        for each in (values, *_own_tables(values).values()):
-            found |= function_files(each, POINTS)
+        found |= function_files(values, POINTS)
     return found | dict(recipe.files)
 
 
@@ -254,11 +250,6 @@ def _build(recipe: Recipe, stage: Stage, placed: Mapping[str, Any], places: Mapp
         check_run_dir(merged["run_dir"])
     settled = with_own_settings(_expand(merged, places), Options.model_fields)
     merged = with_function_files(settled, POINTS, recipe.files)
-    for name, table in _own_tables(merged).items():
-        own = {**table, "code_path": merged.get("code_path", [])}
-        read = with_function_files({key: _own_path(key, value) for key, value in own.items()}, POINTS, recipe.files)
-        merged["code_path"] = read.pop("code_path", [])
-        merged["adapter"] = merged["adapter"] | {name: read}
     return build_options(merged, lambda name: f"{_origin(recipe, stage, placed, name)} {spell(merged[name])}")
 
 
@@ -273,12 +264,6 @@ def _merged(recipe: Recipe, stage: Stage, placed: Mapping[str, Any]) -> dict[str
         tables = {key: {**merged.get(key, {}), **values[key]} for key in ("megatron", "vllm") if key in values}
         merged |= {**values, **tables}
     return {name: _own_path(name, value) for name, value in merged.items()}
-
-
-def _own_tables(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What adapters have of their own, as far as it is such tables."""
-    tables = values.get("adapter")
-    return {k: v for k, v in tables.items() if isinstance(v, dict)} if isinstance(tables, dict) else {}
 
 
 def _own_path(name: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where a run, or one of its adapters, has what a conversion needs.
+"""Where a run has what a conversion needs.
 
 Invariant: a directory that is no run's is an error before anything is read or written.
 """
@@ -9,18 +9,18 @@ from pathlib import Path
 
 from hpcrl.errors import UsageError
 from hpcrl.run.role import read_options
-from hpcrl.run.rundir import ADAPTERS, TRACKER, RunDir
+from hpcrl.run.rundir import TRACKER, RunDir
 from hpcrl.run.started_runs import is_run
 
 
 def run_places(root: Path) -> tuple[Path, Path | None, Path]:
-    """(checkpoints, --hf-checkpoint, where the result goes) of a run, or of one of several adapters: those of its last
-    stage that has saved.
+    """(checkpoints, --hf-checkpoint, where the result goes) of a run: those of its last stage that has
+    saved.
 
     Raises:
         UsageError: if it is not a run, or has not saved yet.
     """
-    if not (is_run(root) or _is_adapter(root)):
+    if not is_run(root):
         raise UsageError(f"{root} is not a run directory", "give --input-dir, --origin-hf-dir and --output-dir instead")
     stages = sorted((path.parent for path in [*root.glob("options.json"), *root.glob("*/options.json")]), key=_begun)
     for stage in reversed(stages):
@@ -28,18 +28,7 @@ def run_places(root: Path) -> tuple[Path, Path | None, Path]:
         saved = Path(options.save) if options.save else RunDir(stage).checkpoints
         if (saved / TRACKER).is_file():
             return saved, Path(options.hf_checkpoint) if options.hf_checkpoint else None, root / "hf"
-    if adapters := sorted(root.glob(f"**/{ADAPTERS}/*/options.json")):
-        raise UsageError(
-            f"{root} trains several adapters", f"name one of them: hpcrl convert to-hf {adapters[0].parent}"
-        )
     raise UsageError(f"{root} holds no checkpoint yet", "hpcrl status says how far it is")
-
-
-def _is_adapter(root: Path) -> bool:
-    """Whether this is the directory of one of several adapters of a run."""
-    inside = root.absolute()
-    within = inside.parent.name == ADAPTERS and (inside / "options.json").is_file()
-    return within and any(map(is_run, inside.parents[1:3]))
 
 
 def _begun(stage: Path) -> float:

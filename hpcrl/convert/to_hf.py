@@ -308,7 +308,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="RUN",
         type=Path,
         nargs="?",
-        help="a run directory, or RUN/adapters/NAME: says the three that follow",
+        help="a run directory: says the three that follow",
     )
     parser.add_argument(
         "--input-dir", type=Path, help="iter_* or release directory, or the one above; RUN's checkpoints"

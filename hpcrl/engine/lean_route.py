@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcrl.adapters.serving import RENEW, slots_of_environment
-from hpcrl.engine.adapter_requests import AdapterRequests
+from hpcrl.adapters.serving import ENVIRONMENT
+from hpcrl.engine.adapter_requests import attach_adapter
 from hpcrl.engine.routed_experts import Experts, ExpertSource, asks_for_experts
 from hpcrl.token_frames import ABORT, GENERATE, SampleAnswer, frame, read_names, read_request
 
@@ -46,14 +45,11 @@ class LeanRoute:
         self.app = app
         self._ours: dict[str, Callable[[AsyncLLM, Receive, Send], Awaitable[None]]]
         self._ours = {GENERATE: partial(generate, ExpertSource()), ABORT: abort}
-        self._adapters: AdapterRequests | None = None
-        if slots := slots_of_environment(os.environ):
-            self._adapters = AdapterRequests(slots)
-            self._ours[RENEW] = partial(renew, self._adapters)
+        self._adapter = ENVIRONMENT in os.environ
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._adapters and scope["type"] == "http":
-            self._adapters.attach(scope["app"].state.engine_client)
+        if self._adapter and scope["type"] == "http":
+            attach_adapter(scope["app"].state.engine_client)
         ours = self._ours.get(scope["path"]) if scope["type"] == "http" else None
         if ours is None:
             await self.app(scope, receive, send)
@@ -61,16 +57,6 @@ class LeanRoute:
             await _text(send, 405, "POST it")
         else:
             await ours(scope["app"].state.engine_client, receive, send)
-
-
-async def renew(adapters: AdapterRequests, client: AsyncLLM, receive: Receive, send: Send) -> None:
-    """One of several adapters is about to change; 400 for a malformed body."""
-    try:
-        found = json.loads(await _body(receive))
-        await adapters.renew(client, int(found["slot"]))
-    except (ValueError, TypeError, KeyError) as error:
-        return await _text(send, 400, f"{type(error).__name__}: {error}")
-    return await _text(send, 200, "")
 
 
 async def abort(client: AsyncLLM, receive: Receive, send: Send) -> None:

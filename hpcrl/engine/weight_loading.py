@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from hpcrl.engine.cpu_build import Kernels, drop_expert_kernels, pack_heads, return_expert_kernels
 from hpcrl.engine.drafts.own_layers import OwnLayers
-from hpcrl.engine.held.adapter_slots import AdapterSlots
+from hpcrl.engine.held.adapter_slot import AdapterSlot
 from hpcrl.engine.held.layers import Holdings
 from hpcrl.engine.loading.disk_weights import check_digest, tensors
 from hpcrl.engine.loading.text_part import named_as_in_files
@@ -103,7 +103,7 @@ class Receiver(WeightTransferEngine):
     init_info_cls = NoInit
     update_info_cls = DirectoryInfo
     drafts: OwnLayers | None = None  #: what updates bring in addition to the model
-    slots: AdapterSlots | None = None  #: what they bring in its place: an adapter
+    slot: AdapterSlot | None = None  #: what they bring in its place: an adapter
     base = False  #: of an engine with an adapter: an update brings the weights under it
     held: Holdings | None = None
     account: UpdateChecklist | None = None
@@ -122,8 +122,8 @@ class Receiver(WeightTransferEngine):
         """What the model holds, and what it drafts with; found once, before the first update."""
         if self.held is None:
             names = listing(self.model_config.model)
-            if self.slots is not None and not self.base:
-                self.held = self.slots.holdings(self.model_config.model, names)
+            if self.slot is not None and not self.base:
+                self.held = self.slot.holdings(self.model_config.model, names)
                 return self.held
             self.held = named_as_in_files(self.model, names)
             if self.drafts is not None:
@@ -133,8 +133,8 @@ class Receiver(WeightTransferEngine):
 
     def hold_base(self, alone: bool) -> None:
         """From now on updates bring the weights under the adapter, or the adapter."""
-        if self.slots is not None and self.base != alone:
-            self.slots.show_base(alone)
+        if self.slot is not None and self.base != alone:
+            self.slot.show_base(alone)
             self.base = alone
             self.held = None
 
@@ -193,8 +193,8 @@ class Receiver(WeightTransferEngine):
 
     def load(self, weights: Pairs, last: bool) -> None:
         """Give admitted tensors to vLLM's loaders; they must stay as they are until the last ones are loaded."""
-        if self.slots is not None and not self.base:
-            self._load_adapter(self.slots, weights, last)
+        if self.slot is not None and not self.base:
+            self._load_adapter(self.slot, weights, last)
             return
         if not self.loading:
             self._take_apart()
@@ -211,11 +211,11 @@ class Receiver(WeightTransferEngine):
             self.unfinished = True
             self.account = None
 
-    def _load_adapter(self, slots: AdapterSlots, weights: Pairs, last: bool) -> None:
+    def _load_adapter(self, slot: AdapterSlot, weights: Pairs, last: bool) -> None:
         if not self.mixed:
-            slots.begin()
+            slot.begin()
         self.mixed = True
-        slots.load(weights)
+        slot.load(weights)
         if last:
             self.mixed = False
             self.unfinished = True

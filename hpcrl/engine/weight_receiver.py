@@ -18,12 +18,12 @@ from typing import Any, Self
 import msgspec
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from hpcrl.adapters.serving import of_environment, slots_of_environment
+from hpcrl.adapters.serving import of_environment
 from hpcrl.engine import start_phases
 from hpcrl.engine.cpu_build import give_back
 from hpcrl.engine.drafts.cpu_sampler import repair
 from hpcrl.engine.drafts.own_layers import own_layers
-from hpcrl.engine.held.adapter_slots import AdapterSlots
+from hpcrl.engine.held.adapter_slot import AdapterSlot
 from hpcrl.engine.held.layers import Holdings, shown
 from hpcrl.engine.loading.empty_start import register_empty_start
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
@@ -195,17 +195,10 @@ class WorkerExtension:
         self._hpcrl_leave()
         self._hpcrl_engine().hold_base(what == "base")
 
-    def hpcrl_choose(self, slot: str) -> None:
-        """The next update, and the comparison after it, are of the adapter in this slot."""
-        slots = self._hpcrl_engine().slots
-        if slots is None or not 0 <= int(slot) < slots.count:
-            raise UpdateRejected(f"this engine has no slot {slot} for an adapter")
-        slots.chosen = int(slot)
-
     def _hpcrl_engine(self) -> Receiver:
         engine = self.weight_transfer_engine
-        if engine.slots is None and (settings := of_environment(os.environ)) is not None:
-            engine.slots = AdapterSlots(self.model_runner, settings, slots_of_environment(os.environ))
+        if engine.slot is None and (settings := of_environment(os.environ)) is not None:
+            engine.slot = AdapterSlot(self.model_runner, settings)
         return engine
 
     def _hpcrl_held(self) -> Holdings:

@@ -27,7 +27,6 @@ from hpcrl.config.module_search import FunctionFile
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, Stage, files_of, load_recipe, resolve_stages
 from hpcrl.config.rules.run import check_run_dir
-from hpcrl.config.rules.several_adapters import rollouts_of
 from hpcrl.errors import HpcrlError, Interrupted, Stopped, UsageError
 from hpcrl.launch.attempts.attempt import LOOK, Backend
 from hpcrl.launch.attempts.headway import check_headway
@@ -356,7 +355,7 @@ def run_stage(
 
     @contextmanager
     def observed(rundir: RunDir) -> Iterator[Callable[[], None]]:
-        with observe(rundir, stage, stage.name or job.recipe.name, rollouts_of(options), state, timeline) as progress:
+        with observe(rundir, stage, stage.name or job.recipe.name, options.num_rollout, state, timeline) as progress:
             yield lambda: (progress(), turn(rundir))[1]
 
     run_id = f"{job.identity}/{stage.name}"

@@ -32,7 +32,6 @@ from hpcrl.config.plugin_points import missing_functions
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.sampling import check_draft_layers, drafts_of_files
 from hpcrl.config.rules.sandboxes import check_stages_hosts, may_use_sandboxes
-from hpcrl.config.rules.several_adapters import adapter_options, policies_of
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.launch.site import SiteProfile
@@ -150,30 +149,19 @@ def made_by_run(recipe: Recipe, run: str, path: str) -> bool:
 
 def absent(stages: Sequence[Options], sight: HostView) -> list[UsageError]:
     """An error for every file and directory that a stage begins with, and every custom function, that is not here."""
-    own = (error for options in stages for error in _functions_absent(options))
-    found = list(own) if sight.code else []
+    found = [error for options in stages for error in missing_functions(options)] if sight.code else []
     if sight.files:
         rows = [row for options in stages for row in begins_with(options) if not sight.elsewhere(row[1])]
         found = [*(error for row in rows if (error := _nothing_at(*row))), *found]
     return [*{str(error): error for error in found}.values()]
 
 
-def _functions_absent(options: Options) -> list[UsageError]:
-    """Of the stage, and of its adapters where that is another."""
-    found = missing_functions(options)
-    said = set(map(str, found))
-    for name, own in adapter_options(options).items():
-        more = [error for error in missing_functions(own) if str(error) not in said]
-        found += [UsageError(f"adapter {name}: {error.what}", error.hint) for error in more]
-    return found
-
-
 def check_adapters(stages: Sequence[Options]) -> None:
     """Raise DataError for an adapter that is here, and is not what a stage begins with."""
-    for own in (own for options in stages for own in policies_of(options)):
-        settings = lora_settings(own)
-        if settings is not None and own.lora_adapter_path and Path(own.lora_adapter_path).is_dir():
-            check_settings(Path(own.lora_adapter_path), settings)
+    for options in stages:
+        settings = lora_settings(options)
+        if settings is not None and options.lora_adapter_path and Path(options.lora_adapter_path).is_dir():
+            check_settings(Path(options.lora_adapter_path), settings)
 
 
 def note_absent(recipe: Recipe, stages: Sequence[Options]) -> None:
@@ -218,11 +206,10 @@ def begins_with(options: Options) -> Iterator[tuple[str, str]]:
         "--critic-load": options.critic_load,
         "--opd-teacher-load": options.opd_teacher_load,
         "--load": None if _may_be_empty(options) else options.load,
+        "--eval-config": options.eval_config,
+        "--lora-adapter-path": options.lora_adapter_path,
     }
     yield from ((flag, path) for flag, path in named.items() if path)
-    for own in policies_of(options):
-        of_policy = {"--eval-config": own.eval_config, "--lora-adapter-path": own.lora_adapter_path}
-        yield from ((flag, path) for flag, path in of_policy.items() if path)
     yield from (("the prompt file", path) for path in prompt_files(options))
 
 

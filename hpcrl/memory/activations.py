@@ -14,7 +14,6 @@ from typing import Any
 
 from hpcrl.config.foreign_names import written_for_slime
 from hpcrl.config.options import Options
-from hpcrl.config.rules.several_adapters import policies_of
 from hpcrl.memory.parameters import Layout, hidden_norms, stage_layers
 from hpcrl.models.family import Config, Family, LayerKind, layer_kinds
 from hpcrl.models.shared.hybrid import CHUNK
@@ -30,13 +29,8 @@ def weight_bytes(options: Options) -> int:
 
 
 def longest_sample(options: Options) -> int:
-    """Tokens of the longest sample that there may be, of any adapter where there are several; without
-    --rollout-max-prompt-len the prompt's are not known, and not counted.  In functions written for slime
-    --rollout-max-response-len bounds each turn, and the context all."""
-    return max(map(_longest_of_policy, policies_of(options)))
-
-
-def _longest_of_policy(options: Options) -> int:
+    """Tokens of the longest sample that there may be; without --rollout-max-prompt-len the prompt's are not known, and
+    not counted.  In functions written for slime --rollout-max-response-len bounds each turn, and the context all."""
     whole = options.rollout_max_context_len
     made_by = options.custom_generate_function_path
     if whole and made_by and written_for_slime(made_by):

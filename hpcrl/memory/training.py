@@ -32,7 +32,7 @@ DIGEST = 16.0
 #: what is an allowance, and not computed from the model
 ALLOWANCES = ("CUDA", "NCCL")
 #: what is there in every phase
-STATE = ("weights", "gradients", "optimizer", "other adapters", "update buffers", *ALLOWANCES)
+STATE = ("weights", "gradients", "optimizer", "update buffers", *ALLOWANCES)
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -127,7 +127,6 @@ def rank_on(options: Options, family: Family, config: Config, layout: Layout, st
         + _embedding_copy(options, config, layout, stage),
         "gradients": sum(model.trained for model in models) * gradient_bytes(options),
         "optimizer": sum(optimizer_bytes(options, model, layout) for model in models),
-        "other adapters": others_bytes(options, count, layout),
         "activations": kept,
         "one layer": passing,
         "logits": (1 + options.trained_heads) * logits_bytes(options, config, layout) * (stage == layout.pp - 1),
@@ -176,17 +175,6 @@ def optimizer_bytes(options: Options, count: Count, layout: Layout) -> float:
     if share:  # the two halves keep their states alike, the one here too
         return mine * ((1 - share) * STATES + (0 if careful else share * FP32))
     return mine * (master + moments)
-
-
-def others_bytes(options: Options, count: Count, layout: Layout) -> float:
-    """What several adapters have while one is in the model (`trainer/lora/adapter_states.py`): values and full
-    precision of each, and as they were before the first; the moments of all but one."""
-    number = len(options.adapter)
-    if not number:
-        return 0.0
-    master = FP32 * own(options, count, layout)
-    moments = optimizer_bytes(options, count, layout) - master * options.bf16
-    return (number + 1) * (count.trained * weight_bytes(options) + master) + (number - 1) * moments
 
 
 def step_bytes(options: Options, largest: int) -> float:

@@ -13,7 +13,6 @@ from pathlib import Path
 from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
 from hpcrl.config.prompt_words import PromptWord, read_words
-from hpcrl.config.rules.several_adapters import policies_of
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.findings import Finding
 from hpcrl.harbor.rows import TaskRows, refuse_hosts
@@ -55,12 +54,7 @@ def findings(stages: Sequence[Options]) -> Iterator[Finding]:
 
 
 def _files(options: Options) -> Iterator[tuple[PromptWord, Keys]]:
-    """Every prompt file of a stage, of all of its adapters if it has several, and where its rows have what."""
-    for own in policies_of(options):
-        yield from _files_of_policy(own)
-
-
-def _files_of_policy(options: Options) -> Iterator[tuple[PromptWord, Keys]]:
+    """Every prompt file of a stage, and where its rows have what."""
     if not options.only_evaluates and options.load_debug_rollout_data is None and options.data_source_path is None:
         keys = Keys.of(options)
         yield from ((word, keys) for word in read_words(options.prompt_data, "--prompt-data"))

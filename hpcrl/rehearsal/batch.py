@@ -14,7 +14,6 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs, routing
-from hpcrl.config.rules.several_adapters import policies_of
 from hpcrl.memory.activations import longest_sample, tokens_per_gpu
 from hpcrl.models.family import Config
 from hpcrl.queue.share_format import Share
@@ -75,8 +74,7 @@ def share_of(options: Options, config: Config, lengths: list[list[int]], dp_rank
 
 
 def _sample(options: Options, config: Config, length: int, number: int, each: int) -> Sample:
-    longest = max(own.rollout_max_response_len for own in policies_of(options))
-    prompt = 1 if length == SHORTEST else max(1, length - longest)
+    prompt = 1 if length == SHORTEST else max(1, length - options.rollout_max_response_len)
     answer = length - prompt
     extra: dict[str, Any] = {}
     if routing(options) == "engine":

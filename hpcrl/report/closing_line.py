@@ -14,7 +14,7 @@ from hpcrl.config.options import Options
 from hpcrl.report.failed_gradings import failed_gradings
 from hpcrl.report.metrics import read_metrics
 from hpcrl.report.sample_records import held_out_sets, steps_of
-from hpcrl.run.rundir import ADAPTERS, TRACKER
+from hpcrl.run.rundir import TRACKER
 
 
 def held_out(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -73,10 +73,6 @@ def what_next(options: Options, directory: Path, root: Path) -> Iterator[str]:
         yield f"its samples:       hpcrl samples {run}"
     elif sets := held_out_sets(directory):
         yield f"its samples:       hpcrl samples {run} --eval {sets[0]}"
-    if options.adapter:
-        first = _shown(directory / ADAPTERS / next(iter(options.adapter)))
-        yield f"its samples:       hpcrl samples {first}"
-        yield f"export an adapter: hpcrl convert to-hf {first}"
     if (Path(options.save or directory / "checkpoints") / TRACKER).is_file():
         yield f"export the model:  hpcrl convert to-hf {run}"
         yield f"train on:          hpcrl resume {run} --num-rollout N"

@@ -80,14 +80,14 @@ class MetricsLog:
         """
         first = rollout_id if rollout_id > 0 else -1
         kept = [row for row in read_metrics(self.path) if row["rollout_id"] < first]
-        self.rewrite(kept, first + 1)
+        self._rewrite(kept, first + 1)
         if lacking := set(range(rollout_id)) - {row["rollout_id"] for row in kept}:
             _note(
                 f"{self.path} lacks {len(lacking)} of the {rollout_id} steps before this start, "
                 f"{min(lacking)} the first: {GONE}"
             )
 
-    def rewrite(self, rows: Iterable[dict[str, Any]], purge: int) -> None:
+    def _rewrite(self, rows: Iterable[dict[str, Any]], purge: int) -> None:
         """Have these records in the place of all that are logged.
 
         Args:
@@ -120,9 +120,9 @@ class MetricsLog:
                 f"cannot write {self.path}: {describe(error, self.path)}",
                 f"{remedy(error)}, then continue with --resume",
             ) from error
-        self.add_event(rollout_id + 1, values)
+        self._add_event(rollout_id + 1, values)
 
-    def add_event(self, step: int, values: dict[str, float]) -> None:
+    def _add_event(self, step: int, values: dict[str, float]) -> None:
         """A record for TensorBoard. What fails there is said once, and costs the rest of this attempt's events."""
         try:
             if self.events is None:

@@ -22,7 +22,7 @@ from hpcrl.run.engine_files import VIEW, EngineViews
 from hpcrl.run.job_files import JOB, STATE, JobFile, JobState
 from hpcrl.run.passed_over import read_passed_over
 from hpcrl.run.peers import TrainerPeer, peer_file
-from hpcrl.run.rundir import ADAPTERS, ERROR, AttemptFailure
+from hpcrl.run.rundir import ERROR, AttemptFailure
 from hpcrl.run.started_runs import COPY, RECIPE, RecipeFile
 from hpcrl.run.summary import SUMMARY, Summary
 from hpcrl.untrusted_files import Damaged, count_of, open_regular, read_json, read_regular
@@ -58,13 +58,6 @@ class StageFiles:
     def attempt(self) -> int | None:
         """The last attempt, or None if there was none."""
         return max((n for name in entries(self.root / "attempts") if (n := count_of(name)) is not None), default=None)
-
-    @cached_property
-    def adapters(self) -> list[StageFiles]:
-        """Of a run that trains several adapters, each that has begun."""
-        names = [n for n in entries(self.root / ADAPTERS) if (self.root / ADAPTERS / n / "options.json").exists()]
-        named = [(f"{self.name}/{name}" if self.name else name, self.root / ADAPTERS / name) for name in sorted(names)]
-        return [StageFiles(root, name, self.notes) for name, root in named]
 
     @property
     def here(self) -> Path:
@@ -167,12 +160,6 @@ class Run:
                 except OSError:
                     continue
         return [StageFiles(self.root / name, name, self.notes) for _, name in sorted(found)]
-
-    @property
-    def parts(self) -> list[StageFiles]:
-        """What has samples, evaluations and checkpoints of its own: the stages, in their place the adapters of those
-        that have several."""
-        return [part for stage in self.stages for part in stage.adapters or [stage]]
 
     @cached_property
     def planned(self) -> list[str]:

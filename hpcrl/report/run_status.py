@@ -77,7 +77,6 @@ class Status(msgspec.Struct):
     fits: bool | None = None  #: whether the stage will end before the time limit
     log: str = ""  #: the log to read first
     stop_asked: bool = False
-    adapters: dict[str, str] = {}  #: of a run with several, how far each is
     notes: list[str] = []
 
 
@@ -122,7 +121,6 @@ def judge_run(
             stage.note_gap()
             stage.note_passed_over()
             status.faults = stage.faults
-            status.adapters = {of.name.rpartition("/")[2]: _of_adapter(of) for of in stage.adapters}
             status.failed_gradings = failed_gradings(stage.root, stage.rows(*LONG))
             status.sandboxes = sandbox_line(stage.rows(*LONG))
         status.stages = run.planned
@@ -258,19 +256,6 @@ def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int
         status.needs = seconds_left(
             rows, status.step, status.total, settings.save_interval, settings.eval_interval, now
         )
-
-
-def _of_adapter(stage: StageFiles) -> str:
-    """How far an adapter is, and how good at the end."""
-    found = Status("", "")
-    _numbers(found, stage, 0.0, *BRIEF)
-    parts = [f"step {found.step} of {found.total or '?'}"]
-    if found.reward is not None:
-        parts.append(f"reward {found.reward:.3f}")
-    elif found.loss is not None:
-        parts.append(f"loss {found.loss:.3f}")
-    parts += [f"{name} accuracy {value:.3f}" for name, value in found.accuracy.items()]
-    return ", ".join(parts)
 
 
 def _last_step(status: Status, row: dict[str, Any], now: float) -> None:

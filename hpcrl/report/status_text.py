@@ -140,7 +140,6 @@ def _work(s: Status) -> list[tuple[str, str]]:
     if s.accuracy:
         means = ", ".join(f"{name} {value:.3f}" for name, value in s.accuracy.items())
         rows.append(("accuracy", means if s.total == 0 else f"{means} after {s.accuracy_after} steps"))
-    rows += [("adapter", f"{name}: {text}") for name, text in s.adapters.items()]
     rows += [("note", text) for text in s.failed_gradings]
     rows += speed_rows(s)
     if s.sandboxes:

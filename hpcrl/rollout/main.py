@@ -1,5 +1,4 @@
-"""The rollout role: the rollouts of the policy that is trained, or of each of several adapters, and the engines that
-all of them ask.
+"""The rollout role: the rollouts of the policy that is trained, and the engines that they ask.
 
     python -m hpcrl.rollout.main RUN --attempt N
 
@@ -14,41 +13,35 @@ import signal
 import sys
 import time
 
-from hpcrl.adapters.run_directories import places_of
 from hpcrl.engines.registry import Registry
 from hpcrl.errors import failure_kind
 from hpcrl.report.timeline.spans import IMPORT, REQUESTS, SANDBOXES_NOW, process_began, role_timeline
 from hpcrl.rollout.async_tasks import as_hpcrl_error, cancel, text_of
-from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import keep_engines
 from hpcrl.rollout.engines.membership import EngineMembership
 from hpcrl.rollout.inputs import RolloutInputs
-from hpcrl.rollout.policy_rollouts import PolicyRollouts, SharedEngines
+from hpcrl.rollout.policy_rollouts import PolicyRollouts
 from hpcrl.run.engine_files import restart_limit
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, act, open_role, say
 from hpcrl.run.rundir import STOP
-from hpcrl.sandbox.accounts import STATES
 from hpcrl.sandbox_nodes.where import follow, say_where
 from hpcrl.toolbox.signs import LastSign
 
 POLL = 0.2  #: seconds between two counts of requests
 LOOK = 1.0  #: seconds between two looks at the stop file and at the other roles' errors
 TERMINATED = 128 + signal.SIGTERM
-#: name of an adapter ("" for the one policy), its place, and what was read for it
-Work = tuple[str, RoleContext, RolloutInputs]
 
 
 class RolloutRole:
     """One attempt's rollout process.
 
     Attributes:
-        works: of every policy, in the order of their slots.
         imported: when this process had imported all that it needs (microseconds of unix time), 0 if that is not known.
     """
 
-    def __init__(self, context: RoleContext, works: list[Work], imported: int = 0) -> None:
+    def __init__(self, context: RoleContext, work: RolloutInputs, imported: int = 0) -> None:
         self.context = context
         self.timeline = role_timeline(context.rundir, "rollout", 0, context.plan.rollout.host)
         if imported:
@@ -56,14 +49,10 @@ class RolloutRole:
         registry = Registry(restart_limit(context.options, context.plan))
         self.pool = EnginePool(context.rundir, context.plan, context.options, self.timeline, registry)
         self.membership = EngineMembership(context.rundir, self.pool)
-        client = EngineClient(self.pool, works[0][2].tokenizer.vocab_size)
-        shared = SharedEngines(self.pool, self.membership, client, self.timeline, self._fail, self._finished)
-        self.policies = [
-            PolicyRollouts(own, work, shared, name, slot if name else None)
-            for slot, (name, own, work) in enumerate(works)
-        ]
+        self.policy = PolicyRollouts(
+            context, work, self.pool, self.membership, self.timeline, self._fail, self._finished
+        )
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._left = len(works)  # policies that the trainer has not finished with
         self._stopping = False
         self._sandboxes = False  # whether there were any
 
@@ -73,7 +62,7 @@ class RolloutRole:
         watch = asyncio.create_task(self._watch())
         keep = asyncio.create_task(keep_engines(self.membership, self.context))
         keep.add_done_callback(self._kept)
-        starting = asyncio.create_task(self._start())
+        starting = asyncio.create_task(self.policy.start())
         try:
             await asyncio.wait([starting, self._end], return_when=asyncio.FIRST_COMPLETED)
             if self._end.done():
@@ -83,22 +72,15 @@ class RolloutRole:
             return await self._end
         except Exception as error:  # told to the trainer, then raised
             self._note(error)
-            for policy in self.policies:
-                await policy.fail(text_of(error))
+            await self.policy.fail(text_of(error))
             raise
         finally:
             await cancel(starting, watch, keep)
-            for policy in self.policies:
-                await policy.halt()
+            await self.policy.halt()
             self.pool.loads.close()
             await self.pool.close()
-            for policy in self.policies:
-                await policy.close()
+            await self.policy.close()
             self.timeline.close()
-
-    async def _start(self) -> None:
-        for policy in self.policies:
-            await policy.start()
 
     async def _watch(self) -> None:
         """Look out for the stop file and for other roles' errors."""
@@ -110,7 +92,7 @@ class RolloutRole:
                     if asked and not self._stopping:
                         say("asked to stop")
                     self._stopping = asked
-                    await asyncio.gather(*(policy.stop_if_asked(asked) for policy in self.policies))
+                    await self.policy.stop_if_asked(asked)
                 self.timeline.count(REQUESTS, running=self.pool.loads.total)
                 self._count_sandboxes()
                 await asyncio.sleep(POLL)
@@ -118,21 +100,18 @@ class RolloutRole:
             self._fail(error)
 
     def _count_sandboxes(self) -> None:
-        found = [policy.sandboxes.states() for policy in self.policies]
-        total = {state: sum(states[state] for states in found) for state in STATES}
-        if self._sandboxes or any(total.values()):
+        states = self.policy.sandboxes.states()
+        if self._sandboxes or any(states.values()):
             self._sandboxes = True
-            self.timeline.count(SANDBOXES_NOW, **total)
+            self.timeline.count(SANDBOXES_NOW, **states)
 
     def _kept(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
     def _finished(self) -> None:
-        """One more policy has no more rollouts."""
-        self._left -= 1
-        if not self._left:
-            asyncio.get_running_loop().call_later(POLL, self._settle, 0)
+        """There are no more rollouts."""
+        asyncio.get_running_loop().call_later(POLL, self._settle, 0)
 
     def _note(self, error: BaseException) -> None:
         self.context.rundir.fail("rollout", 0, text_of(error), failure_kind(error))
@@ -154,16 +133,14 @@ def main() -> int:
 
     imported = time.time_ns() // 1000
 
-    async def serve(works: list[Work]) -> int:
-        return await RolloutRole(context, works, imported).run()
+    async def serve(work: RolloutInputs) -> int:
+        return await RolloutRole(context, work, imported).run()
 
     def body() -> None:
         nonlocal ended
         say_where(context.rundir, context.options, len(context.plan.sandboxes))  # before any other process is started
         follow()
-        ended = asyncio.run(
-            serve([(name, place, RolloutInputs(place)) for name, place in places_of(context, make=True)])
-        )
+        ended = asyncio.run(serve(RolloutInputs(context)))
 
     return act("rollout", context, 0, body) or ended
 

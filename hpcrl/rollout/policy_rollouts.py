@@ -12,9 +12,9 @@ import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hpcrl.config.options import Options
 from hpcrl.config.rules.algorithm_needs import needs
 from hpcrl.errors import DataError, HpcrlError
 from hpcrl.handover import Event
@@ -45,57 +45,46 @@ from hpcrl.run.role import RoleContext, say
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class SharedEngines:
-    """What the rollouts of all policies have in common.
-
-    Attributes:
-        failed: is told of an error, which ends the process.
-        finished: is told of the end of one policy's rollouts.
-    """
-
-    pool: EnginePool
-    membership: EngineMembership
-    client: EngineClient
-    timeline: Timeline
-    failed: Callable[[BaseException], None]
-    finished: Callable[[], None]
+def _sampler(options: Options, work: RolloutInputs, client: EngineClient) -> Sampler:
+    """What makes the responses."""
+    if isinstance(work.source, SavedRollouts):
+        return work.source
+    if work.samples and work.custom is not None:
+        return work.custom
+    if work.samples and work.file is not None:
+        return SingleTurnSampler(options, work.tokenizer, client, work.grading)
+    return LabelSampler()
 
 
 class PolicyRollouts:
     """Of one attempt, between `begin` and `finish`.
 
-    Attributes:
-        name: of the adapter, where there are several.
-        slot: of it in the engines.
+    Args:
+        failed: is told of an error, which ends the process.
+        finished: is told of the end of the rollouts.
     """
 
     def __init__(
         self,
         context: RoleContext,
         work: RolloutInputs,
-        engines: SharedEngines,
-        name: str = "",
-        slot: int | None = None,
+        pool: EnginePool,
+        membership: EngineMembership,
+        timeline: Timeline,
+        failed: Callable[[BaseException], None],
+        finished: Callable[[], None],
     ) -> None:
         self.context = context
         self.options = context.options
         self.work = work
-        self.pool = engines.pool
-        self.timeline = engines.timeline
-        self.name = name
-        self._failed = engines.failed
-        self._finished = engines.finished
-        client = engines.client.under(slot)
-        self.sampler: Sampler = LabelSampler()
+        self.pool = pool
+        self.timeline = timeline
+        self._failed = failed
+        self._finished = finished
+        client = EngineClient(pool, work.tokenizer.vocab_size)
         if work.custom is not None:
             work.custom.use(client, lambda: self.pool.model_len)
-        if isinstance(work.source, SavedRollouts):
-            self.sampler = work.source
-        elif work.samples and work.custom is not None:
-            self.sampler = work.custom
-        elif work.samples and work.file is not None:
-            self.sampler = SingleTurnSampler(self.options, work.tokenizer, client, work.grading)
+        self.sampler = _sampler(self.options, work, client)
         asks = needs(self.options).teacher_server and work.file is not None  # what was saved has its teacher's words
         self.teacher = Teacher(self.options, work.tokenizer) if asks else None
         if self.teacher is not None:
@@ -118,7 +107,7 @@ class PolicyRollouts:
                 self.options, self.store, context.rundir, self.generator
             )
         methods = (self.begin, self.generate, self.snapshot, self.evaluations.evaluate, self.turn, self.finish)
-        methods += (engines.membership.engines, engines.membership.engines_updated, engines.membership.engines_lost)
+        methods += (membership.engines, membership.engines_updated, membership.engines_lost)
         handlers = {method.__name__: self._guarded(method) for method in methods}
         self.server = QueueServer(context.rundir, context.plan, self.options.data_parallel_size, handlers)
         self._next: int | None = None  # the rollout that the trainer asks for next; None before `begin`
@@ -141,7 +130,7 @@ class PolicyRollouts:
         if self.teacher is not None:
             await self.teacher.check()
         await self.server.start()
-        self._say(self.work.said)
+        say(self.work.said)
 
     async def fail(self, message: str) -> None:
         """Tell the trainer why nothing more will come."""
@@ -242,7 +231,7 @@ class PolicyRollouts:
         return {}
 
     async def finish(self, rollout_id: int) -> dict[str, Any]:
-        """End these rollouts, and the process once the answer is out and no policy has more.
+        """End the rollouts, and the process once the answer is out.
 
         Args:
             rollout_id: the first that the trainer has not learned from; what a resumed run will have to make again is
@@ -255,7 +244,7 @@ class PolicyRollouts:
             else:
                 await asyncio.wait([self._making])
         await self.groups.close()
-        self._say(f"finished at rollout {rollout_id}")
+        say(f"finished at rollout {rollout_id}")
         self._finished()
         return {}
 
@@ -298,13 +287,13 @@ class PolicyRollouts:
         await self.server.put(rollout_id, shares)
         await asyncio.to_thread(write_samples, self.context.rundir.samples / f"{rollout_id:08d}.jsonl", samples)
         words = [f"{name} {metrics[name]:.3f}" for name in ("rollout/reward", "perf/rollout_time") if name in metrics]
-        self._say(f"rollout {rollout_id}: {', '.join(words)}")
+        say(f"rollout {rollout_id}: {', '.join(words)}")
         self._idle_since = time.monotonic()
 
     def _note_sandboxes(self) -> None:
         """For the bill: what the sandboxes have done so far."""
         if totals := self.sandboxes.totals():
-            self.timeline.mark(SANDBOXES, policy=self.name, **totals)
+            self.timeline.mark(SANDBOXES, **totals)
 
     async def _in_time(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
         """The result of `work`, or DeadlineError, which names `what` was to come, a little before --rollout-timeout:
@@ -319,9 +308,6 @@ class PolicyRollouts:
     def _made(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed(error)
-
-    def _say(self, text: str) -> None:
-        say(f"adapter {self.name}: {text}" if self.name else text)
 
     # ---- stopping and failing
 

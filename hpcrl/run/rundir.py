@@ -25,7 +25,6 @@
       position.json               how far a run without a trainer is
       timeline/                   what every process did when (report/timeline/)
       checkpoints/ samples/ tensorboard/ metrics.jsonl curves.png
-      adapters/NAME/              the same of each of several adapters (hpcrl/adapters/run_directories.py)
 
 Invariants: every file appears whole or not at all (written next to it, then renamed); the first error of an attempt is
 kept and later ones never overwrite it.
@@ -53,7 +52,6 @@ from hpcrl.untrusted_files import Damaged, as_given, count_of, make_parents, rea
 STALE = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 TRACKER = "latest_checkpointed_iteration.txt"  #: next to checkpoints: which of them is the last
 CHOSEN = "ckpt_step.txt"  #: next to it: the one that `hpcrl resume --ckpt-step` has named, until another is saved
-ADAPTERS = "adapters"  #: in RUN and in attempts/N: what is an adapter's own
 OVER = "over"  #: name of a mark in attempts/N
 STOP = "stop"  #: the same, of a run that was asked to save and end
 ERROR = "error.json"  #: the first error of an attempt: its name in attempts/N
@@ -283,12 +281,11 @@ class RunDir:
         of the dead."""
         last = self.root / "attempts" / str(self.attempt - 1)
         shutil.rmtree(last / BEATS, ignore_errors=True)
-        places = [self.root, *(self.root / ADAPTERS / name for name in listed(self.root / ADAPTERS))]
-        trees = (self.keys, *(place / name for place in places for name in ("samples", *WRITTEN)), last)
+        trees = (self.keys, *(self.root / name for name in ("samples", *WRITTEN)), last)
         below = (
             Path(folder) for tree in trees for folder, _, _ in os.walk(tree)
         )  # links into other places are not followed
-        for folder in (*places, *(place / "checkpoints" for place in places), *below):
+        for folder in (self.root, self.root / "checkpoints", *below):
             for name in listed(folder):
                 found = HALF.fullmatch(name)
                 if found is None or (folder == self.root and found[1] not in OWN):

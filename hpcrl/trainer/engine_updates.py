@@ -1,4 +1,4 @@
-"""What a trainer rank sends to engines: all weights, or with adapters the weights under them first, then adapters.
+"""What a trainer rank sends to engines: all weights, or the weights under an adapter once, then the adapter.
 
 Invariant: every rank makes the same of the same options, since each export is collective.
 """
@@ -6,15 +6,12 @@ Invariant: every rank makes the same of the same options, since each export is c
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hpcrl.adapters.serving import slots
-from hpcrl.adapters.versions import name_of
 from hpcrl.queue.auth import client_keys, http_key
 from hpcrl.run.role import RoleContext
 from hpcrl.trainer.megatron.model import Policy
@@ -29,30 +26,26 @@ if TYPE_CHECKING:
 
 @dataclass
 class EngineUpdates:
-    """The updates of all policies of an attempt, on one rank.
+    """The updates of an attempt, on one rank.
 
     Attributes:
         exporter: of what is in the model.
-        versions: the policy version of each, by slot, as engines have it or are about to.
     """
 
     updates: Updates
     exporter: WeightExporter
-    versions: list[int]
 
     def wait(self) -> None:
         """See `Updates.wait`."""
         self.updates.wait()
 
-    def publish(self, version: int, slot: int = 0) -> dict[str, float]:
-        """Put the policy of a slot, which the model holds, into all engines; `Updates.publish`."""
-        self.versions[slot] = version
-        return self.updates.publish(self.exporter.stream, sum(self.versions), slot)
+    def publish(self, version: int) -> dict[str, float]:
+        """Put the policy into all engines; `Updates.publish`."""
+        return self.updates.publish(self.exporter.stream, version)
 
-    def join(self, version: int, slot: int = 0) -> None:
+    def join(self, version: int) -> None:
         """The same for engines that wait for weights, if there are any."""
-        self.versions[slot] = version
-        self.updates.join(self.exporter.stream, sum(self.versions), slot)
+        self.updates.join(self.exporter.stream, version)
 
     def leave(self, driver: bool) -> None:
         """Give up groups and memory."""
@@ -68,7 +61,6 @@ def make_updates(
     written: Written,
     client: QueueClient | None,
     together: Callable[[Any], Any],
-    shown: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> EngineUpdates:
     """What exports the weights of this rank, and what directs their updates.
 
@@ -77,7 +69,6 @@ def make_updates(
         written: see `WeightSender`.
         client: of the queue, on rank 0 alone.
         together: broadcasts rank 0's value to every rank.
-        shown: has the model hold the adapter of a slot for a while.
     """
     options, rundir = context.options, context.rundir
     host = context.plan.trainers[0].at
@@ -87,20 +78,12 @@ def make_updates(
     own = context.plan.trainers[policy.ranks.rank].at
     sent = sent_part(policy, options)
     exporter = WeightExporter(sent, patient, own, keys, options.hf_checkpoint, options.refreshes_drafts)
-    versions = [0] * slots(options)
-    names = (lambda _: name_of(versions)) if len(versions) > 1 else str
-    sender = WeightSender(rundir, host, options, driver, written, identity, name=names)
-    firsts: list[FirstUpdate] = []
+    sender = WeightSender(rundir, host, options, driver, written, identity)
+    first: FirstUpdate | None = None
     if sent.of_adapters:
         under = WeightExporter(policy, patient, own, keys, options.hf_checkpoint)
-        named = f"base-of-{identity}"
-        base = WeightSender(rundir, host, options, driver, None, named, base=True, name=names)
-        firsts.append(FirstUpdate(base, under.stream, under.leave))
-    if len(versions) > 1:
-        firsts += [
-            FirstUpdate(sender, exporter.stream, around=partial(shown, slot), slot=slot)
-            for slot in range(len(versions))
-        ]
+        base = WeightSender(rundir, host, options, driver, None, f"base-of-{identity}", base=True)
+        first = FirstUpdate(base, under.stream, under.leave)
     start = options.engine_start_timeout
-    updates = Updates(sender, rundir, start, client, partial(http_key, rundir), together, firsts)
-    return EngineUpdates(updates, exporter, versions)
+    updates = Updates(sender, rundir, start, client, partial(http_key, rundir), together, first)
+    return EngineUpdates(updates, exporter)

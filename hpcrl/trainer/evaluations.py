@@ -2,8 +2,7 @@
 
 Invariants: every rank takes the same branch, as all of them get rank 0's answers; one evaluation of a policy runs at a
 time, so the next one that is due waits for it; the last one of a run is waited for; a resumed run makes up for one that
-was due and is not logged.  Of several adapters, others are trained during an evaluation, and the adapter itself only
-after it.
+was due and is not logged.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class EvaluationSchedule:
         log: of rank 0 alone.
         together: broadcasts rank 0's value to every rank.
         timeline: this rank's.
-        in_turn: whether other adapters are trained between two steps of this policy.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class EvaluationSchedule:
         log: MetricsLog | None,
         together: Callable[[Any], Any],
         timeline: Timeline,
-        in_turn: bool = False,
     ) -> None:
         self._options = options
         self._total = total
@@ -53,7 +50,6 @@ class EvaluationSchedule:
         self._together = together
         self._timeline = timeline
         self._beside = evaluates_beside(options)
-        self._in_turn = in_turn
         self._open: dict[str, Any] | None = None  # the evaluation that runs meanwhile, as it is asked for
 
     def due(self, rollout_id: int) -> bool:
@@ -75,8 +71,8 @@ class EvaluationSchedule:
         """Have held-out accuracy measured, and logged with the rollout that it follows (-1: before the first)."""
         self.settle()
         asked = {"rollout_id": rollout_id, "version": version}
-        if self._in_turn or (self._beside and rollout_id + 1 < self._total):
-            self._open = asked | ({} if self._in_turn else {"while_training": True})
+        if self._beside and rollout_id + 1 < self._total:
+            self._open = asked | {"while_training": True}
             self.look()
             return
         with self._timeline.span(EVALUATE, rollout_id=rollout_id):
@@ -93,14 +89,8 @@ class EvaluationSchedule:
             with self._timeline.span(EVALUATE, rollout_id=self._open["rollout_id"]):
                 self._take(self._open, self._wait("evaluate", **self._open))
 
-    def before_training(self) -> None:
-        """Weights are about to change that an evaluation may have to have as they are."""
-        if self._in_turn:
-            self.settle()
-
     def end(self) -> None:
         """Nothing more is trained: log what is done, and wait for what the end of the run waits for."""
-        self.before_training()
         self.look()
 
     def _take(self, asked: dict[str, Any], results: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One trainer rank: trains the policy of the run, or its adapters in turn.
+"""One trainer rank: trains the policy of the run.
 
     torchrun ... -m hpcrl.trainer.main RUN --attempt N
 
@@ -14,7 +14,6 @@ from hpcrl.report.timeline.spans import trainer_timeline
 from hpcrl.run.process import die_with_parent, exit_after
 from hpcrl.run.role import RoleContext, act, open_role
 from hpcrl.toolbox.imports import without_collection
-from hpcrl.trainer.adapter_turns import AdapterTurns
 from hpcrl.trainer.rank import TrainerRank
 from hpcrl.trainer.training_loop import TrainingLoop
 
@@ -25,11 +24,9 @@ ECHO = 6.0
 
 def train(rank: TrainerRank) -> None:
     """The policy of the run, to its end or to where the run is asked to stop."""
-    from hpcrl.report.metrics import MetricsLog
     from hpcrl.trainer.rollout_calls import StopAsked
 
-    log = MetricsLog(rank.context.rundir) if rank.driver else None
-    loop = TrainingLoop(rank, rank.context, rank.policy, log)
+    loop = TrainingLoop(rank)
     loop.begin()
     rank.open_engines(loop.client)
     rank.ready(loop.at.rollout_id, loop.total)
@@ -65,11 +62,7 @@ def work(context: RoleContext, rank: int) -> int:
 
             cpu_shim.install()
         timeline = trainer_timeline(context.rundir, context.plan, rank)
-        ours = TrainerRank(context, timeline)
-        if context.options.adapter:
-            AdapterTurns(ours).run()
-        else:
-            train(ours)
+        train(TrainerRank(context, timeline))
         timeline.close()
 
     return act("trainer", context, rank, body, late)

@@ -5,19 +5,14 @@ Invariant: nothing heavy is imported before the process knows its place in the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.report.timeline import spans
 from hpcrl.report.timeline.spans import Timeline
 from hpcrl.run.role import RoleContext, say
-from hpcrl.run.rundir import RunDir
 
 if TYPE_CHECKING:
-    from hpcrl.config.options import Options
     from hpcrl.queue.client import QueueClient
-    from hpcrl.trainer.custom_hooks import TrainerHooks
     from hpcrl.trainer.engine_updates import EngineUpdates
     from hpcrl.trainer.megatron.model import Policy
 
@@ -32,7 +27,9 @@ class TrainerRank:
     """
 
     def __init__(self, context: RoleContext, timeline: Timeline) -> None:
+        from hpcrl.config.plugin_points import load_points
         from hpcrl.trainer.collectives import make_patient
+        from hpcrl.trainer.custom_hooks import TrainerHooks
         from hpcrl.trainer.gpu_sharing import GpuSharing
         from hpcrl.trainer.parallel_state import initialize, verify_groups
         from hpcrl.trainer.start.rendezvous import connect
@@ -44,7 +41,7 @@ class TrainerRank:
         self.timeline = timeline
         self.store = connect(context)
         self.gpu_sharing = GpuSharing(context) if context.options.takes_turns else None  # before any rank touches a GPU
-        self.hooks = self.hooks_of(context.options)
+        self.hooks = TrainerHooks(context.options, load_points(context.options, "trainer"))
         with timeline.span(spans.MEET):
             self.ranks = initialize(context.options, self.store)
         self.hooks.initialized()
@@ -59,8 +56,7 @@ class TrainerRank:
     def _build(self) -> Policy:
         """The model; rank 0 says what it runs with, and before that which hosts differ in what they build it of.
 
-        What training draws begins with the seed, however many numbers the building has drawn: so it does for each of
-        several adapters.
+        What training draws begins with the seed, however many numbers the building has drawn.
         """
         from hpcrl.peer_proof.gloo_groups import protection
         from hpcrl.trainer.megatron import model, running_parts
@@ -77,36 +73,24 @@ class TrainerRank:
             say(protection(self.ranks.device.type))
         return policy
 
-    def hooks_of(self, options: Options) -> TrainerHooks:
-        """The user's functions that the options of the run, or of one of its adapters, name."""
-        from hpcrl.config.plugin_points import load_points
-        from hpcrl.trainer.custom_hooks import TrainerHooks
-
-        return TrainerHooks(options, load_points(options, "trainer"))
-
     @property
     def driver(self) -> bool:
         return self.ranks.rank == 0
 
-    def queue_client(self, rundir: RunDir) -> QueueClient | None:
-        """Of the rollouts of one policy, whose directory this is; None if this rank fetches nothing."""
+    def queue_client(self) -> QueueClient | None:
+        """Of the rollouts; None if this rank fetches nothing."""
         from hpcrl.queue.client import QueueClient
 
         if not self.shares.fetches:
             return None
         patience = self.options.rollout_timeout, self.options.stop_timeout * SILENCE
-        return QueueClient(rundir, self.context.plan, self.ranks.dp_rank, self.ranks.dp_size, *patience)
+        return QueueClient(self.context.rundir, self.context.plan, self.ranks.dp_rank, self.ranks.dp_size, *patience)
 
-    def open_engines(
-        self,
-        client: QueueClient | None,
-        shown: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
-    ) -> None:
+    def open_engines(self, client: QueueClient | None) -> None:
         """Wait for the engines, if there are any.
 
         Args:
-            client: of the queue of any policy, on the driver.
-            shown: see `make_updates`.
+            client: of the queue, on the driver.
         """
         from hpcrl.trainer.engine_updates import make_updates
 
@@ -114,7 +98,7 @@ class TrainerRank:
             return
         written = self.hooks.weights_written
         asks = client if self.driver else None
-        self.engines = make_updates(self.context, self.policy, self.patient, written, asks, self.together, shown)
+        self.engines = make_updates(self.context, self.policy, self.patient, written, asks, self.together)
         with self.timeline.span(spans.ENGINES):
             self.engines.wait()
 

@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpcrl.errors import HpcrlError
 from hpcrl.report.timeline import spans
-from hpcrl.run.role import RoleContext, say
+from hpcrl.run.role import say
 from hpcrl.run.summary import Summary, write_summary
 
 if TYPE_CHECKING:
     from hpcrl.queue.share_format import Share
-    from hpcrl.report.metrics import MetricsLog
     from hpcrl.trainer.checkpoint.save_load import Position
-    from hpcrl.trainer.megatron.model import Policy
     from hpcrl.trainer.rank import TrainerRank
 
 T = TypeVar("T")
@@ -40,22 +38,12 @@ class TrainingLoop:
     """Of one attempt.
 
     Attributes:
-        context: of the policy: with several adapters, its options and its directory are the adapter's.
-        policy: with this policy's schedule.
         log: of its metrics, on the driver alone.
-        slot: of the adapter in the engines.
         between: whether the model is what `at` says, as it is between two rollouts.
     """
 
-    def __init__(
-        self,
-        rank: TrainerRank,
-        context: RoleContext,
-        policy: Policy,
-        log: MetricsLog | None,
-        name: str = "",
-        slot: int = 0,
-    ) -> None:
+    def __init__(self, rank: TrainerRank) -> None:
+        from hpcrl.report.metrics import MetricsLog
         from hpcrl.trainer.checkpoint import save_load
         from hpcrl.trainer.checkpoint.from_memory import restore_newest
         from hpcrl.trainer.checkpoint.memory_copies import open_copies
@@ -64,12 +52,10 @@ class TrainingLoop:
         from hpcrl.trainer.rollout_calls import RolloutCalls
 
         self.rank = rank
-        self.hooks = rank.hooks if context is rank.context else rank.hooks_of(context.options)
-        self.context = context
+        self.hooks = rank.hooks
+        self.context = context = rank.context
         self.options = context.options
-        self.policy = policy
-        self.name = name
-        self.slot = slot
+        self.policy = policy = rank.policy
         self.ranks = rank.ranks
         self.driver = rank.driver
         self.timeline = rank.timeline
@@ -86,11 +72,11 @@ class TrainingLoop:
         also = lambda staging: self.others.save(self.at.rollout_id, self.at.version, staging)  # noqa: E731
         self.saver = Saver(policy, self.ranks, self.checkpoints, context.plan.run_id, context.options, also)
         self.copies = open_copies(context, policy, self.ranks, also)
-        self.client = rank.queue_client(context.rundir)
+        self.client = rank.queue_client()
         self.rollout = RolloutCalls(self.client, self.options, self.driver, rank.patient, self._serve)
         if self.gpu_sharing:
             self.gpu_sharing.use([policy, *self.others.trained_too], self.client if self.driver else None)
-        self.log = log
+        self.log = MetricsLog(context.rundir) if self.driver else None
         self.stopping = False
         self.between = True
         self.waited = 0.0  # seconds of this step
@@ -109,7 +95,7 @@ class TrainingLoop:
         know_length(self.policy.scheduler, self.options, self.total)
         self.others.know_length(self.total)
         asking = (self.rollout.ask, self.rollout.wait, self.log, self.rank.together, self.timeline)
-        self.evaluations = EvaluationSchedule(self.options, self.total, *asking, in_turn=bool(self.name))
+        self.evaluations = EvaluationSchedule(self.options, self.total, *asking)
         if self.log:
             self.log.truncate(self.at.rollout_id)
 
@@ -124,13 +110,9 @@ class TrainingLoop:
         """Give the engines the weights, and have these evaluated if that is due."""
         self._publish()
         if self.options.runs_ahead:
-            self.request()
+            self._generate(self.at.rollout_id)
         if self.evaluations.owed(self.at.rollout_id):
             self._evaluate(self.at.rollout_id - 1)
-
-    def request(self) -> None:
-        """Have the samples of the next rollout made."""
-        self._generate(self.at.rollout_id)
 
     def stop(self, error: BaseException) -> None:
         """The run is asked to stop.
@@ -163,14 +145,13 @@ class TrainingLoop:
             self.rollout.ask("finish", rollout_id=self.at.rollout_id)
         self.copies.finish()
 
-    def finish(self, seconds: float) -> Summary:
+    def finish(self, seconds: float) -> None:
         """Close the log, and write down how far this attempt has come in so many seconds."""
         status = "stopped" if self.stopping else "finished"
         last = Summary(status, self.context.rundir.attempt, self.at.rollout_id, self.total, self.at.version, seconds)
         if self.log:
             self.log.close()
             write_summary(self.context.rundir.root, last)
-        return last
 
     def step(self) -> None:
         """One rollout and its optimizer steps.  StopAsked before it, if the run is to stop."""
@@ -178,7 +159,6 @@ class TrainingLoop:
         from hpcrl.trainer.rollout_calls import StopAsked
         from hpcrl.trainer.step.speed import of_step
 
-        self.evaluations.before_training()
         rollout_id = self.at.rollout_id
         begun, at = time.monotonic(), self.timeline.now()
         self.waited = 0.0
@@ -213,7 +193,7 @@ class TrainingLoop:
             self.saved = self.saving
             self.timeline.mark(spans.SAVED, rollout_id=int(path.name.removeprefix("iter_")))
             if self.driver:
-                self._say(f"saved {path}")
+                say(f"saved {path}")
         self._save_if_due()
         if self.gpu_sharing:
             self._give_back(rollout_id)
@@ -247,7 +227,7 @@ class TrainingLoop:
     def _serve(self) -> bool:
         """Send weights to engines that have joined or come back; whether a copy in memory is on its way still."""
         if self.rank.engines:
-            self.rank.engines.join(self.weights, self.slot)
+            self.rank.engines.join(self.weights)
         return not self.gpu_sharing and self.copies.look()
 
     def _waiting(self, ask: Callable[..., T], *args: object) -> T:
@@ -286,7 +266,7 @@ class TrainingLoop:
 
     def _send_weights(self) -> dict[str, float]:
         with self.timeline.span(spans.UPDATE, version=self.at.version):
-            metrics = self.rank.engines.publish(self.at.version, self.slot) if self.rank.engines else {}
+            metrics = self.rank.engines.publish(self.at.version) if self.rank.engines else {}
             if "perf/update_weights_pause_time" in metrics:
                 now = self.timeline.now()
                 self.timeline.add(spans.PAUSED, now - int(1e6 * metrics["perf/update_weights_pause_time"]), now)
@@ -317,7 +297,4 @@ class TrainingLoop:
         if self.log:
             self.log.append(self.at.rollout_id - 1, {"perf/save_time": time.monotonic() - begun})
         if self.driver:
-            self._say(f"{'saving' if self.saver.pending else 'saved'} {path}")
-
-    def _say(self, text: str) -> None:
-        say(f"adapter {self.name}: {text}" if self.name else text)
+            say(f"{'saving' if self.saver.pending else 'saved'} {path}")

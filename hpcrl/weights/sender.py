@@ -13,11 +13,11 @@ that it is not, or raises EngineLost and the same update is made again at the ot
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
 
-from hpcrl.adapters.serving import RENEW, serves_adapter
+from hpcrl.adapters.serving import serves_adapter
 from hpcrl.config.options import Options
 from hpcrl.engines.fleet import EngineBroadcast, EngineLate, EngineLost, in_thread
 from hpcrl.engines.http import status
@@ -43,8 +43,6 @@ class WeightSender:
     Attributes:
         host: address of the driver.
         base: engines with an adapter are sent the weights under it.
-        slot: of the adapter that the next update brings, where engines have several.
-        name: what engines call their weights after an update to a version.
         written: is told of each directory that --weight-transfer disk has written.
         identity: the run's, in the name of these directories.
     """
@@ -58,12 +56,9 @@ class WeightSender:
         written: Written | None = None,
         identity: str = "run",
         base: bool = False,
-        name: Callable[[int], str] = str,
     ) -> None:
         self.adapter = is_driver and serves_adapter(options)
         self.base = base
-        self.slot = 0
-        self.name = name
         self.written = written
         self.identity = identity
         self.rundir = rundir
@@ -188,19 +183,13 @@ class WeightSender:
             self._tell_lost(error)
             raise
         paused = time.monotonic()
-        one_of_several = self.adapter and not self.base and len(self.options.adapter) > 1
         try:
             if not self.options.takes_turns:  # asleep, and with an empty cache, as it is
-                # vLLM empties its caches as it pauses, unless it is told not to
-                self.fleet.post("pausing", "/pause?mode=keep" + ("&clear_cache=false" if one_of_several else ""))
-                self._forget_prefixes(one_of_several)
-            if one_of_several:
-                self.fleet.call("choosing the adapter", "hpcrl_choose", str(self.slot))
+                self.fleet.post("pausing", "/pause?mode=keep")
+                self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
             self.fleet.post("the weight update's start", "/start_weight_update")
             self.update.send()
-            self.fleet.post(
-                "the weight update's finish", "/finish_weight_update", {"weight_version": self.name(version)}
-            )
+            self.fleet.post("the weight update's finish", "/finish_weight_update", {"weight_version": str(version)})
             if self.comparison:
                 self.comparison.compare(self._calls(self.fleet))
             if not self.options.takes_turns:
@@ -215,15 +204,6 @@ class WeightSender:
             "perf/update_weights_pause_time": end - paused,
             "perf/update_weights_bytes": float(self.update.bytes),
         }
-
-    def _forget_prefixes(self, one_of_several: bool) -> None:
-        """Have the engines compute nothing more from what they computed under the old weights: under the others of
-        several adapters they may."""
-        assert self.fleet is not None
-        if one_of_several:
-            self.fleet.post("forgetting the adapter's prefixes", RENEW, {"slot": self.slot})
-        else:
-            self.fleet.post("resetting the prefix cache", "/reset_prefix_cache?reset_running_requests=true")
 
     def _is_due(self) -> bool:
         """Whether what the workers have put together is to be compared after this update."""

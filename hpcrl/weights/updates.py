@@ -5,14 +5,13 @@ registry of engines (in the rollout process) which ones to send to, and reports 
 
 Invariants: all ranks take the same branch, because rank 0's decision is broadcast before any rank acts; an update is
 repeated, whole, without the engines that ended during it, until all that are left hold the version; an engine that
-joins or comes back gets its own update; one that gets adapters, before that the weights under them and all of these.
+joins or comes back gets its own update; one that gets an adapter, before that the weights under it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,20 +36,17 @@ Export = Callable[[], "Source"]
 
 @dataclass(frozen=True)
 class FirstUpdate:
-    """What an engine is sent once, before it can serve: the weights under adapters, or one of several adapters.
+    """What an engine is sent once, before it can serve: the weights under an adapter.
 
     Attributes:
-        sender: of it.
-        export: of it, which is done within `around`.
-        leave: gives up what the sending has taken; None: the next updates need it.
-        slot: see `WeightSender.slot`.
+        sender: of them.
+        export: of them.
+        leave: gives up what the sending has taken.
     """
 
     sender: WeightSender
     export: Export
-    leave: Callable[[], None] | None = None
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
-    slot: int = 0
+    leave: Callable[[], None]
 
 
 class Updates:
@@ -62,7 +58,7 @@ class Updates:
         client: of the queue, on the driver alone: whom the registry in the rollout process is asked by.
         key: (index, incarnation) -> the HTTP key of an engine.
         together: broadcasts rank 0's value to every rank.
-        firsts: what engines that get adapters are sent, once each, before these.
+        first: what engines that get an adapter are sent before these.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class Updates:
         client: QueueClient | None,
         key: Callable[[int, int], str],
         together: Callable[[Any], Any],
-        firsts: Sequence[FirstUpdate] = (),
+        first: FirstUpdate | None = None,
     ) -> None:
         self._sender = sender
         self._rundir = rundir
@@ -81,8 +77,8 @@ class Updates:
         self._client = client
         self._key = key
         self._together = together
-        self._firsts = firsts
-        self._ready: set[tuple[int, int]] = set()  # (index, incarnation) of engines that have had them
+        self._first = first
+        self._ready: set[tuple[int, int]] = set()  # (index, incarnation) of engines that have had it
 
     def wait(self) -> None:
         """Wait for the engines that start with the run, on the driver.
@@ -93,22 +89,19 @@ class Updates:
         if self._client is not None:
             self._wait_for_all()
 
-    def publish(self, export: Export, version: int, slot: int = 0) -> dict[str, float]:
+    def publish(self, export: Export, version: int) -> dict[str, float]:
         """Put the policy into all engines as `version`; every rank calls it.
-
-        Args:
-            slot: see `WeightSender.slot`.
 
         Errors as `WeightSender.publish`, but for EngineLost.
 
         Returns:
             Metrics (on the driver).
         """
-        return self._send(export, version, slot, alone=False)
+        return self._send(export, version, alone=False)
 
-    def join(self, export: Export, version: int, slot: int = 0) -> dict[str, float]:
+    def join(self, export: Export, version: int) -> dict[str, float]:
         """Put `version` into engines that wait for it, if there are any; the others continue.  Every rank calls it."""
-        return self._send(export, version, slot, alone=True)
+        return self._send(export, version, alone=True)
 
     def close(self) -> None:
         """Give up memory and groups; the engines stay as they are."""
@@ -124,36 +117,31 @@ class Updates:
                 )
             time.sleep(LOOK)
 
-    def _send(self, export: Export, version: int, slot: int, alone: bool) -> dict[str, float]:
+    def _send(self, export: Export, version: int, alone: bool) -> dict[str, float]:
         lost: list[list[Any]] = []
         while True:
             members = self._together(self._members(alone, lost) if self._client else None)
             if not members:
                 self._tell([], version, alone)
                 return {}
-            if lost := self._send_firsts(members, version):
+            if lost := self._send_first(members, version):
                 continue
-            self._sender.slot = slot
             metrics, lost = self._try(self._sender, members, export, version)
             if not (lost := self._together(lost)):
                 self._tell(members, version, alone)
                 return metrics
 
-    def _send_firsts(self, members: list[list[Any]], version: int) -> list[list[Any]]:
+    def _send_first(self, members: list[list[Any]], version: int) -> list[list[Any]]:
         """Engines that ended while they were sent what comes before any update, on every rank the same."""
-        if not (new := [m for m in members if (m[0], m[1]) not in self._ready] if self._firsts else []):
+        new = [m for m in members if (m[0], m[1]) not in self._ready]
+        if self._first is None or not new:
             return []
-        for first in self._firsts:
-            first.sender.slot = first.slot
-            with first.around():
-                _, lost = self._try(first.sender, new, first.export, version)
-            if first.leave is not None:
-                first.sender.close()
-                first.leave()
-            if lost := self._together(lost):
-                return lost
-        self._ready |= {(m[0], m[1]) for m in new}
-        return []
+        _, lost = self._try(self._first.sender, new, self._first.export, version)
+        self._first.sender.close()
+        self._first.leave()
+        if not (lost := self._together(lost)):
+            self._ready |= {(m[0], m[1]) for m in new}
+        return lost
 
     def _members(self, alone: bool, lost: list[list[Any]]) -> list[list[Any]]:
         """The engines that the registry lists, once it knows which were lost."""

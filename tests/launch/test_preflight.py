@@ -109,10 +109,9 @@ def test_load_may_be_empty() -> None:
     assert not absent([Options(load="new", hf_checkpoint="none", custom_rm_path="own.absent")], NOTHING)
 
 
-def test_an_adapters_held_out_sets_are_looked_for() -> None:
-    own = {"a": {"eval_config": "sets.yaml", "eval_interval": 2}, "b": {}}
-    several = Options(hf_checkpoint="model", lora_rank=4, adapter=own)
-    assert [error.what for error in absent([several], HostView())] == ["--eval-config sets.yaml is not here"]
+def test_held_out_sets_are_looked_for() -> None:
+    evaluates = Options(hf_checkpoint="model", eval_config="sets.yaml", eval_interval=2)
+    assert [error.what for error in absent([evaluates], HostView())] == ["--eval-config sets.yaml is not here"]
 
 
 def test_an_adapter_to_begin_with_is_looked_at(folder: Path) -> None:
@@ -124,12 +123,9 @@ def test_an_adapter_to_begin_with_is_looked_at(folder: Path) -> None:
         preflight.check_adapters([begun])
 
 
-def test_an_adapters_functions_are_looked_for() -> None:
-    own = {"a": {"custom_rm_path": "own.absent"}, "b": {}}
-    several = Options(hf_checkpoint="model", lora_rank=4, custom_rm_path="own.reward", adapter=own)
-    assert [error.what for error in absent([several], HostView())] == [
-        "adapter a: --custom-rm-path own.absent: own has no absent"
-    ]
+def test_functions_are_looked_for() -> None:
+    named = Options(hf_checkpoint="model", custom_rm_path="own.absent")
+    assert [error.what for error in absent([named], HostView())] == ["--custom-rm-path own.absent: own has no absent"]
 
 
 def test_a_checkpoint_is_known_by_its_files(folder: Path) -> None:

@@ -73,12 +73,10 @@ def test_adapters_take_little() -> None:
     assert 0.6 < counted.training(*work) / model_flops(family, config).training(*work) < 0.8
 
 
-def test_the_longest_of_several_adapters() -> None:
-    own = {"a": {"rollout_max_response_len": 9000}, "b": {"rollout_max_prompt_len": 700}}
-    opts = Options(
-        hf_checkpoint="m", lora_rank=16, rollout_max_response_len=4000, rollout_max_prompt_len=500, adapter=own
-    )
-    assert longest_sample(opts) == 9500
+def test_the_longest_sample() -> None:
+    opts = Options(hf_checkpoint="m", rollout_max_response_len=4000, rollout_max_prompt_len=500)
+    assert longest_sample(opts) == 4500
+    assert longest_sample(opts.model_copy(update={"rollout_max_context_len": 4096})) == 4096
 
 
 def test_an_adapter_on_disk_and_on_the_host() -> None:

@@ -40,10 +40,10 @@ def log(tmp_path: Path) -> MetricsLog:
     return MetricsLog(RunDir.create(tmp_path / "run"))
 
 
-def evaluations(rollout: Rollout, log: MetricsLog, in_turn: bool = False, **values: Any) -> EvaluationSchedule:
+def evaluations(rollout: Rollout, log: MetricsLog, **values: Any) -> EvaluationSchedule:
     options = Options(**(GRPO | {"loop": "fully-async", "eval_interval": 2} | values))
     asking = (rollout.ask, rollout.wait, log, lambda value: value, Timeline(None))
-    return EvaluationSchedule(options, 5, *asking, in_turn=in_turn)
+    return EvaluationSchedule(options, 5, *asking)
 
 
 def logged(log: MetricsLog) -> list[tuple[int, float]]:
@@ -78,27 +78,6 @@ def test_the_loops_that_take_turns_or_repeat_wait(log: MetricsLog) -> None:
         rollout = Rollout()
         evaluations(rollout, log, **values).begin(1, 2)
         assert rollout.waited == [1] and "while_training" not in rollout.asked[0]
-
-
-def test_others_are_trained_during_an_adapters(log: MetricsLog) -> None:
-    """An adapter's evaluation is waited for before that adapter is trained again, and at the end; others are not held
-    up, and no newer weights are expected of it."""
-    rollout = Rollout()
-    mine = evaluations(rollout, log, loop="sync", lora_rank=4, in_turn=True)
-    mine.begin(1, 2)
-    assert not rollout.waited and rollout.asked == [{"rollout_id": 1, "version": 2, "patience": 0.0}]
-    mine.before_training()
-    assert rollout.waited == [1] and logged(log) == [(1, 2)]
-    mine.before_training()
-    rollout.done = False
-    mine.begin(4, 5)
-    assert rollout.waited == [1], "the last one does not hold up others either"
-    mine.end()
-    assert rollout.waited == [1, 4] and logged(log) == [(1, 2), (4, 5)]
-    alone = evaluations(rollout := Rollout(), log)
-    alone.begin(1, 2)
-    alone.before_training()
-    assert not rollout.waited, "an evaluation beside the training of its own policy"
 
 
 def test_resume_makes_up_for_missing(log: MetricsLog) -> None:

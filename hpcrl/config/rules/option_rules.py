@@ -22,7 +22,6 @@ from hpcrl.config.rules import (
     sampling,
     sandboxes,
     schedules,
-    several_adapters,
 )
 from hpcrl.errors import UsageError, failures, raise_together
 
@@ -80,9 +79,6 @@ def check_options(options: Options, given: Collection[str] | None = None) -> Non
     Args:
         given: the options that the user has set and whose lack of effect is an error; default: all that were set.
     """
-    if options.adapter:
-        several_adapters.check_several(options, given, check_options, inert)
-        return
     counts = failures(_COUNTS, options)
     wrong = failures(_RULES, options) + counts + failures(_PASSED_THROUGH, options)
     batches = [] if counts else failures((layout.check_batches,), options)

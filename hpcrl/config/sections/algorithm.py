@@ -7,7 +7,7 @@ reads is declared in its own file.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from hpcrl.config.sections import Base, opt
 
@@ -166,9 +166,6 @@ class AdapterOptions(Base):
         "vLLM applies all of it",
     )
     lora_adapter_path: str | None = opt(None, "start with this adapter, a directory as PEFT writes it", "vime")
-    adapter: dict[str, dict[str, Any]] = opt(
-        {}, "train several over the same weights: options that each has of its own, by its name ([adapter.NAME])"
-    )
 
 
 # ---- distillation

@@ -19,7 +19,6 @@ from hpcrl.config.custom_functions import is_foreign
 from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, paths_of
-from hpcrl.config.rules.several_adapters import policies_of
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.launch.code.own_modules import OwnModules, python_path
 from hpcrl.launch.code.package_files import LARGE, FoundFiles
@@ -99,12 +98,10 @@ def _refuse_two_of_a_name(functions: Iterable[str], folders: Iterable[str]) -> N
 
 
 def function_paths(options: Options) -> Iterator[str]:
-    """The dotted path of every custom function of a stage, or of its adapters, also those of held-out sets."""
-    every: list[str] = []
-    for own in policies_of(options):
-        every += [path for name in POINTS for path in paths_of(own, name)]
-        with contextlib.suppress(UsageError):  # a file that the nodes alone have
-            every += [word.word for found in eval_sets(own) for word in found.rewards if not word.file]
+    """The dotted path of every custom function of a stage, also those of held-out sets."""
+    every = [path for name in POINTS for path in paths_of(options, name)]
+    with contextlib.suppress(UsageError):  # a file that the nodes alone have
+        every += [word.word for found in eval_sets(options) for word in found.rewards if not word.file]
     yield from (path for path in dict.fromkeys(every) if not is_foreign(path))
 
 

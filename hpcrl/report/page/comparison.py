@@ -56,12 +56,12 @@ class Compared:
     def stage(self, name: str) -> StageFiles | None:
         """Its stage of that name; of a recipe without stages the only one, which stands for the last of the others."""
         wanted = (name, "") if name == self.last else (name,)
-        return next((stage for stage in self.run.parts if stage.name in wanted), None)
+        return next((stage for stage in self.run.stages if stage.name in wanted), None)
 
     @cached_property
     def records(self) -> dict[str, list[dict[str, Any]]]:
         """What each stage has logged."""
-        return {stage.name: list(read_metrics(stage.root / "metrics.jsonl")) for stage in self.run.parts}
+        return {stage.name: list(read_metrics(stage.root / "metrics.jsonl")) for stage in self.run.stages}
 
     def logged(self, name: str) -> list[dict[str, Any]]:
         """What its stage of that name has logged."""
@@ -99,8 +99,8 @@ def comparison(runs: Sequence[Compared]) -> str:
 
 def stage_names(runs: Sequence[Compared]) -> list[str]:
     """Every stage, in the order of the run that has most of them; of runs with one stage each, that one."""
-    longest = max(runs, key=lambda one: len(one.run.parts))
-    return [stage.name for stage in longest.run.parts]
+    longest = max(runs, key=lambda one: len(one.run.stages))
+    return [stage.name for stage in longest.run.stages]
 
 
 # ---- numbers

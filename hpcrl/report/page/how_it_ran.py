@@ -32,7 +32,7 @@ def how_it_ran(run: Run) -> dict[str, Any]:
             facts.append(("set by flags", visible(", ".join(f"{k} = {shown(v)}" for k, v in begun.overrides.items()))))
     if run.stages:
         facts += _of_last(run.stages[-1])
-    stages = [(visible(stage.name), rows) for stage in run.parts if (rows := differing(options_of(stage)))]
+    stages = [(visible(stage.name), rows) for stage in run.stages if (rows := differing(options_of(stage)))]
     return {"facts": facts, "stages": stages}
 
 

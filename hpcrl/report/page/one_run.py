@@ -61,7 +61,7 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
         subtitle=f"{status.phase}, as of {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
         message=visible(status.message),
         facts=list(facts(run, status, spent)),
-        stages=[charts(part) for part in run.parts],
+        stages=[charts(part) for part in run.stages],
         views=shown,
         kinds=KINDS,
         more=f" {hidden} more tracks are in the run's trace: hpcrl trace" if hidden else "",
@@ -85,7 +85,7 @@ def facts(run: Run, status: Status, spent: Sequence[Spent]) -> Iterator[tuple[st
     yield from ((name or "the last", visible(text)) for name, text in fault_rows(status.faults))
     if status.attempt is not None and status.total != 0:
         yield "steps", f"{status.step} of {'?' if status.total is None else status.total}, attempt {status.attempt}"
-    for stage in run.parts:
+    for stage in run.stages:
         of = f" of {visible(stage.name)}" if stage.name else ""
         for name, points in held_out(stage.root).items():
             values = [f"{value:.3f}" for _, value in ([points[0], points[-1]] if len(points) > 1 else points)]
@@ -205,7 +205,7 @@ def bars(tracks: Sequence[Track]) -> list[tuple[str, list[Bar]]]:
 def samples(run: Run) -> Iterator[dict[str, Any]]:
     """Of the last stage that has any: the best, the worst and others of its last step, the worst of each last
     evaluation, and folded up the best and the worst of steps before."""
-    for stage in reversed(run.parts):
+    for stage in reversed(run.stages):
         numbers = steps_of(stage.root)
         if not numbers:
             continue

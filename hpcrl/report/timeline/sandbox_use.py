@@ -21,9 +21,8 @@ def sandbox_use(tracks: Iterable[Track]) -> dict[str, float]:
     the last rollout that it has made."""
     found: Counter[str] = Counter()
     for track in tracks:
-        last = {str(mark.more.get("policy", "")): mark.more for mark in track.named(SANDBOXES)}
-        for more in last.values():
-            found.update({name: value for name, value in more.items() if number(value)})
+        if marks := [*track.named(SANDBOXES)]:
+            found.update({name: value for name, value in marks[-1].more.items() if number(value)})
     return {name: float(value) for name, value in found.items()}
 
 

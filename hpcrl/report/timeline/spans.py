@@ -66,7 +66,7 @@ PAUSED = "engines pause"
 SAVE = "save"
 EVALUATE = "evaluate"
 #: rollout process: the making of a rollout; an engine that has requests, with its number as `engine`; requests in
-#: flight, and sandboxes by state (counters); what sandboxes have done so far in this attempt, for a policy (a moment):
+#: flight, and sandboxes by state (counters); what sandboxes have done so far in this attempt (a moment):
 #: seconds that they were `used`, `warm` and `making`, and that callers `waited`, and counts
 MAKE = "make rollout"
 GENERATE = "generate"

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpcrl.adapters.versions import version_in
 from hpcrl.errors import PeerError
 from hpcrl.models.routing import Routing
 from hpcrl.rollout.engines.engine_pool import PooledEngine
@@ -111,7 +110,6 @@ class ExpectedAnswer(NamedTuple):
     Attributes:
         max_tokens: asked for.
         version: of the weights when it was asked for.
-        adapter: the slot that was asked, as `Sampling.adapter`.
         exact: whether the limit is the only reason for which the engine may end a response as too long (False where the
             engine's context is not known).
     """
@@ -121,7 +119,6 @@ class ExpectedAnswer(NamedTuple):
     max_tokens: int
     version: int
     exact: bool
-    adapter: int | None = None
 
 
 def check(
@@ -169,14 +166,11 @@ def _versions(
     versions, position = np.empty(count, np.int32), 0
     versions.fill(wanted.version)
     for name, start, end in spans:
-        try:
-            version = version_in(name, wanted.adapter)
-        except ValueError:
-            what = f"tokens of weights called {name!r}, which are none that the trainer sent"
-            raise garbage(engine, what) from None
+        if not (name.isascii() and name.isdecimal()):
+            raise garbage(engine, f"tokens of weights called {name!r}, which are none that the trainer sent")
         if start != position or not start <= end <= count:
             raise garbage(engine, f"weight versions that do not cover its {count} tokens: {name} for [{start}, {end})")
-        versions[start:end] = version
+        versions[start:end] = int(name)
         position = end
     if position not in (0, count):
         raise garbage(engine, f"weight versions for {position} of its {count} tokens")

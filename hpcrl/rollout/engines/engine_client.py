@@ -12,7 +12,6 @@ its engine; every sample gets one answer.
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -143,12 +142,7 @@ class Dispatcher:
         """
         limit = self._pool.request_timeout
         wanted = ExpectedAnswer(
-            self._vocab_size,
-            request.sampling.logprobs,
-            request.max_tokens,
-            request.version,
-            request.exact,
-            request.sampling.adapter,
+            self._vocab_size, request.sampling.logprobs, request.max_tokens, request.version, request.exact
         )
         try:
             async with asyncio.timeout(limit):
@@ -198,19 +192,15 @@ class Dispatcher:
 
     # ---- ends before the end
 
-    async def abort(self, adapter: int | None) -> None:
-        """End every sample in flight of one adapter, but for an evaluation's; each has its answer when this returns.
-
-        Args:
-            adapter: as `Sampling.adapter`.
+    async def abort(self) -> None:
+        """End every sample in flight, but for an evaluation's; each has its answer when this returns.
 
         Raises:
             DeadlineError: names the engine that does not end what it was told to within --request-timeout.
         """
         deadline = Deadline(self._pool.request_timeout)
         requests = [*self._gathering.values(), *self._waiting, *self._sent.values()]
-        mine = [r for r in requests if r.sampling.adapter == adapter and not r.sampling.evaluation]
-        calls = [call for request in mine for call in request.open()]
+        calls = [call for request in requests if not request.sampling.evaluation for call in request.open()]
         for call in calls:
             call.ended = True
             if not call.in_flight:
@@ -275,13 +265,6 @@ class EngineClient:
     def __init__(self, pool: EnginePool, vocab_size: int) -> None:
         self._pool = pool
         self._dispatcher = Dispatcher(pool, vocab_size)
-        self._adapter: int | None = None
-
-    def under(self, adapter: int | None) -> EngineClient:
-        """One of the same engines, that asks them under the adapter in a slot (None: they do not have several)."""
-        other = copy.copy(self)
-        other._adapter = adapter
-        return other
 
     async def complete(
         self,
@@ -309,8 +292,6 @@ class EngineClient:
         """
         whole = prompt
         noise = seed
-        if self._adapter is not None and sampling.adapter is None:
-            sampling = replace(sampling, adapter=self._adapter)
         there = 0 if begun is None else len(begun.tokens)
         room = None if self._pool.model_len is None else self._pool.model_len - len(prompt)
         if room is not None and room < 1:
@@ -352,4 +333,4 @@ class EngineClient:
         Raises:
             DeadlineError: names an engine that does not end them within --request-timeout.
         """
-        await self._dispatcher.abort(self._adapter)
+        await self._dispatcher.abort()

@@ -15,7 +15,7 @@ from hpcrl.config.options import Options
 from hpcrl.model_files.config_json import read_config
 from hpcrl.models.routing import Routing, find_routing
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
-from hpcrl.token_frames import ADAPTER, EXPERTS
+from hpcrl.token_frames import EXPERTS
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class Sampling:
             read).
         evaluation: its requests are not ended by `Generator.abort`.
         routing: of a model whose choice of experts is wanted.
-        adapter: the slot of the adapter that engines with several answer under; None: they have one, or none.
     """
 
     temperature: float
@@ -47,7 +46,6 @@ class Sampling:
     skip_special_tokens: bool = False
     evaluation: bool = False
     routing: Routing | None = None
-    adapter: int | None = None
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer, evaluation: bool = False) -> Sampling:
@@ -100,11 +98,8 @@ class Sampling:
             params["min_tokens"] = self.min_tokens - begun
         if self.logprobs:
             params["logprobs"] = 0  # of the sampled token alone
-        extra: dict[str, Any] = {} if self.routing is None else {EXPERTS: True}
-        if self.adapter is not None:
-            extra[ADAPTER] = self.adapter
-        if extra:
-            params["extra_args"] = extra
+        if self.routing is not None:
+            params["extra_args"] = {EXPERTS: True}
         return params
 
 

@@ -89,10 +89,9 @@ def restore(
                 "name another --save; --load trains over those weights",
             )
         took = _agreed(agree(lambda: _given(options, checkpoints, own=False), ranks.rank == 0))
-        if not policy.base.digest:  # of several adapters the first has read them
-            take(policy, ranks, took)
-            policy.base.digest = base_digest(policy)
-            policy.base.path = str(took.path)
+        take(policy, ranks, took)
+        policy.base.digest = base_digest(policy)
+        policy.base.path = str(took.path)
     if source.kind == "all":
         path, record = _whole(source, ranks, None if source.foreign else run_id, tell, options.verify_checkpoint)
         try:

@@ -30,11 +30,9 @@ ROWS = [
 ]
 
 
-def track(attempt: int, *marks: tuple[str, dict[str, float]]) -> Track:
+def track(attempt: int, *marks: dict[str, float]) -> Track:
     header = Header(role="rollout", index=0, host="a", pid=1, opened=0)
-    return Track(
-        header, attempt, [Span(SANDBOXES, n, n, {"policy": name} | more) for n, (name, more) in enumerate(marks)]
-    )
+    return Track(header, attempt, [Span(SANDBOXES, n, n, more) for n, more in enumerate(marks)])
 
 
 def test_the_last_step_and_all_failures() -> None:
@@ -45,12 +43,12 @@ def test_the_last_step_and_all_failures() -> None:
     assert sandbox_line([{"rollout_id": 0, "train/loss": 0.0}]) == sandbox_line([]) == ""
 
 
-def test_every_attempt_and_policy_counts_once() -> None:
-    """A mark has all since the start of its process, so the last of each policy counts."""
+def test_every_attempt_counts_once() -> None:
+    """A mark has all since the start of its process, so the last counts."""
     found = sandbox_use(
         [
-            track(0, ("", {"used": 100.0, "warm": 50.0}), ("", {"used": 3600.0, "warm": 900.0, "handed_out": 7})),
-            track(1, ("a", {"used": 1800.0, "lost": 2}), ("b", {"used": 1800.0, "waited": 36.0})),
+            track(0, {"used": 100.0, "warm": 50.0}, {"used": 3600.0, "warm": 900.0, "handed_out": 7}),
+            track(1, {"used": 3600.0, "lost": 2, "waited": 36.0}),
         ]
     )
     assert found == {"used": 7200.0, "warm": 900.0, "handed_out": 7.0, "lost": 2.0, "waited": 36.0}

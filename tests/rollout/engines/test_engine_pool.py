@@ -34,7 +34,7 @@ from hpcrl.rollout.samplers.sampler import ResponseRequest, SingleTurnSampler
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.sample import ABORTED, COMPLETED, TRUNCATED
-from hpcrl.token_frames import ADAPTER, FrameReader, SampleAnswer, frame
+from hpcrl.token_frames import FrameReader, SampleAnswer, frame
 from hpcrl.toolbox.retry import Pauses
 from tests.support.fake_engine import CUT, FakeEngine, Script, good, hang, keys_of, until_aborted
 
@@ -557,30 +557,6 @@ def test_abort_spares_evaluations(bench: Bench, deaf: int) -> None:
         assert not again.done(), "what is asked for afterwards is not touched"
 
     bench.run(job, until_aborted, rollout_server_concurrency=4)
-
-
-def test_clients_of_several_adapters(bench: Bench) -> None:
-    """Each asks under its own adapter, is told its own policy version, and ends what it has asked for alone."""
-
-    async def answer_under(engine: FakeEngine, count: int, body: dict[str, Any]) -> dict[str, Any]:
-        if body["sampling_params"]["extra_args"] == {ADAPTER: 1} and body["sampling_params"]["seed"] == 2:
-            return await until_aborted(engine, count, body)
-        return good(body, "3.0.12")
-
-    async def job(generator: EngineClient, pool: EnginePool) -> None:
-        first, second, third = (generator.under(slot) for slot in range(3))
-        found = await asyncio.gather(*(client.complete(PROMPT, SAMPLING, 1, 4) for client in (first, second, third)))
-        assert [set(c.versions.tolist()) for c in found] == [{3}, {0}, {12}]
-        asked = asyncio.create_task(second.complete(PROMPT, SAMPLING, 2, 4))
-        await in_flight(bench.engines, 1)
-        await asyncio.wait_for(first.abort(), 5)
-        assert not asked.done()
-        await asyncio.wait_for(second.abort(), 5)
-        assert (await asked).status == ABORTED
-        with pytest.raises(PeerError, match="'3.0.12', which are none"):
-            await generator.under(3).complete(PROMPT, SAMPLING, 1, 4)
-
-    bench.run(job, answer_under)
 
 
 def test_abort_of_nothing_is_over_at_once(bench: Bench) -> None:

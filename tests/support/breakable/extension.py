@@ -35,15 +35,15 @@ class Extension(WorkerExtension):
 
     def load_twice(self) -> None:
         """From now on what an adapter's B becomes is twice what an update brings, as if it were added by two workers."""
-        slots = self.weight_transfer_engine.slots
-        load = type(slots).load
-        slots.load = lambda tensors: load(slots, [(n, 2 * t if "lora_B" in n else t) for n, t in tensors])
+        slot = self.weight_transfer_engine.slot
+        load = type(slot).load
+        slot.load = lambda tensors: load(slot, [(n, 2 * t if "lora_B" in n else t) for n, t in tensors])
 
     def leave_out(self, name: str) -> None:
         """From now on this tensor of an adapter stays as it is, whatever an update brings."""
-        slots = self.weight_transfer_engine.slots
-        load = type(slots).load
-        slots.load = lambda tensors: load(slots, [pair for pair in tensors if pair[0] != name])
+        slot = self.weight_transfer_engine.slot
+        load = type(slot).load
+        slot.load = lambda tensors: load(slot, [pair for pair in tensors if pair[0] != name])
 
     def take_long(self, seconds: str) -> None:
         """As an update does: nothing else is answered meanwhile."""

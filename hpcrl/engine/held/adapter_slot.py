@@ -1,6 +1,6 @@
-"""The adapters of an engine: the slots of vLLM's LoRA layers, as an update finds, fills and compares one of them.
+"""The adapter of an engine: the slot of vLLM's LoRA layers that an update finds, fills and compares.
 
-vLLM keeps A and B of each slot in stacked tensors, next to a layer that may be several of the checkpoint's matrices in
+vLLM keeps A and B of its slots in stacked tensors, next to a layer that may be several of the checkpoint's matrices in
 one, and multiplies what was put there.  It would read an adapter's files; here its tensors come with an update and are
 written where they are multiplied from, in place, while nothing is computed.
 
@@ -20,7 +20,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 
 from hpcrl.adapters.rules import adapted, leaf, lora_name
-from hpcrl.adapters.serving import vllm_id
+from hpcrl.adapters.serving import NUMBER
 from hpcrl.adapters.settings import LoraSettings
 from hpcrl.engine.held.cpu_products import replace_products
 from hpcrl.engine.held.experts import TensorShard
@@ -30,25 +30,21 @@ from hpcrl.model_files.safetensors_files import Entry
 from hpcrl.models.family import find_family
 from hpcrl.weights.comparison import dtype_name
 
-#: part of a tensor of the slot that is chosen then
+#: part of a tensor of the slot
 SlotView = Callable[[], torch.Tensor]
 
 
-class AdapterSlots:
-    """What a worker's model multiplies with of its adapters.
+class AdapterSlot:
+    """What a worker's model multiplies with of its adapter.
 
     Attributes:
         runner: vLLM's model runner.
-        settings: of the adapters.
-        count: how many there are.
-        chosen: the slot of the one that updates fill, and comparisons read.
+        settings: of the adapter.
     """
 
-    def __init__(self, runner: Any, settings: LoraSettings, count: int) -> None:
+    def __init__(self, runner: Any, settings: LoraSettings) -> None:
         self.runner = runner
         self.settings = settings
-        self.count = count
-        self.chosen = 0
         self._places: dict[str, list[tuple[SlotView, int, tuple[int, int]]]] = {}
         model = runner.get_model()
         self._wrapped = [
@@ -97,15 +93,11 @@ class AdapterSlots:
             setattr(owner, name, layer.base_layer if alone else layer)
 
     def begin(self) -> None:
-        """Let requests find the adapters, of zeros until their tensors are there."""
+        """Let requests find the adapter, of zeros until its tensors are there."""
         manager = self._manager
-        for slot in range(self.count):
-            number = vllm_id(slot)
-            if number not in manager.list_adapters():  # its own way in asks for the tensors
-                manager._registered_adapters[number] = LoRAModel(number, self.settings.rank, {})
-            manager.activate_adapter(number)
-            if manager.lora_index_to_id[slot] != number:
-                raise ValueError(f"vLLM has put adapter {number} into another slot than {slot}")
+        if NUMBER not in manager.list_adapters():  # its own way in asks for the tensors
+            manager._registered_adapters[NUMBER] = LoRAModel(NUMBER, self.settings.rank, {})
+        manager.activate_adapter(NUMBER)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put this worker's parts of tensors where they are multiplied from."""
@@ -124,15 +116,15 @@ class AdapterSlots:
         width = columns[1] if columns is not None else shape[1]
         stacked_a = [layer.lora_a_stacked[number] for number in slices]
         stacked_b = [layer.lora_b_stacked[number] for number in slices]
-        inputs = [partial(self._view, of, (slice(rank), slice(width))) for of in stacked_a]
-        outputs = [partial(self._view, of, (slice(None), slice(rank))) for of in stacked_b]
-        beyond = [partial(self._view, of, (slice(rank, None),)) for of in stacked_a]
-        beyond += [partial(self._view, of, (slice(None), slice(rank, None))) for of in stacked_b]
+        inputs = [partial(_view, of, (slice(rank), slice(width))) for of in stacked_a]
+        outputs = [partial(_view, of, (slice(None), slice(rank))) for of in stacked_b]
+        beyond = [partial(_view, of, (slice(rank, None),)) for of in stacked_a]
+        beyond += [partial(_view, of, (slice(None), slice(rank, None))) for of in stacked_b]
         self._places[a] = [(slot, 1, columns or (0, shape[1])) for slot in inputs]  # each slice has all of it
         ends = [0, *accumulate(length for _, length in rows)]
         parts = outputs
         if len(outputs) != len(rows):
-            parts = [partial(self._view, stacked_b[0], (slice(i, j), slice(rank))) for i, j in pairwise(ends)]
+            parts = [partial(_view, stacked_b[0], (slice(i, j), slice(rank))) for i, j in pairwise(ends)]
         self._places[b] = [(slot, 0, segment) for slot, segment in zip(parts, rows, strict=True)]
         dtype = dtype_name(inputs[0]())
         return {
@@ -140,9 +132,10 @@ class AdapterSlots:
             b: TensorShard((shape[0], rank), dtype, rows, None, partial(_whole, outputs)),
         }
 
-    def _view(self, stacked: torch.Tensor, cut: tuple[slice, ...]) -> torch.Tensor:
-        """What the chosen slot has of one of vLLM's stacked tensors, [slots, 1, rows, columns]."""
-        return stacked[(self.chosen, 0, *cut)]
+
+def _view(stacked: torch.Tensor, cut: tuple[slice, ...]) -> torch.Tensor:
+    """What the slot has of one of vLLM's stacked tensors, [slots, 1, rows, columns]."""
+    return stacked[(0, 0, *cut)]
 
 
 def _slices(layer: Any, matrix: HeldMatrix) -> list[int]:
