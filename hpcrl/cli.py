@@ -42,7 +42,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl watch RUN [--web]                      the status of one run, live, until it ends; its report in a browser
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
-  hpcrl engines RUN                            its engines; engines add, remove, serve: more, one less, one of no run
+  hpcrl engines RUN                            its engines; engines serve: one of no run
   hpcrl report RUN [-o FILE]                   one HTML file: curves, timeline, cost, samples; of several runs: compared
   hpcrl trace RUN; hpcrl bill RUN              what every process did when, for Perfetto; what node-hours went into
   hpcrl sync RUN --to wandb|trackio|mlflow     send its curves, options and samples there, from where there is a network

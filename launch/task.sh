@@ -1,7 +1,7 @@
 #!/bin/bash
 # What every task of an srun or an mpirun executes, on every host of a run:
 #
-#     task.sh PROGRAM ARGUMENTS...        PROGRAM: launch, probe, answer, boxes, doctor, selftest, host, join, once
+#     task.sh PROGRAM ARGUMENTS...        PROGRAM: launch, probe, answer, boxes, doctor, selftest, host, once
 #
 #   launch  (mpirun) find out which host this is, and start its roles
 #   probe   say which addresses this host has, before the plan is made
@@ -10,7 +10,6 @@
 #   doctor  look whether this host has what a run needs
 #   selftest  this host's ranks of hpcrl selftest
 #   host    start this host's roles of the plan (trainer ranks, engines, rollout) and watch them
-#   join    start engines of this host that join a run which is under way
 #   once    run a command on the first host only (what a recipe prepares)
 #
 # The environment that all of them share is set here and nowhere else.
@@ -56,11 +55,8 @@ host)
     if [ "${HPCRL_TASKS:-hosts}" = slots ]; then set -- "$@" --slot "$SLURM_LOCALID"; fi
     exec "$HPCRL_PYTHON" -m hpcrl.launch.host "$@" --host "$host"
     ;;
-join)
-    exec "$HPCRL_PYTHON" -m hpcrl.launch.engines.join "$@" --host "$host"
-    ;;
 *)
-    echo "task.sh: no program $program; there are launch, probe, answer, boxes, doctor, selftest, host, join, once" >&2
+    echo "task.sh: no program $program; there are launch, probe, answer, boxes, doctor, selftest, host, once" >&2
     exit 2
     ;;
 esac

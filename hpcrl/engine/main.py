@@ -35,9 +35,10 @@ from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
 from hpcrl.queue.auth import HTTP_KEY
 from hpcrl.report.timeline.spans import UNPACK, Timeline, role_timeline
-from hpcrl.run.engine_files import first_incarnation, record_end, restart_limit, was_up
+from hpcrl.run.engine_files import record_end, restart_limit, was_up
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 from hpcrl.run.gpu_environment import overruled
+from hpcrl.run.pauses import read_carried
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.process import adopt_orphans, descendants, die_with_parent, end, end_descendants
 from hpcrl.run.role import RoleContext, act, open_role, read_plan, say
@@ -332,7 +333,7 @@ def record(context: RoleContext, why: str) -> None:
     incarnation = context.incarnation
     limit = restart_limit(context.options, context.plan)
     host = context.plan.engines[index].host if index < len(context.plan.engines) else "?"
-    first = first_incarnation(rundir, context.options, index)
+    first = read_carried(rundir).begin.get(index, 0)
     record_end(rundir, index, host, incarnation, limit, was_up(rundir, index, incarnation), why, first)
 
 

@@ -1,13 +1,13 @@
 """Who the engines are, how each is, and which weights it holds: the one owner of these facts.
 
-    starting -> joining -> serving -> draining -> gone
+    starting -> joining -> serving
        ^           |          |
        |           v          v
-       +-------- ended <--- suspect
+       +-------- ended <--- suspect -> gone
 
 The law:
-1. Only an engine that is serving, or draining, answers requests, and it holds the version that was published last (or a
-   newer one, which it joined with while the trainer was ahead of the engines).
+1. Only an engine that is serving answers requests, and it holds the version that was published last (or a newer one,
+   which it joined with while the trainer was ahead of the engines).
 2. What is said of an earlier incarnation of an engine, and of one that is gone, changes nothing; incarnations
    only grow.
 3. An engine comes to serve in one way alone: up (joining), then a weight update that names this incarnation (serving).
@@ -25,7 +25,7 @@ from typing import Literal
 
 from hpcrl.engines.http import Address
 
-State = Literal["starting", "joining", "serving", "suspect", "draining", "ended", "gone"]
+State = Literal["starting", "joining", "serving", "suspect", "ended", "gone"]
 #: an engine that fails so many updates in one incarnation, though its supervisor calls it well, is beyond help
 FAILED_UPDATES = 3
 
@@ -41,7 +41,6 @@ class Engine:
         model_len: tokens of prompt and response together that it can hold, None if it did not say.
         version: of its weights, None: not one of ours.
         why: it is not well.
-        planned: whether the run waits for it before it begins.
     """
 
     index: int
@@ -53,7 +52,6 @@ class Engine:
     version: int | None = None
     why: str = ""
     failed_updates: int = 0
-    planned: bool = True
     first: int | None = None
 
     @classmethod
@@ -65,11 +63,6 @@ class Engine:
     def restarts(self) -> int:
         """How often it was started again in this attempt."""
         return 0 if self.first is None else self.incarnation - self.first
-
-    @property
-    def answers(self) -> bool:
-        """Whether it may have requests in flight."""
-        return self.state in ("serving", "draining")
 
     def __str__(self) -> str:
         return f"engine-{self.index} on {self.host}"
@@ -91,14 +84,14 @@ class Registry:
     # ---- events
 
     def expect(self, index: int, host: str) -> None:
-        """An engine of the plan, or, once weights were published, one that joins.
+        """An engine of the run.
 
         Raises:
             ValueError: if there was one of this number.
         """
         if index in self.members:
             raise ValueError(f"there is an engine {index} already")
-        self.members[index] = Engine(index, host, planned=self.published is None)
+        self.members[index] = Engine(index, host)
 
     def up(self, index: int, incarnation: int, address: Address | None = None, model_len: int | None = None) -> None:
         """Its supervisor says that it answers, in this incarnation."""
@@ -123,19 +116,15 @@ class Registry:
             self._begin(member, incarnation)
             member.version = None
             member.why = why
-            member.state = "ended" if again and member.state != "draining" else "gone"
+            member.state = "ended" if again else "gone"
 
     def suspect(self, index: int, incarnation: int, why: str) -> None:
         """A request failed there, and it does not say that it is well."""
         member = self._of(index, incarnation)
-        if (
-            member is None
-            or incarnation != member.incarnation
-            or member.state not in ("serving", "draining", "joining")
-        ):
+        if member is None or incarnation != member.incarnation or member.state not in ("serving", "joining"):
             return
         member.why = why
-        member.state = "gone" if self.limit == 0 or member.state == "draining" else "suspect"
+        member.state = "gone" if self.limit == 0 else "suspect"
 
     def well(self, index: int, incarnation: int) -> None:
         """One in doubt answers again."""
@@ -148,21 +137,13 @@ class Registry:
         self.published = version
         there = set(who)
         for member in self.members.values():
-            if (member.index, member.incarnation) in there and member.state in (
-                "joining",
-                "serving",
-                "draining",
-                "suspect",
-            ):
+            if (member.index, member.incarnation) in there and member.state in ("joining", "serving", "suspect"):
                 member.version = version
                 member.failed_updates = 0
                 if member.state == "joining":
                     member.state = "serving"
             elif member.state == "serving" and not self._current(member):
                 member.state = "joining"
-            elif member.state == "draining" and not self._current(member):
-                member.state = "gone"
-                member.why = "it missed an update while it was drained"
 
     def joined(self, who: Iterable[tuple[int, int]], version: int) -> None:
         """(index, incarnation) of those that were given `version` by themselves, which is what the others hold, or
@@ -186,24 +167,7 @@ class Registry:
         member.version = None
         member.why = why
         member.failed_updates += 1
-        beyond_help = member.failed_updates >= FAILED_UPDATES and not member.planned
-        member.state = "gone" if member.state == "draining" or self.limit == 0 or beyond_help else "suspect"
-
-    def drain(self, index: int) -> None:
-        """It gets no new requests, and is let go once it has none.
-
-        Raises:
-            KeyError: if there is none of this number.
-        """
-        member = self.members[index]
-        if member.state != "gone":
-            member.state = "draining" if member.answers else "gone"
-            member.why = "removed"
-
-    def drained(self, index: int) -> None:
-        """The last request of one that is drained has ended."""
-        if (member := self.members[index]).state == "draining":
-            member.state = "gone"
+        member.state = "gone" if self.limit == 0 else "suspect"
 
     def _of(self, index: int, incarnation: int) -> Engine | None:
         member = self.members.get(index)
@@ -229,11 +193,11 @@ class Registry:
 
     def to_update(self) -> list[Engine]:
         """Who gets the weights of the next update."""
-        return [m for m in self.members.values() if m.state in ("joining", "serving", "draining")]
+        return [m for m in self.members.values() if m.state in ("joining", "serving")]
 
     def starting(self) -> list[Engine]:
         """Who has not come up in its first incarnation, and is waited for."""
-        return [m for m in self.members.values() if m.state == "starting" and m.planned]
+        return [m for m in self.members.values() if m.state == "starting"]
 
     def in_doubt(self) -> list[Engine]:
         """Who is to be asked whether it is well."""

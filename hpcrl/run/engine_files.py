@@ -2,16 +2,12 @@
 
     peers/engine-I.json, engine-I.K.json   engine I is up, in incarnation 0, K (`EnginePeer`, of its supervisor)
     peers/engine-I.K.ended.json            incarnation K is over, and why (`EngineEnd`)
-    peers/engine-I.leave.json              it is to end and not to come back (`EngineLeave`, from the rollout process)
-    peers/engine-I.added.json              an engine in addition to the plan's (`EngineAdded`, from who starts it)
     engines.json                           how each engine is (`EngineViews`, from the rollout process)
-    remove-engine-I                        a user asks: engine I is to finish its requests and to end
-    hand-back-engine-I                     it has no time for that: its unfinished responses continue on other engines
 
 Invariants: a file of peers/ is written once and never changed, so one listing shows what is new; incarnations of an
 engine are counted from 0 and only grow; whether an incarnation is followed by another is one rule, for all who have to
 know. engines.json is written whole, at each change and every few seconds, so an old file means that its writer is
-gone.  A user's mark is never taken back within its attempt.
+gone.
 """
 
 from __future__ import annotations
@@ -19,25 +15,22 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from hpcrl.errors import EXITED, HpcrlError
-from hpcrl.run.pauses import read_carried
 from hpcrl.run.peers import Count, EnginePeer, HostName, Peer, peer_file, read_published
-from hpcrl.run.rundir import RunDir, listed, write_atomic, write_first
-from hpcrl.untrusted_files import Damaged, read_json, touch
+from hpcrl.run.rundir import RunDir, listed, write_atomic
+from hpcrl.untrusted_files import Damaged, read_json
 
 if TYPE_CHECKING:  # both need pydantic, which `hpcrl status` does without
     from hpcrl.config.options import Options
-    from hpcrl.plan import Location, Plan
+    from hpcrl.plan import Plan
 
 PAUSE = 1.0  #: seconds from an engine's end to its next start
-_NAME = re.compile(r"engine-(\d+)(?:\.(\d+))?(\.ended|\.added)?\.json")
+_NAME = re.compile(r"engine-(\d+)(?:\.(\d+))?(\.ended)?\.json")
 
 
 class EngineEnd(Peer, tag="engine_end"):
@@ -57,60 +50,6 @@ class EngineEnd(Peer, tag="engine_end"):
     time: float
 
 
-class EngineLeave(Peer, tag="engine_leave"):
-    """The engine has nothing more to do: its supervisor ends it and does not start it again."""
-
-    role: ClassVar[str] = "engine"
-
-
-class EngineAdded(Peer, tag="engine_added"):
-    """An engine that the plan does not know: where it is, as a `Location` of the plan has it.  Its end is never the
-    run's."""
-
-    role: ClassVar[str] = "engine"
-    host: HostName
-    slots: tuple[Count, ...]
-    address: str = ""
-    interface: str = ""
-
-    def place(self) -> Location:
-        from hpcrl.plan import Location
-
-        return Location(self.host, self.slots, self.address, self.interface)
-
-
-def claim(rundir: RunDir, plan: Plan, engine: EngineAdded) -> int:
-    """Make `engine` one of the attempt's; its number, the first that is free.
-
-    Raises:
-        HpcrlError: if nothing can be written there.
-    """
-    data = msgspec.json.encode(msgspec.structs.replace(engine, pid=os.getpid()))
-    try:
-        return next(index for index in count(plan.engine_count) if write_first(_added_file(rundir, index), data))
-    except OSError as error:
-        raise HpcrlError(f"cannot add an engine in {rundir.here / 'peers'}: {error.strerror}") from error
-
-
-def is_added(rundir: RunDir, index: int) -> bool:
-    """Whether the engine is one in addition to those of the plan."""
-    path = _added_file(rundir, index)
-    return path.name in listed(path.parent)
-
-
-def with_added(rundir: RunDir, plan: Plan) -> Plan:
-    """The plan with the engines that were added since: a separate engine for each number."""
-    from hpcrl.plan import Location
-
-    engines = [*plan.engines, *(Location(address, (), address) for address in plan.external)]
-    while (path := _added_file(rundir, len(engines))).name in listed(path.parent):
-        found = _read(rundir, path.name)
-        if not isinstance(found, EngineAdded):
-            break
-        engines.append(found.place())
-    return msgspec.structs.replace(plan, engines=tuple(engines), external=())
-
-
 def restart_limit(options: Options, plan: Plan) -> int:
     """How often an engine of this run is started again.
 
@@ -118,17 +57,6 @@ def restart_limit(options: Options, plan: Plan) -> int:
     run as they end.
     """
     return 0 if options.takes_turns or any(engine.also for engine in plan.engines) else options.engine_restarts
-
-
-def first_incarnation(rundir: RunDir, options: Options, index: int) -> int:
-    """The incarnation with which an engine that is started begins in this attempt: its key was no earlier one's.
-
-    Engines that were added end with their attempt, and their numbers are given again; where engines of the plan
-    continue, the key from which all of theirs are made stays.
-    """
-    if is_added(rundir, index):
-        return rundir.attempt * (options.engine_restarts + 1)
-    return read_carried(rundir).begin.get(index, 0)
 
 
 def starts_again(limit: int, incarnation: int, was_up: bool, first: int = 0) -> bool:
@@ -163,13 +91,13 @@ def record_end(
     rundir: RunDir, index: int, host: str, incarnation: int, limit: int, was_up: bool, why: str, first: int = 0
 ) -> bool:
     """Say that an incarnation is over: to the run, which continues, or, where none follows, as the attempt's error,
-    which the first incarnation's leads, unless the engine was added to the run, which then continues without it.
+    which the first incarnation's leads.
 
     Returns:
         Whether another incarnation follows.
     """
     again = starts_again(limit, incarnation, was_up, first)
-    if again or is_added(rundir, index):
+    if again:
         tell_end(rundir, index, EngineEnd(host=host, incarnation=incarnation, why=why, again=again, time=time.time()))
     else:
         rundir.fail(
@@ -194,17 +122,6 @@ def was_up(rundir: RunDir, index: int, incarnation: int) -> bool:
     return peer_file(rundir.here, EnginePeer, index, incarnation).name in listed(rundir.here / "peers")
 
 
-def let_leave(rundir: RunDir, index: int) -> None:
-    """Tell the engine's supervisor that it is to end for good."""
-    write_atomic(_leave_file(rundir, index), msgspec.json.encode(EngineLeave(pid=os.getpid())))
-
-
-def leaves(rundir: RunDir, indexes: Iterable[int]) -> set[int]:
-    """Which of these engines are to end for good."""
-    names = listed(rundir.here / "peers")
-    return {index for index in indexes if _leave_file(rundir, index).name in names}
-
-
 class EngineReports:
     """What supervisors have said since the last look."""
 
@@ -212,8 +129,8 @@ class EngineReports:
         self._rundir = rundir
         self._seen = set[str]()
 
-    def new(self) -> list[tuple[int, EnginePeer | EngineEnd | EngineAdded]]:
-        """(index of the engine, what was said), additions and the earlier incarnation first.
+    def new(self) -> list[tuple[int, EnginePeer | EngineEnd]]:
+        """(index of the engine, what was said), the earlier incarnation first.
 
         Raises:
             PeerError: names a file that holds something else.
@@ -225,8 +142,7 @@ class EngineReports:
             said = _read(self._rundir, name)
             if said is not None:
                 self._seen.add(name)
-                incarnation = -1 if isinstance(said, EngineAdded) else said.incarnation
-                found.append((incarnation, isinstance(said, EngineEnd), int(match[1]), said))
+                found.append((said.incarnation, isinstance(said, EngineEnd), int(match[1]), said))
         return [(index, said) for _, _, index, said in sorted(found, key=lambda entry: entry[:3])]
 
 
@@ -234,17 +150,8 @@ def _ended_file(rundir: RunDir, index: int, incarnation: int) -> Path:
     return rundir.here / "peers" / f"engine-{index}.{incarnation}.ended.json"
 
 
-def _leave_file(rundir: RunDir, index: int) -> Path:
-    return rundir.here / "peers" / f"engine-{index}.leave.json"
-
-
-def _added_file(rundir: RunDir, index: int) -> Path:
-    return rundir.here / "peers" / f"engine-{index}.added.json"
-
-
-def _read(rundir: RunDir, name: str) -> EnginePeer | EngineEnd | EngineAdded | None:
-    path = rundir.here / "peers" / name
-    return read_published(path, EnginePeer | EngineEnd | EngineAdded)
+def _read(rundir: RunDir, name: str) -> EnginePeer | EngineEnd | None:
+    return read_published(rundir.here / "peers" / name, EnginePeer | EngineEnd)
 
 
 # ---- engines.json: how each engine is
@@ -304,45 +211,3 @@ def read_views(here: Path) -> EngineViews | None:
         return None
     except (OSError, Damaged) as error:
         raise HpcrlError(f"{path} is damaged, or of another version of hpcrl: {error}") from error
-
-
-# ---- what a user asks of a running attempt's engines
-
-_REMOVE = re.compile(r"remove-engine-(\d+)")
-_HAND_BACK = re.compile(r"hand-back-engine-(\d+)")
-
-
-def request_removal(rundir: RunDir, index: int) -> None:
-    """Say that engine `index` is to end.
-
-    Raises:
-        HpcrlError: if that cannot be written.
-    """
-    _mark(rundir, f"remove-engine-{index}")
-
-
-def request_hand_back(rundir: RunDir, index: int) -> None:
-    """Say that engine `index` is to hand its unfinished responses back.
-
-    Raises:
-        HpcrlError: if that cannot be written.
-    """
-    _mark(rundir, f"hand-back-engine-{index}")
-
-
-def _mark(rundir: RunDir, name: str) -> None:
-    path = rundir.here / name
-    try:
-        touch(path)
-    except OSError as error:
-        raise HpcrlError(f"cannot write {path}: {error.strerror}") from error
-
-
-def removal_requests(signs: Iterable[str]) -> set[int]:
-    """The engines that are to end, by the names in attempts/N (`RunDir.signs`)."""
-    return {int(match[1]) for name in signs if (match := _REMOVE.fullmatch(name))}
-
-
-def hand_back_requests(signs: Iterable[str]) -> set[int]:
-    """The engines whose responses are to continue elsewhere, by the same names."""
-    return {int(match[1]) for name in signs if (match := _HAND_BACK.fullmatch(name))}

@@ -24,7 +24,6 @@ from hpcrl.heartbeat import beating
 from hpcrl.plain_text import strip_control
 from hpcrl.plan import Plan
 from hpcrl.run.code_files import use_code
-from hpcrl.run.engine_files import is_added, with_added
 from hpcrl.run.owners import refuse_foreign
 from hpcrl.run.process import set_limits
 from hpcrl.run.rundir import RunDir, listed, write_atomic
@@ -97,9 +96,8 @@ def read_plan(rundir: RunDir) -> Plan:
 
 
 def open_role(argv: list[str] | None = None) -> RoleContext:
-    """Parse `RUN --attempt N [--index I] [--incarnation K]` and read the options and the plan of that attempt, which
-    for an engine that was added to it holds those as well; custom functions are imported from the run's snapshot from
-    then on."""
+    """Parse `RUN --attempt N [--index I] [--incarnation K]` and read the options and the plan of that attempt; custom
+    functions are imported from the run's snapshot from then on."""
     parser = argparse.ArgumentParser(description="One role of a run; started by hpcrl, srun or mpirun.")
     parser.add_argument("run")
     parser.add_argument("--attempt", type=int, required=True)
@@ -112,10 +110,7 @@ def open_role(argv: list[str] | None = None) -> RoleContext:
         refuse_foreign(rundir.root)
         options = read_options(rundir)
         use_code(rundir.root, options.code_path)
-        plan = read_plan(rundir)
-        if is_added(rundir, args.index):
-            plan = with_added(rundir, plan)
-        return RoleContext(rundir, options, plan, args.index, args.incarnation)
+        return RoleContext(rundir, options, read_plan(rundir), args.index, args.incarnation)
     except HpcrlError as error:
         raise SystemExit(f"error: {error}") from error
 

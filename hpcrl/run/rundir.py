@@ -12,15 +12,12 @@
       attempts/N/hosts/NAME.json  what a host reported of itself before the plan was made
       attempts/N/beats/NAME       a host's sign of life, while it lives
       attempts/N/stop             exists when the run was asked to save and end
-      attempts/N/remove-engine-I  exists when the user wants this engine gone (engine_files.py)
-      attempts/N/hand-back-engine-I   exists when it has no time to finish its responses
       attempts/N/end              exists when every process of the attempt is to end now
       attempts/N/over             exists when summary.json has what came of the attempt
       logs/attempt-N/ROLE-I.log   and logs/latest -> attempt-N; of attempts before the last two attempt-N.tar.gz
       bank/N.groups               groups that are finished, or begun, and not yet trained
       attempts.jsonl              how attempts have begun to train, and failed (attempt_log.py)
       ledger/attempt-N.jsonl      what became of every group; ledger.json: how many are where
-      added/                      scripts of jobs whose engines joined
       passed-over.json            damaged checkpoints that a resume has passed over (passed_over.py)
       position.json               how far a run without a trainer is
       timeline/                   what every process did when (report/timeline/)

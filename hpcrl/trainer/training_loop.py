@@ -225,7 +225,7 @@ class TrainingLoop:
             self.evaluations.begin(rollout_id, self.at.version)
 
     def _serve(self) -> bool:
-        """Send weights to engines that have joined or come back; whether a copy in memory is on its way still."""
+        """Send weights to engines that have come back; whether a copy in memory is on its way still."""
         if self.rank.engines:
             self.rank.engines.join(self.weights)
         return not self.gpu_sharing and self.copies.look()

@@ -5,7 +5,7 @@ registry of engines (in the rollout process) which ones to send to, and reports 
 
 Invariants: all ranks take the same branch, because rank 0's decision is broadcast before any rank acts; an update is
 repeated, whole, without the engines that ended during it, until all that are left hold the version; an engine that
-joins or comes back gets its own update; one that gets an adapter, before that the weights under it.
+comes back gets its own update; one that gets an adapter, before that the weights under it.
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ class World:
     def step(self) -> None:
         index = self.chance.randrange(self.count)
         incarnation, _ = self.alive.get(index, (-1, None))
-        match self.chance.choice(
-            ["start", "start", "die", "doubt", "well", "update", "update", "join", "echo", "drain"]
-        ):
+        match self.chance.choice(["start", "start", "die", "doubt", "well", "update", "update", "join", "echo"]):
             case "start" if index not in self.alive:
                 self.alive[index] = (self.lives[index], None)
                 self.say("up", index, self.lives[index])
@@ -56,10 +54,6 @@ class World:
                 event, args = self.chance.choice(self.said)
                 if event not in ("updated", "joined"):
                     getattr(self.registry, event)(*args)
-            case "drain" if self.chance.random() < 0.1:
-                self.registry.drain(index)
-                if self.chance.random() < 0.5:
-                    self.registry.drained(index)
 
     def update(self, members: list[Engine], alone: bool) -> None:
         """What the sender does: whoever dies in the middle is dropped and told of, the others get it whole.
@@ -95,7 +89,7 @@ def test_only_published_weights_answer(seed: int) -> None:
                 old = before.get(index, member)
                 assert member.incarnation >= old.incarnation, "lives only grow"
                 assert old.state != "gone" or member.state == "gone", "gone is for good"
-                if member.answers:
+                if member.state == "serving":
                     assert world.registry.published is not None and member.version >= world.registry.published
                     if world.alive.get(index, (-1, None))[0] == member.incarnation:
                         assert world.alive[index][1] == member.version, "it really holds them"
@@ -121,7 +115,7 @@ def serves_again(world: World, seed: int) -> None:
             registry.well(member.index, world.alive[member.index][0])
     world.version += 1
     registry.updated([(m.index, m.incarnation) for m in registry.to_update()], world.version)
-    assert {m.state for m in registry.members.values()} <= {"serving", "draining", "gone"}, seed
+    assert {m.state for m in registry.members.values()} <= {"serving", "gone"}, seed
     assert bool(registry.hopeless()) == all(m.state == "gone" for m in registry.members.values()), seed
 
 

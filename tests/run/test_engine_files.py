@@ -6,31 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.mpi.file_sync import FileSync
-from hpcrl.plan import Host, make_plan
 from hpcrl.run.engine_files import (
     VIEW,
-    EngineAdded,
     EngineEnd,
     EngineReports,
     EngineView,
-    claim,
     end_of,
     final_error,
-    first_incarnation,
-    leaves,
-    let_leave,
     read_views,
     record_end,
     starts_again,
     was_up,
     write_views,
 )
-from hpcrl.run.pauses import CARRIED
 from hpcrl.run.peers import EnginePeer, publish
-from hpcrl.run.rundir import RunDir, write_atomic
+from hpcrl.run.rundir import RunDir
 
 
 def peer(incarnation: int) -> EnginePeer:
@@ -50,24 +42,6 @@ def peer(incarnation: int) -> EnginePeer:
 )
 def test_who_starts_again(limit: int, incarnation: int, up: bool, again: bool) -> None:
     assert starts_again(limit, incarnation, up) == again
-
-
-def test_added_engines_have_new_keys(rundir: RunDir) -> None:
-    """Of two attempts that engines of the plan live through, those added to each have the same numbers, and no
-    incarnation in common however often they are started again: the name that their keys are made of is another."""
-    opts = Options(hf_checkpoint="x", prompt_data="y", rm_type="math", rollout_num_gpus=2, engine_restarts=2)
-    plan = make_plan(opts, [Host("a", 2 + opts.actor_num_gpus_per_node, "127.0.0.1", "lo")], "run")
-    used: list[int] = []
-    for attempt in (3, 4):
-        later = RunDir(rundir.root, attempt)
-        later.begin()
-        (later.here / "peers").mkdir(exist_ok=True)
-        assert claim(later, plan, EngineAdded(host="b", slots=(0,))) == plan.engine_count
-        first = first_incarnation(later, opts, plan.engine_count)
-        used += range(first, first + opts.engine_restarts + 1)
-    assert len(set(used)) == 6 and 0 not in used, "0 was that of an attempt before"
-    write_atomic(later.here / CARRIED, b'{"engines":{"0":4},"begin":{"1":2}}')
-    assert [first_incarnation(later, opts, index) for index in (1, 0)] == [2, 0]
 
 
 def test_reports_come_once_and_in_order(rundir: RunDir) -> None:
@@ -113,11 +87,6 @@ def test_reports_reach_hosts_without_the_run_directory(rundir: RunDir, tmp_path:
     publish(rundir, peer(1))
     there.put(near.new())
     assert [type(said) for _, said in EngineReports(far).new()] == [EnginePeer, EngineEnd, EnginePeer]
-
-
-def test_engines_are_let_go_by_name(rundir: RunDir) -> None:
-    let_leave(rundir, 1)
-    assert leaves(rundir, range(3)) == {1} and EngineReports(rundir).new() == []
 
 
 def test_the_view_from_outside(rundir: RunDir) -> None:

@@ -1,5 +1,5 @@
 """What hpcrl needs of Slurm most, under every release that can be had: heterogeneous jobs, requeue, preemption, a node
-that loses its power, engines that join.
+that loses its power.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tools.cluster import roots
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 TESTS = ("slurm/test_requeue.py", "whole_runs/test_under_slurm.py", "whole_runs/test_the_cluster_itself.py")
-TESTS += ("whole_runs/test_engines_of_another_job.py", "whole_runs/test_unkind_sites.py")
+TESTS += ("whole_runs/test_unkind_sites.py",)
 
 
 @pytest.mark.parametrize("release", [roots.MACHINE, *roots.SUITES])

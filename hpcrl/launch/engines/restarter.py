@@ -1,7 +1,7 @@
 """The engines of one host: what has ended is started again, as often as it may be in an attempt.
 
 Invariants: an engine has one process at a time, and its own incarnation for each; what is not started again stays
-among the host's roles, where it is taken for the failure that it is, unless the run has let it go.
+among the host's roles, where it is taken for the failure that it is.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
-from hpcrl.run.engine_files import PAUSE, leaves, record_end, starts_again, was_up
+from hpcrl.run.engine_files import PAUSE, record_end, starts_again, was_up
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
-
-LOOK = 5.0  #: seconds between two looks for engines that are let go
 
 
 class Kept(Protocol):
@@ -27,8 +25,6 @@ class Kept(Protocol):
     def status(self) -> int | None: ...
 
     def exit_report(self) -> str: ...
-
-    def end(self) -> None: ...
 
 
 R = TypeVar("R", bound=Kept)
@@ -65,12 +61,6 @@ class EngineRestarter:
         self.incarnations = dict.fromkeys(commands, 0) | dict(incarnations or {})
         self._first = dict(self.incarnations)  # of this attempt
         self._due: dict[int, float] = {}  # engines between two incarnations, and when the next begins
-        self._next_look = 0.0
-
-    @property
-    def waits(self) -> bool:
-        """Whether an engine is between two incarnations."""
-        return bool(self._due)
 
     def restart_ended(self, roles: list[R]) -> None:
         """Take ended engines that may start again out of `roles`, and put started ones in."""
@@ -92,15 +82,3 @@ class EngineRestarter:
             roles.append(
                 self._begin("engine", index, [*self._commands[index], "--incarnation", str(self.incarnations[index])])
             )
-        self._let_go(roles, now)
-
-    def _let_go(self, roles: list[R], now: float) -> None:
-        """End the engines that the run has let go."""
-        if now < self._next_look or not self._commands:
-            return
-        self._next_look = now + LOOK
-        for index in leaves(self.rundir, self._commands):
-            self._due.pop(index, None)
-            for role in [r for r in roles if r.name == "engine" and r.index == index]:
-                role.end()
-                roles.remove(role)

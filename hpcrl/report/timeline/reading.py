@@ -60,7 +60,7 @@ class Track:
 
     @property
     def name(self) -> str:
-        where = f" of {self.header.host}" if self.role in ("host", "joined") else ""
+        where = f" of {self.header.host}" if self.role == "host" else ""
         return f"{self.role}{where}" if where or self.role == "launcher" else f"{self.role}-{self.header.index}"
 
     @property

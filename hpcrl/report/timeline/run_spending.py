@@ -21,12 +21,10 @@ from hpcrl.report.timeline.spans import (
     DOES,
     EVALUATE,
     GENERATE,
-    JOINS,
     PAUSED,
     READY,
     SAVE,
     SAVED,
-    START,
     STEP,
     Cost,
 )
@@ -66,7 +64,6 @@ def spending(run: Run, recorded: Recorded) -> list[Spent]:
         last = number == len(recorded.launchers) - 1
         beat = int(run.state.time * 1e6) if last and run.state else 0
         nodes: dict[str, int] = {}
-        more: list[Spent] = []
         attempts, end = [], max(launcher.end, beat)
         for mark in launcher.named(BEGINS):
             name = str(mark.more.get("stage", ""))
@@ -86,37 +83,9 @@ def spending(run: Run, recorded: Recorded) -> list[Spent]:
             )
             status = "running" if live else str(over.more.get("status", "")) if over else "killed"
             spent = spent_by(mark.begin, until, status, plan, own, _next_start(tracks, attempt))
-            spent = replace(spent, cause=stage.causes.get(attempt, ""))
-            here, elsewhere = joined(own, spent, set(nodes))
-            attempts.append(replace(spent, owners=[*spent.owners, *here]))
-            more += elsewhere
-        found += [Spent(launcher.begin, end, nodes or {launcher.header.host: 0}, attempts), *more]
+            attempts.append(replace(spent, cause=stage.causes.get(attempt, "")))
+        found.append(Spent(launcher.begin, end, nodes or {launcher.header.host: 0}, attempts))
     return found
-
-
-def joined(tracks: Sequence[Track], spent: AttemptSpent, nodes: set[str]) -> tuple[list[Owner], list[Spent]]:
-    """(engines that joined an attempt on hosts that it had, those that brought a host with them: an allocation
-    each)."""
-    here, elsewhere = list[Owner](), list[Spent]()
-    for track in (track for track in tracks if track.role == "joined"):
-        engines = {
-            int(index): slots for mark in track.named(JOINS) for index, slots in mark.more.get("engines", {}).items()
-        }
-        host, count = track.header.host, sum(map(len, engines.values()))
-        owners = [Owner(host, tuple(slots), engine_work(tracks, index, 1)) for index, slots in engines.items()]
-        if host in nodes:
-            here += owners
-            continue
-        up = [
-            span.end
-            for other in tracks
-            if other.role == "engine" and other.header.index in engines
-            for span in other.named(START)
-        ]
-        kept = min(spent.steps, track.end - track.begin)
-        attempt = AttemptSpent(track.begin, track.end, min(up, default=None), spent.lost, owners, kept, spent.cause)
-        elsewhere.append(Spent(track.begin, track.end, {host: count}, [attempt]))
-    return here, elsewhere
 
 
 def _same(span: Span, stage: str, attempt: int) -> bool:

@@ -52,8 +52,6 @@ PROFILE = "measure memory"
 WARM_UP = "compile and warm up"
 #: the process of a host: its roles, from the first start to the last end
 ROLES = "roles"
-#: a process that adds engines to a running run: which, as {number: slots} in `engines`; and when it is gone
-JOINS, ENDS = "joins", "ends"
 #: trainer.  READY and SAVED are moments, with rollout_id: where the run resumes, and up to where it is on disk
 READY = "ready"
 SAVED = "saved"
@@ -84,7 +82,7 @@ DOES: dict[str, dict[str, Cost]] = {
     "engine": {GENERATE: "generating", PAUSED: "updating", START: "starting"},
     "rollout": {MAKE: "generating", EVALUATE: "generating"},
 }
-ROLES_IN_ORDER = ("launcher", "host", "joined", "trainer", "rollout", "engine", "sandbox")
+ROLES_IN_ORDER = ("launcher", "host", "trainer", "rollout", "engine", "sandbox")
 
 
 def order(track: str) -> tuple[int, str, int]:

@@ -212,7 +212,6 @@ class SampleCall:
         engine, request: that it was sent to, and with, last.
         in_flight: whether it is in flight there.
         ended: an abort was requested.
-        migrated: it was aborted to continue at another engine.
     """
 
     seed: int | None
@@ -222,7 +221,6 @@ class SampleCall:
     request: PromptRequest | None = None
     in_flight: bool = False
     ended: bool = False
-    migrated: bool = False
 
 
 @dataclass(eq=False)

@@ -46,7 +46,6 @@ class Dispatcher:
         self._errands: set[asyncio.Task[None]] = set()
         self._woken = False
         pool.changed = self._wake
-        pool.hand_back = self.hand_back
 
     def submit(self, key: Hashable, seed: int | None, make: Callable[[list[SampleCall]], PromptRequest]) -> SampleCall:
         """One sample of the request that `make` builds, together with all that are submitted under `key` in this
@@ -113,7 +112,6 @@ class Dispatcher:
             call.engine = engine
             call.request = request
             call.in_flight = True
-            call.migrated = False
         self._sent[request.task] = request
         request.task.add_done_callback(self._sent.pop)
 
@@ -209,23 +207,6 @@ class Dispatcher:
             limit = f"--request-timeout {self._pool.request_timeout:g} s"
             raise DeadlineError(f"{left[0].engine} did not end {len(left)} aborted samples within {limit}")
 
-    def hand_back(self, index: int) -> int:
-        """Abort every sample in flight at an engine, each to continue elsewhere from its tokens so far; how many they
-        are.
-
-        One that is not ended in time is begun again, once its engine is gone.
-        """
-        open_calls = [call for request in self._sent.values() for call in request.open()]
-        calls = [
-            call for call in open_calls if call.in_flight and call.engine is not None and call.engine.index == index
-        ]
-        for call in calls:
-            call.migrated = True
-        errand = asyncio.create_task(self._end(calls, Deadline(self._pool.request_timeout)))
-        self._errands.add(errand)
-        errand.add_done_callback(self._errands.discard)
-        return len(calls)
-
     async def _end(self, calls: list[SampleCall], deadline: Deadline) -> list[SampleCall]:
         """Tell engines to end these until they have; those that have not by `deadline`."""
         pauses = iter(AGAIN)
@@ -290,8 +271,6 @@ class EngineClient:
             PeerError: names the engine whose answer is none, or that ends a request unasked again and again.
             DataError: if the engine's context leaves no room for a response.
         """
-        whole = prompt
-        noise = seed
         there = 0 if begun is None else len(begun.tokens)
         room = None if self._pool.model_len is None else self._pool.model_len - len(prompt)
         if room is not None and room < 1:
@@ -319,8 +298,6 @@ class EngineClient:
                 raise
             if completion.status != ABORTED or call.ended:
                 return completion.after(begun)
-            if call.migrated:
-                return await self.complete(whole, sampling, noise, version, completion.after(begun), affinity)
         where = call.engine
         raise PeerError(f"{where} aborted one request {ABORTS} times", f"see {where.log}" if where else "")
 

@@ -24,7 +24,7 @@ from hpcrl.handover import TRAINERS_TURN, Event, HandOver, OutOfTurn
 from hpcrl.plan import Plan
 from hpcrl.queue.auth import http_key
 from hpcrl.report.timeline.spans import GENERATE, NOWHERE, Timeline
-from hpcrl.run.engine_files import EngineAdded, EngineReports
+from hpcrl.run.engine_files import EngineReports
 from hpcrl.run.peers import IDLE, EnginePeer
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
@@ -120,8 +120,6 @@ class EnginePool:
         for number, address in enumerate(plan.external):
             self.registry.expect(len(plan.engines) + number, address)
         self.changed: Callable[[], None] = lambda: None  #: called when requests that wait may have a place to go
-        #: called with an engine that has no time left: has its responses continue elsewhere, and says how many
-        self.hand_back: Callable[[int], int] = lambda _: 0
         self.engines: list[PooledEngine] = []  #: those that are given requests
         self._by_number: dict[int, PooledEngine] = {}
         self._parting: list[PooledEngine] = []  # those that are given none any more, and may still have some
@@ -163,12 +161,9 @@ class EnginePool:
         """Take in what the engines' supervisors have said since; whether that was anything."""
         new = self._reports.new()
         for index, said in new:
-            if isinstance(said, EngineAdded):
-                self.registry.expect(index, said.host)
-                say(f"{self.registry.members[index]} is added to the run")
-            elif index not in self.registry.members:
+            if index not in self.registry.members:
                 continue
-            elif isinstance(said, EnginePeer):
+            if isinstance(said, EnginePeer):
                 key = http_key(self._rundir, index, said.incarnation)
                 address = Address(said.host, said.port, key)
                 self.registry.up(index, said.incarnation, address, said.model_len)

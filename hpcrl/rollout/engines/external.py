@@ -20,7 +20,7 @@ from hpcrl.errors import DeadlineError, UsageError
 from hpcrl.queue.auth import borrowed_key
 from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.engines.membership import EngineMembership
-from hpcrl.run.engine_files import EngineEnd, leaves, tell_end
+from hpcrl.run.engine_files import EngineEnd, tell_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.role import RoleContext, say
 
@@ -55,7 +55,7 @@ class ExternalEngine:
         self._name = f"engine-{index} at {address}"
 
     async def keep(self) -> None:
-        """Tell its incarnations until it has ended once too often, or the run lets it go.
+        """Tell its incarnations until it has ended once too often.
 
         Raises:
             DeadlineError: if it does not answer when the run begins, UsageError if what answers is not an engine for
@@ -65,8 +65,7 @@ class ExternalEngine:
             peer = await self._come_up(incarnation)
             publish(self._rundir, peer, self._index)
             say(f"{self._name} answers" + (" again" if incarnation else ""))
-            if (why := await self._watch()) is None:
-                return
+            why = await self._watch()
             again = incarnation < self._options.engine_restarts
             end = EngineEnd(host=self._address, incarnation=incarnation, why=why, again=again, time=time.time())
             tell_end(self._rundir, self._index, end)
@@ -122,11 +121,11 @@ class ExternalEngine:
             )
         return status, realm
 
-    async def _watch(self) -> str | None:
-        """Why this incarnation has ended; None if the run lets the engine go."""
+    async def _watch(self) -> str:
+        """Why this incarnation has ended."""
         patience = self._options.engine_hang_timeout
         heard = time.monotonic()
-        while not leaves(self._rundir, [self._index]):
+        while True:
             health, _ = await answer(self._at)
             if health not in (200, SILENT):
                 return f"{self._name} has died: {self._said(health)}"
@@ -141,7 +140,6 @@ class ExternalEngine:
             if time.monotonic() - heard > patience:
                 return f"{self._name} hangs: no sign of life for {patience:.0f} s (--engine-hang-timeout)"
             await asyncio.sleep(POLL)
-        return None
 
     @staticmethod
     def _said(status: int) -> str:

@@ -18,7 +18,7 @@ from hpcrl.engines.http import CORE, answer
 from hpcrl.engines.registry import Engine, Registry
 from hpcrl.errors import PeerError
 from hpcrl.rollout.engines.engine_pool import EnginePool
-from hpcrl.run.engine_files import EngineView, hand_back_requests, let_leave, removal_requests, write_views
+from hpcrl.run.engine_files import EngineView, write_views
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
 
@@ -36,8 +36,6 @@ class EngineMembership:
         self._pool = pool
         self._written: tuple[float, list[EngineView]] = (0.0, [])
         self._asked = 0.0
-        self._wished: set[int] = set()
-        self._handed: set[int] = set()
 
     @property
     def _registry(self) -> Registry:
@@ -100,8 +98,6 @@ class EngineMembership:
         while self._registry.members:
             self._pool.look()
             await self._ask_again()
-            self._drain()
-            self._let_go()
             self._show()
             now = time.monotonic()
             if not (why := self._registry.hopeless()):
@@ -122,30 +118,6 @@ class EngineMembership:
             if status == 200:
                 self._registry.well(index, incarnation)
         self._pool.refresh()
-
-    def _drain(self) -> None:
-        """Engines that the user has removed get no new requests."""
-        signs = self._rundir.signs()
-        wished = removal_requests(signs) & self._registry.members.keys()
-        for index in sorted(wished - self._wished):
-            self._wished.add(index)
-            self._registry.drain(index)
-            self._pool.refresh()
-            say(f"{self._registry.members[index]} is drained")
-            if self._registry.members[index].state == "gone":  # it has nothing to finish
-                let_leave(self._rundir, index)
-
-        for index in sorted(hand_back_requests(signs) & self._wished - self._handed):
-            self._handed.add(index)
-            say(f"{self._registry.members[index]} hands {self._pool.hand_back(index)} responses back")
-
-    def _let_go(self) -> None:
-        """Engines that are drained, and have no request left, end."""
-        for member in [m for m in self._registry.members.values() if m.state == "draining"]:
-            if not self._pool.requests(member.index):
-                self._registry.drained(member.index)
-                let_leave(self._rundir, member.index)
-                say(f"{member} is drained and ends")
 
     def _show(self) -> None:
         """Write how the engines are, if that has changed or is old."""

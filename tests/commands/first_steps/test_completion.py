@@ -88,8 +88,8 @@ def test_each_option_is_completed(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert each.options == (flags <= proposed[name]), name
     assert {"--web", "--port"} <= proposed["watch"] and "--help-all" in proposed["run"]
     assert {"math", "sft"} <= asked("bash", "hpcrl init x --task ", tmp_path)
-    assert {"add", "remove"} <= asked("bash", "hpcrl engines ", tmp_path)
-    assert {"--first-slot", "--site"} <= asked("bash", "hpcrl engines add --", tmp_path)
+    assert "serve" in asked("bash", "hpcrl engines ", tmp_path)
+    assert {"--listen", "--keys"} <= asked("bash", "hpcrl engines serve --", tmp_path)
     assert "--rollout-num-gpus" in asked("bash", "hpcrl engines serve --", tmp_path)
     assert asked("bash", "hpcrl engines --", tmp_path) == {"--help", "--json"}
     assert {"to-hf"} <= asked("bash", "hpcrl convert to", tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.launch.engines import restarter as engine_restarter
 from hpcrl.launch.engines.restarter import EngineRestarter
-from hpcrl.run.engine_files import end_of, let_leave, record_end
+from hpcrl.run.engine_files import end_of, record_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
 from tests.launch.test_host import TimeLimitWatcher
@@ -80,16 +80,3 @@ def test_never_up_is_a_failure(rundir: RunDir, clock: TimeLimitWatcher) -> None:
     clock.sleep(10)
     restarter.restart_ended(roles)
     assert [r.status for r in roles] == [1, 1]
-
-
-def test_removed_engine_is_not_restarted(rundir: RunDir, clock: TimeLimitWatcher) -> None:
-    """A removed engine is ended and not started again."""
-    restarter = EngineRestarter(rundir, "a", 2, {0: ["run"], 1: ["run"]}, Fake)
-    roles = first = [Fake("engine", 0, []), Fake("engine", 1, [])]
-    leaving = first[1]
-    let_leave(rundir, 1)
-    restarter.restart_ended(roles)
-    assert [r.index for r in roles] == [0] and leaving.told
-    clock.sleep(60)
-    restarter.restart_ended(roles)
-    assert [r.index for r in roles] == [0]

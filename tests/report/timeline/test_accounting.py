@@ -31,13 +31,11 @@ from hpcrl.report.timeline.spans import (
     BEGINS,
     COSTS,
     GENERATE,
-    JOINS,
     MAKE,
     PAUSED,
     READY,
     SAVE,
     SAVED,
-    START,
     STEP,
     TRAIN,
     UPDATE,
@@ -212,32 +210,6 @@ def test_a_killed_run_and_its_continuation(tmp_path: Path) -> None:
         "starting": 3, "training": 1, "updating": 1 + 0.25, "waiting": 1 + 2.75 + 3,
     }  # fmt: skip
     assert not run.notes
-
-
-def test_engines_that_join_bring_their_hosts(tmp_path: Path) -> None:
-    """One on a host of the run's, one on a host of its own, which came and went."""
-    root = make(tmp_path / "run")
-    (root / "attempts" / "0").mkdir(parents=True)
-    (root / "attempts" / "0" / "plan.json").write_bytes(msgspec.json.encode(PLAN))
-    (root / "attempts" / "0" / "hosts.json").write_bytes(
-        msgspec.json.encode([Host("n1", 2), Host("n2", 3), Host("n3", 0)])
-    )
-    launcher = Track(
-        head("launcher"),
-        None,
-        [span(BEGINS, 0, stage="", attempt=0), span(ATTEMPT, 0, 9, stage="", attempt=0, status="finished")],
-    )
-    busy = [span(GENERATE, 2, 4, engine=1), span(GENERATE, 4, 5, engine=2)]
-    tracks = [
-        Track(head("trainer"), 0, [span(READY, 1, rollout_id=0)]),
-        Track(head("rollout", host="n3"), 0, busy),
-        Track(head("joined", 1, "n2", 1.5), 0, [span(JOINS, 1.5, engines={"1": [2]}), span("roles", 1.5, 8)]),
-        Track(head("joined", 2, "n4", 2), 0, [span(JOINS, 2, engines={"2": [0, 1]}), span("roles", 2, 6)]),
-        Track(head("engine", 2, "n4", 2), 0, [span(START, 2, 3)]),
-    ]
-    own, other = spending(Run(root), Recorded([launcher], {"": tracks}))
-    assert dict(other.nodes) == {"n4": 2} and hours(other) == {"starting": 1, "generating": 1, "waiting": 2}
-    assert hours(own)["generating"] == pytest.approx(2 / 3)
 
 
 def test_what_is_gone_from_a_file_still_counts(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hpcrl.rollout.async_tasks import cancel
 from hpcrl.rollout.engines import external
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import ExternalEngine
-from hpcrl.run.engine_files import EngineAdded, claim, end_of, let_leave, with_added
+from hpcrl.run.engine_files import end_of
 from hpcrl.run.peers import EnginePeer, peer_file
 from hpcrl.run.role import RoleContext, read_plan
 from hpcrl.run.rundir import RunDir
@@ -152,14 +152,6 @@ def test_it_comes_is_gone_and_comes_back(tmp_path: Path, fast: None) -> None:
     asyncio.run(go())
 
 
-def test_one_that_is_removed_is_not_watched_any_more(tmp_path: Path, fast: None) -> None:
-    with serving("k" * 64) as served:
-        context = run_with(tmp_path, f"127.0.0.1:{served.port}")
-        (context.rundir.keys / "engine-1.key").write_text("k" * 64)
-        let_leave(context.rundir, 1)
-        asyncio.run(asyncio.wait_for(ExternalEngine(context, 1, f"127.0.0.1:{served.port}").keep(), 20))
-
-
 @pytest.mark.parametrize(
     ("key", "model", "wrong", "message"),
     [
@@ -244,13 +236,3 @@ def test_unreachable_trainer_is_refused(tmp_path: Path) -> None:
     context = run_with(tmp_path, "10.0.0.5:8100")
     with pytest.raises(UsageError, match="10.0.0.5:8100:.*machine alone and listens.*127.0.0.1"):
         borrow(context.rundir, context.plan, context.options)
-
-
-def test_engines_that_are_added_come_after_these(tmp_path: Path) -> None:
-    context = run_with(tmp_path, "127.0.0.1:8100")
-    assert claim(context.rundir, context.plan, EngineAdded(host="b", slots=(3,))) == 2
-    assert [place.host for place in with_added(context.rundir, context.plan).engines] == [
-        "127.0.0.1",
-        "127.0.0.1:8100",
-        "b",
-    ]

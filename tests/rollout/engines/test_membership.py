@@ -1,5 +1,4 @@
-"""The registry at work: requests wait for engines that wait for weights, go elsewhere, and come back; engines are added
-and let go."""
+"""The registry at work: requests wait for engines that wait for weights, go elsewhere, and come back."""
 
 from __future__ import annotations
 
@@ -22,18 +21,10 @@ from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.membership import EngineMembership
 from hpcrl.rollout.engines.sampling import Sampling
-from hpcrl.run.engine_files import (
-    EngineAdded,
-    claim,
-    leaves,
-    read_views,
-    record_end,
-    request_hand_back,
-    request_removal,
-)
+from hpcrl.run.engine_files import read_views, record_end
 from hpcrl.run.peers import EnginePeer, publish
 from hpcrl.run.rundir import RunDir
-from tests.support.fake_engine import CUT, FakeEngine, Script, keys_of, until_aborted
+from tests.support.fake_engine import CUT, FakeEngine, Script, keys_of
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop=(), stop_token_ids=(1,))
 
@@ -166,36 +157,6 @@ def test_doubted_engine_returns(tmp_path: Path, stack: ExitStack) -> None:
     Office(tmp_path, stack, None).run(job)
 
 
-def test_engines_are_added_and_let_go(tmp_path: Path, stack: ExitStack) -> None:
-    async def slow(engine: FakeEngine, count: int, body: dict[str, Any]) -> None:
-        await asyncio.sleep(0.5)
-
-    async def job(office: Office) -> None:
-        office.up(0, office.engines[0])
-        await office.until("joining")
-        await office.update(4)
-        index = claim(office.rundir, office.plan, EngineAdded(host="b", slots=(0,)))
-        while index not in office.pool.registry.members:
-            await asyncio.sleep(0.02)
-        assert (await office.membership.engines())["starting"] == [], "nobody waits for it to start"
-        office.up(index, office.engine())
-        await office.until("joining", index)
-        assert await office.update(4, alone=True) == [1]
-        asked = [asyncio.create_task(office.answer(seed)) for seed in range(16)]
-        await asyncio.sleep(0.2)
-        request_removal(office.rundir, 0)
-        await office.until("draining")
-        assert not leaves(office.rundir, [0]), "it finishes what it has"
-        await asyncio.gather(*asked)
-        await office.until("gone")
-        assert leaves(office.rundir, [0, 1]) == {0}
-        before = len(office.engines[0].bodies)
-        await asyncio.gather(*(office.answer(seed) for seed in range(8)))
-        assert len(office.engines[0].bodies) == before
-
-    Office(tmp_path, stack, slow).run(job)
-
-
 def test_without_any_engine_left_the_run_ends(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,34 +168,3 @@ def test_without_any_engine_left_the_run_ends(
             await office.membership.keep()
 
     Office(tmp_path, stack, None).run(job)
-
-
-def test_preempted_engine_hands_back_requests(tmp_path: Path, stack: ExitStack) -> None:
-    """A preempted engine hands back requests, which continue elsewhere."""
-
-    async def job(office: Office) -> None:
-        office.up(0, office.engines[0])
-        await office.until("joining")
-        await office.update(4)
-        asked = [asyncio.create_task(office.answer(seed)) for seed in (1, 2)]
-        while len(office.engines[0].bodies) < 2:
-            await asyncio.sleep(0.01)
-        office.up(1, office.engines[1])
-        await office.until("joining", 1)
-        await office.update(4, alone=True)
-        request_removal(office.rundir, 0)
-        await office.until("draining")
-        await asyncio.sleep(0.2)
-        assert not any(task.done() for task in asked), "it may finish them"
-        request_hand_back(office.rundir, 0)
-        found = await asyncio.gather(*asked)
-        first, second = (sorted(engine.bodies, key=lambda body: str(body)) for engine in office.engines)
-        assert len(first) == len(second) == 2
-        for body in second:
-            begun = body["token_ids"][3:]
-            assert len(begun) == 1 and body["sampling_params"]["max_tokens"] == SAMPLING.max_tokens - 1
-            assert any(completion.tokens[:1].tolist() == begun for completion in found), "with the token that was there"
-        assert all(completion.status != "aborted" and len(completion.tokens) > 1 for completion in found)
-        await office.until("gone")
-
-    Office(tmp_path, stack, lambda engine, count, body: until_aborted(engine, count, body), None).run(job)
