@@ -73,7 +73,8 @@ class Sample:
         baseline: the reward of the greedy response to the same prompt, NaN where none was asked for. prompt, label and
             metadata are the prompt file's.
         rewards: the parts of the reward by name, where it has several.
-        grading: "" or how it failed, "timeout" or "error" (then the reward is 0).
+        grading: "" or how it failed, "timeout" or "error" (then the reward is 0; in a rollout it trains nothing and
+            counts in no group).
         grading_error: the reason.
         extra: columns of OPTIONAL, by name.
         teacher_error: "" or why a teacher gave no log-probs (then they are the sample's own).
@@ -128,7 +129,7 @@ ROW = np.dtype(
         ("length", "<i4"),  # prompt + response
         ("response_length", "<i4"),
         ("trained", "<i8"),  # trained tokens (mask sum) of the response that it is of, all its samples together
-        ("status", "<i4"),  # position in STATUSES; PENDING: it fills an optimizer step up and counts nowhere
+        ("status", "<i4"),  # position in STATUSES; PENDING: it is filling, or was not graded, and counts nowhere
         ("reward", "<f8"),
         ("baseline", "<f8"),  # NaN: none
     ]
@@ -178,7 +179,7 @@ class SampleBatch:
         ]
         columns = {name: _join([getattr(s, name) for s in samples], kind.dtype) for name, kind in REQUIRED.items()}
         extra = {name: _join([s.extra[name] for s in samples], OPTIONAL[name].dtype) for name in _optional(samples)}
-        return cls(_whole_responses(np.array(rows, ROW)), **columns, extra=extra)
+        return cls(whole_responses(np.array(rows, ROW)), **columns, extra=extra)
 
     def columns(self) -> dict[str, np.ndarray]:
         """The columns that it has, by name, in the order of COLUMNS."""
@@ -217,7 +218,7 @@ def responses_of(rows: np.ndarray) -> np.ndarray:
     return np.cumsum(np.concatenate([[False], keys[1:] != keys[:-1]])[: len(rows)], dtype=np.int64)
 
 
-def _whole_responses(rows: np.ndarray) -> np.ndarray:
+def whole_responses(rows: np.ndarray) -> np.ndarray:
     """Rows whose `trained` are of single samples, with those of whole responses."""
     numbers = responses_of(rows)
     rows["trained"] = np.bincount(numbers, rows["trained"])[numbers] if len(rows) else 0

@@ -39,10 +39,11 @@ class RolloutBatch:
         length: int64 [n], tokens of the response (0: empty).
         truncated: bool [n].
         baseline: float64 [n], the reward of the greedy response to the same prompt (NaN: there is none), or None.
-        response: int64 [n], which response each sample is of, -1 for one that counts nowhere; None where each is its
-            own. A response of several samples counts once in its group, as the mean of them. The columns, of the whole
-            responses of the samples that this rank has, one after another; all TP, CP and PP ranks of a data-parallel
-            rank hold the same: own: int64 [m], which rows of the table they are.
+        response: int64 [n], which response each sample is of, -1 for one that counts nowhere (filling, or its grading
+            failed); None where each is its own and counts. A response of several samples counts once in its group, as
+            the mean of them. The columns, of the whole responses of the samples that this rank has, one after another;
+            all TP, CP and PP ranks of a data-parallel rank hold the same: own: int64 [m], which rows of the table they
+            are.
         mask: bool [t], trained tokens, t = sum of length[own].
         old: float [t], log-probs under the old policy, before the update.
         reference: float [t], the reference's, or None.
@@ -89,7 +90,7 @@ class RolloutBatch:
 
     def group_mean(self, values: Tensor) -> Tensor:
         """For each sample the mean of `values` over its group."""
-        return self.group_sum(values) / self.group_size
+        return self.group_sum(values) / self.group_size.clamp(min=1)  # 0: of a group none of whose samples counts
 
     # ---- from responses of several samples to samples, [n] -> [n]
 

@@ -1,6 +1,7 @@
 """Gradings that failed: how many, and where the last of them did.
 
-Their samples count with reward 0, so the means of a run are only as good as these counts are small.
+Samples of rollouts then train nothing; held-out ones count with reward 0, so the means of an evaluation are only as
+good as these counts are small.
 
 Invariant: the counts come from metrics.jsonl, the place from the samples of the last record that has any; nothing else
 is read.
@@ -41,9 +42,8 @@ def failed_gradings(stage: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     for what in sorted(counts, reverse=True):
         reason = _reason(stage, *last[what])
         few = "grading" if counts[what] == 1 else "gradings"
-        lines.append(
-            f"{counts[what]:.0f} {what} {few} failed{since} and counted as reward 0{f' ({reason})' if reason else ''}"
-        )
+        worth = "trained nothing" if what == "rollout" else "counted as reward 0"
+        lines.append(f"{counts[what]:.0f} {what} {few} failed{since} and {worth}{f' ({reason})' if reason else ''}")
     return lines
 
 

@@ -4,13 +4,16 @@ network.
 Invariants: what leaves here is in the order of group and index, whatever order the samples came in, so the same samples
 make the same batch; no batch leaves whose staleness exceeds its bound; every sample of a batch is in exactly one share.
 Every optimizer step gets the same number of responses, and all samples of each of its own; where their samples do not
-divide over the ranks, a step is filled up with samples that train nothing, count in no group and in no mean.
+divide over the ranks, a step is filled up with samples that train nothing, count in no group and in no mean.  A sample
+whose grading failed trains nothing and counts in no group.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,6 +34,7 @@ from hpcrl.sample import (
     Sample,
     SampleBatch,
     responses_of,
+    whole_responses,
 )
 
 AGES = 8  #: policy versions that are told apart in metrics
@@ -54,18 +58,6 @@ class Rollout:
     def __post_init__(self) -> None:
         self._asked = frozenset((group.number, index) for group in self.groups for index in range(self.each))
 
-    def __str__(self) -> str:
-        return f"rollout {self.rollout_id}"
-
-    def wanted(self) -> list[tuple[Group, int]]:
-        """(group, index) of every sample that is not there yet, in order."""
-        return [
-            (group, index)
-            for group in self.groups
-            for index in range(self.each)
-            if (group.number, index) not in self._found
-        ]
-
     def add(self, samples: Sequence[Sample]) -> None:
         """Take in the finished samples of one response, one at least.
 
@@ -81,12 +73,8 @@ class Rollout:
         self._found[key] = list(samples)
 
     @property
-    def size(self) -> int:
-        return len(self.groups) * self.each
-
-    @property
     def missing(self) -> int:
-        return self.size - len(self._found)
+        return len(self._asked) - len(self._found)
 
     def samples(self) -> list[Sample]:
         """All samples, by group and index.  ValueError while some are missing."""
@@ -96,7 +84,8 @@ class Rollout:
 
     def rewards(self) -> list[float]:
         """The reward of every response, by group and index: the mean of its samples'."""
-        return [float(np.mean([sample.reward for sample in self._found[key]])) for key in sorted(self._found)]
+        found = [self._found[key] for key in sorted(self._found)]  # NaN where a grading failed
+        return [float(np.mean([math.nan if one.grading else one.reward for one in several])) for several in found]
 
 
 def check_staleness(samples: Sequence[Sample], version: int, bound: int | None = 0) -> None:
@@ -122,13 +111,27 @@ def make_shares(
     Args:
         batch: the samples as the trainer is to see them; None: as they are.
     """
-    return shares_of(
-        SampleBatch.of(rollout.samples()) if batch is None else batch,
-        options,
-        rollout.rollout_id,
-        rollout.version,
-        metrics,
-    )
+    samples = rollout.samples()
+    batch = _graded(SampleBatch.of(samples) if batch is None else batch, samples, rollout.each)
+    return shares_of(batch, options, rollout.rollout_id, rollout.version, metrics)
+
+
+def _graded(batch: SampleBatch, samples: Sequence[Sample], each: int) -> SampleBatch:
+    """The batch, in which no sample whose grading failed is trained on or counts in its group.
+
+    Neither does the rest of a group where fewer than two responses (of `each`) are left: a function of the user's may
+    have chosen such a group.
+    """
+    if not any(sample.grading for sample in samples):
+        return batch
+    left = Counter(group for group, _ in {(sample.group, sample.index) for sample in samples if not sample.grading})
+    out = np.asarray([bool(sample.grading) or left[sample.group] < min(2, each) for sample in samples])
+    rows = batch.rows.copy()
+    owner = np.repeat(np.arange(len(rows)), rows["response_length"])
+    mask = np.where(out[owner], 0, batch.loss_mask).astype(np.uint8)
+    rows["status"][out] = STATUSES.index(PENDING)
+    rows["trained"] = np.bincount(owner, mask, len(rows))
+    return replace(batch, rows=whole_responses(rows), loss_mask=mask)
 
 
 def shares_of(
@@ -172,13 +175,14 @@ def _schedule(lengths: np.ndarray, sizes: list[int], options: Options) -> Schedu
 
 
 def batch_metrics(
-    rollout: Rollout, version: int, seconds: float, sampled: bool = True, gpus: int = 0
+    rollout: Rollout, version: int, seconds: float, sampled: bool = True, gpus: int = 0, dropped: Sequence[Sample] = ()
 ) -> dict[str, float]:
     """What to log about a rollout that took `seconds` and is consumed by a trainer at `version`; lengths in tokens.
 
     Args:
         sampled: False: the responses are labels to learn, of which only lengths are worth logging.
         gpus: of the run's own engines; 0: none are known.
+        dropped: samples that were finished, too, and of which only failed gradings are counted.
     """
     samples = rollout.samples()
     lengths = np.asarray([s.response_length for s in samples])
@@ -190,17 +194,17 @@ def batch_metrics(
     }
     if not sampled:
         return found
-    rewards = np.asarray(rollout.rewards()).reshape(-1, rollout.each)
+    rewards = np.ma.masked_invalid(rollout.rewards()).reshape(-1, rollout.each)
     stale = version - np.concatenate([s.versions for s in samples])
-    found |= {f"rollout/{name}": value for name, value in grading_metrics(samples).items()}
+    found |= {f"rollout/{name}": value for name, value in grading_metrics(samples, dropped).items()}
     if "teacher_logprobs" in samples[0].extra:
         found["rollout/opd_teacher_errors"] = float(sum(bool(s.teacher_error) for s in samples))
     rate = float(lengths.sum()) / max(seconds, 1e-9)
     found |= {"perf/tokens_per_sec_per_gpu": rate / gpus} if gpus else {}
     return found | {
-        "rollout/reward": float(rewards.mean()),
+        "rollout/reward": float(np.ma.filled(rewards.mean(), 0.0)),
         "rollout/truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),
-        "rollout/zero_std": float(np.mean(rewards.std(axis=1) <= 1e-6)),
+        "rollout/zero_std": float(np.mean(np.ma.filled(rewards.std(axis=1) <= 1e-6, True))),
         "staleness/mean": float(stale.mean()),
         "staleness/max": float(stale.max()),
         "perf/tokens_per_sec": rate,

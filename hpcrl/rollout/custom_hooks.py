@@ -29,16 +29,8 @@ from hpcrl.sample import TRUNCATED, Sample, SampleBatch
 #: what is given more than samples, and is called as it is
 _WHOLE = ("rollout_function_path", "eval_function_path", "data_source_path")
 #: what slime's train data may hold -> whether it must
-TRAIN_DATA = {
-    "tokens": True,
-    "response_lengths": True,
-    "rewards": True,
-    "loss_masks": False,
-    "rollout_log_probs": False,
-    "raw_reward": False,
-    "truncated": False,
-    "sample_indices": False,
-}
+TRAIN_DATA = dict.fromkeys(("tokens", "response_lengths", "rewards"), True)
+TRAIN_DATA |= dict.fromkeys(("loss_masks", "rollout_log_probs", "raw_reward", "truncated", "sample_indices"), False)
 
 
 class BadSample(Exception):

@@ -270,7 +270,12 @@ class PolicyRollouts:
             await asyncio.to_thread(write_rollout, path, rollout_id, consumed, samples)
         seconds = time.monotonic() - begun
         metrics = batch_metrics(
-            made.rollout, consumed, seconds, sampled=self.work.samples, gpus=self.options.sampling_gpus
+            made.rollout,
+            consumed,
+            seconds,
+            sampled=self.work.samples,
+            gpus=self.options.sampling_gpus,
+            dropped=made.dropped,
         )
         metrics |= (
             self.pool.loads.measures() | self.work.source.metrics() | {"perf/rollout_wait_time": waited} | made.metrics

@@ -226,6 +226,27 @@ def test_every_estimator_is_tested() -> None:
     assert {case["advantage_estimator"] for case in CASES} == set(algorithm_files("estimators"))
 
 
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_what_was_not_graded_is_no_member(case: dict[str, Any]) -> None:
+    """The advantages of a group are those without its responses whose grading failed."""
+    samples, o = random_samples(4, groups=(4, 3, 5)), options(**case)
+    out = {1, 4, 9, 10}
+    for i in out:
+        samples[i].mask[:] = False
+        samples[i].reward = 40.0
+    number = torch.tensor([-1 if i in out else i for i in range(len(samples))])
+    found = compute_advantages(rollout_batch(samples, response=number), o)
+    wanted = compute_advantages(rollout_batch([s for i, s in enumerate(samples) if i not in out]), o)
+    owner = np.repeat(np.arange(len(samples)), [s.length for s in samples])
+    for one, other in zip(found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert not one[np.isin(owner, list(out))].any()
+            torch.testing.assert_close(one[~np.isin(owner, list(out))], other, rtol=0, atol=1e-9)
+    none = compute_advantages(rollout_batch(samples, response=torch.full_like(number, -1)), o)
+    assert all(part is None or part.isfinite().all() for part in none)
+
+
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_response_of_several_samples(name: str) -> None:
     """One response cut into three samples, and one that fills the step up: the advantages of its tokens are those of

@@ -197,15 +197,15 @@ def test_failed_gradings_are_counted_and_placed(rundir: RunDir) -> None:
         {"rollout_id": 2, "rollout/reward_timeouts": 1.0},
     ]
     assert failed_gradings(rundir.root, rows) == [
-        "1 rollout grading failed and counted as reward 0 (my_rewards.py:11)",
+        "1 rollout grading failed and trained nothing (my_rewards.py:11)",
         "4 evaluation gradings failed and counted as reward 0 (my_rewards.py:11)",
     ]
     assert failed_gradings(rundir.root, rows[1:]) == [
-        "1 rollout grading failed since step 1 and counted as reward 0 (my_rewards.py:11)"
+        "1 rollout grading failed since step 1 and trained nothing (my_rewards.py:11)"
     ]
     records[1]["grading_error"] = "reward math took more than --reward-timeout 3 s"
     (rundir.root / "samples" / "00000002.jsonl").write_text(json.dumps(records[1]) + "\n")
-    assert failed_gradings(rundir.root, rows)[0].endswith("reward 0 (reward math took more than --reward-timeout 3 s)")
+    assert failed_gradings(rundir.root, rows)[0].endswith("nothing (reward math took more than --reward-timeout 3 s)")
     assert failed_gradings(rundir.root, [{"rollout_id": 0, "rollout/reward_errors": 0.0}]) == []
 
 

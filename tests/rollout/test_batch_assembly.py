@@ -43,11 +43,10 @@ def groups(count: int, first: int = 0) -> list[Group]:
 def test_batch_is_in_group_order(count: int, each: int, chance: random.Random) -> None:
     """The batch is in the order of groups, whichever finished first."""
     rollout = Rollout(3, 5, groups(count, first=4), each)
-    keys = [(group.number, index) for group, index in rollout.wanted()]
-    assert keys == [(4 + g, i) for g in range(count) for i in range(each)]
+    keys = [(4 + g, i) for g in range(count) for i in range(each)]
     for done, key in enumerate(chance.sample(keys, len(keys)), 1):
         rollout.add([make(*key)])
-        assert rollout.missing == len(keys) - done == len(rollout.wanted())
+        assert rollout.missing == len(keys) - done
     assert [(s.group, s.index) for s in rollout.samples()] == keys
 
 
@@ -167,6 +166,27 @@ def test_an_empty_response_counts_no_token() -> None:
     empty.logprobs, empty.versions = empty.logprobs[:0], empty.versions[:0]
     (share,) = make_shares(rollout, options, {})
     assert share.step_tokens == [sum(int(s.loss_mask.sum()) for s in rollout.samples())]
+
+
+def test_failed_gradings_count_nowhere() -> None:
+    """A sample whose grading failed is no member of its group and trains nothing; nor does a group of one that is
+    left."""
+    rollout = Rollout(3, 5, groups(3), 3)
+    for g, i, kept in ((0, 0, 1), (0, 1, 0), (0, 2, 1), (1, 0, 1), (1, 1, 0), (1, 2, 0), (2, 0, 1), (2, 1, 1)):
+        rollout.add([make(g, i, 4, reward=i + 1.0 if kept else 0.0, grading="" if kept else "timeout")])
+    rollout.add([make(2, 2, 4, reward=5.0), make(2, 2, 2, reward=0.0, grading="error"), make(2, 2, 3, reward=3.0)])
+    found = batch_metrics(rollout, 5, 1.0, dropped=[make(9, 0, grading="error"), make(9, 1)])
+    assert (found["rollout/reward_timeouts"], found["rollout/reward_errors"]) == (3.0, 2.0)
+    assert found["rollout/reward"] == pytest.approx(np.mean([1.0, 3.0, 1.0, 1.0, 2.0]))
+    assert found["rollout/zero_std"] == pytest.approx(1 / 3)
+    (share,) = make_shares(
+        rollout, Options(rollout_batch_size=3, n_samples_per_prompt=3, actor_num_gpus_per_node=1), {}
+    )
+    table = share.table[share.table["length"] > 2]  # without filling
+    assert (table["status"] != 0).tolist() == [True, False, True] + [False] * 3 + [True, True, True, False, True]
+    assert table["trained"].tolist() == [4, 0, 4, 0, 0, 0, 4, 4, 7, 7, 7]
+    assert share.step_tokens == [23] == [int(share.batch.loss_mask.sum())]
+    assert all(sample.loss_mask.all() for sample in rollout.samples()), "what is written of them is as it was made"
 
 
 @pytest.mark.parametrize("dp", [1, 2])

@@ -81,8 +81,9 @@ def replay(saved: SavedRollouts, opts: Options, rollout_id: int, version: int) -
     rollout = Rollout(rollout_id, version, saved.take(GROUPS), EACH)
 
     async def fill() -> None:
-        for group, index in rollout.wanted():
-            rollout.add(await saved.make(ResponseRequest(group, index, rollout_id, version)))
+        for group in rollout.groups:
+            for index in range(EACH):
+                rollout.add(await saved.make(ResponseRequest(group, index, rollout_id, version)))
 
     asyncio.run(fill())
     return rollout

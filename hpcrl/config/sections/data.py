@@ -70,7 +70,7 @@ class RewardOptions(Base):
     reward_timeout: float = opt(120.0, "seconds of wall-clock time that one grading may take", gt=0)
     reward_memory_gb: float = opt(2.0, "GiB that one grading may take beyond its process's size at the start", gt=0)
     reward_max_failed: float = opt(
-        0.1, "stop the run when more than this share of a rollout's gradings fails; below it they count 0", ge=0, le=1
+        0.1, "stop the run when more than this share of a rollout's gradings fails; they train nothing", ge=0, le=1
     )
 
 

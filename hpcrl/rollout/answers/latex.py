@@ -70,22 +70,9 @@ _PHANTOM = re.compile(r"\\[hv]?phantom ?\{[^{}]*\}")
 _MONEY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\s*\{\s*\\dollar\s*\}")
 _SPACES = re.compile(r"\s+")
 _ENDING = re.compile(r"[\s.,;:]+$")
-_BASE_WORD = re.compile(
-    r"_\s*\{?\s*\\text\{\s*(two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\s*\}\s*\}?"
-)
-_BASES = {
-    "two": 2,
-    "three": 3,
-    "four": 4,
-    "five": 5,
-    "six": 6,
-    "seven": 7,
-    "eight": 8,
-    "nine": 9,
-    "ten": 10,
-    "twelve": 12,
-    "sixteen": 16,
-}
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_BASES |= {"twelve": 12, "sixteen": 16}
+_BASE_WORD = re.compile(rf"_\s*\{{?\s*\\text\{{\s*({'|'.join(_BASES)})\s*\}}\s*\}}?")
 
 
 def normalise(text: str) -> str:

@@ -5,7 +5,7 @@ fixed points, positive and negative ones: polynomials and rational functions tha
 that no written answer has (Schwartz, J. ACM 27, 1980).
 
 Invariants: no module state that a comparison changes; what would take long or much memory (towers of powers, factorials
-of large numbers) raises Unknown before it is computed.
+of large numbers) raises TooLarge before it is computed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ _MP.dps = DIGITS
 _CLOSE = _MP.mpf(10) ** -(DIGITS - 20)
 
 Value = Any  #: Fraction, or a number of mpmath
+
+
+class TooLarge(Unknown):
+    """The value would take long or much memory."""
 
 
 class Undefined(Unknown):
@@ -128,7 +132,7 @@ def evaluate(tree: Tree, point: Mapping[str, Fraction]) -> Value:
 def _checked(value: Value) -> Value:
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > BITS:
-            raise Unknown("too large")
+            raise TooLarge("too large")
     elif not _MP.isfinite(value):
         raise Undefined("not finite")
     return value
@@ -160,7 +164,7 @@ def _power(a: Value, b: Value) -> Value:
             if max(a.numerator.bit_length(), a.denominator.bit_length(), 1) * abs(b.numerator) > BITS and abs(
                 a
             ) not in (0, 1):
-                raise Unknown("too large")
+                raise TooLarge("too large")
             return a ** int(b % 2 if abs(a) == 1 else b)
     if isinstance(a, Fraction) and isinstance(b, Fraction) and a >= 0 and b.denominator < 100:
         root = _root(a, Fraction(b.denominator))
@@ -172,7 +176,7 @@ def _power(a: Value, b: Value) -> Value:
             return Fraction(0)
         raise Undefined("0 to such a power")
     if abs(exponent * _MP.log(base)) > 1e6:
-        raise Unknown("too large")
+        raise TooLarge("too large")
     return _MP.power(base, exponent)
 
 
@@ -241,7 +245,7 @@ def _function(name: str, values: list[Value]) -> Value:
         return Fraction(math.comb(_whole(a, 5000), _whole(values[1], 5000)))
     x = _mp(a)
     if abs(x) > (1e40 if name in _PERIODIC or x == 0 else 1e5 if name in ("exp", "sinh", "cosh", "tanh") else 1e4000):
-        raise Unknown("too large")
+        raise TooLarge("too large")
     try:
         found = _NATURAL[name](x)
         if len(values) > 1:
@@ -267,5 +271,5 @@ def _whole(value: Value, most: int) -> int:
     if not isinstance(value, Fraction) or value.denominator != 1 or value < 0:
         raise Undefined("no whole number")
     if value > most:
-        raise Unknown("too large")
+        raise TooLarge("too large")
     return int(value)

@@ -1,10 +1,10 @@
 """How many groups to issue, and which are the next batch: the two policies of `generator.py`.  Pure; numbers in,
 numbers out.
 
-`BatchSelection` fills one batch.  As in slime, groups are issued `at_once` at a time whenever those in flight and those
-kept would not fill the batch, and it is full as soon as enough are kept: the first to finish.  With `ordered`
-(deterministic mode) it is full once the first groups in the order of their issue, refused ones left out, are enough:
-then nothing depends on what finished first.
+`BatchSelection` fills one batch.  As in slime, groups are issued `at_once` at a time (0: as many as are missing)
+whenever those in flight and those kept would not fill the batch, and it is full as soon as enough are kept: the first
+to finish.  With `ordered` (deterministic mode) it is full once the first groups in the order of their issue, refused
+ones left out, are enough: then nothing depends on what finished first.
 
 `StalenessControl` paces a loop that never waits.  A group that is issued while the engines have policy version e has no
 token older than e.  The trainer learns from the next batch at version `following`, from the one after it at
@@ -124,7 +124,7 @@ class BatchSelection:
     def due(self) -> int:
         """How many groups to issue now."""
         possible = self.in_flight + len(self._kept) + len(self._second)
-        return self.at_once if possible < self.wanted else 0
+        return self.at_once or self.wanted - possible if possible < self.wanted else 0
 
     @property
     def full(self) -> bool:

@@ -7,9 +7,9 @@ its batch is full is dropped, or kept for the next one.  With `StalenessControl`
 flight all the time, and `ConcurrencyLimit` says how many of them the engines can take.
 
 Invariants: a group is in its place of the ledger at any moment, and what there is of it in the store alone; without
-over-sampling, filter and partial rollout a rollout is the next --rollout-batch-size groups; where groups are in flight
-all the time, the state is taken in the same turn as the batch is handed over, so that a checkpoint after it loses no
-group and knows of none twice; nothing is at work after `close`.
+over-sampling, filter and partial rollout a rollout is the next --rollout-batch-size groups of which enough responses
+were graded; where groups are in flight all the time, the state is taken in the same turn as the batch is handed over,
+so that a checkpoint after it loses no group and knows of none twice; nothing is at work after `close`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from hpcrl.rollout.samplers.sampler import Sampler
 from hpcrl.sample import Sample
 
 SURPLUS = "surplus"  #: the reason of groups that a full batch did not need
+UNGRADED = "too_few_graded"  #: of those with fewer than two responses that count
 LOOK = 1.0  #: seconds between two looks at the engines' own metrics
 
 
@@ -78,9 +79,8 @@ class RolloutGenerator:
         self._abort = abort
         self._look = look
         self._total = total
-        replayed = options.load_debug_rollout_data is not None  # whole batches, which were chosen when they were made
-        self._filter = DynamicFilter(options) if options.dynamic_sampling_filter_path and not replayed else None
-        self._at_once = 0 if replayed else options.over_sampling_batch_size or 0
+        self._judges = options.load_debug_rollout_data is None  # else whole batches, chosen when they were made
+        self._filter = DynamicFilter(options) if options.dynamic_sampling_filter_path and self._judges else None
         self._policy = self._new_policy()
         self._concurrency = ConcurrencyLimit(options.n_samples_per_prompt)
         self._wake = asyncio.Event()
@@ -101,7 +101,8 @@ class RolloutGenerator:
         wanted = o.rollout_batch_size
         if o.never_waits:
             return StalenessControl(wanted, o.staleness_limit, o.steps_per_rollout, o.stale_samples)
-        return BatchSelection(wanted, self._at_once or wanted, o.deterministic_mode)
+        at_once = o.over_sampling_batch_size or (wanted if self._filter else 0)
+        return BatchSelection(wanted, at_once if self._judges else 0, o.deterministic_mode)
 
     def __str__(self) -> str:
         """What the batch lacks, for an error."""
@@ -219,10 +220,13 @@ class RolloutGenerator:
         self._running.start(progress, self._next, self._version)
 
     async def _judge(self, progress: GroupProgress) -> Verdict:
-        """What the filter, if any, says of a finished group; a good one is on disk when this returns."""
+        """Whether a finished group counts, and what the filter, if any, says of it; a good one is on disk when this
+        returns."""
         found = Verdict(True)
-        if self._filter is not None:
-            found = await self._filter.judge(self._next, progress.number, progress.samples())
+        if self._judges and not progress.counts(self._options.n_samples_per_prompt):
+            found = Verdict(False, UNGRADED)
+        elif self._filter is not None:
+            found = await self._filter.judge(self._next, progress.number, progress.graded())
         if found.keep:
             await self._store.write(progress)
         return found

@@ -213,7 +213,8 @@ class InFlightGroups:
                     f"group {progress.number}"
                 )
         if index == GREEDY:
-            progress.baseline = sum(sample.reward for sample in samples) / len(samples)
+            failed = any(sample.grading for sample in samples)
+            progress.baseline = math.inf if failed else sum(sample.reward for sample in samples) / len(samples)
             return
         progress.begun.pop(index, None)
         progress.finished[index] = samples

@@ -198,7 +198,7 @@ class Grading(ProcessPool[GradingProcess, GradingJob]):
         return self._tallies.of(what, size, each)
 
     async def grade(self, sample: Sample, where: str, tally: Tally, by: GradedBy | None = None) -> None:
-        """Set the sample's reward, or say in it why there is none (then the reward is 0).
+        """Set the sample's reward, or say in it why there is none (then the reward is 0, and nothing is trained).
 
         Args:
             where: the prompt's file and line.

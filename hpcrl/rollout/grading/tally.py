@@ -1,6 +1,7 @@
 """How many gradings failed, and when those are too many.
 
-Invariant: pure counting; one bad prompt never ends a run, whatever its share of a small rollout, unless the limit is 0.
+Invariant: pure counting; one bad prompt never ends a run, whatever its share of a small rollout, unless the limit is 0,
+or more gradings fail than the rollout has: then its groups would be made again without end.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ class Tally:
         """Count one.
 
         Raises:
-            HpcrlError: once they are more than the limit and come from more than one prompt.
+            HpcrlError: once they are more than the limit and come from more than one prompt, or more than the batch.
         """
         self.failed += 1
         if len(self.prompts) < 2:
             self.prompts.add(prompt)
-        if self.failed > self.limit * self.size and (len(self.prompts) > 1 or not self.limit):
+        several = len(self.prompts) > 1 or not self.limit or self.failed > self.size
+        if several and self.failed > self.limit * self.size:
             raise HpcrlError(
                 f"{self.failed} of the {self.size} {self.counted} of {self.what} failed, more than {self.flag} "
                 f"{self.limit:g} allows; the last: {text}",
@@ -89,10 +91,10 @@ class Tallies:
                 print(trace, file=sys.stderr, flush=True)
 
 
-def grading_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """reward_timeouts and reward_errors: failed gradings; reward/NAME: the mean of each part of the reward, if it has
-    several."""
-    found = {f"reward_{kind}s": float(sum(sample.grading == kind for sample in samples)) for kind in (TIMEOUT, ERROR)}
+def grading_metrics(samples: Sequence[Sample], dropped: Sequence[Sample] = ()) -> dict[str, float]:
+    """reward_timeouts and reward_errors: failed gradings, also of `dropped`; reward/NAME: the mean of each part of
+    the reward, if it has several."""
+    found = {f"reward_{k}s": float(sum(s.grading == k for s in (*samples, *dropped))) for k in (TIMEOUT, ERROR)}
     for name in sorted({name for sample in samples for name in sample.rewards}):
         found[f"reward/{name}"] = float(np.mean([sample.rewards[name] for sample in samples if name in sample.rewards]))
     return found

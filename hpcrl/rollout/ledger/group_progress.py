@@ -22,7 +22,7 @@ class GroupProgress:
     Attributes:
         finished: index of a response -> its graded samples.
         begun: index -> samples of one to be resumed: unfinished (ABORTED), or finished and not graded.
-        baseline: the reward of the greedy response, NaN if there is none yet.
+        baseline: the reward of the greedy response, NaN if there is none yet, infinite if its grading failed.
     """
 
     group: Group
@@ -45,6 +45,14 @@ class GroupProgress:
     def samples(self) -> list[Sample]:
         """Those of the finished responses, in order of index."""
         return [sample for index in sorted(self.finished) for sample in self.finished[index]]
+
+    def graded(self) -> list[Sample]:
+        """Those of them that count in the group: without the ones whose grading, or generation, failed."""
+        return [sample for sample in self.samples() if not sample.grading]
+
+    def counts(self, each: int) -> bool:
+        """Whether enough of `each` finished responses count for the group to teach something."""
+        return len({sample.index for sample in self.graded()}) >= min(2, each) and not math.isinf(self.baseline)
 
     def all_samples(self) -> list[Sample]:
         """The same with those that are begun."""

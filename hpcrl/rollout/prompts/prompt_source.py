@@ -127,10 +127,7 @@ class PromptSource:
 
     def metrics(self) -> dict[str, float]:
         """data/epoch: passes over the prompts that are behind, data/dropped: prompts that were too long."""
-        return {
-            "data/epoch": self._epoch + self._offset / len(self.file),
-            "data/dropped": float(self.file.dropped),
-        }
+        return {"data/epoch": self._epoch + self._offset / len(self.file), "data/dropped": float(self.file.dropped)}
 
     def again(self, numbers: Sequence[int]) -> list[Group]:
         """The groups that were handed out under these numbers, by number."""

@@ -31,15 +31,7 @@ from hpcrl.rollout.samplers.sampled_tokens import received
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.rollout.samplers.transcript import turns_of
 from hpcrl.rollout.sandbox_tally import SandboxTally
-from hpcrl.rollout.worker_messages import (
-    ERROR,
-    LOST,
-    TIMEOUT,
-    TRIES,
-    CustomCall,
-    CustomResult,
-    send_sample,
-)
+from hpcrl.rollout.worker_messages import ERROR, LOST, TIMEOUT, TRIES, CustomCall, CustomResult, send_sample
 from hpcrl.sample import ABORTED, COMPLETED, PENDING, Sample
 
 MORE = 4  #: times the limit of time, for a call that is made again in deterministic mode
@@ -49,13 +41,7 @@ FLAG = "--custom-generate-function-path"
 class CustomSampler:
     """Made, it has started its processes; `start` waits for the first of them and opens the endpoint."""
 
-    def __init__(
-        self,
-        options: Options,
-        tokenizer: Tokenizer,
-        grading: Grading | None,
-        host: str,
-    ) -> None:
+    def __init__(self, options: Options, tokenizer: Tokenizer, grading: Grading | None, host: str) -> None:
         """Create one.
 
         Args:

@@ -85,11 +85,7 @@ class RequestRefused(Exception):
 
 
 async def post(
-    url: str,
-    payload: Any,
-    max_retries: int = 60,
-    action: str = "post",
-    headers: Mapping[str, str] | None = None,
+    url: str, payload: Any, max_retries: int = 60, action: str = "post", headers: Mapping[str, str] | None = None
 ) -> Any:
     """The answer to a JSON payload: what JSON it is, or its text.
 

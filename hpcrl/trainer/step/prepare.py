@@ -205,11 +205,11 @@ def _rollout_batch(policy: Policy, share: Share, columns: dict[str, torch.Tensor
 
 
 def _responses(table: np.ndarray, device: torch.device) -> torch.Tensor | None:
-    """Which response each sample is of; None where every response is one sample."""
-    numbers = responses_of(table)
-    if len(numbers) == 0 or numbers[-1] + 1 == len(numbers):
+    """Which response each sample is of; None where every response is one sample that counts."""
+    numbers = np.where(table["status"] == STATUSES.index(PENDING), -1, responses_of(table))
+    if len(np.unique(numbers[numbers >= 0])) == len(numbers):
         return None
-    return to_device(np.where(table["status"] == STATUSES.index(PENDING), -1, numbers), device)
+    return to_device(numbers, device)
 
 
 def _over_data_parallel(sums: torch.Tensor) -> torch.Tensor:

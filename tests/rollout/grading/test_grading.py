@@ -401,6 +401,8 @@ def test_one_bad_prompt_never_stops_a_run() -> None:
         Tally("rollout 3", 8, 8, 0.1, prompts).fail("p.jsonl, line 10", "it raised")
     with pytest.raises(HpcrlError):
         Tally("rollout 0", 8, 8, 0.0, set()).fail("p.jsonl, line 9", "it raised")
+    with pytest.raises(HpcrlError, match="9 of the 8 gradings"):  # its groups are made again, and would be for ever
+        Tally("rollout 0", 8, 8, 0.1, set(), failed=8).fail("p.jsonl, line 9", "it raised")
 
 
 # ---- what is refused at the start

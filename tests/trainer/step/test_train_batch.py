@@ -14,13 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcrl.algorithms.advantages import compute_advantages
+from hpcrl.algorithms.interface import RolloutBatch
 from hpcrl.algorithms.loss import DIFFERENCE
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.queue.share_format import Share
-from hpcrl.sample import SampleBatch
+from hpcrl.sample import COMPLETED, PENDING, STATUSES, SampleBatch
 from hpcrl.trainer.step import train_batch
-from hpcrl.trainer.step.prepare import OtherWeights
+from hpcrl.trainer.step.prepare import OtherWeights, _responses
 from hpcrl.trainer.step.sums import Totals
 from hpcrl.trainer.step.train_batch import StepTotals, counting, samples_a_response
 from tests.support.shares import plain_sample
@@ -166,6 +168,29 @@ def test_metrics_are_divided_as_the_loss(per_token: bool) -> None:
     totals = Totals({"loss": 6.0}, {DIFFERENCE: 12e-4}, {"y_max": 5.0}, 12)
     found = train_batch._metrics(totals, Options(calculate_per_token_loss=per_token), STEP)
     assert found == pytest.approx({"loss": 0.5 if per_token else 1.5, DIFFERENCE: 1e-4, "y_max": 5.0})
+
+
+def test_what_was_not_graded_has_no_response() -> None:
+    """A group of wrong answers, one of which was not graded, teaches nothing, where a reward of 0 would be the best."""
+    samples = [plain_sample(index=i, reward=-1.0, status=COMPLETED) for i in range(4)]
+    table = SampleBatch.of(samples).rows
+    assert _responses(table, RANKS.device) is None
+    table["status"][2] = STATUSES.index(PENDING)
+    table["reward"][2] = 0.0
+    response = _responses(table, RANKS.device)
+    assert response is not None and response.tolist() == [0, 1, -1, 3]
+    size = table["response_length"]
+    batch = RolloutBatch(
+        reward=torch.tensor(table["reward"]),
+        group=torch.tensor(table["group"]),
+        length=torch.tensor(size.astype(np.int64)),
+        truncated=torch.zeros(4, dtype=torch.bool),
+        own=torch.arange(4),
+        mask=torch.tensor(np.repeat(np.arange(4) != 2, size)),
+        response=response,
+    )
+    assert not compute_advantages(batch, Options()).advantages.any()
+    assert compute_advantages(replace(batch, response=None), Options()).advantages.any(), "else this shows nothing"
 
 
 @pytest.mark.parametrize("name", ["loss", "value_loss"])
