@@ -167,9 +167,10 @@ class TokenBatch:
         pg_weights: [r], as weights, for the policy-gradient term alone (a custom reducer), or None: `weights`.
         group: int64 [m] of the samples, in host memory; only a loss that compares samples (dpo) reads it.
         reward: float [m] of the samples, for the same.
-        comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of
-            mismatch.
-        fresh: bool [r], whether they must agree on a token: False where an older policy sampled it; None: on all.
+        comparable: whether engine and trainer must agree on `rollout` and `trainer`; else nothing is reported of their
+            difference.
+        fresh: bool [r], whether they must agree on a token: False where an older policy sampled it, and it has no part
+            in what is reported of the difference; None: on all.
         sum_over_sample: [k, r] -> [k, m], sums over each sample's trained tokens on all CP ranks; differentiable
             (backward also sums over CP).  Collective over CP: every loss calls it equally often on every rank, whatever
             r is.  None: this rank has the samples whole.
@@ -200,10 +201,11 @@ class TokenBatch:
             return self.sum_over_sample(values)
         return values.new_zeros(len(values), self.samples).index_add(1, self.sample, values)
 
-    def sample_means(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Each [r] -> [r]: the mean over all trained tokens of the token's sample."""
+    def sample_means(self, *values: Tensor, among: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Each [r] -> [r]: the mean over all trained tokens of the token's sample (or those for which `among` is 1, not
+        0)."""
         ones = torch.ones_like(values[0])
-        *sums, counts = self.sums(torch.stack([*values, ones]))
+        *sums, counts = self.sums(torch.stack([*values, ones]) * (ones if among is None else among))
         return tuple((row / counts.clamp(min=1))[self.sample] for row in sums)
 
 
@@ -236,12 +238,14 @@ class Report:
     Attributes:
         means: sums of weight x value, to be added over micro-batches and ranks and divided by what the loss is divided
             by.
-        token_means: plain sums over tokens, to be divided by the number of trained tokens.
-        maxima: the maximum counts. The names and their order depend on the options alone, so every rank has the same.
+        counted: means with counts of their own: a sum, and what it is divided by once both are added up; a mean of
+            nothing is not logged.
+        maxima: the maximum counts; -inf, of nothing, is not logged. The names and their order depend on the options
+            alone, so every rank has the same.
     """
 
     means: dict[str, Tensor] = field(default_factory=dict)
-    token_means: dict[str, Tensor] = field(default_factory=dict)
+    counted: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
 

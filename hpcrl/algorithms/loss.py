@@ -8,7 +8,6 @@ measured has no gradient and changes no loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -28,16 +27,16 @@ from hpcrl.errors import DataError, HpcrlError, UsageError
 DIFFERENCE = "train_rollout_logprob_abs_diff"
 
 
-def mismatch_report(tokens: TokenBatch) -> dict[str, Tensor]:
+def mismatch_report(tokens: TokenBatch, fresh: Tensor) -> dict[str, Tensor]:
     """name -> [r], in slime's names; t: log-probs of the trainer under the weights that sampled, e: the engine's.
 
-    mis_kl: e - t (k1 of the KL of the engine's policy to the trainer's).  mis_k3_kl: exp(t - e) - 1 - (t - e). Of whole
-    responses, the same for each token, with the perplexity exp(-mean log-prob): mis_training_ppl, mis_rollout_ppl,
-    mis_training_log_ppl, mis_rollout_log_ppl, mis_log_ppl_diff (trainer's minus engine's), mis_log_ppl_abs_diff,
-    mis_ppl_ratio (trainer's over engine's).
+    mis_kl: e - t (k1 of the KL of the engine's policy to the trainer's).  mis_k3_kl: exp(t - e) - 1 - (t - e). Of the
+    tokens of a response for which `fresh` [r] is 1, with the perplexity exp(-mean log-prob): mis_training_ppl,
+    mis_rollout_ppl, mis_training_log_ppl, mis_rollout_log_ppl, mis_log_ppl_diff (trainer's minus engine's),
+    mis_log_ppl_abs_diff, mis_ppl_ratio (trainer's over engine's).
     """
     difference = tokens.trainer - tokens.rollout
-    trainer, engine = tokens.sample_means(tokens.trainer, tokens.rollout)
+    trainer, engine = tokens.sample_means(tokens.trainer, tokens.rollout, among=fresh)
     return {
         "mis_kl": -difference,
         "mis_k3_kl": ratio_of(difference) - 1 - difference,
@@ -51,17 +50,21 @@ def mismatch_report(tokens: TokenBatch) -> dict[str, Tensor]:
     }
 
 
-def add_difference(report: Report, tokens: TokenBatch) -> None:
-    """Add |t - e| to a report, as a token mean and a maximum, where both are known and comparable; 0 for tokens that
-    are not fresh."""
+def add_difference(report: Report, tokens: TokenBatch, mismatch: bool = False) -> None:
+    """Add |t - e| of the fresh tokens to a report, their mean and their maximum, where both are known and comparable.
+
+    Args:
+        mismatch: add `mismatch_report` too, whose means count tokens as the loss does.
+    """
     if tokens.comparable and tokens.trainer is not None and tokens.rollout is not None:
         difference = (tokens.trainer - tokens.rollout).abs()
-        if tokens.fresh is not None:
-            difference = difference * tokens.fresh
-        report.token_means[DIFFERENCE] = difference.sum().double()
-        report.maxima[f"{DIFFERENCE}_max"] = (
-            difference.max() if difference.numel() else difference.new_zeros(())
-        ).double()
+        fresh = torch.ones_like(difference) if tokens.fresh is None else tokens.fresh.to(difference.dtype)
+        found = {DIFFERENCE: (difference, fresh)}
+        if mismatch:
+            found |= {name: (value, tokens.weights * fresh) for name, value in mismatch_report(tokens, fresh).items()}
+        report.counted |= {name: ((value * w).sum().double(), w.sum().double()) for name, (value, w) in found.items()}
+        none = difference.new_full((1,), -torch.inf)
+        report.maxima[f"{DIFFERENCE}_max"] = torch.cat([difference.where(fresh > 0, none), none]).max().double()
 
 
 def off_policy_mask(tokens: TokenBatch, delta: float) -> Tensor:
@@ -94,11 +97,7 @@ def compute_loss(tokens: TokenBatch, options: Options) -> Loss:
                 f"--custom-loss-function-path {path} returns no Loss of a scalar", "see hpcrl.algorithms.interface"
             )
         return found
-    losses: dict[str, Callable[[TokenBatch, Options], Loss]] = {
-        "policy_loss": policy_loss,
-        "sft_loss": sft_loss,
-        "dpo_loss": dpo_loss,
-    }
+    losses = {"policy_loss": policy_loss, "sft_loss": sft_loss, "dpo_loss": dpo_loss}
     return losses[options.loss_type](tokens, options)
 
 
@@ -108,8 +107,8 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
 
     Report, in slime's names: loss, pg_loss, pg_clipfrac, ppo_kl, entropy_loss; kl_loss with --use-kl-loss;
     opd_reverse_kl or opd_forward_kl where that is a term of the loss; opsm_clipfrac with --use-opsm; where trainer and
-    engine are comparable ois, tis, tis_clipfrac, tis_abs, what the correction reports, mis_*
-    (`mismatch.mismatch_report`), and train_rollout_logprob_abs_diff as a token mean and a maximum.
+    engine are comparable ois, tis, tis_clipfrac, tis_abs, what the correction reports, and of the fresh tokens mis_*
+    (`mismatch_report`), and train_rollout_logprob_abs_diff as a mean and a maximum.
 
     Raises:
         UsageError: if --use-kl-loss finds no reference.
@@ -135,7 +134,7 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
         importance |= correction.report
     report |= {"pg_clipfrac": terms.clipped * kept, "ppo_kl": moved * kept}  # in slime, too, of what is not rejected
     if tokens.comparable:
-        report |= {"ois": ratio_of(-moved)} | importance | mismatch_report(tokens)
+        report |= {"ois": ratio_of(-moved)} | importance
     weights = tokens.weights * kept
     pg_weights = weights if tokens.pg_weights is None else tokens.pg_weights * kept
     sums = {"pg_loss": (gradient * pg_weights).sum(), "entropy_loss": (tokens.entropy * weights).sum()}
@@ -152,7 +151,7 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
         if options.opd_kl_coef:
             total = total + options.opd_kl_coef * sums[name]
     loss = Loss(total, _report(tokens, total, sums, report))
-    add_difference(loss.report, tokens)
+    add_difference(loss.report, tokens, mismatch=True)
     return loss
 
 

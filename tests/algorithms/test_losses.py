@@ -15,6 +15,7 @@ import torch
 from hpcrl.algorithms.interface import Correction, Loss, Report, Terms, TokenBatch, find
 from hpcrl.algorithms.log_ratios import ratio_of
 from hpcrl.algorithms.loss import (
+    DIFFERENCE,
     compute_loss,
     compute_value_loss,
     divides_by_tokens,
@@ -412,19 +413,44 @@ def test_trainer_engine_mismatch_is_measured(seed: int) -> None:
         }
         for name, value in of_sample.items():
             wanted[name] = wanted.get(name, 0.0) + value
+    trained = sum(s.count > 0 for s in samples)
     for name, value in wanted.items():
-        assert float(report.means[name]) == pytest.approx(value, abs=1e-6), name
-    assert float(report.token_means["train_rollout_logprob_abs_diff"]) == pytest.approx(math.fsum(differences))
+        if name.startswith("mis_"):
+            assert mean_of(report, name) == pytest.approx(value / trained, abs=1e-6), name
+        else:
+            assert float(report.means[name]) == pytest.approx(value, abs=1e-6), name
+    assert mean_of(report, DIFFERENCE) == pytest.approx(mean(differences))
     assert float(report.maxima["train_rollout_logprob_abs_diff_max"]) == pytest.approx(max(differences))
-    older = token_batch(samples)
-    first = compute_loss(replace(older, fresh=torch.arange(len(older.sample)) == 0), o).report
-    assert float(first.token_means["train_rollout_logprob_abs_diff"]) == pytest.approx(
-        abs(float(older.trainer[0] - older.rollout[0]))
-    )
     apart = compute_loss(replace(token_batch(samples), comparable=False), o).report
     assert set(apart.means) == {"loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl"}
-    assert not apart.token_means
+    assert not apart.counted
     assert not apart.maxima
+
+
+def mean_of(report: Report, name: str) -> float:
+    """A mean that has a count of its own."""
+    total, count = report.counted[name]
+    return float(total) / float(count)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_stale_tokens_are_not_compared(seed: int) -> None:
+    """What is reported of the difference between trainer and engine is of fresh tokens alone, whatever their share."""
+    samples = random_samples(seed)
+    tokens = token_batch(samples)
+    fresh = torch.from_numpy(np.random.default_rng(seed).random(len(tokens.sample)) < 0.3)
+    fresh[0] = True
+    assert tokens.rollout is not None
+    older = replace(tokens, fresh=fresh, rollout=tokens.rollout.where(fresh, tokens.rollout - 5.0))
+    found = compute_loss(older, options()).report
+    alone = compute_loss(parts_of(tokens, fresh), options()).report
+    assert set(found.counted) == set(alone.counted) and len(found.counted) == 10
+    for name in alone.counted:
+        assert mean_of(found, name) == pytest.approx(mean_of(alone, name), abs=1e-9), name
+    assert {name: float(value) for name, value in found.maxima.items()} == alone.maxima
+    none = compute_loss(replace(older, fresh=torch.zeros_like(fresh)), options()).report
+    assert not any(float(count) for _, count in none.counted.values())
+    assert set(map(float, none.maxima.values())) == {-math.inf}
 
 
 def test_corrected_share_is_reported() -> None:
@@ -457,9 +483,11 @@ def test_no_tokens_are_no_loss_and_the_same_names(case: dict[str, Any]) -> None:
     found = compute_loss(token_batch(samples, p), o)
     assert float(found.total.detach()) == 0.0
     found.total.backward()
-    for part in ("means", "token_means", "maxima"):
+    for part in ("means", "counted", "maxima"):
         assert list(getattr(found.report, part)) == list(getattr(full, part))
-        assert not any(float(value) for value in getattr(found.report, part).values())
+    assert not any(float(value) for value in found.report.means.values())
+    assert not any(float(part) for pair in found.report.counted.values() for part in pair)
+    assert set(map(float, found.report.maxima.values())) == {-math.inf}
 
 
 # ---- layouts
@@ -505,6 +533,9 @@ def test_context_parallel_ranks_add_up(case: dict[str, Any]) -> None:
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-10)
     for name, value in whole.report.means.items():
         assert sum(float(loss.report.means[name]) for loss in found) == pytest.approx(float(value), abs=1e-9), name
+    for name, pair in whole.report.counted.items():
+        for k, value in enumerate(pair):
+            assert sum(float(loss.report.counted[name][k]) for loss in found) == pytest.approx(float(value), abs=1e-9)
     for name, value in whole.report.maxima.items():
         assert max(float(loss.report.maxima[name]) for loss in found) == float(value)
 
@@ -664,11 +695,11 @@ def test_what_is_lacking_is_said(case: dict[str, Any], error: type, message: str
 def test_only_sampled_tokens_are_compared() -> None:
     """Only tokens that an engine sampled are compared with it."""
     tokens = token_batch(random_samples(0, groups=(2, 2)))
-    name = "train_rollout_logprob_abs_diff"
-    assert not compute_loss(tokens, options(loss_type="sft_loss")).report.token_means
-    assert not compute_loss(tokens, options(loss_type="dpo_loss", rejected_key="worse")).report.token_means
-    wanted = float((tokens.trainer - tokens.rollout).abs().sum())
-    assert float(compute_loss(tokens, options(loss_type="dpo_loss")).report.token_means[name]) == pytest.approx(wanted)
+    assert not compute_loss(tokens, options(loss_type="sft_loss")).report.counted
+    assert not compute_loss(tokens, options(loss_type="dpo_loss", rejected_key="worse")).report.counted
+    wanted = float((tokens.trainer - tokens.rollout).abs().mean())
+    report = compute_loss(tokens, options(loss_type="dpo_loss")).report
+    assert list(report.counted) == [DIFFERENCE] and mean_of(report, DIFFERENCE) == pytest.approx(wanted)
 
 
 # ---- log-ratios beyond what a number holds

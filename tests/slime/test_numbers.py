@@ -57,7 +57,8 @@ def ours(options: Options, samples: Sequence[Sample]) -> tuple[float, list[float
     tokens = replace(tokens, trainer=tokens.old)  # as slime has it: the trainer's own pass before the update
     found = compute_loss(tokens, options)
     (gradient,) = torch.autograd.grad(found.total, logprobs)
-    return float(found.total.detach()), gradient.tolist(), {k: float(v) for k, v in found.report.means.items()}
+    sums = found.report.means | {k: total for k, (total, _) in found.report.counted.items() if k.startswith("mis_")}
+    return float(found.total.detach()), gradient.tolist(), {k: float(v) for k, v in sums.items()}
 
 
 def compare(case: str, folder: Path, samples: Sequence[Sample], theirs: dict[str, Any]) -> None:

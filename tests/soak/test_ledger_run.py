@@ -62,9 +62,8 @@ def test_whole_run_killed_twice(tmp_path: Path) -> None:
     assert found.following == found.trained + found.buffer + found.bank + sum(found.dropped.values())
     steps = metrics(root)
     assert list(steps) == list(range(ROLLOUTS))
-    assert all(row["train/train_rollout_logprob_abs_diff"] <= 1e-5 for row in steps.values()), (
-        "tokens of the current policy"
-    )
+    name = "train/train_rollout_logprob_abs_diff"
+    assert max(row[name] for row in steps.values() if name in row) <= 1e-5, "tokens of the current policy"
     assert max(row["staleness/max"] for row in rows(root) if "staleness/max" in row) <= 4
     lines = [line for name, data in samples(root).items() if name[0].isdigit() for line in data.splitlines()]
     assert len(lines) == ROLLOUTS * 6 * 4

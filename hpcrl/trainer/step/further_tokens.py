@@ -25,7 +25,6 @@ from hpcrl.trainer.step.packing import FurtherTokens
 from hpcrl.trainer.step.token_logprobs import Vocabulary, tokens_of
 
 LOSS = "mtp_loss"
-COUNT = "mtp_tokens"
 
 
 def add_loss(
@@ -46,14 +45,8 @@ def add_loss(
     entropies = -predict(further, head, embedding, vocabulary, options.log_probs_chunk_size)
     own = (entropies * weights[further.sample]).sum() * options.mtp_loss_scaling_factor
     count = entropies.new_full((), len(entropies), dtype=torch.float64)
-    means = loss.report.token_means | {LOSS: entropies.detach().double().sum(), COUNT: count}
-    return Loss(loss.total + own, Report(loss.report.means, means, loss.report.maxima))
-
-
-def mean_loss(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics with the mean over the tokens that the layers learned."""
-    rest = {name: value for name, value in metrics.items() if name != COUNT}
-    return rest | {LOSS: metrics[LOSS] / (metrics[COUNT] or 1.0)} if COUNT in metrics else rest
+    counted = loss.report.counted | {LOSS: (entropies.detach().double().sum(), count)}
+    return Loss(loss.total + own, Report(loss.report.means, counted, loss.report.maxima))
 
 
 def predict(

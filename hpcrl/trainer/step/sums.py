@@ -10,6 +10,7 @@ has computed anyway, and changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -123,20 +124,22 @@ class Totals(msgspec.Struct, frozen=True):
     """Of one optimizer step over all micro-batches and ranks, by name.
 
     Attributes:
-        means, token_means: sums, not yet divided; maxima.
+        means: sums, not yet divided.
+        counted: sums, and what each is divided by.
         tokens: trained tokens.
     """
 
     means: dict[str, float]
-    token_means: dict[str, float]
+    counted: dict[str, tuple[float, float]]
     maxima: dict[str, float]
     tokens: int
 
     def metrics(self, divisor: int) -> dict[str, float]:
-        """Each name -> the mean, over what the loss counts (`divisor`) or over tokens, or the maximum."""
+        """Each name -> the mean, over what the loss counts (`divisor`) or over its own count, or the maximum; without
+        those of nothing."""
         found = {name: value / max(divisor, 1) for name, value in self.means.items()}
-        found |= {name: value / max(self.tokens, 1) for name, value in self.token_means.items()}
-        return found | self.maxima
+        found |= {name: value / count for name, (value, count) in self.counted.items() if count}
+        return found | {name: value for name, value in self.maxima.items() if value != -math.inf}
 
 
 def total(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
@@ -161,36 +164,37 @@ def total(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
 
 def _over_data(reports: Sequence[Report], tokens: int, ranks: Ranks) -> Totals:
     """Over the micro-batches and the data- and context-parallel ranks of the last pipeline stage."""
-    names = [list(getattr(reports[0], kind)) for kind in ("means", "token_means", "maxima")]
-    summed = names[0] + names[1]
-    peaks = names[2]
+    names = [list(getattr(reports[0], kind)) for kind in ("means", "counted", "maxima")]
+    added = len(names[0]) + 2 * len(names[1])  # the rest are maxima
     rows = torch.stack([_row(report, names, ranks) for report in reports])
     count = torch.full((1,), tokens, dtype=torch.float64, device=ranks.device)
-    mine = torch.cat([count, rows[:, : len(summed)].sum(0), rows[:, len(summed) :].amax(0)])
+    mine = torch.cat([count, rows[:, :added].sum(0), rows[:, added:].amax(0)])
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     every = mine.new_empty(dist.get_world_size(group) * len(mine))
     dist.all_gather_into_tensor(every, mine, group=group)
     every = every.view(-1, len(mine))
-    values = torch.cat([every[:, : 1 + len(summed)].sum(0), every[:, 1 + len(summed) :].amax(0)])
-    sums, maxima = np.split(values.cpu().numpy(), [1 + len(summed)])  # the only look at the device in a step's report
-    found = dict(zip(summed, sums[1:].tolist(), strict=True))
+    values = torch.cat([every[:, : 1 + added].sum(0), every[:, 1 + added :].amax(0)])
+    total, *sums = values.cpu().tolist()  # the only look at the device in a step's report
+    means, counted, maxima = np.split(sums, [len(names[0]), added])
+    pairs = map(tuple, counted.reshape(-1, 2).tolist())
     return Totals(
-        {name: found[name] for name in names[0]},
-        {name: found[name] for name in names[1]},
-        dict(zip(peaks, maxima.tolist(), strict=True)),
-        int(sums[0]),
+        dict(zip(names[0], means.tolist(), strict=True)),
+        dict(zip(names[1], pairs, strict=True)),
+        dict(zip(names[2], maxima.tolist(), strict=True)),
+        int(total),
     )
 
 
 def _row(report: Report, names: list[list[str]], ranks: Ranks) -> torch.Tensor:
     """Its values in the order of `names`, float64."""
-    parts = (report.means, report.token_means, report.maxima)
+    parts = (report.means, report.counted, report.maxima)
     if [list(part) for part in parts] != names:
         odd = sorted(set(chain(*parts)) ^ set(chain(*names)))
         raise HpcrlError(
             f"the micro-batches of one step report different names: {', '.join(odd) or 'in another order'}"
         )
-    values = [value.detach().double().to(ranks.device) for part in parts for value in part.values()]
+    every = [*report.means.values(), *chain(*report.counted.values()), *report.maxima.values()]
+    values = [value.detach().double().to(ranks.device) for value in every]
     return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64, device=ranks.device)
 
 

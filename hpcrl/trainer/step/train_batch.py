@@ -201,7 +201,6 @@ def _step(
     if totals.tokens != step.tokens:
         raise HpcrlError(f"{step.where}: the ranks train on {totals.tokens} tokens, the batch has {step.tokens}")
     metrics = _metrics(totals, options, step)
-    metrics = further_tokens.mean_loss(metrics)
     metrics |= _update(model, step.where) | {"lr": model.optimizer.param_groups[0]["lr"]}
     model.scheduler.step(increment=1)
     return {"perf/train_tokens": float(totals.tokens)} | {
@@ -353,4 +352,5 @@ def _over_steps(found: list[dict[str, float]]) -> dict[str, float]:
             return sum(values)
         return max(values) if name.endswith("_max") else sum(values) / len(values)
 
-    return {name: combine(name, [step[name] for step in found if name in step]) for name in found[0]}
+    names = dict.fromkeys(name for step in found for name in step)
+    return {name: combine(name, [step[name] for step in found if name in step]) for name in names}

@@ -3,6 +3,7 @@ micro-batches."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -70,13 +71,17 @@ def totals_on_rank(layout: dict[str, Any], odd: bool = False) -> Any:
     number = lambda x: torch.tensor(float(x), dtype=torch.float64)  # noqa: E731
     data = 2 * ranks.dp_rank + ranks.cp_rank
     reports = [
-        Report({"loss": number(10 * data + i), "b": number(1)}, {"d": number(0.5)}, {"d_max": number(-data - i)})
+        Report(
+            {"loss": number(10 * data + i), "b": number(1)},
+            {"d": (number(0.5), number(data * i)), "of_none": (number(0), number(0))},
+            {"d_max": number(-data - i), "none_max": number(-math.inf)},
+        )
         for i in range(2)
     ]
     if odd:
         del reports[1].means["b"]
     found = total(reports if ranks.last_stage else [], 7, ranks)
-    return found.means, found.token_means, found.maxima, found.tokens, found.metrics(8)
+    return found.means, found.counted, found.maxima, found.tokens, found.metrics(8)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +90,18 @@ def totals_on_rank(layout: dict[str, Any], odd: bool = False) -> Any:
 def test_every_rank_has_the_same_totals_by_name(layout: dict[str, Any], parts: list[int]) -> None:
     found = run_ranks(4, totals_on_rank, layout)
     assert all(one == found[0] for one in found)
-    means, token_means, maxima, count, metrics = found[0]
+    means, counted, maxima, count, metrics = found[0]
     assert means == {"loss": sum(20 * data + 1 for data in parts), "b": 2.0 * len(parts)}
-    assert token_means == {"d": 1.0 * len(parts)}
-    assert maxima == {"d_max": 0.0}
+    assert counted == {
+        "d": (1.0 * len(parts), float(sum(parts))),
+        "of_none": (0.0, 0.0),
+    }
+    assert maxima == {"d_max": 0.0, "none_max": -math.inf}
     assert count == 7 * len(parts)
     assert metrics == {
         "loss": means["loss"] / 8,
         "b": means["b"] / 8,
-        "d": token_means["d"] / count,
+        "d": counted["d"][0] / counted["d"][1],
         "d_max": 0.0,
     }
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hpcrl.algorithms.advantages import compute_advantages
 from hpcrl.algorithms.interface import RolloutBatch
-from hpcrl.algorithms.loss import DIFFERENCE
+from hpcrl.algorithms.loss import DIFFERENCE, compute_loss
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.queue.share_format import Share
@@ -25,6 +25,7 @@ from hpcrl.trainer.step import train_batch
 from hpcrl.trainer.step.prepare import OtherWeights, _responses
 from hpcrl.trainer.step.sums import Totals
 from hpcrl.trainer.step.train_batch import StepTotals, counting, samples_a_response
+from tests.algorithms.batches import random_samples, token_batch
 from tests.support.shares import plain_sample
 
 RANKS: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), cp_rank=0)
@@ -70,6 +71,7 @@ def test_several_steps_become_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
         {"perf/train_tokens": 7.0, "train/loss": 2.0, "train/x_max": 9.0, "train/lr": 0.4, "train/critic-lr": 0.2},
         {"perf/train_tokens": 1.0, "train/loss": 6.0, "train/x_max": 2.0, "train/lr": 0.3, "train/critic-lr": 0.1},
     ]
+    rows[1]["train/y"], rows[2]["train/y"] = 2.0, 4.0  # of nothing in the first
     found, seen = run(monkeypatch, share_of_steps([5, 7, 1]), rows)
     assert found == {
         "perf/train_tokens": 13.0,
@@ -77,6 +79,7 @@ def test_several_steps_become_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
         "train/x_max": 9.0,
         "train/lr": 0.3,
         "train/critic-lr": 0.1,
+        "train/y": 3.0,
     }
     assert [(step.samples, step.tokens) for step in seen] == [(2, 5), (2, 7), (2, 1)]
     assert [step.where for step in seen] == [f"rollout 3, optimizer step {number}" for number in range(3)]
@@ -164,8 +167,10 @@ def test_weights_of_a_response_of_several_samples() -> None:
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_metrics_are_divided_as_the_loss(per_token: bool) -> None:
-    """By the step's samples, or by its trained tokens; token means always by tokens; maxima by nothing."""
-    totals = Totals({"loss": 6.0}, {DIFFERENCE: 12e-4}, {"y_max": 5.0}, 12)
+    """By the step's samples, or by its trained tokens; other means by their own counts; maxima by nothing."""
+    totals = Totals(
+        {"loss": 6.0}, {DIFFERENCE: (5e-4, 5.0), "none": (0.0, 0.0)}, {"y_max": 5.0, "z_max": -math.inf}, 12
+    )
     found = train_batch._metrics(totals, Options(calculate_per_token_loss=per_token), STEP)
     assert found == pytest.approx({"loss": 0.5 if per_token else 1.5, DIFFERENCE: 1e-4, "y_max": 5.0})
 
@@ -218,15 +223,33 @@ def test_a_loss_that_is_not_finite_is_refused(name: str, value: float) -> None:
 def test_log_probs_may_differ_up_to_the_bound(options: dict[str, Any], bound: float) -> None:
     """The mean difference over tokens may reach the bound; beyond it, or where it is NaN, the step is refused."""
     reaching = 1.0 if bound == math.inf else bound
-    totals = Totals({"loss": 0.0}, {DIFFERENCE: reaching * 16}, {}, 16)
+    totals = Totals({"loss": 0.0}, {DIFFERENCE: (reaching * 2, 2.0)}, {}, 16)
     assert train_batch._metrics(totals, Options(**options), STEP)[DIFFERENCE] == pytest.approx(reaching)
     for difference in ([] if bound == math.inf else [bound * 1.01]) + [math.nan]:
         with pytest.raises(HpcrlError, match="--max-logprob-diff"):
-            train_batch._metrics(replace_means(totals, difference * 16), Options(**options), STEP)
+            train_batch._metrics(replace_means(totals, difference * 2), Options(**options), STEP)
 
 
 def replace_means(totals: Totals, value: float) -> Totals:
-    return Totals(totals.means, {DIFFERENCE: value}, totals.maxima, totals.tokens)
+    return Totals(totals.means, {DIFFERENCE: (value, 2.0)}, totals.maxima, totals.tokens)
+
+
+def test_a_few_fresh_tokens_end_a_run() -> None:
+    """The bound holds of the tokens that are compared, however few they are, and not where there are none."""
+    tokens = token_batch(random_samples(0, groups=(8, 8)))
+    assert tokens.trainer is not None
+    fresh = torch.arange(len(tokens.sample)) % 10 == 0
+    away = tokens.trainer + 0.657 * torch.where(torch.arange(len(fresh)) % 20 == 0, 1.0, -1.0)
+    for some, rollout, ends in ((fresh, away, True), (~fresh, tokens.trainer, False), (fresh & False, away, False)):
+        found = compute_loss(replace(tokens, fresh=some, rollout=rollout), Options()).report
+        pairs = {name: (float(total), float(count)) for name, (total, count) in found.counted.items()}
+        totals = Totals({}, pairs, {name: float(value) for name, value in found.maxima.items()}, 12)
+        if ends:
+            with pytest.raises(HpcrlError, match="differ by 0.657"):
+                train_batch._metrics(totals, Options(), STEP)
+        else:
+            metrics = train_batch._metrics(totals, Options(), STEP)
+            assert (DIFFERENCE in metrics, f"{DIFFERENCE}_max" in metrics) == (bool(some.any()),) * 2
 
 
 @pytest.mark.parametrize(("cp_rank", "per_token", "count"), [(0, False, 3), (1, False, 0), (0, True, 5), (1, True, 5)])
