@@ -106,9 +106,9 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
     old, trainer, rollout and advantages.
 
     Report, in slime's names: loss, pg_loss, pg_clipfrac, ppo_kl, entropy_loss; kl_loss with --use-kl-loss;
-    opd_reverse_kl or opd_forward_kl where that is a term of the loss; opsm_clipfrac with --use-opsm; where trainer and
-    engine are comparable ois, tis, tis_clipfrac, tis_abs, what the correction reports, and of the fresh tokens mis_*
-    (`mismatch_report`), and train_rollout_logprob_abs_diff as a mean and a maximum.
+    opd_reverse_kl or opd_forward_kl where that is a term of the loss; opsm_clipfrac with --use-opsm; ois, tis,
+    tis_clipfrac, tis_abs and what the correction reports. Where trainer and engine are comparable, of the fresh tokens
+    mis_* (`mismatch_report`), and train_rollout_logprob_abs_diff as a mean and a maximum.
 
     Raises:
         UsageError: if --use-kl-loss finds no reference.
@@ -133,8 +133,7 @@ def policy_loss(tokens: TokenBatch, options: Options) -> Loss:
         kept = correction.kept.detach()
         importance |= correction.report
     report |= {"pg_clipfrac": terms.clipped * kept, "ppo_kl": moved * kept}  # in slime, too, of what is not rejected
-    if tokens.comparable:
-        report |= {"ois": ratio_of(-moved)} | importance
+    report |= {"ois": ratio_of(-moved)} | importance
     weights = tokens.weights * kept
     pg_weights = weights if tokens.pg_weights is None else tokens.pg_weights * kept
     sums = {"pg_loss": (gradient * pg_weights).sum(), "entropy_loss": (tokens.entropy * weights).sum()}
