@@ -7,7 +7,8 @@
         - {name: aime, path: aime.jsonl, rm_type: math, max_response_len: 16384}
         - {name: gpqa, path: "gpqa.jsonl@[:100]", rm_type: gpqa}
 
-A set's own setting goes before the defaults', these before an --eval-... flag, and that before what training has.
+A set's own setting goes before the defaults', these before an --eval-... flag, and that before what training
+has; only the longest prompt is not inherited from training, as in slime.
 
 Invariant: what leaves here can be sampled and graded as far as options can say; an unknown key, and one without effect,
 is refused.
@@ -128,7 +129,7 @@ _INHERITED = {
     "top_k": ("eval_top_k", "rollout_top_k"),
     "min_p": ("eval_min_p", "rollout_min_p"),
     "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
-    "max_prompt_len": ("eval_max_prompt_len", "rollout_max_prompt_len"),
+    "max_prompt_len": ("eval_max_prompt_len",),
     "max_context_len": ("eval_max_context_len", "rollout_max_context_len"),
     "min_new_tokens": ("eval_min_new_tokens",),
     "stop": ("rollout_stop",),

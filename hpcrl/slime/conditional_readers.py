@@ -149,14 +149,11 @@ def deepep_mode(flag: str, given: Given) -> FlagReading:
     return FlagReading("needless", (), why)
 
 
-CONDITIONAL = (
-    agreement,
-    decay_style,
-    deepep_mode,
-    dumps,
-    engine_tensor_parallel,
-    mismatch_metrics,
-    old_deepep,
-    role_settings,
-    warm_up,
-)
+def likeliest_share(flag: str, given: Given) -> FlagReading:
+    """The same in sampling, and not in training."""
+    why = "slime's loss is of the tokens that are left to sample from, hpcrl's of all: below 1 the gradient is another"
+    return FlagReading("kept", (f"--{flag}", *given[flag]), why if number(one(given, flag)) < 1 else "")
+
+
+CONDITIONAL = (agreement, decay_style, deepep_mode, dumps, engine_tensor_parallel, likeliest_share, mismatch_metrics)
+CONDITIONAL += (old_deepep, role_settings, warm_up)

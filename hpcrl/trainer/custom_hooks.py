@@ -2,7 +2,8 @@
 Names and meanings are slime's.
 
 Invariants: every rank calls each hook at the same place; whatever a hook raises becomes an error that names its option;
-a loss mask may lose tokens and never gain one, and the loss is then that of the remaining tokens, in every layout.
+a loss mask may lose tokens and never gain one, and the loss is then that of the remaining tokens, in every layout, each
+with the weight that it had before: 1 / (trained tokens of its response as they came), as in slime.
 """
 
 from __future__ import annotations

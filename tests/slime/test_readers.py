@@ -8,12 +8,23 @@ from pathlib import Path
 import pytest
 
 from hpcrl.slime import readers
+from hpcrl.slime.arguments import translate
+from hpcrl.slime.verbatim import summary
 
 
 def reading(name: str, flag: str, **given: str) -> tuple[str, tuple[str, ...]]:
     words = {key.replace("_", "-"): tuple(value.split()) for key, value in given.items()}
     found = readers.READERS[name](flag, words)
     return found.outcome, found.words
+
+
+@pytest.mark.parametrize(("share", "said"), [("0.9", True), ("1", False), ("1.0", False)])
+def test_top_p_changes_the_gradient(share: str, said: bool) -> None:
+    """slime trains on the distribution of the tokens that top-p leaves: a script with it imports with a line."""
+    found = translate(["--rollout-top-p", share])
+    assert found.values["rollout_top_p"] == float(share)
+    lines = [line for line in summary(found) if "--rollout-top-p" in line]
+    assert [("the gradient is another" in line) for line in lines] == [True] * said
 
 
 def test_a_held_out_set_without_a_name() -> None:

@@ -105,9 +105,7 @@ class EvalOptions(Base):
     eval_max_response_len: int | None = opt(
         None, "tokens of a response there; default --rollout-max-response-len", "slime", ge=1
     )
-    eval_max_prompt_len: int | None = opt(
-        None, "tokens of a prompt there; default --rollout-max-prompt-len", "slime", ge=1
-    )
+    eval_max_prompt_len: int | None = opt(None, "tokens of a prompt there; default: any number", "slime", ge=1)
     eval_max_context_len: int | None = opt(
         None, "prompt and response together there; default --rollout-max-context-len", "slime", ge=2
     )

@@ -50,12 +50,14 @@ eval:
     flags = {
         "eval_temperature": 0.7,
         "eval_max_response_len": 5,
+        "rollout_max_context_len": 60,
         "rollout_max_prompt_len": 3,
         "rollout_stop_token_ids": [4],
     }
     own, plain = sets(tmp_path, text, **flags, input_key="q", n_samples_per_eval_prompt=6)
     assert (own.temperature, plain.temperature, own.top_p, own.stop) == (0.1, 0.3, 0.5, ("x",))
-    assert (own.max_response_len, plain.max_response_len, plain.max_prompt_len) == (7, 5, 3)
+    assert (own.max_response_len, plain.max_response_len, plain.max_context_len) == (7, 5, 60)
+    assert plain.max_prompt_len is None, "as in slime: what training leaves out is evaluated all the same"
     assert (own.stop_token_ids, plain.stop_token_ids) == ((9,), (4,))
     assert (own.input_key, own.n_samples, own.metadata_overrides) == ("q", 6, {"a": 1})
     assert [word.name for word in own.rewards] == ["math"] and [word.weight for word in plain.rewards] == [1.0, 2.0]
