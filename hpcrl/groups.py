@@ -76,8 +76,7 @@ def planned(options: Options) -> dict[str, Groups]:
 
 
 def describe(options: Options, plan: Plan) -> str:
-    """The groups as text, a line each: kind, ranks, and the hosts that a group spans; then who sends weights to
-    whom."""
+    """The groups as text, a line each: kind, ranks, and the hosts that a group spans."""
     if options.debug_rollout_only:
         return "nothing is trained: no groups, and no weights are sent"
     found = planned(options)

@@ -74,3 +74,4 @@ def test_plan_marks_groups_across_hosts(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\nc slots=1\n")
     assert main(["plan", str(tmp_path / "r.toml"), "--hostfile", str(tmp_path / "hosts")]) == 2
     assert "engines of --rollout-num-gpus-per-engine 2 slots do not fit" in capsys.readouterr().err
+    assert "rank 0 ->" not in out, "who sends weights to whom is said once, by the estimate of an update"

@@ -79,13 +79,10 @@ class CheckpointWriter:
     """A forked process that writes this rank's part of a checkpoint, from memory as it is at the fork.
 
     A process is forked from one with threads, of which it has none: a lock that one of them held is held for ever, in
-    whatever library. One that stands still is therefore ended, and has failed.
-
-    Args:
-        patience: seconds after which one that does nothing stands still.
+    whatever library. One that stands still for PATIENCE seconds is therefore ended, and has failed.
     """
 
-    def __init__(self, request: Any, patience: float = PATIENCE) -> None:
+    def __init__(self, request: Any) -> None:
         _, buckets, self.results = request.async_fn_args
         if request.preload_fn is not None:
             # GPU tensors into host memory; those on the CPU are shared until one side writes
