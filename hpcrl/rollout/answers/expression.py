@@ -16,18 +16,15 @@ import re
 from fractions import Fraction
 from typing import Any
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
+from hpcrl.rollout.answers.latex import word_set
 
 Tree = tuple[Any, ...]
 LONGEST = 2000  #: characters of an expression that is read
 DEEPEST = 40  #: brackets in brackets, roots in roots
 MOST = 200  #: operations, which bounds the depth of the tree as well
 
-FUNCTIONS = _words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp")
-GREEK = _words(
+FUNCTIONS = word_set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp")
+GREEK = word_set(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
     "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar"
 )

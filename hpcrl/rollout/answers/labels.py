@@ -12,6 +12,7 @@ most, whatever the text.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hpcrl.errors import DataError, UsageError
@@ -108,18 +109,21 @@ PAIRS = (
 
 def check() -> None:
     """UsageError names the pair that is judged wrongly, and the versions.  ImportError if a package is missing."""
-    for answer, label, truth in PAIRS:
+    check_pairs(equivalent, PAIRS, "the packages that compare answers")
+
+
+def check_pairs(judge: Callable[[str, str], bool], pairs: Iterable[tuple[str, str, bool]], who: str) -> None:
+    """The same of any judge of (answer, label)."""
+    for answer, label, truth in pairs:
         try:
-            found = equivalent(answer, label)
+            found = judge(answer, label)
         except ImportError:
             raise
         except Exception as error:
-            raise _broken(f"raise {type(error).__name__}: {error} on {answer} and {label}") from error
+            raise _broken(f"{who} raise {type(error).__name__}: {error} on {answer} and {label}") from error
         if found != truth:
-            raise _broken(f"call {answer} and {label} {'the same' if found else 'different'}")
+            raise _broken(f"{who} call {answer} and {label} {'the same' if found else 'different'}")
 
 
 def _broken(what: str) -> UsageError:
-    return UsageError(
-        f"the packages that compare answers {what}", f"installed are {calculus.versions()}; see docs/rewards.md"
-    )
+    return UsageError(what, f"installed are {calculus.versions()}; see docs/rewards.md")

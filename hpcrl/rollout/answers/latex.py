@@ -11,7 +11,7 @@ import re
 import unicodedata
 
 
-def _words(text: str) -> frozenset[str]:
+def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
@@ -26,12 +26,14 @@ _SYMBOLS = {
     "ε": r"\epsilon ", "Δ": r"\Delta ", "′": "'", "’": "'", "‘": "'", "“": '"', "”": '"', "…": r"\ldots ",
     "∠": r"\angle ", "△": r"\triangle ", "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
     "⌈": r"\lceil ", "⌉": r"\rceil ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
-    "ℂ": r"\mathbb{C}", "€": r"\euro ", "£": r"\pound ", "％": "%", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}",
-    "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}",
-    "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}", "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}",
-    "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+    "ℂ": r"\mathbb{C}", "％": "%", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
+    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}",
+    "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}", "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}",
+    "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
 }  # fmt: skip
-_TRANSLATION = str.maketrans(_SYMBOLS)
+#: signs of money that become commands of these names; ¥ stands for yen and yuan
+MONEY = dict(re.findall(r"(\S)(\w+)", "$dollar €euro £pound ¥yen ₹rupee ₩won ₽ruble ¢cent ₺lira ₫dong ₱peso ₪shekel"))
+_TRANSLATION = str.maketrans(_SYMBOLS | {sign: f"\\{name} " for sign, name in MONEY.items() if sign != "$"})
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 _LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
 _RAISED_RUN, _LOWERED_RUN = (re.compile(f"[{''.join(table)}]+") for table in (_RAISED, _LOWERED))
@@ -44,20 +46,21 @@ _NAMES = {
     "colon": ":", "dbinom": "binom", "tbinom": "binom", "infin": "infty", "varnothing": "emptyset",
     "degree": "^\\circ", "degrees": "^\\circ", "dots": "ldots", "cdots": "ldots", "land": "and", "lor": "or",
     "varphi": "phi", "varepsilon": "epsilon", "vartheta": "theta", "Reals": "mathbb{R}", "arcsec": "arcsec",
-    "tg": "tan", "ctg": "cot", "cosec": "csc", "textdollar": "$", "percent": "%", "union": "cup", "bigcup": "cup",
+    "tg": "tan", "ctg": "cot", "cosec": "csc", "textdollar": "$", "EUR": "euro", "texteuro": "euro", "pounds": "pound",
+    "textsterling": "pound", "textyen": "yen", "percent": "%", "union": "cup", "bigcup": "cup",
     "bigcap": "cap", "isin": "in", "overbar": "overline", "bar": "overline",
 }  # fmt: skip
-_GONE = _words(
+_GONE = word_set(
     "boxed fbox left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle "
     "scriptstyle limits nolimits quad qquad thinspace medspace thickspace enspace hfill hspace vspace bf rm it em sf "
     "tt large Large small normalsize"
 )
-_TEXT = _words(
+_TEXT = word_set(
     "text textbf textit textrm textsf texttt textnormal textup mathrm mathbf mathit mathsf mathtt mbox hbox "
     "operatorname bm boldsymbol emph underline mathnormal"
 )
 #: words that mean commands where the backslash is missing
-_WORDS = _words(
+_WORDS = word_set(
     "sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp infty theta alpha beta lambda pm "
     "cdot times frac"
 )
@@ -67,16 +70,18 @@ _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|[ ~]|\\,|\\;|\\ |\\!|(?:\\
 _SPACING = re.compile(r"(?<!\\)\\[,;:!> ]|~|&nbsp;")
 _INFIX = re.compile(r"\{([^{}]*)\\(choose|over)(?![a-zA-Z])([^{}]*)\}")
 _PHANTOM = re.compile(r"\\[hv]?phantom ?\{[^{}]*\}")
-_MONEY_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\s*\{\s*\\dollar\s*\}")
+_MONEY_TEXT = re.compile(rf"\\(?:text|mathrm|textbf)\s*\{{\s*(\\(?:{'|'.join(MONEY.values())}))\s*\}}")
 _SPACES = re.compile(r"\s+")
 _ENDING = re.compile(r"[\s.,;:]+$")
-_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
-_BASES |= {"twelve": 12, "sixteen": 16}
+_BASE_NAMES = "two three four five six seven eight nine ten twelve sixteen"
+_BASES = dict(zip(_BASE_NAMES.split(), (*range(2, 11), 12, 16), strict=True))
 _BASE_WORD = re.compile(rf"_\s*\{{?\s*\\text\{{\s*({'|'.join(_BASES)})\s*\}}\s*\}}?")
+_BOLD = re.compile(r"\s*\*\*([^*]+)\*\*\s*")
 
 
 def normalise(text: str) -> str:
     """The one spelling of `text`."""
+    text = bold[1] if (bold := _BOLD.fullmatch(text)) else text
     text = _RAISED_RUN.sub(lambda m: "^{" + "".join(_RAISED[c] for c in m[0]) + "}", text)
     text = _LOWERED_RUN.sub(lambda m: "_{" + "".join(_LOWERED[c] for c in m[0]) + "}", text)
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).translate(_TRANSLATION)
@@ -88,7 +93,7 @@ def normalise(text: str) -> str:
     text = text.replace("$", " ").replace("\\%", "%")
     text = _INFIX.sub(lambda m: f"\\{'binom' if m[2] == 'choose' else 'frac'}{{{m[1]}}}{{{m[3]}}}", text)
     text = _GROUPED.sub(lambda m: re.sub(r"\D", "", m[0]), text).replace("{,}", ",")
-    text = _SPACING.sub(" ", _PHANTOM.sub("", _MONEY_TEXT.sub(r"\\dollar ", text)))
+    text = _SPACING.sub(" ", _PHANTOM.sub("", _MONEY_TEXT.sub(r"\1 ", text)))
     text = _COMMAND.sub(_command, text)
     text = _PLAIN_WORD.sub(_plain_word, text)
     text = _BASE_WORD.sub(lambda m: f"_{{{_BASES[m[1]]}}}", text)

@@ -13,10 +13,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
+from hpcrl.rollout.answers.latex import MONEY, word_set
 
 _LENGTH = "length"
 _MASS = "mass"
@@ -39,7 +36,7 @@ def _table() -> dict[str, tuple[str, Fraction]]:
         (_TIME, "86400", "day"), (_TIME, "604800", "week"), ("months", "1", "month"), ("months", "12", "yr year"),
         (_VOLUME, "1", "l liter litre"), (_VOLUME, "0.001", "ml milliliter millilitre"), (_MONEY, "1", "dollar usd"),
         (_MONEY, "0.01", "cent"), ("euro", "1", "euro eur"), ("sterling", "1", "gbp"), (_ANGLE, "1", "degree deg"),
-        ("percent", "1", "percent percentage"),
+        ("yen", "1", "yen yuan jpy cny rmb"), ("percent", "1", "percent percentage"),
     ]  # fmt: skip
     return {word: (dimension, Fraction(factor)) for dimension, factor, words in rows for word in words.split()}
 
@@ -47,17 +44,29 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 _UNITS = _table()
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 #: behind a number these change what is said, so they are not units
-_NO_UNIT = _words(
+_NO_UNIT = word_set(
     "is are was be or and not no nor more less than least most if except never mod modulo times over under above below "
     "about approximately to from by minus plus squared cubed remainder only between greater fewer each equals"
 )
 _TRAILING_TEXT = re.compile(r"\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?\s*([23])\s*\}?)?$")
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ ?\s*\}?\s*(\\text\{\s*[CF]\s*\}|[CF])?$")
 _TRIGONOMETRY = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)\b")
-_GLUED = _words("cm mm km kg mg ml ft lb")  #: what is a unit also right behind a digit
+_GLUED = word_set("cm mm km kg mg ml ft lb")  #: what is a unit also right behind a digit
 _PRODUCTS = (frozenset("wxyz"), frozenset("abc"))  #: letters that side by side are a product
 _PLAIN = re.compile(r"(?<=[\d)}])(\s*)([A-Za-z][A-Za-z./ ]*?)\s*(?:\^\s*\{?\s*([23])\s*\}?)?$")
-_MONEY_SIGN = re.compile(r"^([+-]?)\s*\\(dollar|euro|pound) ?\s*")
+_SIGN = "|".join(MONEY.values())
+_MONEY_SIGN = re.compile(rf"([+-]?)\s*\\({_SIGN}) ?(.+)|(.*[\d)}}])\s*\\({_SIGN}) ?", re.DOTALL)
+#: Chinese for a unit -> ours; what counts things is a word of its own
+_CHINESE = dict(
+    re.findall(
+        r"([^\x00-\x7f]+)(\w+)",
+        "千米km 公里km 厘米cm 毫米mm 分米dm 米m 千克kg 公斤kg 毫克mg 克g 吨tonne 小时hour 时hour 分钟min 分min 秒s "
+        "天day 日day 星期week 周week 个月month 月month 年year 毫升ml 升l 美元dollar 欧元euro 英镑gbp 人民币yuan "
+        "日元yen 元yuan 度degree 平方square 立方cubic 每per 个item 人person 次occasion 本copy 只head 件piece 岁year",
+    )
+)
+_CHINESE_UNIT = re.compile("|".join(_CHINESE))
+_CHINESE_BEHIND = re.compile(r"(.*[\d)}])\s*(?:\\text\s*\{\s*)?([\u4e00-\u9fff/]+)\s*\}?")
 _WORD = re.compile(r"([A-Za-z]+)\.?\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?|(/)|(%)")
 
 
@@ -83,10 +92,12 @@ PERCENT = Unit((("percent", 1),), Fraction(1))
 
 def split_unit(text: str) -> tuple[str, Unit | None, int]:
     """(the number, its unit if it has one, what words such as million multiply it by) of a normalised text."""
-    if found := _MONEY_SIGN.match(text):
-        sign = {"dollar": "dollar", "euro": "euro", "pound": "gbp"}[found[2]]
-        head, _, scale = split_unit(found[1] + text[found.end() :])
-        return head, read_unit(sign), scale
+    if found := _MONEY_SIGN.fullmatch(text):
+        sign = found[2] or found[5]
+        head, _, scale = split_unit(found[1] + found[3] if found[2] else found[4])
+        return head, read_unit("gbp" if sign == "pound" else sign), scale
+    if (found := _CHINESE_BEHIND.fullmatch(text)) and _numeric(found[1]):
+        return _with_words(found[1], _CHINESE_UNIT.sub(lambda unit: f" {_CHINESE[unit[0]]} ", found[2]), None, text)
     if text.endswith("%"):
         return text[:-1].rstrip(), PERCENT, 1
     if (found := _DEGREES.search(text)) and not _TRIGONOMETRY.search(text):

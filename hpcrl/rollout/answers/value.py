@@ -18,11 +18,7 @@ from typing import Any
 import mpmath
 
 from hpcrl.rollout.answers.expression import Tree, Unknown, symbols
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
+from hpcrl.rollout.answers.latex import word_set
 
 DIGITS = 120
 BITS = 20_000  #: of a rational number's numerator or denominator at most
@@ -221,7 +217,7 @@ _OPERATIONS: dict[str, Callable[..., Value]] = {
     "deg": lambda a: _mp(a) * _MP.pi / 180,
     "abs": lambda a: abs(a),
 }
-_PERIODIC = _words("sin cos tan cot sec csc")
+_PERIODIC = word_set("sin cos tan cot sec csc")
 _NATURAL: dict[str, Callable[[Any], Any]] = {
     **{name: getattr(_MP, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp")},
     **{f"arc{name}": getattr(_MP, f"a{name}") for name in ("sin", "cos", "tan")},

@@ -7,10 +7,9 @@ says so. Only its LaTeX grammar is used: what it does with plain expressions end
 from __future__ import annotations
 
 from hpcrl.config.options import Options
-from hpcrl.errors import UsageError
 from hpcrl.rollout.answers import calculus
 from hpcrl.rollout.answers.labels import boxed as find_boxed
-from hpcrl.rollout.answers.labels import right_answers
+from hpcrl.rollout.answers.labels import check_pairs, right_answers
 from hpcrl.sample import Sample
 
 LONGEST = 2000  #: characters of an answer that is read
@@ -35,17 +34,5 @@ def boxed(content: str) -> str:
 
 def check() -> None:
     """Raise UsageError if the installed math-verify gets what it should not get wrong."""
-    for answer, label, truth in (("1/2", "0.5", True), (r"\{1,2\}", r"\{2,1\}", True), ("1/3", "0.5", False)):
-        try:
-            found = _same(label, answer)
-        except ImportError:
-            raise
-        except Exception as error:
-            raise UsageError(
-                f"math-verify raises {type(error).__name__}: {error}", f"installed are {calculus.versions()}"
-            ) from error
-        if found != truth:
-            raise UsageError(
-                f"math-verify calls {answer} and {label} {'equal' if found else 'different'}",
-                f"installed are {calculus.versions()}",
-            )
+    pairs = (("1/2", "0.5", True), (r"\{1,2\}", r"\{2,1\}", True), ("1/3", "0.5", False))
+    check_pairs(lambda answer, label: _same(label, answer), pairs, "the functions of math-verify")

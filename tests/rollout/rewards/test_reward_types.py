@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import time
 import types
 from typing import Any
 
@@ -77,6 +78,21 @@ def worth(
         ("dapo", "Answer: 34\n" + "x" * 288, "34", 1),
         ("dapo", r"Answer: \boxed 34", "34", 1),
         ("dapo", "Answer: cab", "abc", -1),
+        ("dapo", "Answer:\n34", "34", 1),
+        ("dapo", "**Answer:**\n\n\\[ 34 \\]", "34", 1),
+        ("dapo", "Answer: \n$\\boxed{34}$", "34", 1),
+        ("dapo", "Answer:\n\\[\n34\n\\]", "34", 1),
+        ("dapo", "Answer：`34`</s>", "34", 1),
+        ("dapo", "Answer:\r\n34\r\n", "34", 1),
+        ("dapo", "Answer: The value is $34$.", "34", 1),
+        ("dapo", "Answer: $33$ or $34$", "34", -1),
+        ("dapo", "Answer: 30 + 4 = 34", "34", 1),
+        ("dapo", "Answer: 34 = 35", "34", -1),
+        ("dapo", "Answer: x >= 34", "34", -1),
+        ("dapo", "Answer: y = 5", "x = 5", -1),
+        ("dapo", "Answer: 2**3", "23", -1),
+        ("dapo", "Answer: $Answer", "34", -1),
+        ("math", r"\boxed{**73**}", "73", 1),
         ("math", r"\boxed{cab}", "abc", 0),
         ("math", r"\boxed{1\!,\!234}", 1234, 1),
         ("math", r"\boxed 5", 5, 1),
@@ -132,6 +148,36 @@ def test_dapo_object_and_reward_key() -> None:
         ("C", "C"),
         ("I would say: B", "B"),
         ("I'm sure it is B. I've checked.", "B"),
+        ("The answer is C. Choice A would need more energy.", "C"),
+        ("So option (C) is correct, not option (A).", "C"),
+        ("Option C is correct; option A ignores friction.", "C"),
+        ("The answer is A. Option C is ruled out by energy conservation.", "A"),
+        ("Answer: A\nWhy not choice C? It violates symmetry.", "A"),
+        ("Option A is wrong. Option B is impossible. Option C fits.", "C"),
+        ("not (A), but (C)", "C"),
+        ("I don't think the answer is A. It is D", "D"),
+        ("Neither A nor B. It is D.", "D"),
+        ("Rule out A and B, leaving C.", "C"),
+        ("It is not hard to see that the answer is C.", "C"),
+        ("C isn't possible, so D", "D"),
+        ("The answer is not A.", None),
+        ("The answer is B, A is wrong", "B"),
+        ("答案是B", "B"),
+        ("正确选项为B。", "B"),
+        ("所以选B", "B"),
+        ("答案为（Ｂ）", "B"),
+        ("选项B正确", "B"),
+        ("A不正确，B正确", "B"),
+        ("不选A，选C", "C"),
+        ("The answer is A or B.", gpqa.OPEN),
+        ("Answer: A, B", gpqa.OPEN),
+        ("Answer: A/B/C/D", gpqa.OPEN),
+        ("A and C are correct", gpqa.OPEN),
+        ("option A, option B, option C", gpqa.OPEN),
+        ("The answer is a matter of taste", None),
+        ("B. A cell needs energy, I think", "B"),
+        ("answer: a", "A"),
+        ("It must be A because of that", "A"),
         ("nothing", None),
         ("", None),
     ],
@@ -165,6 +211,12 @@ def test_the_letter_that_a_response_chooses(response: str, chosen: str | None) -
         ("Answer: D", 3, {"valid_letters": ["a", "b", "c", "d"]}, 1),
         ("Answer: D", 4, {"valid_letters": ["a", "b", "c", "d"]}, 0),
         ("Answer: D", 3, {"choices": ["red", "blue", "no shift"]}, 0),
+        ("Answer: C", "2", {}, 1),
+        ("Answer: B", "2", {"choices": ["1", "2", "3"]}, 1),
+        ("Answer: C", 2, {"choices": ["1", "2", "3"]}, 1),
+        ("Answer: C", 2.5, {}, 0),
+        ("Answer: A or C", "C", {}, 0),
+        ("blue or no shift", "C", {"choices": ["red", "blue", "no shift"]}, 0),
         ("so  No, Shift!", "C", {"choices": ["red", "blue", "no shift"]}, 1),
         ("so shift", "C", {"choices": ["red", "blue", "no shift"]}, 0),
         ("Answer: A", " RED ", {"choices": ["red", "blue", "no shift"]}, 1),
@@ -181,6 +233,14 @@ def test_the_letter_that_a_response_chooses(response: str, chosen: str | None) -
 def test_gpqa(response: str, label: Any, metadata: dict[str, Any], value: float) -> None:
     assert worth("gpqa", response, label, **metadata) == value
     assert worth("boxed_gpqa", r"Answer: Z \boxed{B}", "B") == 1
+
+
+def test_gpqa_reads_long_texts_at_once() -> None:
+    """Letters, cues and blanks by the thousand cost little time."""
+    begun = time.process_time()
+    for text in ("A " * 20000, "A,B" + " " * 99999 + "b", "answer" + " " * 99999, "not " * 9999 + "A", "A is " * 9999):
+        gpqa.choice(text, "ABCD")
+    assert time.process_time() - begun < 20
 
 
 def test_random_is_a_fair_coin_that_repeats() -> None:
