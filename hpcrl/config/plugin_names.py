@@ -112,9 +112,9 @@ def plugin_names() -> tuple[str, ...]:
 
 
 def declared(name: str) -> dict[str, Any]:
-    """The constants that a reward's file declares: NEEDS_LABEL (default true), KEYS (of its result; default none),
-    CONFINED (default true)."""
-    return REWARDS.literals(name, {"NEEDS_LABEL": True, "KEYS": (), "CONFINED": True})
+    """The constants that a reward's file declares (`hpcrl/rollout/rewards/__init__.py`)."""
+    defaults = {"LABELS": ("text", "number", "truth", "list"), "METADATA": (), "KEYS": (), "CONFINED": True}
+    return REWARDS.literals(name, defaults)
 
 
 def read_words(rm_type: str | Sequence[str] | None) -> tuple[RewardWord, ...]:
@@ -171,7 +171,13 @@ def _hint(name: str) -> str:
 
 def needing_labels(words: Sequence[RewardWord]) -> list[str]:
     """Those of the rewards that compare with a label."""
-    return [item.word for item in words if item.file and declared(item.file)["NEEDS_LABEL"]]
+    return [item.word for item in words if item.file and needs_label(item.file)]
+
+
+def needs_label(file: str) -> bool:
+    """Whether a reward's file compares with a label in every row."""
+    said = declared(file)
+    return bool(said["LABELS"]) and not said["METADATA"]
 
 
 def check_key(words: Sequence[RewardWord], key: str, flag: str) -> None:

@@ -6,13 +6,15 @@ can be rendered, unless the chat template itself refuses it, and be graded, as f
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.config.eval_sets import EvalSet
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_names import RewardWord, declared, file_of, needing_labels, read_words
+from hpcrl.config.plugin_names import RewardWord, declared, file_of, needs_label, read_words
 from hpcrl.config.rules.data import label_key
 from hpcrl.errors import DataError
 from hpcrl.harbor.rows import METADATA, PROMPT, TaskRows
@@ -31,6 +33,7 @@ class Keys:
 
     Attributes:
         label_needed: the reward compares with it (or it is learned).
+        rewards: the files of hpcrl's rewards that grade a row whose metadata names none.
         own_types: the metadata's rm_type takes the reward's place.
         learned: the keys of responses that are learned, or, with `conversation`, none of them: then the prompt is a
             whole conversation, whose assistant turns are learned.
@@ -42,6 +45,7 @@ class Keys:
     tools: str = "tools"
     chat_template: bool = False
     label_needed: bool = False
+    rewards: tuple[str, ...] = ()
     own_types: bool = True
     learned: tuple[str, ...] = ()
     conversation: bool = False
@@ -54,13 +58,15 @@ class Keys:
             UsageError: if a label is needed and no key is given.
         """
         learns, label = options.learns_labels, label_key(options)
+        rewards = () if learns or options.custom_rm_path is not None else files_of(read_words(options.rm_type))
         return cls(
             options.input_key,
             label,
             options.metadata_key,
             options.tool_key,
             options.apply_chat_template,
-            label_needed=learns or needs_label(options, read_words(options.rm_type)),
+            label_needed=learns or any(map(needs_label, rewards)),
+            rewards=rewards,
             own_types=options.custom_rm_path is None,
             learned=tuple(key for key in (label, options.rejected_key) if key is not None) if learns else (),
             conversation=learns and label is None,
@@ -76,6 +82,7 @@ class Keys:
             held.tool_key,
             held.apply_chat_template,
             label_needed=held.needs_label,
+            rewards=files_of(held.rewards),
             own_types=held.own_types,
         )
 
@@ -96,9 +103,9 @@ def keys_in(rows: PromptRows, keys: Keys) -> Keys:
     return Keys(PROMPT, None, METADATA, chat_template=keys.chat_template, own_types=False)
 
 
-def needs_label(options: Options, words: Sequence[RewardWord]) -> bool:
-    """Whether a reward compares with the label, as far as that is known."""
-    return options.custom_rm_path is None and bool(needing_labels(words))
+def files_of(words: Sequence[RewardWord]) -> tuple[str, ...]:
+    """The files of hpcrl's own among these rewards."""
+    return tuple(item.file for item in words if item.file)
 
 
 @dataclass(frozen=True)
@@ -129,21 +136,31 @@ def read_row(where: str, row: dict[str, Any], keys: Keys) -> PromptRow:
     label = _label(where, row, keys, metadata)
     for key in keys.learned[1:]:
         _wanted(where, row, key, "--rejected-key")
-    for key in keys.learned:
-        if isinstance(row[key], bool) or not isinstance(row[key], str | int | float):
+    learned = tuple(_value(row, key) for key in keys.learned)
+    for key, value in zip(keys.learned, learned, strict=True):
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
             said = "the label" if key == keys.label else f"the worse response ({key!r})"
-            raise DataError(f"{where}: {said} is neither text nor a number but {kind_of_json(row[key])}")
+            raise DataError(f"{where}: {said} is neither text nor a number but {kind_of_json(value)}")
     raw = _wanted(where, row, keys.input, "--input-key")
     text, messages = _prompt(where, raw, keys)
     tools = _tools(where, row, keys)
-    return PromptRow(raw, text, messages, label, metadata, tools, tuple(row[key] for key in keys.learned))
+    return PromptRow(raw, text, messages, label, metadata, tools, learned)
+
+
+def _value(row: dict[str, Any], key: str) -> Any:
+    """What a row has for a key: of a.b, unless it is a key itself, the key b of the object a."""
+    head, dot, rest = key.partition(".")
+    if key in row or not dot or not isinstance(row.get(head), dict):
+        return row.get(key)
+    return _value(row[head], rest)
 
 
 def _wanted(where: str, row: dict[str, Any], key: str, flag: str) -> Any:
-    if row.get(key) is None:
+    value = _value(row, key)
+    if value is None:
         what = f"{key!r} is null" if key in row else f"no key {key!r}"
         raise DataError(f"{where}: {what}", f"its keys are {', '.join(sorted(row))}; {flag} chooses one")
-    return row[key]
+    return value
 
 
 def _metadata(where: str, row: dict[str, Any], keys: Keys) -> dict[str, Any]:
@@ -157,14 +174,54 @@ def _metadata(where: str, row: dict[str, Any], keys: Keys) -> dict[str, Any]:
 
 def _label(where: str, row: dict[str, Any], keys: Keys, metadata: dict[str, Any]) -> Any:
     """The label: text, a number, true or false, a list, an object; null where the row's reward compares with none."""
-    if keys.label is None:
-        return None
     own = metadata.get("rm_type") if keys.own_types else None
-    file = file_of(own.strip()) if isinstance(own, str) else None
-    needed = bool(declared(file)["NEEDS_LABEL"]) if file and not keys.learned else keys.label_needed
-    if needed or (keys.label not in row and file is None):
+    file = file_of(own.strip()) if isinstance(own, str) and not keys.learned else None
+    label = None if keys.label is None else _value(row, keys.label)
+    if label is None and (needs_label(file) if file else keys.label_needed and not keys.conversation):
+        _wanted(where, row, keys.label or "label", "--label-key")
+    elif label is None and keys.label is not None and keys.label not in row and file is None:
         _wanted(where, row, keys.label, "--label-key")
-    return row.get(keys.label)
+    for name in (file,) if file else keys.rewards:
+        _gradable(where, label, name, keys, metadata)
+    return label
+
+
+def _gradable(where: str, label: Any, reward: str, keys: Keys, metadata: dict[str, Any]) -> None:
+    """Raise DataError for a row that the reward could not find right, whatever the response."""
+    said = declared(reward)
+    if any(metadata.get(key) for key in said["METADATA"]):
+        return
+    if label is None and said["METADATA"]:
+        more = " and no label" if said["LABELS"] else ""
+        keys_wanted = " or ".join(said["METADATA"])
+        raise DataError(f"{where}: the metadata has no {keys_wanted}{more}: the reward {reward} needs one")
+    if said["LABELS"] and (fault := label_fault(label, said["LABELS"])):
+        hint = "write the answer as text or a number, or leave the row out"
+        if isinstance(label, dict) and label:
+            inner = "ground_truth" if "ground_truth" in label else next(iter(label))
+            hint = f"name what is in it: --label-key {keys.label}.{inner}"
+        elif "written as text" in fault:
+            hint = "write it as JSON: a list of labels, of which each is right"
+        raise DataError(
+            f"{where}: the label {keys.label!r} is {fault}: no answer to the reward {reward} is right", hint
+        )
+
+
+def label_fault(label: Any, kinds: Sequence[str]) -> str:
+    """Why no answer can match a label, where a reward declares these kinds as its LABELS; "" if one can."""
+    if isinstance(label, list) and "list" in kinds:
+        faults = (f"a list with {fault}" for item in label if (fault := label_fault(item, kinds)))
+        return next(faults, "") if label else "an empty list"
+    kind = {str: "text", bool: "truth", int: "number", float: "number"}.get(type(label))
+    if kind not in kinds:
+        return kind_of_json(label)
+    if isinstance(label, float) and not math.isfinite(label):
+        return f"{label:g}, a missing value"
+    if isinstance(label, str) and not label.rpartition("####")[2].strip():
+        return "empty text"
+    if isinstance(label, str) and "json" not in kinds and (found := re.match(r"\s*([\[{])\s*[\"']", label)):
+        return f"{'a list' if found[1] == '[' else 'an object'} written as text"
+    return ""
 
 
 def _prompt(where: str, prompt: Any, keys: Keys) -> tuple[str | None, Messages | None]:

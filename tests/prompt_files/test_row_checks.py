@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.config.plugin_names import read_words
+from hpcrl.config.plugin_names import declared, plugin_names
 from hpcrl.config.prompt_words import read_word
 from hpcrl.errors import DataError
-from hpcrl.prompt_files.row_checks import Keys, needs_label, read_row
+from hpcrl.prompt_files.row_checks import Keys, read_row
 from hpcrl.prompt_files.rows import first_rows, kind_of_json, open_rows
 
 CHAT = Keys("q", "a", "m", "t", chat_template=True, label_needed=True)
@@ -109,7 +109,69 @@ def test_keys_of_a_run(flags: dict[str, Any], needed: bool | None, conversation:
     assert keys.conversation is conversation and keys.own_types is ("custom_rm_path" not in flags)
     if needed is not None:
         assert (keys.label_needed, keys.learned) == (needed, learned)
-    assert needs_label(options, read_words("math")) is ("custom_rm_path" not in flags)
+    assert keys.rewards == ((flags["rm_type"],) if "rm_type" in flags and "custom_rm_path" not in flags else ())
+
+
+NAN = float("nan")
+#: labels that no answer can match, and what is said of them
+UNMATCHED = [
+    ("", "empty text"), ("  \n", "empty text"), ("so 7 ####  ", "empty text"), ([], "an empty list"), (["7", ""], "empty text"),
+    (["7", None], "a list with null"), (NAN, "nan"), (float("inf"), "inf"), ({"ground_truth": "7"}, "an object"),
+    ({}, "an object"), (["7", {}], "a list with an object"), ("['7']", "a list written as text"),
+    (' ["7"]', "a list written as text"), ('{"ground_truth": "7"}', "an object written as text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reward", plugin_names())
+def test_labels_that_no_answer_can_match(reward: str) -> None:
+    """Every reward of hpcrl's that looks at labels refuses those that no answer can match, in whatever way it is
+    named; a function of the user's takes anything."""
+    keys = Keys("q", "a", rewards=(reward,))
+    named = {"metadata": {"rm_type": f" boxed_{reward} "}}
+    for label, said in UNMATCHED:
+        taken = not declared(reward)["LABELS"] or ("written" in said and "json" in declared(reward)["LABELS"])
+        if reward == "ifbench":
+            continue
+        for row, given in (({"q": "x", "a": label}, keys), ({"q": "x", "a": label} | named, Keys("q", "a"))):
+            if taken:
+                read_row("f, line 3", row, given)
+                continue
+            with pytest.raises(DataError, match="f, line 3: ") as error:
+                read_row("f, line 3", row, given)
+            told = said if not isinstance(label, list) or reward != "gpqa" else "is a list"  # of which it takes none
+            assert told in str(error.value), label
+        read_row("f", {"q": "x", "a": label}, Keys("q", "a"))
+        read_row("f", {"q": "x", "a": label} | named, Keys("q", "a", own_types=False))
+    if declared(reward)["LABELS"]:
+        for label in ("7", 7, 0, "[0, 1]", r"\{1, 2\}", "so\n#### 7"):
+            assert read_row("f", {"q": "x", "a": label}, keys).label == label
+
+
+def test_what_stands_in_place_of_a_label() -> None:
+    """The metadata of gpqa and ifbench, of which a row needs one key or a label."""
+    gpqa, ifbench = (Keys("q", None, rewards=(name,)) for name in ("gpqa", "ifbench"))
+    read_row("f", {"q": "x", "metadata": {"correct_letter": "B"}}, gpqa)
+    read_row("f", {"q": "x", "metadata": {"instruction_id_list": ["a"]}}, ifbench)
+    for keys in (gpqa, ifbench):
+        with pytest.raises(DataError, match="f: .*metadata .*(letter|id_list)"):
+            read_row("f", {"q": "x"}, keys)
+    with pytest.raises(DataError, match="true or false"):
+        read_row("f", {"q": "x", "a": True}, Keys("q", "a", rewards=("gpqa",)))
+    with pytest.raises(DataError, match="--label-key"):
+        read_row("f", {"q": "x", "metadata": {"rm_type": "math"}}, Keys("q"))
+
+
+def test_a_label_inside_an_object() -> None:
+    """verl's reward_model: the error names the key of its answer, and that key is read."""
+    row = {"q": "x", "reward_model": {"style": "rule", "ground_truth": "34"}}
+    with pytest.raises(DataError, match=r"--label-key reward_model\.ground_truth"):
+        read_row("f", row, Keys("q", "reward_model", rewards=("math",)))
+    key = "reward_model.ground_truth"
+    assert read_row("f", row, Keys("q", key, rewards=("math",))).label == "34"
+    assert read_row("f", row | {key: "35"}, Keys("q", key, rewards=("math",))).label == "35"
+    with pytest.raises(DataError, match="no key 'reward_model.other'"):
+        read_row("f", row, Keys("q", "reward_model.other", label_needed=True))
+    assert read_row("f", {"q": "x", "r": {"a": 1, "b": 2}}, Keys("q", "r.a", learned=("r.a", "r.b"))).learned == (1, 2)
 
 
 KINDS = [("x", "text"), (True, "true or false"), (1, "a number"), (0.5, "a number"), ([], "a list"), ({}, "an object")]

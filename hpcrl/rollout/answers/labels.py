@@ -2,7 +2,7 @@ r"""What a label says the right answers are, whether an answer is one of them, a
 text.
 
 A label is text, a number, true or false, or a list of them: then each is right.  Where a text label has a \boxed{...},
-that is the answer.
+that is the answer, else what follows #### (GSM8K).
 
 Invariants: a package that reads or compares otherwise than this code expects is an error that names the versions, at
 the start (`check`), and not a run whose rewards are all 0.  A box is found in one pass over the last TAIL characters at
@@ -82,7 +82,7 @@ def right_answers(label: Any) -> list[str]:
         raise DataError(
             f"the label is {'null' if label is None else type(label).__name__}, not an answer", "see --label-key"
         )
-    return [boxed(label) or label]
+    return [boxed(label) or label.rpartition("####")[2]]
 
 
 def is_right(answer: str | None, label: Any) -> bool:

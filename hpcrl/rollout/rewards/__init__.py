@@ -3,7 +3,9 @@
 A file `NAME.py` here is `--rm-type NAME`.  It has
 
     def reward(options, sample) -> float | dict    plain, or async if it waits for something
-    NEEDS_LABEL = False                            if it does not look at the label
+    LABELS = ("text", "number")                    the labels that an answer can match (default: text, number, truth,
+                                                   list; json: also a list or an object as text); (): it looks at none
+    METADATA = ("correct_letter", ...)             keys of the metadata of which a row must have one, or a label
     KEYS = ("score", ...)                          if it returns a dict: the keys with numbers, the reward first
     CONFINED = False                               if it needs a network, or files besides those of Python packages
     def check() -> None                            a self-check at the start: UsageError, or ImportError for a
@@ -16,6 +18,6 @@ file.
 The texts that a reward reads are a model's, and packages parse them: so its process is confined after it has loaded all
 rewards (`hpcrl/sandbox/`), unless one of them says CONFINED = False or is a custom function.
 
-Invariant: NEEDS_LABEL, KEYS and CONFINED are literals at the top of the file, because options are checked without
+Invariant: LABELS, METADATA, KEYS and CONFINED are literals at the top of the file, because options are checked without
 importing it; a file whose name begins with an underscore is not a reward.
 """

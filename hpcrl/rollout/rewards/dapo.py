@@ -12,7 +12,7 @@ import re
 from hpcrl.config.options import Options
 from hpcrl.rollout.answers import labels
 from hpcrl.rollout.answers.labels import boxed as find_boxed
-from hpcrl.rollout.answers.labels import is_right
+from hpcrl.rollout.answers.labels import is_right, right_answers
 from hpcrl.sample import Sample
 
 KEYS = ("score", "acc")
@@ -29,7 +29,8 @@ def reward(options: Options, sample: Sample) -> dict[str, float | str]:
     found = _ANSWER.findall(_MARKS.sub("", sample.response[-TAIL:]))
     answer = _answer(found[-1].strip()) if found else ""
     right = is_right(answer, sample.label)
-    if not right and "=" not in str(sample.label) and (value := _VALUE.search(answer)):
+    value = None if right else _VALUE.search(answer)
+    if value and not any("=" in text for text in right_answers(sample.label)):
         answer = value[1].strip()
         right = is_right(answer, sample.label)
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer}

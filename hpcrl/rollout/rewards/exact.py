@@ -5,6 +5,8 @@ from __future__ import annotations
 from hpcrl.config.options import Options
 from hpcrl.sample import Sample
 
+LABELS = ("text", "number", "truth", "list", "json")
+
 
 def reward(options: Options, sample: Sample) -> float:
     labels = sample.label if isinstance(sample.label, list) else [sample.label]

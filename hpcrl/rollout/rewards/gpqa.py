@@ -18,7 +18,8 @@ from hpcrl.config.options import Options
 from hpcrl.rollout.answers.labels import boxed as find_boxed
 from hpcrl.sample import Sample
 
-NEEDS_LABEL = False
+LABELS = ("text", "number")
+METADATA = ("correct_letter", "correct_answer", "answer_text")
 CLAUSE = 200  #: characters before a cue in which a word may rule its letter out
 OPEN = "\ue000"  #: stands for several letters between which a response leaves it open
 #: a sign of a word; Chinese, Japanese and Korean text has no blanks, so a letter next to it stands alone

@@ -14,7 +14,8 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.sample import Sample
 
-NEEDS_LABEL = False
+LABELS = ()
+METADATA = ("instruction_id_list",)
 CONFINED = False  #: its packages read data of their own, such as nltk's
 REGISTRIES = (
     "if_verifiable.ifbench.instructions_registry",

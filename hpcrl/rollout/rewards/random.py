@@ -10,7 +10,7 @@ import hashlib
 from hpcrl.config.options import Options
 from hpcrl.sample import Sample
 
-NEEDS_LABEL = False
+LABELS = ()
 
 
 def reward(options: Options, sample: Sample) -> float:

@@ -13,7 +13,7 @@ from hpcrl.config.options import Options
 from hpcrl.rollout.remote_server import RemoteServer
 from hpcrl.sample import Sample
 
-NEEDS_LABEL = False
+LABELS = ()
 CONFINED = False
 
 

@@ -93,6 +93,10 @@ def worth(
         ("dapo", "Answer: 2**3", "23", -1),
         ("dapo", "Answer: $Answer", "34", -1),
         ("math", r"\boxed{**73**}", "73", 1),
+        ("math", r"\boxed{7}", "2+1=3\n3+4=7\n#### 7", 1),
+        ("math", r"\boxed{3}", "2+1=3\n#### 7", 0),
+        ("dapo", "Answer: 3 + 4 = 7", "2+1=3\n#### 7", 1),
+        ("math_verify", r"\boxed{1007}", "#### 1,007", 1),
         ("math", r"\boxed{cab}", "abc", 0),
         ("math", r"\boxed{1\!,\!234}", 1234, 1),
         ("math", r"\boxed 5", 5, 1),
@@ -382,7 +386,8 @@ def test_every_file_is_a_reward() -> None:
         module = importlib.import_module(f"hpcrl.rollout.rewards.{name}")
         assert callable(module.reward) and module.__doc__.startswith(("--rm-type", "r--rm-type")), name
         assert declared(name) == {
-            "NEEDS_LABEL": getattr(module, "NEEDS_LABEL", True),
+            "LABELS": getattr(module, "LABELS", ("text", "number", "truth", "list")),
+            "METADATA": getattr(module, "METADATA", ()),
             "KEYS": getattr(module, "KEYS", ()),
             "CONFINED": getattr(module, "CONFINED", True),
         }
@@ -393,7 +398,7 @@ def test_a_new_file_joins_by_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     import hpcrl.rollout.rewards as package
 
     (tmp_path / "brief.py").write_text(
-        "NEEDS_LABEL = False\nKEYS = ()\ndef reward(options, sample):\n    return 1 / len(sample.response)\n"
+        "LABELS = ()\nKEYS = ()\ndef reward(options, sample):\n    return 1 / len(sample.response)\n"
     )
     monkeypatch.setattr(names, "REWARDS", PluginFolder(tmp_path))
     monkeypatch.setattr(package, "__path__", [str(tmp_path)])
