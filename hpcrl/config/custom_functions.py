@@ -176,14 +176,53 @@ def check_signature(
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C
         return
+    why, hint = unfit(signature, shown.rpartition(".")[2], parameters, keywords)
+    if why:
+        raise UsageError(f"{shown} {why}", hint)
+
+
+#: a parameter of other frameworks' rewards -> the form, and the page that turns it into ours
+FORMS = {"completions": ("TRL's form", "docs/from-trl.md"), "solution_str": ("verl's form", "docs/from-verl.md")}
+
+
+def unfit(
+    signature: inspect.Signature, name: str, parameters: Sequence[str], keywords: Sequence[str]
+) -> tuple[str, str]:
+    """Why the function `name` cannot be called with these, and what to do; two empty texts if it can."""
+    taken = f"takes ({', '.join(signature.parameters)})"
+    for told, (form, page) in FORMS.items():
+        if "sample" in parameters and told in list(signature.parameters)[:2]:
+            return f"{taken}, which is {form} of a reward", f"{page} turns it into hpcrl's"
     try:
         signature.bind(*parameters, **dict.fromkeys(keywords))
     except TypeError as error:
-        name = shown.rpartition(".")[2]
         wanted = ", ".join([*parameters, *(["*", *keywords] if keywords else [])])
-        raise UsageError(
-            f"{shown} takes ({', '.join(signature.parameters)}): {error}", f"declare it: def {name}({wanted})"
-        ) from None
+        return f"{taken}: {error}", f"declare it: def {name}({wanted})"
+    return "", ""
+
+
+def written_signature(file: Path, name: str) -> inspect.Signature | None:
+    """The signature of the function `name` at the top level of a module, read from its text.
+
+    None where the text does not tell: something decorates it or binds the name again.
+    """
+    tree = ast.parse(read_given_bytes(file))
+    found = [node for node in tree.body if getattr(node, "name", "") == name]
+    found += [
+        node for node in ast.walk(tree) if isinstance(node, ast.Name) and (node.id, type(node.ctx)) == (name, ast.Store)
+    ]
+    node = found[0] if len(found) == 1 else None
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+        return None
+    kinds, args = inspect.Parameter, node.args
+    plain = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    plain += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    defaults: list[Any] = [None] * (len(plain) - len(args.defaults)) + args.defaults
+    made = [(*one, default) for one, default in zip(plain, defaults, strict=True)]
+    made += [(args.vararg, kinds.VAR_POSITIONAL, None)] if args.vararg else []
+    made += [(arg, kinds.KEYWORD_ONLY, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    made += [(args.kwarg, kinds.VAR_KEYWORD, None)] if args.kwarg else []
+    return inspect.Signature([kinds(arg.arg, kind, default=default or kinds.empty) for arg, kind, default in made])
 
 
 def takes(function: Callable[..., Any], keyword: str) -> bool:
@@ -271,12 +310,15 @@ SNAPSHOT = "HPCRL_CODE"
 SHOWN = 10  #: names that a hint lists at most
 
 
-def missing(path: str, first: Sequence[str] = ()) -> tuple[str, str]:
-    """Why there can be nothing at the dotted path `module.name`, and what to do; two empty texts where files do not
-    tell.
+def missing(
+    path: str, first: Sequence[str] = (), parameters: Sequence[str] = (), keywords: Sequence[str] = ()
+) -> tuple[str, str]:
+    """Why there can be nothing at the dotted path `module.name`, or nothing that can be called so, and what to do; two
+    empty texts where files do not tell.
 
     Args:
         first: the directories of --code-path.
+        parameters, keywords: as of `load_function`.
     """
     module, _, name = path.rpartition(".")
     if not module or module.partition(".")[0] in sys.stdlib_module_names:
@@ -294,10 +336,12 @@ def missing(path: str, first: Sequence[str] = ()) -> tuple[str, str]:
         where = list(spec.submodule_search_locations or ())
     if spec is None or not (spec.origin or "").endswith(".py"):
         return "", ""
-    there = names_in(Path(str(spec.origin)))
-    if name in there or "*" in there:
-        return "", ""
-    return f"{module} has no {name}", f"{spec.origin} defines {_listed(Path(str(spec.origin)))}"
+    file = Path(str(spec.origin))
+    there = names_in(file)
+    if name not in there and "*" not in there:
+        return f"{module} has no {name}", f"{file} defines {_listed(file)}"
+    signature = written_signature(file, name) if name in there and parameters else None
+    return unfit(signature, name, parameters, keywords) if signature is not None else ("", "")
 
 
 def searched(first: Sequence[str] = ()) -> str:

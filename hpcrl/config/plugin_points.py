@@ -101,10 +101,16 @@ def paths_of(options: Options, name: str) -> list[str]:
 
 
 def missing_functions(options: Options) -> list[UsageError]:
-    """An error for each custom function that is not in the files of its module, which is not run for it."""
+    """An error for each custom function that is not in the files of its module, or cannot be called as it would be
+    there; none is run for it."""
     if "PYTHONPATH" in options.train_env_vars:  # the roles look elsewhere
         return []
-    found = [(flag, path, *missing(path, options.code_path)) for flag, path in _given(options)]
+    found = [
+        (spelled(name), path, *missing(path, options.code_path, point.parameters, point.keywords))
+        for name, point in POINTS.items()
+        for path in paths_of(options, name)
+        if not is_foreign(path)
+    ]
     return [UsageError(f"{flag} {path}: {why}", hint) for flag, path, why, hint in found if why]
 
 

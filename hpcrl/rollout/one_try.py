@@ -21,6 +21,7 @@ from hpcrl.report.sample_view import as_text, visible
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.engine_pool import EnginePool
 from hpcrl.rollout.engines.external import ExternalEngine
+from hpcrl.rollout.grading.tally import Tally
 from hpcrl.rollout.inputs import RolloutInputs
 from hpcrl.rollout.prompts.prompt_source import Group
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
@@ -69,8 +70,10 @@ class OneTry:
             peer = await ExternalEngine(self.context, 0, self.context.plan.external[0]).find()
             publish(self.context.rundir, peer, 0)
             await asyncio.gather(started(self.inputs.grading, self.inputs.custom), self.pool.connect())
+            # over all prompts: with a limit of 1 nothing stops before each has been shown
+            tally = self.inputs.grading and self.inputs.grading.tally("this try", prompts * responses, responses)
             for number, group in enumerate(self.inputs.source.take(prompts)):
-                tried = await self._group(group, responses)
+                tried = await self._group(group, responses, tally)
                 grades = self.context.options.grades or self.own
                 for line in group_lines(number, group, tried, self.inputs.tokenizer, grades):
                     print(line, flush=True)
@@ -81,13 +84,11 @@ class OneTry:
                 if part is not None:
                     await part.close()
 
-    async def _group(self, group: Group, responses: int) -> list[Tried]:
+    async def _group(self, group: Group, responses: int, tally: Tally | None) -> list[Tried]:
         """All responses to a prompt at once, then their gradings."""
         made = await asyncio.gather(*(self._made(group, index) for index in range(responses)))
         tried = [one for several in made for one in several]
-        grading = self.inputs.grading
-        if grading is not None and not self.own:
-            tally = grading.tally("this try", len(tried), responses)
+        if tally is not None and not self.own:
             await asyncio.gather(*(self._graded(one, group, tally) for one in tried))
         return tried
 
@@ -96,10 +97,10 @@ class OneTry:
         samples = await self.sampler.make(ResponseRequest(group, index, 0, 0))
         return [Tried(sample, time.monotonic() - begun, 0.0) for sample in samples]
 
-    async def _graded(self, one: Tried, group: Group, tally: object) -> None:
+    async def _graded(self, one: Tried, group: Group, tally: Tally) -> None:
         begun = time.monotonic()
         assert self.inputs.grading is not None
-        await self.inputs.grading.grade(one.sample, group.prompt.where, tally)  # type: ignore[arg-type]
+        await self.inputs.grading.grade(one.sample, group.prompt.where, tally)
         one.graded = time.monotonic() - begun
 
 

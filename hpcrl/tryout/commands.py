@@ -162,6 +162,7 @@ def _sample(target: TriedModel, engine: KeptEngine, root: Path, counts: dict[str
             "rollout_batch_size": counts["prompts"],
             "n_samples_per_prompt": counts["responses"],
             "reward_max_failed": 1.0,
+            "custom_generate_max_failed": 1.0,
             "load_debug_rollout_data": None,
         }
     )

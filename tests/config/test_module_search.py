@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.custom_functions import missing
+from hpcrl.config.options import Options
+from hpcrl.config.plugin_points import missing_functions
 
 HERE = "tests.config.test_module_search"
 NUMBER = 3
@@ -65,6 +67,40 @@ def test_hints_name_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert str(tmp_path) in missing("no_such_module.f")[1]
     write(tmp_path / "packaging" / "mine.py")
     assert str(tmp_path / "packaging") in missing("packaging.mine.good")[1], "an installed package hides the directory"
+
+
+#: a module -> why f of it cannot be called with options and sample, "" where that is not known before it is imported
+WRITTEN = {
+    "def f(options, sample, **kwargs): pass": "",
+    "async def f(options, sample=None): pass": "",
+    "def f(*given): pass": "",
+    "def f(options, sample, /, *, k=1): pass": "",
+    "def f(sample): pass": "takes (sample): too many positional arguments",
+    "def f(options, sample, more): pass": "takes (options, sample, more): missing a required argument: 'more'",
+    "def f(*, options, sample): pass": "takes (options, sample): too many positional arguments",
+    "def f(options, sample, *, more): pass": "takes (options, sample, more): missing a required argument: 'more'",
+    "def f(prompts, completions, **kwargs): pass": "takes (prompts, completions, kwargs), which is TRL's form of a reward",
+    "def f(completions, **kwargs): pass": "takes (completions, kwargs), which is TRL's form of a reward",
+    "def f(data_source, solution_str, ground_truth, extra_info=None): pass": (
+        "takes (data_source, solution_str, ground_truth, extra_info), which is verl's form of a reward"
+    ),
+    "import functools\n@functools.cache\ndef f(sample): pass": "",
+    "def f(sample): pass\nf = print": "",
+    "if 1:\n    def f(sample): pass": "",
+    "class f:\n    def __call__(self, options, sample): pass": "",
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_signatures_are_read_from_the_text(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plain function, before anything is imported, and so in every dry run; it is what Python itself says."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "written_here.py").write_text(text + "\n1 / 0\n")
+    why, hint = missing("written_here.f", (), ("options", "sample"))
+    assert why == WRITTEN[text]
+    assert not why or "def f(options, sample)" in hint or "docs/from-" in hint
+    (error,) = missing_functions(Options(custom_rm_path="written_here.f")) if why else (None,)
+    assert error is None or str(error).startswith(f"--custom-rm-path written_here.f: {why}")
 
 
 #: top-level folders of the checkout that hpcrl may be installed from

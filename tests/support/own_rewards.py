@@ -198,3 +198,32 @@ async def in_a_sandbox(args: Any, sample: Any) -> float:
     """What the response's command exits with."""
     async with sandbox() as box:
         return float((await box.run(sample.response, 5.0)).code)
+
+
+def judged_by_run(options: Any, sample: Any) -> float:
+    """A plain reward that asks with asyncio.run, twice, and that a signal can interrupt."""
+
+    async def judge() -> float:
+        await asyncio.sleep(0.01)
+        return float(len(sample.response))
+
+    asyncio.run(judge())
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError()))
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        signal.pause()
+    except TimeoutError:
+        return asyncio.run(judge())
+    return -1.0
+
+
+def groups_judged_by_run(options: Any, samples: Any) -> list[float]:
+    return [judged_by_run(options, sample) for sample in samples]
+
+
+def of_trl(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def of_verl(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> float:
+    return 0.0

@@ -107,8 +107,9 @@ def _commands() -> list[str]:
 
 def test_a_reward_that_raises_is_shown(place: Path) -> None:
     (place / "wrong.py").write_text("def parts(options, sample):\n    return sample.lable\n")
-    status, out, err = typed(place, "try", "recipe.toml", "--custom-rm-path", "./wrong.py:parts", "--prompts", "1")
-    assert status == 0 and "not graded" in out and "lable" in out, out + err
+    words = ("--custom-rm-path", "./wrong.py:parts", "--prompts", "6", "--responses", "1")
+    status, out, err = typed(place, "try", "recipe.toml", *words)
+    assert status == 0 and len(re.findall("not graded .*lable", out)) == 6, out + err
 
 
 def test_an_agents_reward_of_nothing_is_shown(place: Path) -> None:

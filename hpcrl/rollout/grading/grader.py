@@ -13,7 +13,7 @@ import importlib
 import math
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,15 +64,26 @@ class Reward:
     async def __call__(self, options: Options, samples: Sequence[Sample]) -> list[Any]:
         """What it returns for each of the samples; of a --group-rm in one call."""
         if self.group:
-            found = await settled(self.function(options, list(samples)))
-            try:
-                several = list(found)
-            except TypeError:
-                raise NoReward(f"returned {short(found)}, with --group-rm a list of {len(samples)} is wanted") from None
-            if isinstance(found, str | Mapping) or len(several) != len(samples):
+            found = await settled(self._called(options, list(samples)))
+            several = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else []
+            if len(several) != len(samples):
                 raise NoReward(f"returned {short(found)}, with --group-rm a list of {len(samples)} is wanted")
             return several
-        return [await settled(self.function(options, self._seen(sample))) for sample in samples]
+        return [await settled(self._called(options, self._seen(sample))) for sample in samples]
+
+    def _called(self, *given: Any) -> Any:
+        """What the function returns.  A plain one is called as if no event loop ran: it may call asyncio.run, and has
+        the main thread, to which signals go."""
+        if self.waits:
+            return self.function(*given)
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        asyncio.tasks._leave_task(loop, task)
+        asyncio._set_running_loop(None)
+        try:
+            return self.function(*given)
+        finally:
+            asyncio._set_running_loop(loop)
+            asyncio.tasks._enter_task(loop, task)
 
     def _seen(self, sample: Sample) -> Sample:
         """The sample with the response that the reward looks at."""

@@ -204,6 +204,19 @@ def test_kinds_of_reward_functions() -> None:
         assert [s.reward for s in graded(sample("1234"), custom_rm_path=f"{HERE}.{name}")] == [4.0]
 
 
+@pytest.mark.core
+def test_a_plain_reward_may_call_asyncio_run() -> None:
+    """Alone and for a group, in a thread to which signals go; the process then grades on."""
+    for _ in range(2):
+        assert [s.reward for s in graded(sample("1234"), sample("12"), custom_rm_path=f"{HERE}.judged_by_run")] == [
+            4,
+            2,
+        ]
+    pair = (sample("1234", index=0), sample("12", index=1))
+    found = graded(*pair, each=2, custom_rm_path=f"{HERE}.groups_judged_by_run", group_rm=True)
+    assert [s.reward for s in found] == [4, 2]
+
+
 def test_async_rewards_run_side_by_side() -> None:
     begun = time.monotonic()
     found = graded(*(sample("x", index=i) for i in range(60)), custom_rm_path=f"{HERE}.waits_half_a_second")
@@ -420,6 +433,8 @@ def test_one_bad_prompt_never_stops_a_run() -> None:
             "takes (): too many positional arguments",
         ),
         (f"{HERE}.too_many_arguments", "missing a required argument"),
+        (f"{HERE}.of_trl", "TRL's form"),
+        (f"{HERE}.of_verl", "verl's form"),
         (
             "tests.support.breakable.reward_module.reward",
             "importing tests.support.breakable.reward_module raises ZeroDivisionError",
