@@ -7,30 +7,34 @@ that other machines alone can see, the length of a prompt in tokens) is left to 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from hpcrl.config.eval_sets import eval_sets
 from hpcrl.config.options import Options
-from hpcrl.config.prompt_words import PromptWord, read_words
-from hpcrl.errors import DataError, HpcrlError, UsageError
+from hpcrl.config.prompt_words import KINDS, PromptWord, read_words
+from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.findings import Finding
 from hpcrl.harbor.rows import TaskRows, refuse_hosts
 from hpcrl.harbor.task import CONFIG
-from hpcrl.prompt_files.row_checks import Keys, keys_in, read_row
-from hpcrl.prompt_files.rows import first_parquet_rows, first_rows, open_rows
+from hpcrl.prompt_files.row_checks import Keys, keys_in, oddity, read_row
+from hpcrl.prompt_files.rows import first_parquet_rows, first_rows, nothing_in, open_rows
 
 AGENT = "hpcrl.rollout.samplers.harbor_agent.generate"  #: what works at tasks, unless the user's own function does
 FIRST = 100  #: rows of each file that are looked at
+SLICED = 1 << 26  #: bytes of the largest file of which a slice is looked at, which reads all of it
 
 
 def look_at(stages: Sequence[Options]) -> None:
     """Raise UsageError or DataError for the first thing that is wrong with the held-out sets or the prompt files of
-    these stages.
+    these stages; say what is odd about them on stderr.
     """
     for options in stages:
         for word, keys in _files(options):
-            _look(options, word, keys)
+            if note := _look(options, word, keys):
+                print(f"hpcrl: note: {note}", file=sys.stderr)
 
 
 def prompt_files(options: Options) -> Iterator[str]:
@@ -44,7 +48,8 @@ def findings(stages: Sequence[Options]) -> Iterator[Finding]:
         try:
             for word, keys in _files(options):
                 if Path(word.path).exists():
-                    _look(options, word, keys)
+                    if note := _look(options, word, keys):
+                        yield Finding("warn", "", note)
                     looked = (
                         "every task can be run" if Path(word.path).is_dir() else "its first rows have what they must"
                     )
@@ -66,27 +71,30 @@ def _files(options: Options) -> Iterator[tuple[PromptWord, Keys]]:
         yield from ((held.word, Keys.of_set(held)) for held in eval_sets(options))
 
 
-def _look(options: Options, word: PromptWord, keys: Keys) -> None:
+def _look(options: Options, word: PromptWord, keys: Keys) -> str:
+    """What is odd about the first rows, "" if nothing.
+
+    Raises:
+        DataError: if there are none, or one is not as it must be.
+    """
     path = Path(word.path)
     if path.is_dir():
         _look_at_tasks(options, word, keys)
-        return
-    if not path.is_file() or not word.whole:  # the first rows need not be of the slice
-        return
-    if path.suffix == ".jsonl":
-        rows = first_rows(path, FIRST)
-    elif path.suffix == ".parquet":
-        rows = first_parquet_rows(path, FIRST)
+        return ""
+    parquet = path.suffix == ".parquet"
+    if not path.is_file() or (parquet and find_spec("pyarrow") is None):
+        return ""
+    if not word.whole or path.suffix not in KINDS:
+        if path.stat().st_size > SLICED:
+            return ""
+        opened = open_rows(word)
+        rows = ((opened.where(at), opened[at]) for at in range(min(FIRST, len(opened))))
     else:
-        raise DataError(
-            f"{path} is not a .jsonl or .parquet file", "a prompt file has one JSON object a line and ends in .jsonl"
-        )
-    found = False
-    for where, row in rows:
-        read_row(where, row, keys)
-        found = True
-    if not found and path.suffix == ".jsonl":
-        raise DataError(f"{path} holds no prompts", "one JSON object a line is expected")
+        rows = first_parquet_rows(path, FIRST) if parquet else first_rows(path, FIRST)
+    notes = [oddity(where, read_row(where, row, keys), keys) for where, row in rows]
+    if not notes:
+        raise nothing_in(word)
+    return next(filter(None, notes), "")
 
 
 def _look_at_tasks(options: Options, word: PromptWord, keys: Keys) -> None:

@@ -155,6 +155,15 @@ def _value(row: dict[str, Any], key: str) -> Any:
     return _value(row[head], rest)
 
 
+def oddity(where: str, row: PromptRow, keys: Keys) -> str:
+    """What is odd about a row that may nevertheless be meant so; "" if nothing."""
+    if row.messages and row.messages[-1]["role"] == ASSISTANT and not keys.conversation:
+        return f"{where}: the prompt ends with a message of the assistant, so the model is shown the answer"
+    if isinstance(row.raw, str) and re.match(r"\s*\[\s*\{\s*\"(role|content)\"", row.raw):
+        return f"{where}: the prompt is JSON text of messages, and is taken as the text of one; write it as a list"
+    return ""
+
+
 def _wanted(where: str, row: dict[str, Any], key: str, flag: str) -> Any:
     value = _value(row, key)
     if value is None:

@@ -64,27 +64,84 @@ def open_rows(word: PromptWord) -> PromptRows:
         DataError: if the file cannot be read, is of no known kind, or the slice is empty.
     """
     path = Path(word.path)
-    tasks = path.is_dir()
-    if path.suffix not in KINDS and not tasks:
-        raise DataError(
-            f"{path} is not a {' or '.join(KINDS)} file",
-            "a prompt file has one JSON object a line and ends in .jsonl, or is parquet, or a folder of task folders",
-        )
     try:
-        if tasks:
+        if path.is_dir():
             rows: PromptRows = TaskRows(path, word.rows)
         elif path.suffix == ".parquet":
             rows = ParquetRows(path, word.rows)
-        else:
+        elif path.suffix in KINDS:
             rows = JsonlRows(path, word.rows)
+        else:
+            raise DataError(
+                f"{path} is not a {' or '.join(KINDS)} file",
+                "a prompt file is JSON with one object a line (.jsonl), parquet, or a folder of task folders",
+            )
     except OSError as error:
         raise DataError(f"cannot read the prompt file {path}: {error.strerror or error}") from error
     if not len(rows):
-        whole = word.whole
-        raise DataError(
-            f"{path if whole else word.word} holds no prompts", "one JSON object a line is expected" if whole else ""
-        )
+        raise nothing_in(word)
     return rows
+
+
+def nothing_in(word: PromptWord) -> DataError:
+    """The error for a file or a slice without rows."""
+    what = (
+        "choose other rows"
+        if not word.whole
+        else ""
+        if word.path.endswith(".parquet")
+        else "one JSON object a line is expected"
+    )
+    return DataError(f"{word.path if word.whole else word.word} holds no prompts", what)
+
+
+LFS = b"version https://git-lfs"
+#: how a file begins that is no JSON lines -> what it is, and what to do
+_BEGINNINGS = {
+    LFS: ("a pointer of Git LFS, not the file itself", "git lfs pull"),
+    b"\xff\xfe": ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {path}"),
+    b"{\x00": ("UTF-16 text", "iconv -f UTF-16LE -t UTF-8 {path}"),
+    b"\xfe\xff": ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {path}"),
+    b"PAR1": ("a parquet file", "let its name end in .parquet"),
+    b"\x1f\x8b": ("compressed", "gunzip {path}"),
+    b"[": ("one JSON array", "jq -c '.[]' {path}"),
+}
+
+
+def _decoded(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    """The row in line `number` of a .jsonl file.
+
+    Raises:
+        DataError: names the line, and what the file is where that can be told.
+    """
+    text = (text.removeprefix(BOM) if number == 1 else text).strip()
+    try:
+        row = msgspec.json.decode(text)
+        what = "" if isinstance(row, dict) else f"not a JSON object but {kind_of_json(row)}"
+    except RecursionError:
+        what = "JSON that is nested too deep"
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        what = f"not JSON: {error}"
+    if what:
+        said, command = _kind_of_file(text, number)
+        hint = f"one JSON object a line is expected: {command.format(path=path)}" if said else ""
+        raise DataError(f"{path}, line {number}: {what}{said and f'; this is {said}'}", hint)
+    return row
+
+
+def _kind_of_file(text: bytes, number: int) -> tuple[str, str]:
+    """What a file with such a line is, and the command that makes lines of JSON of it; two empty texts if unknown."""
+    if b"\r" in text:
+        return "a file whose lines end in CR alone", "tr '\\r' '\\n' < {path}"
+    if number == 1 and (known := [kind for begin, kind in _BEGINNINGS.items() if text.startswith(begin)]):
+        return known[0]
+    if text == b"{":
+        return "JSON over several lines", "jq -c . {path}"
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 in column {error.start + 1}", "iconv -f LATIN1 -t UTF-8 {path}"
+    return "", ""
 
 
 class JsonlRows:
@@ -122,13 +179,7 @@ class JsonlRows:
             raise DataError(
                 f"{self.path} was written to while the run reads it", "put the old file back, and resume the run"
             )
-        try:
-            row = msgspec.json.decode(text.strip() if begin else text.removeprefix(BOM).strip())
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{self.where(index)}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{self.where(index)}: not a JSON object but {kind_of_json(row)}")
-        return row
+        return _decoded(self.path, self.line(index), text)
 
     def line(self, index: int) -> int:
         return self._first_line + index if self._lines is None else int(self._lines[index])
@@ -173,13 +224,7 @@ def first_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
             for number, text in enumerate(file, 1):
                 if _blank(text, number):
                     continue
-                try:
-                    row = msgspec.json.decode(text.removeprefix(BOM).strip() if number == 1 else text.strip())
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise DataError(f"{path}, line {number}: not a JSON object but {kind_of_json(row)}")
-                yield f"{path}, line {number}", row
+                yield f"{path}, line {number}", _decoded(path, number, text)
                 found += 1
                 if found == count:
                     return
@@ -224,7 +269,7 @@ class ParquetRows:
         try:
             table = parquet.ParquetFile(path, memory_map=True).read()
         except arrow.ArrowException as error:
-            raise DataError(f"{path} is not a parquet file: {error}") from error
+            raise _no_parquet(path, error) from error
         taken = range(table.num_rows)[rows]
         self._first = taken[0] if len(taken) else 0
         self._batches = table.slice(self._first, len(taken)).combine_chunks()
@@ -244,19 +289,24 @@ class ParquetRows:
 
 
 def first_parquet_rows(path: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of the first rows, without reading the rest; none where pyarrow is not installed."""
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        return
+    """(where, row) of the first rows, without reading the rest."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
     try:
         batches = parquet.ParquetFile(path).iter_batches(batch_size=count)
         rows = next(batches, None)
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a parquet file: {error}") from error
+        raise _no_parquet(path, error) from error
     for number, row in enumerate([] if rows is None else rows.to_pylist(), 1):
         yield f"{path}, row {number}", _without_nulls(row)
+
+
+def _no_parquet(path: Path, error: Exception) -> DataError:
+    with path.open("rb") as file:
+        if file.read(len(LFS)) == LFS:
+            return DataError(f"{path} is {_BEGINNINGS[LFS][0]}", f"{_BEGINNINGS[LFS][1]} fetches it")
+    return DataError(f"{path} is not a parquet file: {error}")
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from hpcrl.config.options import Options
+from hpcrl.config.prompt_words import read_word
 from hpcrl.errors import DataError
+from hpcrl.prompt_files import early_look
 from hpcrl.prompt_files.early_look import FIRST, findings, look_at, prompt_files
+from hpcrl.prompt_files.rows import open_rows
 
 GOOD = {"prompt": "1+1=", "label": "2"}
 
@@ -43,14 +46,94 @@ def test_files_without_rows_and_other_files(tmp_path: Path) -> None:
         look_at([options(tmp_path / "a.txt")])
 
 
-def test_what_cannot_be_known_yet_is_left(tmp_path: Path) -> None:
-    """A file that is not here, a slice, and prompts that a run does not read."""
+def test_what_cannot_be_known_yet_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is not here, a slice of a large one, and prompts that a run does not read."""
     bad = written(tmp_path / "bad.jsonl", {"no": 1})
     look_at([options(tmp_path / "later.jsonl")])
+    monkeypatch.setattr(early_look, "SLICED", 3)
     look_at([options(f"{bad}@[0:1]")])
     look_at([options(bad, load_debug_rollout_data="/x/{rollout_id}.pt"), options(bad, data_source_path="mine.Source")])
     assert not list(prompt_files(options(bad, load_debug_rollout_data="/x/{rollout_id}.pt")))
     assert list(prompt_files(options(bad))) == [str(bad)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_slices_are_looked_at(kind: str, tmp_path: Path) -> None:
+    """Their first rows, and that they have any: of prompts, of held-out sets, of a file without rows."""
+    path = tmp_path / f"a.{kind}"
+    rows = [*[GOOD] * 6, {"prompt": "1", "label": ""}, GOOD]
+    if kind == "parquet":
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), path)
+    else:
+        written(path, *rows)
+    for good in ("[:6]", "[-1:]", "[2:4]"):
+        look_at([options(f"{path}@{good}")])
+    for bad in ("[:0]", "[100:]", "[5:5]"):
+        for stage in (
+            options(f"{path}@{bad}"),
+            options(f"{path}@[:1]", eval_interval=1, eval_prompt_data=["s", f"{path}@{bad}"]),
+        ):
+            with pytest.raises(DataError, match=rf"a\.{kind}@\{bad[:-1]}\] holds no prompts"):
+                look_at([stage])
+    with pytest.raises(DataError, match=r"7: the label"):
+        look_at([options(f"{path}@[6:]")])
+    if kind == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(parquet.read_table(path).slice(0, 0), path)
+        with pytest.raises(DataError, match=r"a\.parquet holds no prompts$"):
+            look_at([options(path)])
+
+
+def test_what_is_odd_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt that ends with the assistant's message, and messages as JSON text; nothing of usual rows."""
+    user, assistant = ({"role": role, "content": "1+1="} for role in ("user", "assistant"))
+    for prompt, said in (
+        ([user, assistant], "line 2: the prompt ends with a message of the assistant"),
+        (json.dumps([user]), "line 2: the prompt is JSON text"),
+        ([assistant, user], ""),
+        ("[1, 2]", ""),
+    ):
+        path = written(tmp_path / "a.jsonl", GOOD, {"prompt": prompt, "label": "2"})
+        stage = options(path, apply_chat_template=True)
+        look_at([stage])
+        noted = capsys.readouterr().err
+        assert (said in noted and "hpcrl: note: " in noted) if said else not noted
+        assert [finding.level for finding in findings([stage])] == (["warn", "ok"] if said else ["ok"])
+
+
+#: what a .jsonl file is -> its bytes
+FILES = {
+    "one JSON array": b'[{"prompt": "1",\n"label": "2"}]',
+    "but a list; this is one JSON array": b'[{"prompt": "1", "label": "2"}]\n',
+    "JSON over several lines": b'{\n  "prompt": "1"\n}\n',
+    "UTF-16 text": '\ufeff{"prompt": "1"}\n'.encode("utf-16-le"),
+    "this is UTF-16": '{"prompt": "1"}\n'.encode("utf-16-le"),
+    "UTF-16": '{"prompt": "1"}\n'.encode("utf-16-be").join([b"\xfe\xff", b""]),
+    "end in CR": b'{"prompt": "1"}\r{"prompt": "2"}\r',
+    "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
+    "a parquet file": b"PAR1\x15\x04",
+    "compressed": b"\x1f\x8b\x08\x00",
+    "not UTF-8 in column 13": '{"prompt": "é"}\n'.encode("latin-1"),
+    "nested too deep": b'{"prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}\n",
+}
+
+
+@pytest.mark.parametrize("said", FILES)
+def test_what_a_file_is_instead(said: str, tmp_path: Path) -> None:
+    """Said with file and line, and with the command that makes lines of JSON of it; by the roles as well."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(FILES[said])
+    rows = open_rows(read_word(str(path), "--x"))
+    for look in (lambda: look_at([options(path)]), lambda: rows[0]):
+        with pytest.raises(DataError, match=r"a\.jsonl, line 1: ") as error:
+            look()
+        assert said in str(error.value)
+        assert said.startswith("nested") or error.value.hint.startswith("one JSON object")
+    path = path.rename(tmp_path / "a.parquet")
+    if "LFS" in said:
+        with pytest.raises(DataError, match=r"a\.parquet is a pointer of Git LFS"):
+            look_at([options(path)])
 
 
 def test_held_out_sets_are_looked_at(tmp_path: Path) -> None:
