@@ -109,7 +109,9 @@ def test_metrics_are_in_the_run_directory(rundir: RunDir) -> None:
 def test_the_entropy_is_always_logged() -> None:
     report = compute_loss(token_batch(random_samples(1)), Options()).report
     assert "entropy_loss" in report.means
-    assert "ppo_kl" in report.means and "mis_kl" in report.counted, "nor need engine and trainer be asked to be compared"
+    assert "ppo_kl" in report.means and "mis_kl" in report.counted, (
+        "nor need engine and trainer be asked to be compared"
+    )
 
 
 @pytest.mark.parametrize("flag", [*ONE_WAY, *OF_SGLANG])
