@@ -48,8 +48,8 @@ def stop(argv: list[str]) -> int:
     Raises:
         HpcrlError: if none is alive to do so.
     """
-    word = _word("stop", "Let a run finish its step, save a checkpoint and end; continue it with hpcrl resume.", argv)
-    run = find_run(word)
+    given = _word("stop", "Let a run finish its step, save a checkpoint and end; continue it with hpcrl resume.", argv)
+    run = find_run(given)
     jobs = Jobs([run])
     found = look_at_run(run, jobs)
     name = shorten_path(str(run.root))
@@ -60,7 +60,9 @@ def stop(argv: list[str]) -> int:
         return 0
     if found.phase not in WORKING:
         raise HpcrlError(f"{name} is not running: it is {_spell(found)}", _instead(found, name, jobs, run))
-    if run.state is None:  # a launcher that says nothing of itself may not look for the file either
+    word = jobs.word(run)
+    in_queue = word is not None and not word.over  # its launcher looks for the file once it has come up
+    if run.state is None and not in_queue:
         if (process := owner(run.root)) is None:
             raise HpcrlError(
                 f"{name} seems to run, but its launcher is not on this host", f"if it is not: hpcrl cancel {name}"

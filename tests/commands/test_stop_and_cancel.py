@@ -205,6 +205,14 @@ def test_cancel_leaves_a_live_launcher_the_last_word(run: Path, queue: FakeSlurm
     assert json.loads((run / "state.json").read_text())["phase"] == "starting"
 
 
+def test_stop_of_a_job_whose_launcher_comes_up(run: Path, queue: FakeSlurm) -> None:
+    """Slurm calls the job running, and its launcher has not written its first state yet."""
+    job(run)
+    (run / "state.json").unlink()
+    assert main(["stop", str(run)]) == 0
+    assert (run / "stop").exists()
+
+
 def test_jobs_of_another_run_are_left_alone(run: Path, queue: FakeSlurm) -> None:
     """A chain may name any number: only those that carry this run's identity are cancelled."""
     job(run, chain=["7", "8", "9", "10"])
