@@ -5,6 +5,7 @@ Invariant: with --dry-run and --print nothing is written and nothing is submitte
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -94,7 +95,8 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     by_hand = bool(own.get("print"))  # a script for another place, perhaps
     shown = preview(recipe, overrides, site, packages=can_submit(scheduler) and not by_hand)
     if by_hand:
-        print(scheduler.script_by_hand(shown, [word, *flag_words(overrides)]), end="")
+        place = os.path.abspath(word) if os.path.isfile(word) else word
+        print(scheduler.script_by_hand(shown, [place, *flag_words(overrides)]), end="")
         return 0
     if own.get("dry-run"):
         _show(scheduler, shown)

@@ -151,16 +151,12 @@ class Submission:
         )
 
     def script_by_hand(self, command: str, output: str) -> BatchScript:
-        """A script for a person: paths as they were given, relative to where it is submitted.
+        """A script for a person, which may be submitted from any directory; the run's directory is made there.
 
-        A container sees neither that directory, in which the run's will be, nor launch/: there both are mounted, by
-        whole paths.
+        A container sees neither that directory nor launch/: both are mounted.
         """
-        launch, mounts = "launch", tuple[str, ...]()
-        if self.site.container.kind != "none":
-            here = Path.cwd()
-            launch = str(here / launch if (here / launch / "task.sh").is_file() else shipped(launch))
-            mounts = tuple(dict.fromkeys((str(here), launch)))
+        launch = str(shipped("launch"))
+        inside = self.site.container.kind != "none"
         return BatchScript(
             name=self.job.recipe.name,
             title=f"{self.job.recipe.name}: one run of hpcrl as one {self.request.layout} job; edit it, then: "
@@ -169,8 +165,9 @@ class Submission:
             command=command,
             output=output,
             launch=launch,
-            mounts=mounts,
+            mounts=(str(Path.cwd()), launch) if inside else (),
             tasks=self.tasks(),
+            python=task_python(self.site),
         )
 
 

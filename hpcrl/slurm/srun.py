@@ -293,7 +293,8 @@ def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 def _check_started(steps: list[subprocess.Popen[bytes]], log: Path) -> None:
     """HpcrlError with its last words if an srun could not start its tasks."""
     if any(step.poll() for step in steps):
-        said = [text for line in last_lines(log) if "error: " in (text := line.decode(errors="replace")).lower()]
-        ours = [line.partition("hpcrl: error: ")[2] for line in said if "hpcrl: error: " in line]
-        why = (ours or said or ["srun gave no reason"])[0]
+        lines = [line.decode(errors="replace") for line in last_lines(log) if line.strip()]
+        ours = [line.partition("hpcrl: error: ")[2] for line in lines if "hpcrl: error: " in line]
+        of_tasks = [line for line in lines if not line.startswith("srun: ")][-1:]  # srun only says that they ended
+        why = (ours or of_tasks or [line for line in lines if "error: " in line] or ["srun gave no reason"])[0]
         raise HpcrlError(f"the first tasks did not start: {why}", f"see {log}")

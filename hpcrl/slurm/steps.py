@@ -58,7 +58,7 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
     """The components, from what Slurm and the batch script put into the environment.
 
     Raises:
-        UsageError: if this is not a job, or the script lacks a HPCRL_STEP_k or HPCRL_SLOTS_k.
+        UsageError: if this is not a job, the script lacks a HPCRL_STEP_k or HPCRL_SLOTS_k, or task.sh is not there.
     """
     if "SLURM_JOB_ID" not in environment:
         raise UsageError("this is not inside a Slurm job", "submit it with hpcrl submit, or give the script to sbatch")
@@ -75,7 +75,13 @@ def read_groups(environment: Mapping[str, str]) -> list[HetGroup]:
                 f"the job's environment has no valid {error}",
                 "start from a script of sbatch/ or of hpcrl submit --dry-run",
             ) from error
-        found.append(_held(HetGroup(tuple(nodes), slots, tuple(shlex.split(step)))))
+        words = tuple(shlex.split(step))
+        if words and words[-1].endswith("task.sh") and not Path(words[-1]).is_file():
+            raise UsageError(
+                f"HPCRL_STEP_{index} starts {words[-1]}, which is not here",
+                "submit the script from the directory that holds it, or print it again with hpcrl submit --print",
+            )
+        found.append(_held(HetGroup(tuple(nodes), slots, words)))
     spares, first = int(environment.get("HPCRL_SPARES", "0")), found[0]
     if not 0 <= spares < len(first.nodes):
         raise UsageError(

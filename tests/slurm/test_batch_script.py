@@ -18,6 +18,7 @@ from hpcrl.errors import UsageError
 from hpcrl.launch.allocation_request import FLOOR, make_request
 from hpcrl.launch.scheduler import AllocationRequest, BatchScript
 from hpcrl.plan import make_plan
+from hpcrl.shipped_files import shipped
 from hpcrl.slurm.het_executor import HetWatcher, of_another_job
 from hpcrl.slurm.partitions import queued_again
 from hpcrl.slurm.site import SlurmSite
@@ -42,6 +43,27 @@ PRINTED = {
 }
 
 
+def in_checkout(text: str) -> str:
+    """A printed script with paths of the checkout, in which those of sbatch/ are submitted."""
+    text = text.replace(f"HPCRL_PYTHON={sys.executable}", "HPCRL_PYTHON=python3")
+    return text.replace(str(shipped("launch")), "launch").replace(f"{REPO}/", "")
+
+
+def test_a_printed_script_starts_from_any_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names task.sh, the recipe and the interpreter by whole paths."""
+    monkeypatch.chdir(REPO / "examples")
+    monkeypatch.delenv("HPCRL_SITE", raising=False)
+    assert main(["submit", "quickstart.toml", "--print"]) == 0
+    text = capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    (step,) = {line.split("=", 1)[1] for line in text.splitlines() if line.startswith("export HPCRL_STEP_0=")}
+    assert Path(shlex.split(shlex.split(step)[0])[-1]).is_file()
+    assert f"export HPCRL_PYTHON={sys.executable}" in text
+    assert f"batch_process {REPO}/examples/quickstart.toml " in text
+
+
 @pytest.mark.parametrize(("name", "words"), PRINTED.items())
 def test_the_scripts_of_sbatch_are_what_hpcrl_prints(
     name: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -51,7 +73,7 @@ def test_the_scripts_of_sbatch_are_what_hpcrl_prints(
     monkeypatch.delenv("HPCRL_SITE", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nowhere")
     assert main(["submit", *words.split(), "--print"]) == 0
-    text = capsys.readouterr().out
+    text = in_checkout(capsys.readouterr().out)
     assert text == (REPO / "sbatch" / name).read_text()
     assert len(text.splitlines()) < 150
 
@@ -489,4 +511,4 @@ if __name__ == "__main__":  # make sbatch: write the golden files anew
             check=True,
             timeout=240,
         )
-        (REPO / "sbatch" / name).write_text(done.stdout)
+        (REPO / "sbatch" / name).write_text(in_checkout(done.stdout))

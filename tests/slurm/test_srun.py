@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe
-from hpcrl.errors import PeerError
+from hpcrl.errors import HpcrlError, PeerError, UsageError
 from hpcrl.launch.attempts.attempt import _check
 from hpcrl.launch.broken_hosts import note_broken_host
 from hpcrl.run.attempt_log import LeftOutRecord, read_attempts
@@ -23,7 +23,7 @@ from hpcrl.run.process import CommandResult
 from hpcrl.run.rundir import RunDir
 from hpcrl.slurm import orphaned_job, srun
 from hpcrl.slurm.orphaned_job import lost_batch_node
-from hpcrl.slurm.srun import SrunHosts
+from hpcrl.slurm.srun import SrunHosts, _check_started
 from hpcrl.slurm.steps import HetGroup, Step, read_groups
 
 
@@ -148,8 +148,10 @@ def test_all_goes_with_a_step_that_has_no_say(step: Step) -> None:
     assert step.lost() and step.lives_without() == frozenset()
 
 
-def test_a_job_without_some_of_its_hosts() -> None:
+def test_a_job_without_some_of_its_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps ask for the nodes that are left; a spare one of the first component takes the place of any other."""
+    monkeypatch.chdir(tmp_path)
+    Path("task.sh").touch()
     words = "srun --no-kill --nodes=3 --ntasks=6 --ntasks-per-node=2 bash task.sh"
     environment = {
         "SLURM_JOB_ID": "7",
@@ -177,6 +179,21 @@ def test_a_job_without_some_of_its_hosts() -> None:
     assert first.step[-5:] == ("--nodelist=node1,node3", "--nodes=2", "--ntasks=4", "bash", "task.sh")
     hosts.leave_out(["node4"])
     assert [host.name for host in hosts.nodes()] == ["node1", "node3"] and hosts.count == 2
+
+
+def test_a_script_without_its_task_is_refused(tmp_path: Path) -> None:
+    step = {"HPCRL_STEP_0": f"srun bash {tmp_path}/task.sh", "HPCRL_SLOTS_0": "1"}
+    with pytest.raises(UsageError, match=f"{tmp_path}/task.sh, which is not"):
+        read_groups(step | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1"})
+
+
+def test_what_a_task_said_is_the_reason(tmp_path: Path) -> None:
+    """srun itself only says that its tasks ended."""
+    (tmp_path / "probe.log").write_text("python3: not found\nsrun: error: node1: task 0: Exited with exit code 127\n")
+    step = subprocess.Popen(["false"])
+    step.wait(20)
+    with pytest.raises(HpcrlError, match="did not start: python3: not found"):
+        _check_started([step], tmp_path / "probe.log")
 
 
 def test_a_node_that_cannot_be_had_at_the_start(tmp_path: Path) -> None:
