@@ -59,6 +59,7 @@ def render(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> 
     )
     environment.filters["q"] = _one_word
     environment.filters["expanded"] = _expanded
+    _refuse_inherited(request, site)
     template = environment.from_string(read_given(shipped("sbatch/job.sbatch.j2")))
     names = {
         "title": _one_line(script.title),
@@ -133,8 +134,29 @@ def _job(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> It
     yield "requeue" if site.requeue else "no-requeue"
 
 
+#: options that sbatch takes over from one component of a heterogeneous job to the next, unless that has its own
+#: (SchedMD, Heterogeneous Job Support)
+INHERITED = ("account", "qos", "reservation", "mem")
+
+
+def _refuse_inherited(request: AllocationRequest, site: SlurmSite) -> None:
+    """Raise UsageError where a component would get an option of one before it that it does not have itself."""
+    givers: dict[str, str] = {}
+    for component in request.components:
+        name = component.name
+        own = {option.partition("=")[0] for option in component_options(component, site)}
+        for key in INHERITED:
+            if key not in own and key in givers:
+                raise UsageError(
+                    f"{givers[key]}.{key} is set and {name}.{key} is not: sbatch would take it over for {name}",
+                    f"set {name}.{key}, too",
+                )
+            if key in own:
+                givers[key] = name
+
+
 def component_options(component: Component, site: SlurmSite) -> Iterator[str]:
-    """The options of one component; those of partition and account hold for it alone."""
+    """The options of one component."""
     wish = getattr(site, component.name)
     for name in ("account", "qos", "reservation"):
         if value := getattr(wish, name) or getattr(site, name):

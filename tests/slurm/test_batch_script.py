@@ -390,10 +390,22 @@ def test_gpu_weights_without_gpus(way: str, refused: bool) -> None:
         request(o, trainer={"gpus_per_node": 0})
 
 
+@pytest.mark.parametrize("key", ["account", "qos", "reservation", "mem"])
+def test_what_sbatch_would_take_over_is_refused(key: str) -> None:
+    """An option of the trainer's nodes alone would be one of the engines', too."""
+    site = SlurmSite(layout="heterogeneous", trainer={key: "8"})
+    script = BatchScript("n", "t", "s", "true", "o.out", "launch")
+    asked = make_request([Options(actor_num_gpus_per_node=4, rollout_num_gpus=4)], site)
+    with pytest.raises(UsageError, match=rf"trainer.{key} is set and engine.{key} .* set engine.{key}"):
+        render(script, asked, site)
+    render(script, asked, SlurmSite(layout="heterogeneous", trainer={key: "8"}, engine={key: "9"}))
+    render(script, asked, SlurmSite(layout="heterogeneous", engine={key: "9"}))
+
+
 def test_options_of_a_component_are_its_own() -> None:
     site = SlurmSite(
         account="a", qos="q", exclusive=True, gpu_flag="gres", layout="heterogeneous",
-        trainer={"partition": "gpu", "gpu_type": "h100", "mem": "0"}, engine={"partition": "infer", "account": "b", "extra": {"switches": "1@10"}},
+        trainer={"partition": "gpu", "gpu_type": "h100", "mem": "0"}, engine={"partition": "infer", "account": "b", "mem": "9G", "extra": {"switches": "1@10"}},
     )  # fmt: skip
     o = Options(actor_num_nodes=2, actor_num_gpus_per_node=4, rollout_num_gpus=8)
     text = render(BatchScript("n", "t", "s", "true", "o.out", "launch"), make_request([o], site), site)
@@ -410,9 +422,18 @@ def test_options_of_a_component_are_its_own() -> None:
         "signal=B:USR1@180",
     ):
         assert f"#SBATCH --{word}\n" in first, word
-    for word in ("account=b", "qos=q", "partition=infer", "nodes=1", "gres=gpu:8", "exclusive", "switches=1@10"):
+    for word in (
+        "account=b",
+        "qos=q",
+        "partition=infer",
+        "nodes=1",
+        "gres=gpu:8",
+        "exclusive",
+        "switches=1@10",
+        "mem=9G",
+    ):
         assert f"#SBATCH --{word}\n" in second, word
-    for word in ("time=", "requeue", "signal", "job-name", "output", "mem="):
+    for word in ("time=", "requeue", "signal", "job-name", "output"):
         assert f"--{word}" not in second, word
     assert "--cpus-per-task" not in text  # whole nodes have all their cores
 

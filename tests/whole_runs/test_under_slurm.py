@@ -342,6 +342,7 @@ def test_refused_before_submission(
         *words,
         "--set",
         "trainer.mem=8G",
+        "engine.mem=8G",
         *settings,
         check=False,
     )
