@@ -1,4 +1,4 @@
-"""What a run says at its end: what there is to look at and to continue with, and held-out accuracy before and after.
+"""What a run says at its end: what there is to look at and to continue with, and held-out means before and after.
 
 Invariant: the numbers come from metrics.jsonl and from nowhere else; a command is named only where it has something to
 work on.
@@ -11,29 +11,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcrl.config.options import Options
+from hpcrl.report.curves import series
 from hpcrl.report.failed_gradings import failed_gradings
-from hpcrl.report.metrics import read_metrics
+from hpcrl.report.metrics import measure, read_metrics
 from hpcrl.report.sample_records import held_out_sets, steps_of
 from hpcrl.run.rundir import TRACKER
 
 
 def held_out(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """Held-out set -> (rollout id, accuracy) of every evaluation, in order."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in read_metrics(directory / "metrics.jsonl"):
-        for name, value in row.items():
-            if name.startswith("eval/") and name.endswith("/accuracy") and value is not None:
-                found.setdefault(name.removeprefix("eval/").removesuffix("/accuracy"), []).append(
-                    (row["rollout_id"], value)
-                )
-    return found
+    """Held-out set -> (rollout id, mean reward) of every evaluation, in order."""
+    found = series(list(read_metrics(directory / "metrics.jsonl")), {"*": "eval/*/accuracy"})
+    return {name: list(zip([after - 1 for after in x], y, strict=True)) for name, (x, y) in found.items()}
 
 
 def closing_line(directory: Path, root: Path) -> str:
     """`held-out accuracy: 0.41 -> 0.83 runs/...`, or where the run is if nothing was evaluated.
 
-    Each of several sets has its name; after one evaluation alone there is one number; means outside of 0 to 1 are no
-    accuracy, but a mean reward.
+    Each of several sets has its name; after one evaluation alone there is one number; of rewards that are not all 0 or
+    1 it is `held-out reward`.
 
     Args:
         directory: the stage whose evaluations count.
@@ -46,14 +41,8 @@ def closing_line(directory: Path, root: Path) -> str:
         name: " -> ".join(f"{points[i][1]:.2f}" for i in ((0, -1) if len(points) > 1 else (0,)))
         for name, points in sets.items()
     }
-    every = [value for points in sets.values() for _, value in points]
-    what = "accuracy" if all(0 <= value <= 1 for value in every) else "mean reward"
-    values = (
-        ", ".join(f"{name} {numbers}" for name, numbers in shown.items())
-        if len(shown) > 1
-        else next(iter(shown.values()))
-    )
-    return f"held-out {what}: {values}  {where}"
+    values = ", ".join(f"{name} {numbers}" if len(shown) > 1 else numbers for name, numbers in shown.items())
+    return f"held-out {measure(read_metrics(directory / 'metrics.jsonl'))}: {values}  {where}"
 
 
 def remarks(directory: Path) -> list[str]:

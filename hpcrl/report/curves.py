@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.report.metrics import read_metrics
+from hpcrl.report.metrics import measure, read_metrics
 from hpcrl.run.rundir import RunDir
 
 #: label -> (rollouts done, values)
@@ -34,9 +34,10 @@ class Panel:
     noise: float = 0.0  #: values that differ by no more than this say nothing
 
 
+HELD_OUT = Panel("held-out accuracy", {"*": "eval/*/accuracy"}, "share")
 PANELS = (
     Panel("reward", {"": "rollout/reward"}, "share"),
-    Panel("held-out accuracy", {"*": "eval/*/accuracy"}, "share"),
+    HELD_OUT,
     Panel("response length, tokens", {"": "rollout/response_len/mean"}, "zero"),
     Panel("entropy, nats", {"": "train/entropy_loss"}, "zero"),
     Panel("loss", {"": "train/loss"}, noise=1e-6),
@@ -71,9 +72,15 @@ def series(rows: Sequence[dict[str, Any]], metrics: dict[str, str]) -> Curves:
     return curves
 
 
+def titled(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    """PANELS, the one of held-out sets with what its means are."""
+    held_out = replace(HELD_OUT, title=f"held-out {measure(rows)}")
+    return [held_out if panel is HELD_OUT else panel for panel in PANELS]
+
+
 def panels_of(rows: Sequence[dict[str, Any]]) -> list[tuple[Panel, Curves]]:
     """The panels that these records have numbers for."""
-    found = [(panel, curves) for panel in PANELS if (curves := series(rows, panel.metrics))]
+    found = [(panel, curves) for panel in titled(rows) if (curves := series(rows, panel.metrics))]
     if any(panel.title == "reward" for panel, _ in found):
         # the policy loss is 0 where its ratios are 1: it says nothing
         return [(panel, curves) for panel, curves in found if panel.title != "loss"]

@@ -304,8 +304,17 @@ def due(step: int, interval: int | None) -> bool:
     return bool(interval) and step % interval == 0
 
 
+def measure(rows: Iterable[dict[str, Any]]) -> str:
+    """What the means of held-out sets in these records are: "accuracy" if every reward was 0 or 1, else "reward"."""
+    for row in rows:
+        means = {name: value for name, value in row.items() if name.startswith("eval/") and name.endswith("/accuracy")}
+        for name, value in means.items():
+            is_share = number(value) and 0 <= value <= 1  # all that is known of an own function's
+            if number(value) and not row.get(name.removesuffix("accuracy") + "right_or_wrong", is_share):
+                return "reward"
+    return "accuracy"
+
+
 def number(value: object) -> bool:
     """Whether it is a number that counts: what was not finite is logged as null, and nothing here reaches LARGEST."""
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-    )  # false for not-a-number
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST  # NaN: False

@@ -13,8 +13,9 @@ from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hpcrl.plain_text import strip_control
+from hpcrl.report.curves import series
 from hpcrl.report.file_tail import FileTail
-from hpcrl.report.metrics import parse_record, step_rows
+from hpcrl.report.metrics import measure, parse_record, step_rows
 from hpcrl.report.run_status import awaited
 from hpcrl.report.status_text import on_terminal
 from hpcrl.run.passed_over import read_passed_over
@@ -52,7 +53,8 @@ class Progress:
         self.total = total
         self.done = 0
         self.latest: dict[str, Any] = {}
-        self.accuracy: dict[str, float | None] = {}
+        self.accuracy: dict[str, float] = {}
+        self._measure = ""
         self._tail = FileTail(rundir.metrics_file)
         self._looked = 0.0
         self._begun = self._told = self._said = time.monotonic()
@@ -80,10 +82,9 @@ class Progress:
                 if step_rows([row]):
                     self.latest = row
                     self.done = row["rollout_id"] + 1
-                found = {
-                    k.split("/")[1]: v for k, v in row.items() if k.startswith("eval/") and k.endswith("/accuracy")
-                }
-                self.accuracy |= found
+                if found := series([row], {"*": "eval/*/accuracy"}):
+                    self.accuracy |= {name: y[-1] for name, (_, y) in found.items()}
+                    self._measure = measure([row])
         if not self._working and (trainer := find(self.rundir, TrainerPeer)):
             self._working = True
             self.total = trainer.total
@@ -127,9 +128,7 @@ class Progress:
         if "perf/tokens_per_sec" not in row and row.get("perf/step_time"):  # fine-tuning: the tokens that were learned
             row["perf/tokens_per_sec"] = row.get("perf/train_tokens", 0.0) / row["perf/step_time"]
         parts = [how.format(row[name]) for name, how in SHOWN.items() if row.get(name) is not None]
-        return ", ".join(
-            [*parts, *(f"{name} accuracy {value:.2f}" for name, value in self.accuracy.items() if value is not None)]
-        )
+        return ", ".join([*parts, *(f"{name} {self._measure} {value:.2f}" for name, value in self.accuracy.items())])
 
     def close(self) -> None:
         """Show where the stage ended."""

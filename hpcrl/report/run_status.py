@@ -18,7 +18,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError
 from hpcrl.report.failed_gradings import failed_gradings
-from hpcrl.report.metrics import WINDOW, evaluated, number, seconds_left, step_rows, step_time
+from hpcrl.report.metrics import WINDOW, evaluated, measure, number, seconds_left, step_rows, step_time
 from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.sandbox_line import sandbox_line
 from hpcrl.run.attempt_log import Fault
@@ -63,6 +63,7 @@ class Status(msgspec.Struct):
     rated: str = ""  #: the trainer's GPU and what it is rated for, where MFU is known
     staleness: float | None = None
     accuracy: dict[str, float] = {}
+    measure: str = "accuracy"  #: what that is: "reward" where rewards are not all 0 or 1
     accuracy_after: int | None = None  #: how many steps had been done at that evaluation
     awaits: str = ""  #: what a run that is starting waits for
     failed_gradings: list[str] = []  #: a line for rollouts and one for evaluations, of those that had any
@@ -247,6 +248,7 @@ def _numbers(status: Status, stage: StageFiles, now: float, size: int, most: int
     if steps := step_rows(rows):
         _last_step(status, steps[-1], now)
     status.step_time = step_time(rows)
+    status.measure = measure(rows)
     for row in rows:
         if evaluated(row):
             means = {name: value for name, value in row.items() if name.endswith("/accuracy") and number(value)}

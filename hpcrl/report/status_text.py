@@ -139,7 +139,7 @@ def _work(s: Status) -> list[tuple[str, str]]:
         rows.append(("loss", f"{s.loss:.3f}"))
     if s.accuracy:
         means = ", ".join(f"{name} {value:.3f}" for name, value in s.accuracy.items())
-        rows.append(("accuracy", means if s.total == 0 else f"{means} after {s.accuracy_after} steps"))
+        rows.append((s.measure, means if s.total == 0 else f"{means} after {s.accuracy_after} steps"))
     rows += [("note", text) for text in s.failed_gradings]
     rows += speed_rows(s)
     if s.sandboxes:
@@ -219,7 +219,7 @@ def line(s: Status) -> str:
             parts.append(f"{s.tokens_per_sec:.0f} tok/s")
         if s.mfu is not None:
             parts.append(f"MFU {100 * s.mfu:.0f} %")
-    parts += [f"{name} accuracy {value:.3f}" for name, value in s.accuracy.items()]
+    parts += [f"{name} {s.measure} {value:.3f}" for name, value in s.accuracy.items()]
     if s.phase in OVER:
         parts += s.failed_gradings
     if s.message and (s.phase in OVER or s.phase in ("pending", "lost", "requeued")):

@@ -30,7 +30,8 @@ COLOURS = ("cyan", "yellow", "green", "magenta")
 BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 #: of a cell that is two dots high and one wide, by the sum of its dots' bits
 ASCII = " '.:"
-ENDS = tuple(metric.partition("*")[::2] for panel in PANELS for metric in panel.metrics.values())
+DRAWN = [metric for panel in PANELS for metric in panel.metrics.values()]
+ENDS = tuple(metric.partition("*")[::2] for metric in (*DRAWN, "eval/*/right_or_wrong"))
 
 
 class DrawnRows:

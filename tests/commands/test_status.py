@@ -125,6 +125,8 @@ def test_sampling_only_run_counts_rollouts(tmp_path: Path) -> None:
     assert "  accuracy    a 0.500" in shown and "note        3 evaluation gradings failed" in page(look(root))
     assert not any(row.startswith("  step") for row in shown)
     assert line(look(root)).startswith("finished  a accuracy 0.500  3 evaluation gradings failed")
+    log(root, {"rollout_id": -1, "time": NOW, "eval/a/accuracy": 0.5, "eval/a/right_or_wrong": 0.0})
+    assert "  reward      a 0.500" in page(look(root)).splitlines() and "a reward 0.500" in line(look(root))
 
 
 def test_earlier_attempts_error_is_hidden(tmp_path: Path) -> None:

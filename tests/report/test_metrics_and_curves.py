@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,9 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
 from hpcrl.report import metrics, progress
 from hpcrl.report.closing_line import closing_line, held_out, what_next
-from hpcrl.report.curves import PANELS, draw, series, smooth
+from hpcrl.report.curves import PANELS, draw, series, smooth, titled
 from hpcrl.report.failed_gradings import failed_gradings
-from hpcrl.report.metrics import MetricsLog, NoEvents, read_metrics
+from hpcrl.report.metrics import MetricsLog, NoEvents, measure, read_metrics
 from hpcrl.report.progress import Progress
 from hpcrl.run import storage_errors
 from hpcrl.run.peers import EnginePeer, MeetingPeer, StorePeer, TrainerPeer, publish
@@ -210,16 +211,30 @@ def test_failed_gradings_are_counted_and_placed(rundir: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
-    [([0.09], "held-out accuracy: 0.09  run"), ([-3.5, 2.0], "held-out mean reward: -3.50 -> 2.00  run")],
+    ("values", "flags", "said"),
+    [
+        ([0.09], [], "accuracy: 0.09"),
+        ([-3.5, 2.0], [], "reward: -3.50 -> 2.00"),
+        ([0.25, 0.5], [1.0, 1.0], "accuracy: 0.25 -> 0.50"),
+        ([0.0, 0.5], [1.0, 0.0], "reward: 0.00 -> 0.50"),  # the first had wrong answers alone
+    ],
 )
 def test_evaluation_curve_and_accuracy(
-    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, values: list[float], said: str
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, values: list[float], flags: list[float], said: str
 ) -> None:
-    """One evaluation is one number, and other rewards are not an accuracy."""
+    """One evaluation is one number; it is an accuracy only if every reward was 0 or 1, wherever it is shown."""
     monkeypatch.chdir(rundir.root.parent)
-    write(rundir, *({"rollout_id": i - 1, "eval/heldout/accuracy": value} for i, value in enumerate(values)))
-    assert closing_line(rundir.root, rundir.root) == said
+    rows: list[dict[str, Any]] = [{"rollout_id": i - 1, "eval/heldout/accuracy": v} for i, v in enumerate(values)]
+    for row, flag in zip(rows, flags, strict=False):
+        row["eval/heldout/right_or_wrong"] = flag
+    write(rundir, *rows)
+    assert closing_line(rundir.root, rundir.root) == f"held-out {said}  run"
+    what = said.partition(":")[0]
+    assert measure(rows) == what
+    assert [panel.title for panel in titled(rows)].count(f"held-out {what}") == 1
+    bar = Progress(rundir, "grpo", None)
+    bar._look()
+    assert bar.text() == f"heldout {what} {values[-1]:.2f}"
 
 
 def test_the_picture(rundir: RunDir) -> None:

@@ -171,6 +171,7 @@ def uncut(
             == {
                 *(
                     "accuracy",
+                    "right_or_wrong",
                     "ci_low",
                     "ci_high",
                     "response_len",

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpcrl.report.closing_line import held_out, remarks
 from hpcrl.report.curves import Curves
-from hpcrl.report.metrics import read_metrics
+from hpcrl.report.metrics import measure, read_metrics
 from hpcrl.report.page.charts import chart
 from hpcrl.report.page.how_it_ran import how_it_ran
 from hpcrl.report.page.panels import drawn_and_flat
@@ -89,7 +89,8 @@ def facts(run: Run, status: Status, spent: Sequence[Spent]) -> Iterator[tuple[st
         of = f" of {visible(stage.name)}" if stage.name else ""
         for name, points in held_out(stage.root).items():
             values = [f"{value:.3f}" for _, value in ([points[0], points[-1]] if len(points) > 1 else points)]
-            yield f"held-out accuracy{of}", f"{visible(name)} {' -> '.join(values)}"
+            what = measure(read_metrics(stage.root / "metrics.jsonl"))
+            yield f"held-out {what}{of}", f"{visible(name)} {' -> '.join(values)}"
         for remark in remarks(stage.root):
             yield f"note{of}", visible(remark)
     if status.reward is not None:

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hpcrl.report.curves import PANELS, Curves, Panel, series
+from hpcrl.report.curves import Curves, Panel, series, titled
 
 #: drawn in any case
-ALWAYS = ("reward", "held-out accuracy")
+ALWAYS = ("reward", "held-out accuracy", "held-out reward")
 MOST = 40  #: panels of the user's own metrics
 #: what the page shows in addition to the panels of curves.png
 MORE = (
@@ -55,7 +55,7 @@ _OURS = re.compile(
     r"response_len/.*|reward/.*|groups_.*|dynamic_filter/.*)"
 )
 _OURS_HELD_OUT = re.compile(
-    r"accuracy|ci_low|ci_high|n|dropped|response_len|reward_errors|reward_timeouts|truncated_ratio|policy_version.*|majority@\d+|"
+    r"accuracy|right_or_wrong|ci_low|ci_high|n|dropped|response_len|reward_errors|reward_timeouts|truncated_ratio|policy_version.*|majority@\d+|"
     r"pass@\d+|reward/.*"
 )
 
@@ -65,13 +65,10 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     failed = [name for name in names if re.fullmatch(r"(?:rollout|eval/.+)/reward_(?:errors|timeouts)", name)]
     failing = {name.removesuffix("s"): name for name in failed if any(row.get(name) for row in rows)}
-    found = [*PANELS, Panel("parts of the reward", {"*": "rollout/reward/*"}), *_of_sets(names), *MORE]
+    found = [*titled(rows), Panel("parts of the reward", {"*": "rollout/reward/*"}), *_of_sets(names), *MORE]
     if failing:
-        found.append(
-            Panel(
-                "failed gradings", {name.replace("/reward_", " "): metric for name, metric in failing.items()}, "zero"
-            )
-        )
+        of = {name.replace("/reward_", " "): metric for name, metric in failing.items()}
+        found.append(Panel("failed gradings", of, "zero"))
     return found + [Panel(name, {"": name}) for name in own_metrics(names)[:MOST]]
 
 

@@ -194,6 +194,7 @@ class CustomEvaluator:
         if not rewards:
             raise HpcrlError(f"{self._shown} returned no reward of the set {name}")
         found = {"accuracy": sum(rewards) / len(rewards), "n": float(len(rewards))}
+        found["right_or_wrong"] = float(all(reward in (0, 1) for reward in rewards))
         if row.get("truncated") is not None:
             truncated = self._floats(name, "truncated", row["truncated"])
             found["truncated_ratio"] = sum(truncated) / max(len(truncated), 1)

@@ -119,7 +119,8 @@ class EvaluationService:
             found[held.name] = held.results(samples, self._options.log_passrate)
             if while_training:
                 found[held.name] |= answered_by(samples, version)
-            say(f"evaluation after rollout {rollout_id}: {held.name} accuracy {found[held.name]['accuracy']:.3f}")
+            what = "accuracy" if found[held.name]["right_or_wrong"] else "reward"
+            say(f"evaluation after rollout {rollout_id}: {held.name} {what} {found[held.name]['accuracy']:.3f}")
         for name, row in made.numbers.items():
             found[name] = found.get(name, {}) | row
         self._timeline.add(EVALUATE, at, self._timeline.now(), rollout_id=rollout_id)

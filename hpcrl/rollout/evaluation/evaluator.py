@@ -161,8 +161,8 @@ RIGHT = 1.0  #: a response with this reward, or more, passes (slime: exactly thi
 def results(samples: Sequence[Sample], each: int, passrate: bool = False, dropped: int = 0) -> dict[str, Any]:
     """What is logged of a set.
 
-    accuracy: mean reward, ci_low and ci_high: its interval of 95 % (`interval`); response_len: mean tokens;
-    truncated_ratio; n: responses.
+    accuracy: mean reward; right_or_wrong: 1 if every reward was 0 or 1, else 0; ci_low and ci_high: the mean's interval
+    of 95 % (`interval`); response_len: mean tokens; truncated_ratio; n: responses.
 
     Args:
         samples: `each` responses to every prompt, those to one prompt one after another.
@@ -170,17 +170,15 @@ def results(samples: Sequence[Sample], each: int, passrate: bool = False, droppe
             responses give, where any is boxed; pass@k, with `passrate`; and `grading_metrics`.
     """
     rewards = np.asarray([s.reward for s in samples], np.float64).reshape(-1, each)
-    low, high = interval(rewards)
-    found: dict[str, Any] = grading_metrics(samples) | {
+    bounds = dict(zip(("ci_low", "ci_high"), interval(rewards), strict=True))
+    found: dict[str, Any] = grading_metrics(samples) | bounds | {
         "accuracy": float(rewards.mean()),
-        "ci_low": low,
-        "ci_high": high,
+        "right_or_wrong": float(np.isin(rewards, (0, 1)).all()),
         "response_len": float(np.mean([s.response_length for s in samples])),
         "truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),
         "n": len(samples),
     }
-    if dropped:
-        found["dropped"] = dropped
+    found |= {"dropped": dropped} if dropped else {}
     if each > 1 and (voted := majority(samples, rewards)) is not None:
         found[f"majority@{each}"] = voted
     return found | (pass_rates(rewards) if passrate and each > 1 else {})

@@ -21,7 +21,8 @@ def one_run(root: Path, lr: float, rewards: list[float], answer: str) -> Path:
     put(run / "options.json", {"num_rollout": 3, "lr": lr, "save": f"{run}/checkpoints", "run_dir": str(run)})
     for number, reward in enumerate(rewards):
         log(run, *steps(1, first=number, **{"rollout/reward": reward, "rollout/constant": 2.0}))
-    log(run, {"rollout_id": 2, "eval/aime/accuracy": lr * 1e5, "eval/aime/ci_low": 0.1, "eval/aime/ci_high": 0.3})
+    mean = {"accuracy": lr * 1e5, "right_or_wrong": 0.0, "ci_low": 0.1, "ci_high": 0.3}
+    log(run, {"rollout_id": 2} | {f"eval/aime/{name}": value for name, value in mean.items()})
     (run / "samples").mkdir()
     rows = [
         {"group": g, "index": 0, "prompt": f"q{g}", "label": "7", "response": answer, "reward": 1.0 * (g == 1) * lr}

@@ -163,7 +163,7 @@ def test_slimes_forms_and_numbers(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert [sample.reward for sample in made.samples["a"]] == [0.25] * 6 and made.samples.keys() == {"a"}
     assert made.numbers == {
         "a": {"mine": 7.0},
-        "b": {"accuracy": 0.75, "n": 4.0, "truncated_ratio": 0.25, "more": 1.5},
+        "b": {"accuracy": 0.75, "right_or_wrong": 1.0, "n": 4.0, "truncated_ratio": 0.25, "more": 1.5},
         "other": {"accuracy": 0.5, "solved": 3.0},
     }
     assert asyncio.run(attempt(tmp_path, tokenizer, "plain")[0].make(3, 5)) == Evaluated(

@@ -262,4 +262,5 @@ def test_what_is_logged() -> None:
     assert (found["accuracy"], found["truncated_ratio"], found["response_len"], found["n"]) == (0.75, 0.25, 3.5, 4)
     assert (found["dropped"], found["majority@2"], found["pass@1"], found["pass@2"]) == (3, 0.5, 0.75, 1.0)
     assert found["ci_low"] < 0.75 < found["ci_high"]
+    assert found["right_or_wrong"] == 1 and results([sample(0, 0.5), sample(0, 0.5)], 2)["right_or_wrong"] == 0
     assert not [name for name in results(samples, 1) if "@" in name or name == "dropped"]
