@@ -89,8 +89,8 @@ def test_what_is_odd_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """A prompt that ends with the assistant's message, and messages as JSON text; nothing of usual rows."""
     user, assistant = ({"role": role, "content": "1+1="} for role in ("user", "assistant"))
     for prompt, said in (
-        ([user, assistant], "line 2: the prompt ends with a message of the assistant"),
-        (json.dumps([user]), "line 2: the prompt is JSON text"),
+        ([user, assistant], "with a message of"),
+        (json.dumps([user]), "is JSON text"),
         ([assistant, user], ""),
         ("[1, 2]", ""),
     ):
@@ -132,7 +132,7 @@ def test_what_a_file_is_instead(said: str, tmp_path: Path) -> None:
         assert said.startswith("nested") or error.value.hint.startswith("one JSON object")
     path = path.rename(tmp_path / "a.parquet")
     if "LFS" in said:
-        with pytest.raises(DataError, match=r"a\.parquet is a pointer of Git LFS"):
+        with pytest.raises(DataError, match=r"a\.parquet is a pointer"):
             look_at([options(path)])
 
 
