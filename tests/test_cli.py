@@ -158,6 +158,7 @@ def test_dry_run_shows_every_stage_and_starts_nothing(
     recipe: Path, runner: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (recipe.parent / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    (recipe.parent / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
     there = ["--hf-checkpoint", str(recipe.parent), "--prompt-data", str(recipe.parent / "p.jsonl")]
     assert main(["run", str(recipe), "--dry-run", "--lr", "0.5", *there]) == 0
     out = capsys.readouterr().out

@@ -15,6 +15,12 @@ from hpcrl.models.shared.dense import H, M
 
 # without the first two vLLM chooses experts otherwise than transformers
 NEEDED = ("scoring_func", "use_routing_bias", "rotary_dim", "head_dim", "num_local_experts", "num_experts_per_tok")
+#: layers for further tokens, which are not made, and names that the files have of other models of the same makers
+KNOWS = (
+    *("attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
+    *("mtp_transformer_layers", "num_mtp_modules", "qk_norm_type", "rotary_dim", "shared_intermediate_size"),
+    *("shared_moe_mode", "use_mtp", "use_routing_bias"),
+)
 BLOCK = H + "block_sparse_moe."
 
 
@@ -80,6 +86,7 @@ FAMILY = Family(
         *moe.experts(BLOCK, ("w1", "w3", "w2")),
     ),
     adapt=adapt,
+    knows=KNOWS,
     specs=tuple(
         (f"{plugins}.models.minimax_m2", "get_minimax_m2_layer_spec") for plugins in ("slime_plugins", "vime_plugins")
     ),

@@ -16,6 +16,7 @@ from hpcrl.config.recipe import Recipe, load_recipe, resolve_stages
 from hpcrl.errors import DataError, UsageError
 from hpcrl.prompt_files.early_look import findings, look_at
 from tests.support.able import needs
+from tests.support.published_models import MODELS
 
 REPO = Path(__file__).parents[2]
 PLACES = {"run": "/run", "prepared": "/run/prepared"}
@@ -122,6 +123,7 @@ def test_what_cannot_be_evaluated(argv: list[str], words: str, tmp_path: Path) -
 def test_dry_runs_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)  # whatever lies on this machine
     run = run_dir(tmp_path / "r1", hf_checkpoint=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
     (tmp_path / "h.jsonl").write_text('{"input": "1", "a": "2"}\n')
     argv = [
         "eval",
@@ -249,6 +251,7 @@ def test_missing_inputs_are_refused_first(
 def test_no_run_directory_is_made_for_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.jsonl").write_text('{"input": "1"}\n')
     (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
     (tmp_path / "r.toml").write_text(
         f'hf_checkpoint = "{tmp_path}/m"\nprompt_data = "{tmp_path}/p.jsonl"\nlabel_key = "label"\nrm_type = '
         '"math"\nnum_rollout = 1\n'

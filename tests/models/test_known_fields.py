@@ -1,0 +1,98 @@
+"""Fields of config.json that a family knows, architectures that generate text, and what a model directory holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from hpcrl.config.options import Options
+from hpcrl.errors import DataError, UsageError
+from hpcrl.launch.preflight import HostView, absent, check_model, check_model_files
+from hpcrl.model_files.config_json import with_text_part
+from hpcrl.models.family import find_family, registry
+from tests.support.families import make
+from tests.support.published_models import MODELS
+
+
+def check(config: dict[str, Any]) -> None:
+    config = with_text_part(config)
+    family = find_family(config, "dir")
+    family.check_fields(config, family.transformer(config))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_published_fields_are_known(name: str) -> None:
+    check(dict(MODELS[name][1]))
+
+
+@pytest.mark.parametrize(
+    "model_type", sorted(set(registry()) - {"kimi_k2", "mimo"})
+)  # of which transformers knows none
+def test_transformers_own_fields_are_known(model_type: str) -> None:
+    """Every field that transformers writes for a family, whatever its value."""
+    published = next(c for _, c, _ in MODELS.values() if c["model_type"] == model_type.removesuffix("_text"))
+    model, family = with_text_part(dict(published)), registry()[model_type]
+    fields = dict.fromkeys(transformers.AutoConfig.for_model(model_type).to_dict(), "x")
+    family.check_fields(fields, family.transformer(model))
+
+
+DENSE = dict(MODELS["Qwen2.5-0.5B"][1])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"dual_chunk_attention_config": {"chunk_size": 8}},
+        {"num_experts": 128},
+        {"kv_lora_rank": 512},
+        {"logit_scale": 0.1},
+    ],
+)
+def test_an_unknown_field_is_refused_by_name(more: dict[str, Any], tmp_path: Path) -> None:
+    """Those of experts and of latent attention too, where the family has none; what is off says nothing."""
+    check(DENSE | dict.fromkeys(more, None) | {"use_mrope": False, "new": []})
+    with pytest.raises(DataError, match=next(iter(more))):
+        check(DENSE | more)
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | more))
+    with pytest.raises(UsageError, match=next(iter(more))):
+        check_model(Options(hf_checkpoint=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForSequenceClassification", "Qwen2Model", "Qwen2ForRewardModel"])
+def test_what_generates_no_text_is_refused(name: str) -> None:
+    check(DENSE | {"architectures": ["Qwen2ForCausalLM"]})
+    with pytest.raises(DataError, match=f"{name} generates no text"):
+        check(DENSE | {"architectures": [name]})
+
+
+def test_a_model_directory_is_looked_into(tmp_path: Path) -> None:
+    """Its config.json, every file of its index, its tokenizer; the command line's errors name what is missing."""
+    place = make(tmp_path / "model", "qwen3")
+    options = Options(hf_checkpoint=str(place))
+    assert not absent([options], HostView(code=False))
+    check_model_files(str(place))
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    (place / "model-00001-of-00002.safetensors").write_bytes(b"")
+    (error,) = absent([options], HostView(code=False))
+    assert "lacks model-00002-of-00002.safetensors" in str(error)
+    assert not absent([options], HostView(lambda path: True, code=False)), "the nodes alone have it"
+    (place / "model.safetensors.index.json").unlink()
+    for file in place.glob("*token*"):
+        file.unlink()
+    with pytest.raises(UsageError, match="no tokenizer"):
+        check_model_files(str(place))
+    for file in place.glob("*.safetensors"):
+        file.rename(file.with_suffix(".bin"))
+    with pytest.raises(UsageError, match="no safetensors"):
+        check_model_files(str(place))
+    for file in place.glob("*.bin"):
+        file.unlink()
+    check_model_files(str(place))  # config.json alone describes a model that is elsewhere
+    (place / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        check_model_files(str(place))
