@@ -76,7 +76,7 @@ def read_hostfile(path: str | Path) -> Hostfile:
         UsageError: if it cannot be read, HostfileError for a bad line.
     """
     try:
-        text = read_given(path)
+        text = read_given(path).removeprefix("\ufeff")  # a byte-order mark, as Windows writes it
     except OSError as error:
         hint = copy_hint(path) or "give a file with one host a line"
         raise UsageError(f"--hostfile {path}: {error.strerror}", hint) from error
@@ -191,7 +191,9 @@ def _part(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
             raise line.error(column, f"{name} is not a node list: {error}", "write it as in node[01-03,07]") from error
         for one in names:
             if not _NAME.match(one) or len(one) > 253 or (re.fullmatch(r"[0-9.]+", one) and _address(one) != 4):
-                raise line.error(column, f"{one!r} is not a host name", "letters, digits, '-' and '.' make a host name")
+                hint = "letters, digits, '-' and '.' make a host name"
+                hint = "leave out the dot at its end" if one.endswith(".") else hint
+                raise line.error(column, f"{one!r} is not a host name", hint)
     count = _number(line, column + len(name) + 1, number, 0) if colon else None
     return [(one, count) for one in names]
 
@@ -256,7 +258,8 @@ def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | No
 
 def _number(line: _Line, column: int, text: str, least: int = 1) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or not least <= int(text) <= MAX_SLOTS:
-        raise line.error(column, f"{text!r} is not a number of slots", f"write a number from {least} to {MAX_SLOTS}")
+        hint = "write one host a line" if "," in text else f"write a number from {least} to {MAX_SLOTS}"
+        raise line.error(column, f"{text!r} is not a number of slots", hint)
     return int(text)
 
 

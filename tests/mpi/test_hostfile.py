@@ -56,6 +56,8 @@ def test_dialects(text: str, expected: list[tuple[str, int]]) -> None:
         ("node1 slots=8\nnode2 3", 2, 7, "slots=3"),
         ("node1 slots=", 1, 13, "not a number"),
         ("node1 slots=x", 1, 13, "'x'"),
+        ("node1 slots=4, node2 slots=4", 1, 13, "one host a line"),
+        ("node1 slots=4\nnode2. slots=4", 2, 1, "dot at its end"),
         ("node1 slots=0", 1, 1, "host has a slot"),
         ("node1:0", 1, 1, "host has a slot"),
         ("node1 max_slots=8", 1, 6, "slots=8"),
@@ -106,6 +108,11 @@ def test_a_slurm_list_has_no_slots() -> None:
     assert write_hostfile((Host("n1", 8), Host("n2", 8)), "slurm") == "n[1-2]\n"
     with pytest.raises(UsageError, match="differ"):
         write_hostfile((Host("n1", 8), Host("n2", 4)), "slurm")
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfnode1 slots=2\nnode2 slots=2\n")
+    assert read_hostfile(tmp_path / "hosts").hosts == (Host("node1", 2), Host("node2", 2))
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
