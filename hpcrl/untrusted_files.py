@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import pwd
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -134,7 +135,10 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         found = tomllib.loads(text)
     except ValueError as error:
-        raise Damaged(str(error)) from error
+        place = re.fullmatch(r"Cannot overwrite a value \(at (?:line (\d+), .*|end of document)\)", str(error))
+        lines = text.rstrip().split("\n")
+        key = lines[int(place[1] or len(lines)) - 1].partition("=")[0].strip() if place else ""
+        raise Damaged(f"{key} is given twice: {error}" if key else str(error)) from error
     left: list[Any] = [found]
     while left:
         value = left.pop()

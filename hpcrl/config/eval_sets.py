@@ -233,7 +233,9 @@ def _table(row: Any, shown: str, known: Mapping[str, tuple[Kind, float | None, f
             (least is not None and n < least) or (most is not None and n > most) for n in numbers
         ):
             bounds = " and ".join(f"{sign} {n:g}" for sign, n in ((">=", least), ("<=", most)) if n is not None)
-            raise UsageError(f"{shown}: {key}: {value!r}: expected {kind} {bounds}".rstrip())
+            quote = "YAML reads no, off, yes and on as true or false, and digits as a number: put it in quotes"
+            hint = quote if kind.fits(str(value)) else ""
+            raise UsageError(f"{shown}: {key}: {value!r}: expected {kind} {bounds}".rstrip(), hint)
         found[key] = value
     if {"rm_type", "custom_rm_path"} <= found.keys():
         raise UsageError(f"{shown}: rm_type and custom_rm_path exclude each other", "leave one of them out")

@@ -10,6 +10,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
+from hpcrl.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
@@ -64,3 +65,17 @@ def test_names_that_no_path_should_have(name: str, capsys: pytest.CaptureFixture
     for flag in ("--name", "--run-dir"):
         assert main(["submit", str(REPO / "examples/quickstart.toml"), f"{flag}={name}", "--dry-run"]) == 2
         assert flag in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("lr = 1\nname = 'x'\nlr = 2\n", "lr"),
+        ("[[stage]]\nseed = 1\n  seed  = 2\n", "seed"),
+        ("a.b = 1\na.b = 2", "a.b"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_named(text: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(UsageError, match=rf"r\.toml .*{re.escape(key)} is given twice: "):
+        load_recipe(tmp_path / "r.toml")

@@ -121,6 +121,9 @@ def test_a_mapping_of_sets_and_a_reward_of_ones_own(tmp_path: Path) -> None:
             "eval: {defaults: {tempera: 1}, datasets: [{name: a, path: a.jsonl}]}",
             "eval.defaults: tempera is an unknown",
         ),
+        ("eval: {datasets: [{name: no, path: a.jsonl}]}", "quotes"),
+        ("eval: {datasets: {on: a.jsonl}}", "quotes"),
+        ("eval: {datasets: [{name: 1, path: a.jsonl}]}", "quotes"),
         ("eval: {datasets: [{name: a, path: a.jsonl, top_p: 2}]}", "top_p: 2: expected a number >= 0 and <= 1"),
         ("eval: {datasets: [{name: a, path: a.jsonl, top_p: 0}]}", "top_p 0 leaves nothing to sample"),
         (
