@@ -26,17 +26,13 @@ def cores(allowed: Collection[int], environment: Mapping[str, str], system: Path
         environment: a job that has a part of its host and is not bound to it may run anywhere; its share is what GIVEN
             says.
     """
-    found = len({_siblings(number, system) for number in allowed}) or 1
+    cpus = system / "devices/system/cpu"
+    cores = {read_list(cpus / f"cpu{n}/topology/thread_siblings_list") or frozenset({n}) for n in allowed}
+    found = len(cores) or 1
     given = environment.get(GIVEN, "")
     if not given.isdigit() or not 0 < int(given) < len(allowed):
         return found
     return max(1, int(given) * found // len(allowed))
-
-
-def _siblings(number: int, system: Path) -> frozenset[int]:
-    """The processors of the same core."""
-    file = system / f"devices/system/cpu/cpu{number}/topology/thread_siblings_list"
-    return read_list(file) or frozenset({number})
 
 
 def read_list(file: Path) -> frozenset[int]:

@@ -133,12 +133,11 @@ def parse_toml(text: str) -> dict[str, Any]:
             nested too deep.
     """
     try:
-        found = tomllib.loads(text)
+        found = tomllib.loads(text + "\n")
     except ValueError as error:
-        place = re.fullmatch(r"Cannot overwrite a value \(at (?:line (\d+), .*|end of document)\)", str(error))
-        lines = text.rstrip().split("\n")
-        key = lines[int(place[1] or len(lines)) - 1].partition("=")[0].strip() if place else ""
-        raise Damaged(f"{key} is given twice: {error}" if key else str(error)) from error
+        place = re.match(r"Cannot overwrite a value \(at line (\d+)", str(error))
+        key = text.split("\n")[int(place[1]) - 1].partition("=")[0] if place else ""
+        raise Damaged(f"{key.strip()} is given twice: {error}" if place else str(error)) from error
     left: list[Any] = [found]
     while left:
         value = left.pop()

@@ -26,7 +26,6 @@ from hpcrl.adapters.peft_files import AS_PEFT, check_settings
 from hpcrl.adapters.peft_files import CONFIG as ADAPTER_CONFIG
 from hpcrl.adapters.settings import lora_settings
 from hpcrl.config import megatron_flags
-from hpcrl.config.custom_functions import listed
 from hpcrl.config.options import Options
 from hpcrl.config.passthrough import as_flag, locate
 from hpcrl.config.plugin_points import missing_functions
@@ -35,10 +34,10 @@ from hpcrl.config.rules.sampling import check_draft_layers, drafts_of_files
 from hpcrl.config.rules.sandboxes import check_stages_hosts, may_use_sandboxes
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
+from hpcrl.launch.model_directory import check_fields, check_model_files
 from hpcrl.launch.site import SiteProfile
 from hpcrl.model_files import holds_weights
 from hpcrl.model_files.config_json import CONFIG, read_config, read_object, read_quantization, with_text_part
-from hpcrl.model_files.safetensors_files import AGAIN, INDEX, read_index
 from hpcrl.models.divisions import uncut_gates, undivided
 from hpcrl.models.family import Config, Family, check_spec, find_family
 from hpcrl.models.model_args import check_model_args
@@ -67,8 +66,6 @@ class HostView:
     files: bool = True
 
 
-#: one of these files holds a tokenizer
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model", "tokenizer_config.json")
 NOTHING = HostView(code=False, files=False)  #: of a machine that is not one of the run's
 
 
@@ -233,24 +230,6 @@ def _nothing_at(flag: str, path: str) -> UsageError | None:
     return None
 
 
-def check_model_files(path: str) -> None:
-    """Raise UsageError unless --hf-checkpoint has a config.json, and with weights every file of their index and a
-    tokenizer; config.json alone describes a model that is elsewhere."""
-    directory = Path(path)
-    try:
-        read_config(directory)
-        files = sorted(set((read_index(directory) or {}).values()))
-    except DataError as error:
-        raise UsageError(error.what, error.hint) from None
-    if absent := [name for name in files if not (directory / name).is_file()]:
-        raise UsageError(f"--hf-checkpoint {path} lacks {listed(absent)}, which {INDEX} names", AGAIN)
-    held = {file.suffix for file in directory.iterdir()}
-    if ".safetensors" not in held and held & {".bin", ".pt", ".pth"}:
-        raise UsageError(f"--hf-checkpoint {path} holds no safetensors", "save its weights with save_pretrained again")
-    if ".safetensors" in held and not any((directory / name).is_file() for name in TOKENIZERS):
-        raise UsageError(f"--hf-checkpoint {path} holds no tokenizer ({', '.join(TOKENIZERS)})", AGAIN)
-
-
 def _how_to_get(flag: str, path: str) -> str:
     """What to do about a path that is not here: names of a hub are not fetched by a run."""
     hub = flag == "--hf-checkpoint" and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)
@@ -354,7 +333,7 @@ def _described(options: Options) -> tuple[Config, Family, dict[str, Any]] | None
         config = with_text_part(config)
         family = find_family(config, directory)
         fields = family.transformer(config)
-        family.check_fields(config, fields)
+        check_fields(config, family, fields)
         return config, family, fields
     except DataError as error:
         raise UsageError(error.what, error.hint) from None

@@ -22,30 +22,6 @@ from hpcrl.errors import DataError, UsageError
 from hpcrl.toolbox.plugins import PluginFolder
 
 Config = Mapping[str, Any]
-#: fields of config.json that every family knows: it carries them over, refuses what it does not implement, or they say
-#: nothing of the numbers; and those that it knows of a model with experts, latent attention, gated delta nets
-KNOWN = {
-    "": "_attn_implementation _name_or_path architectures attention_bias attention_dropout attn_implementation "
-    "auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id head_dim hidden_act hidden_size id2label "
-    "image_token_id initializer_range intermediate_size is_encoder_decoder label2id layer_types "
-    "max_position_embeddings max_window_layers mlp_bias model_type num_attention_heads num_hidden_layers "
-    "num_key_value_heads num_nextn_predict_layers output_attentions output_hidden_states pad_token_id "
-    "partial_rotary_factor pretraining_tp problem_type quantization_config return_dict rms_norm_eps rope_parameters "
-    "rope_scaling rope_theta sliding_window text_config tie_word_embeddings torch_dtype transformers_version "
-    "unsloth_fixed unsloth_version use_cache use_sliding_window video_token_id vision_config "
-    "vision_end_token_id vision_start_token_id vocab_size",
-    "num_moe_experts": "aux_loss_alpha decoder_sparse_step ep_size first_k_dense_replace mlp_layer_types "
-    "mlp_only_layers moe_intermediate_size moe_layer_freq n_group n_routed_experts n_shared_experts norm_topk_prob "
-    "num_experts num_experts_per_tok num_local_experts output_router_logits routed_scaling_factor router_aux_loss_coef "
-    "router_jitter_noise scoring_func seq_aux shared_expert_intermediate_size topk_group topk_method use_qk_norm",
-    "multi_latent_attention": "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim rope_interleave "
-    "v_head_dim",
-    "linear_attention_freq": "attn_output_gate full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
-    "linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_ssm_dtype mtp_num_hidden_layers "
-    "mtp_use_dedicated_embeddings",
-}
-#: how the names of architectures that generate text end
-GENERATES = ("ForCausalLM", "ForConditionalGeneration")
 SCALES = (".weight_scale", ".weight_scale_inv")  #: how the names of a quantised matrix's scales end
 Kind = Literal[
     *("same", "row", "column", "column_swapped", "qkv", "gated_qkv", "gate_up", "fused_gate_up", "vocab"),
@@ -135,7 +111,7 @@ class Family:
         adapt: changes a layer's spec in place, given the spec, the norm class and the TransformerConfig.
         facts: what Megatron's own flags may say of the model beyond these fields (`model_args.py` compares them).
         specs: words of slime's --spec that stand for the family.
-        knows: fields of config.json beyond those of `KNOWN`.
+        knows: fields of config.json beyond those of `launch/model_directory.py`.
     """
 
     model_type: str
@@ -152,20 +128,6 @@ class Family:
     stacked: bool = False
     engine_class: str = ""
     knows: tuple[str, ...] = ()
-
-    def check_fields(self, config: Config, fields: Mapping[str, Any]) -> None:
-        """Raise DataError for a field of config.json that the family does not know; one that is null, false, 0 or empty
-        is off.
-
-        Args:
-            fields: `transformer` of it.
-        """
-        known = {*self.knows, *" ".join(names for part, names in KNOWN.items() if not part or fields.get(part)).split()}
-        if strange := sorted(name for name, value in config.items() if value and name not in known):
-            raise DataError(
-                f"config.json of this {self.model_type} model has {', '.join(strange)}, which hpcrl does not know",
-                "what it changes would be missing in training: use another model, or take it out if it changes nothing",
-            )
 
     def tensors(self, config: Config, heads: int = 0) -> list[tuple[str, Rule]]:
         """(Megatron name, rule with names filled in) of every parameter, layer by layer in the order of the model.
@@ -264,17 +226,6 @@ def find_family(config: Config, directory: str | Path) -> Family:
     """
     known = registry()
     asked = config.get("model_type")
-    built = config.get("architectures")
-    if (
-        asked in known
-        and isinstance(built, list)
-        and built
-        and not any(str(name).endswith(GENERATES) for name in built)
-    ):
-        raise DataError(
-            f"{directory}: {', '.join(map(str, built))} generates no text",
-            "give a model whose architecture is ...ForCausalLM",
-        )
     if asked not in known:
         names = config.get("architectures")
         built = [str(name).lower().removesuffix("forcausallm") for name in names] if isinstance(names, list) else []

@@ -14,16 +14,12 @@ import time
 from collections.abc import Callable
 
 
-def _monotonic() -> float:
-    return time.monotonic()
-
-
 class LastSign:
     """The last sign of life of one party, which counts as given when this is made."""
 
     __slots__ = ("_at", "_clock")
 
-    def __init__(self, ago: float = 0.0, clock: Callable[[], float] = _monotonic) -> None:
+    def __init__(self, ago: float = 0.0, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         """Create one.
 
         Args:

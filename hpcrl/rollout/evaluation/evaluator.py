@@ -171,13 +171,17 @@ def results(samples: Sequence[Sample], each: int, passrate: bool = False, droppe
     """
     rewards = np.asarray([s.reward for s in samples], np.float64).reshape(-1, each)
     bounds = dict(zip(("ci_low", "ci_high"), interval(rewards), strict=True))
-    found: dict[str, Any] = grading_metrics(samples) | bounds | {
-        "accuracy": float(rewards.mean()),
-        "right_or_wrong": float(np.isin(rewards, (0, 1)).all()),
-        "response_len": float(np.mean([s.response_length for s in samples])),
-        "truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),
-        "n": len(samples),
-    }
+    found: dict[str, Any] = (
+        grading_metrics(samples)
+        | bounds
+        | {
+            "accuracy": float(rewards.mean()),
+            "right_or_wrong": float(np.isin(rewards, (0, 1)).all()),
+            "response_len": float(np.mean([s.response_length for s in samples])),
+            "truncated_ratio": float(np.mean([s.status == TRUNCATED for s in samples])),
+            "n": len(samples),
+        }
+    )
     found |= {"dropped": dropped} if dropped else {}
     if each > 1 and (voted := majority(samples, rewards)) is not None:
         found[f"majority@{each}"] = voted

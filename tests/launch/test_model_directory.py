@@ -11,7 +11,8 @@ import transformers
 
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
-from hpcrl.launch.preflight import HostView, absent, check_model, check_model_files
+from hpcrl.launch.model_directory import check_fields, check_model_files
+from hpcrl.launch.preflight import HostView, absent, check_model
 from hpcrl.model_files.config_json import with_text_part
 from hpcrl.models.family import find_family, registry
 from tests.support.families import make
@@ -21,7 +22,7 @@ from tests.support.published_models import MODELS
 def check(config: dict[str, Any]) -> None:
     config = with_text_part(config)
     family = find_family(config, "dir")
-    family.check_fields(config, family.transformer(config))
+    check_fields(config, family, family.transformer(config))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -37,7 +38,7 @@ def test_transformers_own_fields_are_known(model_type: str) -> None:
     published = next(c for _, c, _ in MODELS.values() if c["model_type"] == model_type.removesuffix("_text"))
     model, family = with_text_part(dict(published)), registry()[model_type]
     fields = dict.fromkeys(transformers.AutoConfig.for_model(model_type).to_dict(), "x")
-    family.check_fields(fields, family.transformer(model))
+    check_fields(fields, family, family.transformer(model))
 
 
 DENSE = dict(MODELS["Qwen2.5-0.5B"][1])
