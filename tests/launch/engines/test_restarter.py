@@ -21,13 +21,9 @@ class Fake:
     index: int
     command: list[str]
     status: int | None = None
-    told: bool = False
 
     def exit_report(self) -> str:
         return f"{self.name}-{self.index} ended with {self.status}"
-
-    def end(self) -> None:
-        self.told = True
 
 
 @pytest.fixture
