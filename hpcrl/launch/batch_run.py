@@ -129,6 +129,8 @@ def _judge(
             _requeue(job, allocation, error.what, clock.ends)
         elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
             _requeue(job, allocation, f"preempted; {error.what}", clock.ends)
+        elif not (job.root / STOP).exists() and allocation.cancelled():
+            (job.root / CANCEL).touch()  # as hpcrl cancel leaves it: the run counts as cancelled
         say(str(error))
         return {"status": "stopped", "message": str(error)}
     _tell(job, allocation, error)

@@ -22,10 +22,10 @@ from hpcrl.run.engine_files import VIEW, EngineViews
 from hpcrl.run.job_files import JOB, STATE, JobFile, JobState
 from hpcrl.run.passed_over import read_passed_over
 from hpcrl.run.peers import TrainerPeer, peer_file
-from hpcrl.run.rundir import ERROR, AttemptFailure
+from hpcrl.run.rundir import ERROR, TRACKER, AttemptFailure
 from hpcrl.run.started_runs import COPY, RECIPE, RecipeFile
 from hpcrl.run.summary import SUMMARY, Summary
-from hpcrl.untrusted_files import Damaged, count_of, open_regular, read_json, read_regular
+from hpcrl.untrusted_files import Damaged, count_of, open_regular, read_given_bytes, read_json, read_regular
 
 T = TypeVar("T")
 
@@ -45,6 +45,13 @@ class StageFiles:
     root: Path
     name: str
     notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def saved(self) -> int | None:
+        """The steps of the last checkpoint in the run directory; None if there is none."""
+        with contextlib.suppress(OSError):
+            return count_of(read_given_bytes(self.root / "checkpoints" / TRACKER).decode(errors="replace").strip())
+        return None
 
     @cached_property
     def settings(self) -> StageSettings:

@@ -1,8 +1,8 @@
 """What a run is doing: the run directory and, where there is one, the scheduler's word, judged into one Status.
 
-Phases: `pending` (waits in the scheduler's queue), `preparing`, `starting`, `running`, `saving`, `requeued` (ended
-early, to be started again), `finished`, `stopped` (saved; can be resumed), `failed`, `cancelled`, and `lost`: it should
-be at work and gives no sign of life.
+Phases: `pending` (waits in the scheduler's queue), `preparing`, `starting`, `running`, `saving`, `ending`, `requeued`
+(ended early, to be started again), `finished`, `stopped` (saved; can be resumed), `failed`, `cancelled`, and `lost`: it
+should be at work and gives no sign of life.
 
 Invariant: pure but for the reading of the directory; a launcher's word counts only as long as it is fresh, or final and
 newer than the job that is in the queue now.
@@ -102,6 +102,8 @@ def judge_run(
     state = run.state
     stage = run.stage
     phase, message = _phase(run, now, queued, here, title)
+    if phase == "cancelled" and stage and (saved := stage.saved) is not None:
+        message = f"{message or phase}; it resumes after step {saved}"
     status = Status(os.fsencode(run.root).decode(errors="replace"), phase, message, title=title, notes=run.notes)
     if job:
         status.scheduler = job.scheduler
@@ -148,7 +150,8 @@ def _phase(run: Run, now: float, queued: QueuedJob | None, here: bool | None, ti
     if queued and queued.phase == "pending":
         return "pending", f"will never start: {queued.reason}" if queued.never else queued.reason
     if queued and queued.ending and (state is None or state.phase in WORKING):
-        return "saving", f"{title} is ending what is left of its last start"
+        saving = state is not None and state.phase == "saving"
+        return "saving" if saving else "ending", f"{title} is ending what is left of its last start"
     since = job.submitted - SKEW if job else 0.0
     if queued and queued.start is not None:
         since = max(since, queued.start - (SKEW if queued.phase == "ended" else 5.0))

@@ -198,9 +198,7 @@ def _time(s: Status) -> str:
 
 def _hint_for(s: Status) -> str:
     if s.by_hand:
-        return (
-            f"give its script to {s.title or s.scheduler} again, with --run-dir {shorten_path(s.run)} in the last line"
-        )
+        return f"give its script to {s.title or s.scheduler} again, followed by --run-dir {shorten_path(s.run)}"
     ways = {"mpirun": "hpcrl launch --resume {} --hostfile FILE"}
     return ways.get(s.scheduler, "hpcrl resume {}").format(shorten_path(s.run))
 

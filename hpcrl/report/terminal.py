@@ -36,7 +36,8 @@ from hpcrl.report.status_text import cells, facts
 from hpcrl.report.terminal_curves import DrawnRows, has_utf8, pictures
 
 STYLES = {
-    "running": "green", "saving": "green", "finished": "green", "failed": "red", "lost": "red", "pending": "yellow",
+    "running": "green", "saving": "green", "ending": "yellow",
+    "finished": "green", "failed": "red", "lost": "red", "pending": "yellow",
     "requeued": "yellow",
 }  # fmt: skip
 #: columns of the table that a narrow terminal does without, those first that matter least

@@ -39,7 +39,7 @@ CANCEL = "cancel"
 CANCELLED = "cancelled; what was saved is good"
 
 Phase = Literal["preparing", "starting", "running", "saving", "requeued", "finished", "stopped", "failed", "cancelled"]
-WORKING = ("preparing", "starting", "running", "saving")
+WORKING = ("preparing", "starting", "running", "saving", "ending")
 OVER = ("finished", "stopped", "failed", "cancelled")  #: those after which its launcher does nothing more
 
 

@@ -86,7 +86,7 @@ def test_the_way_to_go_on_is_one_that_is_open(tmp_path: Path) -> None:
     """hpcrl resume refuses a run whose script was given to sbatch by hand, and one under mpirun."""
     root = make(tmp_path, phase="stopped")
     submitted(root, "100")
-    assert "script to Slurm again" in page(look(root)) and f"--run-dir {root} in the last line" in page(look(root))
+    assert "script to Slurm again" in page(look(root)) and f"followed by --run-dir {root}" in page(look(root))
     record = json.loads((root / "job.json").read_text())
     put(root / "job.json", record | {"site": {"name": "mine"}})
     assert f"hpcrl resume {root}" in page(look(root))
@@ -215,7 +215,19 @@ def test_a_job_that_its_scheduler_is_ending(tmp_path: Path, written: float) -> N
     root = make(tmp_path, phase="running", time=written)
     submitted(root, "12")
     found = look(root, queued=QueuedJob("running", "COMPLETING", start=NOW - 300, ending=True))
-    assert found.phase == "saving" and "ending what is left" in found.message
+    assert found.phase == "ending" and "ending what is left" in found.message
+    make(tmp_path / "saves", phase="saving", time=written)
+    submitted(tmp_path / "saves", "12")
+    queued = QueuedJob("running", "COMPLETING", start=NOW - 300, ending=True)
+    assert look(tmp_path / "saves", queued=queued).phase == "saving"
+
+
+def test_a_cancelled_run_says_from_where_it_resumes(tmp_path: Path) -> None:
+    root = make(tmp_path, phase="cancelled", message="cancelled", time=NOW - 2)
+    (root / "checkpoints").mkdir()
+    (root / "checkpoints/latest_checkpointed_iteration.txt").write_text("85")
+    found = look(root)
+    assert found.phase == "cancelled" and "resumes after step 85" in found.message
 
 
 # ---- runs without a state.json

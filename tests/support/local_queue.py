@@ -333,6 +333,9 @@ def allocation() -> Any:
         def preempted(self) -> bool:
             return False
 
+        def cancelled(self) -> bool:
+            return False
+
         def requeue(self) -> None:
             change(self.job_id, wish="requeue")
 
