@@ -14,6 +14,7 @@ import pytest
 from hpcrl.rollout.samplers.sampler import GREEDY, ResponseRequest
 from hpcrl.sample import Sample
 from tests.rollout.generation.test_batch_generator import FILTER, OVER, PARTIAL, Attempt, FakeSampler, numbers
+from tests.rollout.generation.test_continuous_generator import Streaming
 from tests.support.ledger_account import account
 
 DROPPED = "rollout/dynamic_filter/drop_too_few_graded"
@@ -53,6 +54,22 @@ def test_ungraded_groups_are_replaced(tmp_path: Path, values: dict[str, Any]) ->
             assert taken == [0, 2, 3, 4, 5, 7, 8, 9], "one more group for each that is dropped"
         assert attempt.store.ledger.dropped["too_few_graded"] == 2
         assert not account(tmp_path / "run").wrong
+
+    asyncio.run(run())
+
+
+def test_they_are_made_up_for_in_flight(tmp_path: Path) -> None:
+    """Where groups are in flight all the time, each batch is whole too, and what it lost is counted."""
+
+    async def run() -> None:
+        attempt = Streaming(tmp_path / "run", HalfGraded())
+        made = await attempt.trains(0, 4)
+        await attempt.stream.close()
+        assert {len(numbers(one.rollout)) for one in made} == {4}
+        taken = [number for one in made for number in numbers(one.rollout)]
+        assert not {1, 6} & set(taken) and attempt.store.ledger.dropped["too_few_graded"] == 2
+        assert sum(one.metrics.get(DROPPED, 0) for one in made) == 2
+        assert not account(attempt.rundir.root).wrong
 
     asyncio.run(run())
 
