@@ -34,7 +34,7 @@ LONGEST = 1000  #: characters of an answer that is read, if the label is not lon
 MANY = 50  #: items that are matched in any order; more must come in the same
 _CHOICE_LABEL = re.compile(r"(\\text\s*\{\s*)?(\()?\s*(?:\\text\s*\{\s*)?\(?([A-Z])\)?\s*\}?\s*\)?\s*\.?\s*\}?")
 #: words before an answer: The answer is 5, \text{Answer: }5, \text{Answer: 5}
-_PREFACE = r"(?:the )?(?:final )?answer ?(?: is|:|=) ?:? ?"
+_PREFACE = r"(?:(?:the )?(?:final )?answer ?(?: is|:|=)|答案(?:是|为|:)) ?:? ?"
 _PREFACED = re.compile(
     rf"\\text ?\{{ ?{_PREFACE}\}} ?(.+)|\\text ?\{{ ?{_PREFACE}([^{{}}]+)\}}|{_PREFACE}(.+)", re.IGNORECASE | re.DOTALL
 )

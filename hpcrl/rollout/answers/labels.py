@@ -21,7 +21,7 @@ from hpcrl.rollout.answers.compare import equivalent
 
 TAIL = 1_000_000  #: characters at the end of a text that are looked at: no answer stands before them
 #: behind an answer without braces: the end of the formula, line or text, or a word; whatever else belongs to the answer
-_ENDS = r"(?=[.,;:!?]?(?:\s*(?:\$|\}|\\[)\]]|\\(?:boxed|fbox)|\n|\Z)|\s+[A-Za-z]{2}))"
+_ENDS = r"(?=[.,;:!?]?(?:\s*(?:\$|\}|\\[)\]]|\\(?:boxed|fbox)|\n|\Z)|\s+[A-Za-z]{2})|\s*[、。，；：！？）])"
 _BARE = rf"\\(?:boxed|fbox)[ \t]+([+-]?\d+(?:[.,/]\d+)*|[A-Za-z]){_ENDS}"
 _TOKENS = re.compile(rf"\\(?:boxed|fbox)\s*\{{|{_BARE}|\\.|[{{}}]", re.DOTALL)
 _BOX = re.compile(rf"\\(?:boxed|fbox)\s*\{{|{_BARE}")

@@ -72,7 +72,7 @@ _INFIX = re.compile(r"\{([^{}]*)\\(choose|over)(?![a-zA-Z])([^{}]*)\}")
 _PHANTOM = re.compile(r"\\[hv]?phantom ?\{[^{}]*\}")
 _MONEY_TEXT = re.compile(rf"\\(?:text|mathrm|textbf)\s*\{{\s*(\\(?:{'|'.join(MONEY.values())}))\s*\}}")
 _SPACES = re.compile(r"\s+")
-_ENDING = re.compile(r"[\s.,;:]+$")
+_ENDING = re.compile(r"[\s.,;:、。]+$")
 _BASE_NAMES = "two three four five six seven eight nine ten twelve sixteen"
 _BASES = dict(zip(_BASE_NAMES.split(), (*range(2, 11), 12, 16), strict=True))
 _BASE_WORD = re.compile(rf"_\s*\{{?\s*\\text\{{\s*({'|'.join(_BASES)})\s*\}}\s*\}}?")

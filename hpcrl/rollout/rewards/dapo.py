@@ -20,7 +20,7 @@ check = labels.check
 TAIL = 300  #: characters at the end of the response that are looked at
 _ANSWER = re.compile(r"answer\s*[:：]\s*(?:(?:\\\[|\$\$)\s*)?([^\r\n]+)", re.IGNORECASE)
 #: special tokens that were decoded, Markdown's bold and code
-_MARKS = re.compile(r"<\|[^|>]*\|>|</s>|(?<![\w)])\*\*|\*\*(?![\w(])|`")
+_MARKS = re.compile(r"<\|[^|>]*\|>|</s>|(?<![A-Za-z0-9)])\*\*|\*\*(?![A-Za-z0-9(])|`")
 _FORMULA = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
 _VALUE = re.compile(r"(?<![<>!=:])=([^=]+)$")
 

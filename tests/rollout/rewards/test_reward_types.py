@@ -91,6 +91,8 @@ def worth(
         ("dapo", "Answer: x >= 34", "34", -1),
         ("dapo", "Answer: y = 5", "x = 5", -1),
         ("dapo", "Answer: 2**3", "23", -1),
+        ("dapo", "Answer: $34$**", "34", 1),
+        ("dapo", "Answer: \n**$34$**", "34", 1),
         ("dapo", "Answer: $Answer", "34", -1),
         ("math", r"\boxed{**73**}", "73", 1),
         ("math", r"\boxed{7}", "2+1=3\n3+4=7\n#### 7", 1),
