@@ -147,4 +147,5 @@ def _named(text: str, found: re.Match[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+    """Letters and digits of any script; a text of signs alone as it is."""
+    return re.sub(r"[\W_]+", " ", text.lower()).strip() or text.strip()
