@@ -50,6 +50,7 @@ from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import read_summary
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.retry import Pauses, retry
+from hpcrl.untrusted_files import touch
 
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
 PATIENCE = 900.0  #: seconds for which a scheduler that does not answer is asked to queue a job again
@@ -76,16 +77,8 @@ def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | 
     leave = partial(_leave, job, allocation, clock, gone)
     with _no_warning():
         try:
-            run_job(
-                job,
-                allocation.backend,
-                allocation.restarts,
-                clock.watch,
-                clock.ends,
-                judged=True,
-                begin=begin,
-                leave=leave,
-            )
+            args = (job, allocation.backend, allocation.restarts, clock.watch, clock.ends)
+            run_job(*args, judged=True, begin=begin, leave=leave)
         except HpcrlError as error:
             last: HpcrlError = error
             try:
@@ -130,15 +123,13 @@ def _judge(
         elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
             _requeue(job, allocation, f"preempted; {error.what}", clock.ends)
         elif not (job.root / STOP).exists() and allocation.cancelled():
-            (job.root / CANCEL).touch()  # as hpcrl cancel leaves it: the run counts as cancelled
+            touch(job.root / CANCEL)  # as hpcrl cancel leaves it: the run counts as cancelled
         say(str(error))
         return {"status": "stopped", "message": str(error)}
     _tell(job, allocation, error)
     if isinstance(error, HostsSilent) or clock.due:  # out of time all the same: it resumes from the last checkpoint
         _requeue(job, allocation, str(error), clock.ends)
-    elif _preempted(
-        job, allocation
-    ):  # the scheduler has told every process to end, and one was faster than a checkpoint
+    elif _preempted(job, allocation):  # every process was told to end, and one was faster than a checkpoint
         _requeue(job, allocation, f"preempted ({error})", clock.ends)
     elif broken := _broken_host(job):
         _start_elsewhere(job, allocation, *broken, clock.ends)
