@@ -80,7 +80,7 @@ def uncut(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     shutil.copy(key, run.root.parent)  # it ends with the run
     status, out = run.end()
     assert status == 0, out + run.logs()
-    assert re.fullmatch(r"held-out accuracy: 0\.\d\d -> 0\.\d\d  run", out.splitlines()[-1]), out
+    assert re.fullmatch(r"held-out reward: 0\.\d\d -> 0\.\d\d  run", out.splitlines()[-1]), out
     assert all_gone(run.root, [])
     return run.root
 
@@ -168,7 +168,7 @@ def test_what_every_process_did_is_recorded(uncut: Path) -> None:
         hours
     )
     assert main(["report", str(uncut)]) == main(["trace", str(uncut)]) == 0
-    assert "held-out accuracy" in (uncut / "report.html").read_text()
+    assert "held-out reward" in (uncut / "report.html").read_text()
     assert own_metrics([name for row in rows(uncut) for name in row]) == [], (
         "all that a run logs by itself is known to the page"
     )
