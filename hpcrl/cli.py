@@ -83,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+#: what other tools call a command -> the command
+SYNONYMS = {"train": "run", "compare": "report", "list": "runs", "ps": "runs", "kill": "cancel", "export": "convert"}
+
+
 def command(argv: list[str]) -> int:
     """Find the command and run it."""
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -92,7 +96,7 @@ def command(argv: list[str]) -> int:
         print(f"hpcrl {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        near = [SYNONYMS[argv[0]]] if argv[0] in SYNONYMS else difflib.get_close_matches(argv[0], COMMANDS, n=1)
         hint = f"did you mean hpcrl {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UsageError(f"{argv[0]} is not a command", f"{hint}; see hpcrl --help" if not near else hint)
     module, _, name = COMMANDS[argv[0]].partition(":")

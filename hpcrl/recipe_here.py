@@ -28,7 +28,10 @@ def choose_recipe(words: Sequence[str], arguments: Sequence[str] | None, command
     """
     given = [*words, *(["--"] if arguments is not None else [])]
     if len(given) > 1:
-        raise UsageError(f"more than one recipe: {' '.join(given)}", "a flag that takes one value takes one word only")
+        hint = "a flag that takes one value takes one word only"
+        if {"true", "false"} & {*words}:
+            hint = "a switch takes no value: --x turns it on, --no-x off"
+        raise UsageError(f"more than one recipe: {' '.join(given)}", hint)
     if given:
         return "" if arguments is not None else words[0]
     from hpcrl.report.progress import say

@@ -241,7 +241,10 @@ def test_refused_before_anything_is_made(
         (["rum"], 2, "did you mean hpcrl"),
         (["xyzzy"], 2, "command; there are init"),
         (["run"], 2, "no recipe given"),
+        (["train"], 2, "did you mean hpcrl run?"),
+        (["compare"], 2, "did you mean hpcrl report?"),
         (["run", "a.toml", "b.toml"], 2, "more than one recipe: a.toml b.toml"),
+        (["run", "a.toml", "--apply-chat-template", "false"], 2, "takes no value: --x"),
         (["run", "none.toml"], 2, "cannot read the recipe none.toml"),
         (["run", "examples/quickstart.tml"], 2, "did you mean examples/quickstart.toml?"),
         (

@@ -51,7 +51,8 @@ def extend_run(job: RunJob, num_rollout: int, ckpt_step: int | None = None) -> N
     *before, last = job.recipe.stages
     directory = job.directory(last)
     if not all(finished(job.directory(stage)) for stage in before) or not (directory / "options.json").is_file():
-        raise UsageError(f"{job.root} has not reached its last stage yet", "leave --num-rollout out")
+        what = "reached its last stage" if before else "begun"
+        raise UsageError(f"{job.root} has not {what} yet", "leave --num-rollout out")
     with held(job.root):
         rundir = RunDir.latest(directory)
         options = read_options(rundir, whole=True)
@@ -139,7 +140,8 @@ def resume(argv: list[str]) -> int:
     if len(words) != 1 or overrides.keys() - taken:
         raise UsageError(
             "hpcrl resume takes one run directory",
-            "a run keeps the options that it began with, but for --num-rollout, --ckpt-step and --live-code",
+            "a run keeps its options, but for --num-rollout, --ckpt-step and --live-code; a new run may begin from its "
+            "weights: hpcrl run RECIPE.toml --load RUN/checkpoints",
         )
     job = reopen_job(Path(words[0]) if Path(words[0]).exists() else find_run(words[0]).root)
     root = job.root

@@ -233,7 +233,7 @@ def _nothing_at(flag: str, path: str) -> UsageError | None:
 def _how_to_get(flag: str, path: str) -> str:
     """What to do about a path that is not here: names of a hub are not fetched by a run."""
     hub = flag == "--hf-checkpoint" and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)
-    return f"fetch it first: hf download {path} --local-dir DIR, and name DIR" if hub else "name what is there"
+    return f"fetch it first: hf download {path} --local-dir DIR, and name DIR" if hub else "there is no such file here"
 
 
 def _may_be_empty(options: Options) -> bool:

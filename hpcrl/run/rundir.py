@@ -229,7 +229,7 @@ class RunDir:
         """
         refuse_link_to_nothing(Path(root))
         path = as_given(root)
-        taken = UsageError(f"--run-dir {root} is not empty", "give another, or continue that run with --resume")
+        taken = UsageError(f"--run-dir {root} is not empty", f"give another, or continue that run: hpcrl resume {root}")
         if not another and path.is_dir() and any(path.iterdir()):
             raise taken
         try:

@@ -136,7 +136,8 @@ def recipe_text(translation: Translation, name: str, about: str, notes: Sequence
 
 def summary(translation: Translation) -> list[str]:
     """One line for each flag that is not simply kept."""
-    return [f"{line.reading.outcome}: {line.text()}" for line in translation.lines if _tells(line.reading)]
+    tells = [line for line in translation.lines if _tells(line.reading)]
+    return [f"{line.reading.outcome if line.flag else 'set'}: {line.text()}" for line in tells]
 
 
 def _tells(reading: Any) -> bool:

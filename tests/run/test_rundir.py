@@ -33,7 +33,7 @@ def test_only_the_owner_can_look_in(rundir: RunDir) -> None:
 
 
 def test_a_used_directory_is_refused(rundir: RunDir) -> None:
-    with pytest.raises(UsageError, match="--resume"):
+    with pytest.raises(UsageError, match=f"hpcrl resume {rundir.root}"):
         RunDir.create(rundir.root)
 
 

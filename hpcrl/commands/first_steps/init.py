@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def init(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     folder = write_folder(Path(args.name), args.task, args.model)
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n")
-    print(f"cd {args.name}\n{_tested(folder)}\nhpcrl run")
+    print(f"cd {shlex.quote(args.name)}\n{_tested(folder)}\nhpcrl run")
     if lacking := not_installed(args.task):
         print(
             f"hpcrl: note: to run it, install {', '.join(lacking)}: pip install 'hpcrl[gpu]' with GPUs, "
