@@ -186,10 +186,9 @@ def _label(where: str, row: dict[str, Any], keys: Keys, metadata: dict[str, Any]
     own = metadata.get("rm_type") if keys.own_types else None
     file = file_of(own.strip()) if isinstance(own, str) and not keys.learned else None
     label = None if keys.label is None else _value(row, keys.label)
-    if label is None and (needs_label(file) if file else keys.label_needed and not keys.conversation):
+    absent = keys.label is not None and keys.label not in row
+    if label is None and (needs_label(file) if file else absent or (keys.label_needed and not keys.conversation)):
         _wanted(where, row, keys.label or "label", "--label-key")
-    elif label is None and keys.label is not None and keys.label not in row and file is None:
-        _wanted(where, row, keys.label, "--label-key")
     for name in (file,) if file else keys.rewards:
         _gradable(where, label, name, keys, metadata)
     return label
@@ -201,16 +200,12 @@ def _gradable(where: str, label: Any, reward: str, keys: Keys, metadata: dict[st
     if any(metadata.get(key) for key in said["METADATA"]):
         return
     if label is None and said["METADATA"]:
-        more = " and no label" if said["LABELS"] else ""
-        keys_wanted = " or ".join(said["METADATA"])
-        raise DataError(f"{where}: the metadata has no {keys_wanted}{more}: the reward {reward} needs one")
+        wanted = " or ".join((*(["a label"] if said["LABELS"] else []), *said["METADATA"]))
+        raise DataError(f"{where}: the reward {reward} needs {wanted} in the metadata, and there is none")
     if said["LABELS"] and (fault := label_fault(label, said["LABELS"])):
-        hint = "write the answer as text or a number, or leave the row out"
+        hint = "write the answer as text, a number, or a list of which each is right"
         if isinstance(label, dict) and label:
-            inner = "ground_truth" if "ground_truth" in label else next(iter(label))
-            hint = f"name what is in it: --label-key {keys.label}.{inner}"
-        elif "written as text" in fault:
-            hint = "write it as JSON: a list of labels, of which each is right"
+            hint = f"name what is in it: --label-key {keys.label}.{min(label, key=lambda key: key != 'ground_truth')}"
         raise DataError(
             f"{where}: the label {keys.label!r} is {fault}: no answer to the reward {reward} is right", hint
         )
@@ -221,13 +216,17 @@ def label_fault(label: Any, kinds: Sequence[str]) -> str:
     if isinstance(label, list) and "list" in kinds:
         faults = (f"a list with {fault}" for item in label if (fault := label_fault(item, kinds)))
         return next(faults, "") if label else "an empty list"
-    kind = {str: "text", bool: "truth", int: "number", float: "number"}.get(type(label))
+    kind = {str: "words" if "words" in kinds else "text", bool: "truth", int: "number", float: "number"}.get(
+        type(label)
+    )
     if kind not in kinds:
         return kind_of_json(label)
     if isinstance(label, float) and not math.isfinite(label):
         return f"{label:g}, a missing value"
     if isinstance(label, str) and not label.rpartition("####")[2].strip():
         return "empty text"
+    if kind == "words" and not set(re.sub(r"[!-/:-@\[-`{-~]", "", str(label)).lower().split()) - {"a", "an", "the"}:
+        return "text without a word"
     if isinstance(label, str) and "json" not in kinds and (found := re.match(r"\s*([\[{])\s*[\"']", label)):
         return f"{'a list' if found[1] == '[' else 'an object'} written as text"
     return ""

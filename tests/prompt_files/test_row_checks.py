@@ -15,6 +15,7 @@ from hpcrl.config.prompt_words import read_word
 from hpcrl.errors import DataError
 from hpcrl.prompt_files.row_checks import Keys, read_row
 from hpcrl.prompt_files.rows import first_rows, kind_of_json, open_rows
+from hpcrl.rollout.rewards.f1 import f1
 
 CHAT = Keys("q", "a", "m", "t", chat_template=True, label_needed=True)
 USER = {"role": "user", "content": "hi"}
@@ -147,13 +148,23 @@ def test_labels_that_no_answer_can_match(reward: str) -> None:
             assert read_row("f", {"q": "x", "a": label}, keys).label == label
 
 
+@pytest.mark.parametrize("label", ["the", "A, an", "?!", "the ..."])
+def test_labels_without_a_word_for_f1(label: str) -> None:
+    """f1 leaves out punctuation and articles, and nothing is left of these."""
+    with pytest.raises(DataError, match="without a word"):
+        read_row("f", {"q": "x", "a": label}, Keys("q", "a", rewards=("f1",)))
+    for taken in (f"{label} cat", "猫。", "an.d"):
+        assert f1(taken, taken) == 1 and read_row("f", {"q": "x", "a": taken}, Keys("q", "a", rewards=("f1",)))
+    assert f1(label, label) == 0
+
+
 def test_what_stands_in_place_of_a_label() -> None:
     """The metadata of gpqa and ifbench, of which a row needs one key or a label."""
     gpqa, ifbench = (Keys("q", None, rewards=(name,)) for name in ("gpqa", "ifbench"))
     read_row("f", {"q": "x", "metadata": {"correct_letter": "B"}}, gpqa)
     read_row("f", {"q": "x", "metadata": {"instruction_id_list": ["a"]}}, ifbench)
     for keys in (gpqa, ifbench):
-        with pytest.raises(DataError, match="f: .*metadata .*(letter|id_list)"):
+        with pytest.raises(DataError, match="f: .*(letter|id_list).* metadata"):
             read_row("f", {"q": "x"}, keys)
     with pytest.raises(DataError, match="true or false"):
         read_row("f", {"q": "x", "a": True}, Keys("q", "a", rewards=("gpqa",)))

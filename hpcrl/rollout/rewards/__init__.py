@@ -4,7 +4,8 @@ A file `NAME.py` here is `--rm-type NAME`.  It has
 
     def reward(options, sample) -> float | dict    plain, or async if it waits for something
     LABELS = ("text", "number")                    the labels that an answer can match (default: text, number, truth,
-                                                   list; json: also a list or an object as text); (): it looks at none
+                                                   list; json: also a list or an object as text; words: text
+                                                   with more than punctuation and articles); (): it looks at none
     METADATA = ("correct_letter", ...)             keys of the metadata of which a row must have one, or a label
     KEYS = ("score", ...)                          if it returns a dict: the keys with numbers, the reward first
     CONFINED = False                               if it needs a network, or files besides those of Python packages

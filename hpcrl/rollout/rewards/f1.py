@@ -14,6 +14,7 @@ from typing import Any
 from hpcrl.config.options import Options
 from hpcrl.sample import Sample
 
+LABELS = ("words", "number", "truth", "list")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _VERDICTS = {"yes", "no", "noanswer"}
