@@ -77,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141 if (argv or sys.argv[1:])[:1] == ["run"] else 0  # a run has ended with it, and is not done
+    except ModuleNotFoundError as error:
+        if (error.name or "hpcrl").partition(".")[0] == "hpcrl":
+            raise
+        hint = "activate the environment that hpcrl is installed in (. .venv/bin/activate), or install it"
+        print(f"hpcrl: error: {sys.executable} has no package {error.name}; {hint}", file=sys.stderr)
+        return 1
     except OSError as error:
         place = strip_control(str(error.filename or "output"))
         print(f"hpcrl: error: {place}: {error.strerror}", file=sys.stderr)

@@ -312,3 +312,10 @@ def test_what_passes_through_can_be_listed(capsys: pytest.CaptureFixture[str]) -
         and "--vllm-enforce-eager, --vllm-no-enforce-eager" in out
         and "--vllm-api-key" not in out
     )
+
+
+def test_another_python_is_one_line() -> None:
+    """One without the environment's packages; -S hides them."""
+    command = [sys.executable, "-S", "-m", "hpcrl", "run", "nosuch.toml"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "has no package msgspec" in done.stderr and done.stderr.count("\n") == 1
