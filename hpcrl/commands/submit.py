@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from hpcrl.config.flags import flag_words, parse_flags
@@ -19,7 +20,7 @@ from hpcrl.doctor.directories import file_system
 from hpcrl.errors import UsageError
 from hpcrl.launch.nodes_of_site import fitted_nodes, shown_flags
 from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_submit, load_scheduler
-from hpcrl.launch.site import FLAGS, from_flags
+from hpcrl.launch.site import FLAGS, SiteProfile, from_flags
 from hpcrl.launch.submission import chained, preview, refuse_absent_files, refuse_unfit, submit_new
 from hpcrl.recipe_here import choose_recipe
 from hpcrl.report.progress import say
@@ -100,6 +101,7 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
         return 0
     if own.get("dry-run"):
         _show(scheduler, shown)
+        _note_site(site)
         refuse_absent_files(shown)
         return 0
     if can_submit(scheduler):
@@ -108,6 +110,7 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     for line in recipe.reach(given):
         say(f"note: {line}")
     say_submitted(submission, jobs)
+    _note_site(site)
     return 0
 
 
@@ -119,6 +122,28 @@ def say_submitted(submission: Submission, jobs: Sequence[SubmittedJob]) -> None:
     chain = f", then {', '.join(rest)}" if rest else ""
     print(f"job {first}{chain}\nrun directory: {root}\n\n{submission.table()}")
     print(f"\nhpcrl status {root}\nhpcrl watch {root}")
+
+
+#: key of a site -> the command that shows what there is
+ASKED = {
+    "account": "sacctmgr show assoc user=$USER format=account%30,partition,qos%40",
+    "trainer.partition": "sinfo -o '%P %l %D %G'",
+    "trainer.gpus_per_node": "sinfo -N -o '%N %G'",
+}
+PROFILE = """account = "ACCOUNT"
+[trainer]
+partition = "PARTITION"
+gpus_per_node = 8"""
+
+
+def _note_site(site: SiteProfile) -> None:
+    """Say what Slurm was not told because no site is named, how to find it, and how to write it down."""
+    lacks = [key for key in ASKED if attrgetter(key)(site) is None]
+    if site.name != "default" or not lacks:
+        return
+    print(f"hpcrl: note: no --site: Slurm's defaults count for {', '.join(lacks)}; see what there is:", file=sys.stderr)
+    print("\n".join(f"    {ASKED[key]}" for key in lacks), file=sys.stderr)
+    print(f"Write a file mine.toml, and give --site mine.toml:\n\n{PROFILE}", file=sys.stderr)
 
 
 def _show(scheduler: Scheduler, shown: Submission) -> None:

@@ -523,6 +523,22 @@ def test_wrong_words_are_one_line(words: list[str], said: str, capsys: pytest.Ca
     assert said in err and err.count("\n") == 1
 
 
+def test_without_a_site_the_missing_keys_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the commands that show them, and a profile of four lines that can be used as it is."""
+    monkeypatch.delenv("HPCRL_SITE", raising=False)
+    recipe = str(REPO / "examples/quickstart.toml")
+    assert main(["submit", recipe, "--dry-run", "--set", "account=abc"]) == 0
+    note, _, profile = capsys.readouterr().err.partition("--site mine.toml:\n")
+    assert "trainer.partition, trainer.gpus_per_node;" in note and "sinfo" in note and "sacctmgr" not in note
+    (tmp_path / "mine.toml").write_text(profile)
+    assert len(profile.strip().splitlines()) == 4
+    assert main(["submit", recipe, "--dry-run", "--site", str(tmp_path / "mine.toml")]) == 0
+    said = capsys.readouterr()
+    assert "--account=ACCOUNT" in said.out and "no --site" not in said.err
+
+
 if __name__ == "__main__":  # make sbatch: write the golden files anew
     for name, words in PRINTED.items():
         done = subprocess.run(
