@@ -125,6 +125,14 @@ def join_world() -> Channel[Any]:
         raise UsageError(f"mpi4py cannot be loaded: {error}", "pip install mpi4py; see docs/bare-metal.md") from error
     finally:
         timer.cancel()
+    started = next((os.environ[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in os.environ), "1")
+    if channel.world.Get_size() == 1 and started != "1":
+        library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+        raise UsageError(
+            f"mpirun has started {started} ranks, and mpi4py is alone in its world: it has opened {library}, which is "
+            "another MPI than mpirun's",
+            "put the directory of mpirun's own libmpi first on LD_LIBRARY_PATH, or use the mpirun of that library",
+        )
     return channel
 
 

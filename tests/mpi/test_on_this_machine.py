@@ -47,3 +47,16 @@ def test_a_rank_for_each_slot_of_this_machine(tmp_path: Path, task: Path) -> Non
     assert len(plan["trainers"]) == 2
     assert json.loads((root / "job.json").read_text())["scheduler"] == "mpirun"
     assert all_gone(root, [])
+
+
+def test_the_library_of_another_mpi_is_named(tmp_path: Path) -> None:
+    """Each rank is a world of its own where mpi4py has not opened the library of the mpirun that started it."""
+    code = "from hpcrl.mpi.rank_main import join_world; join_world()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | ENV | {"PMI_SIZE": "3"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert "has started 3 ranks" in done.stderr and "it has opened Open MPI" in done.stderr, done.stderr
