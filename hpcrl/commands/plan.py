@@ -19,6 +19,7 @@ from hpcrl.config.setting_names import spell
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import DataError, UsageError, failures, raise_together
 from hpcrl.groups import describe
+from hpcrl.launch.model_directory import with_shipped_config
 from hpcrl.launch.preflight import (
     HostView,
     made_by_run,
@@ -116,6 +117,7 @@ def show(recipe: Recipe, overrides: dict[str, object], hosts: list[Host] | None,
     refuse_settings(options, lambda o: hosts or local_hosts(o), packages=False)
     look_at(options)
     note_absent(recipe, options)
+    options = [with_shipped_config(resolved) for resolved in options]
     for line in model_notes(options):
         print(f"hpcrl: note: {line}", file=sys.stderr)
     for stage, resolved in zip(recipe.stages, options, strict=True):

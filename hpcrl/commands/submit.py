@@ -18,6 +18,7 @@ from hpcrl.config.recipe import Recipe, load_recipe
 from hpcrl.config.value_types import Kind
 from hpcrl.doctor.directories import file_system
 from hpcrl.errors import UsageError
+from hpcrl.launch.model_directory import with_shipped_config
 from hpcrl.launch.nodes_of_site import fitted_nodes, shown_flags
 from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_submit, load_scheduler
 from hpcrl.launch.site import FLAGS, SiteProfile, from_flags
@@ -102,6 +103,8 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     if own.get("dry-run"):
         _show(scheduler, shown)
         _note_site(site)
+        for options in shown.stages:
+            with_shipped_config(options)  # which the checks have taken, too: it says so
         refuse_absent_files(shown)
         return 0
     if can_submit(scheduler):

@@ -5,15 +5,18 @@ Invariant: a field that is not known is refused by name, since what it changes w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpcrl.config.custom_functions import listed
+from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
-from hpcrl.model_files.config_json import read_config
+from hpcrl.model_files.config_json import CONFIG, read_config
 from hpcrl.model_files.safetensors_files import AGAIN, INDEX, read_index
 from hpcrl.models.family import Config, Family
+from hpcrl.shipped_files import SHIPPED
 
 #: fields of config.json that every family knows: it carries them over, refuses what it does not implement, or they say
 #: nothing of the numbers; and those that it knows of a model with experts, latent attention, gated delta nets
@@ -80,3 +83,20 @@ def check_model_files(path: str) -> None:
         raise UsageError(f"--hf-checkpoint {path} holds no safetensors", "save its weights with save_pretrained again")
     if ".safetensors" in held and not any((directory / name).is_file() for name in TOKENIZERS):
         raise UsageError(f"--hf-checkpoint {path} holds no tokenizer ({', '.join(TOKENIZERS)})", AGAIN)
+
+
+def shipped_config(directory: str | None) -> Path | None:
+    """The directory of the config.json that hpcrl ships of a model of this name, where `directory` is not here."""
+    path = Path(directory or "")
+    place = SHIPPED / "examples" / "configs" / path.name
+    return place if path.name and not path.exists() and (place / CONFIG).is_file() else None
+
+
+def with_shipped_config(options: Options) -> Options:
+    """The options with that directory for --hf-checkpoint, which a note says; as they are where there is none."""
+    place = shipped_config(options.hf_checkpoint)
+    if place is None:
+        return options
+    said = f"{options.hf_checkpoint} is not here: taken is the config.json of {place.name} that hpcrl ships"
+    print(f"hpcrl: note: {said}", file=sys.stderr)
+    return options.model_copy(update={"hf_checkpoint": str(place)})

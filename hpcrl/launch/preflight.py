@@ -34,7 +34,7 @@ from hpcrl.config.rules.sampling import check_draft_layers, drafts_of_files
 from hpcrl.config.rules.sandboxes import check_stages_hosts, may_use_sandboxes
 from hpcrl.config.setting_names import gather_table
 from hpcrl.errors import DataError, UsageError, failures, raise_together
-from hpcrl.launch.model_directory import check_fields, check_model_files
+from hpcrl.launch.model_directory import check_fields, check_model_files, shipped_config
 from hpcrl.launch.site import SiteProfile
 from hpcrl.model_files import holds_weights
 from hpcrl.model_files.config_json import CONFIG, read_config, read_object, read_quantization, with_text_part
@@ -325,7 +325,7 @@ def check_quantization(options: Options) -> None:
 def _described(options: Options) -> tuple[Config, Family, dict[str, Any]] | None:
     """config.json, its family and TransformerConfig's fields; None where it cannot be read: it may be on the nodes
     alone."""
-    directory = options.hf_checkpoint or ""
+    directory = shipped_config(options.hf_checkpoint) or options.hf_checkpoint or ""
     try:
         config = read_object(Path(directory), CONFIG)
         if config is None:

@@ -15,6 +15,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError, raise_together
+from hpcrl.launch.model_directory import with_shipped_config
 from hpcrl.launch.preflight import refuse_settings
 from hpcrl.memory.engine import engine_terms
 from hpcrl.memory.training import GIB
@@ -72,6 +73,7 @@ def rehearse(argv: list[str]) -> int:
     engines = memory_of_engines(options, gpu, site)
     if own.get("on-node"):
         return on_node(argv if words else [chosen, *argv], own)
+    options = [with_shipped_config(resolved) for resolved in options]
     at_once = own.get("at-once", len(os.sched_getaffinity(0)))
     wrong: list[HpcrlError] = []
     for stage, resolved in zip(recipe.stages, options, strict=True):

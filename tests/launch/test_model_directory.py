@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import transformers
 
+from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.errors import DataError, UsageError
 from hpcrl.launch.model_directory import check_fields, check_model_files
 from hpcrl.launch.preflight import HostView, absent, check_model
 from hpcrl.model_files.config_json import with_text_part
 from hpcrl.models.family import find_family, registry
+from tests.documents.scene import FP8, PUBLISHED
+from tests.documents.texts import REPO
 from tests.support.families import make
 from tests.support.published_models import MODELS
 
@@ -97,3 +100,29 @@ def test_a_model_directory_is_looked_into(tmp_path: Path) -> None:
     (place / "config.json").unlink()
     with pytest.raises(UsageError, match=r"no config\.json"):
         check_model_files(str(place))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (REPO / "examples/configs").iterdir()))
+def test_shipped_configs_are_the_published_models(name: str) -> None:
+    config = json.loads((REPO / "examples/configs" / name / "config.json").read_text())
+    quantised = config.pop("quantization_config", None)
+    assert config == MODELS[PUBLISHED[name]][1] and quantised == (FP8 if name.endswith("FP8") else None)
+
+
+@pytest.mark.parametrize("command", ["plan", "submit"])
+def test_recipes_are_planned_without_a_download(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the config.json that hpcrl ships, which a note says; a model of another name has no estimate."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HPCRL_SITE", raising=False)
+    words = {"plan": ["plan"], "submit": ["submit", "--dry-run"]}[command]
+    status = main([*words, str(REPO / "examples/qwen3-4b-8gpu.toml")])
+    said = capsys.readouterr()
+    assert "taken is the config.json of Qwen3-4B" in said.err
+    assert status == (0 if command == "plan" else 2), "the prompts are not here either"
+    assert command == "submit" or "trainer rank: " in said.out
+    refused = [*words, str(REPO / "examples/qwen3-4b-8gpu.toml"), "--tensor-model-parallel-size", "3"]
+    assert main([*refused, "--actor-num-gpus-per-node", "3"]) == 2 and "32 attention heads" in capsys.readouterr().err
+    main([*words, str(REPO / "examples/qwen3-4b-8gpu.toml"), "--hf-checkpoint", "data/mine"])
+    assert "taken is" not in capsys.readouterr().err
