@@ -165,5 +165,7 @@ def preview(recipe: Recipe, overrides: dict[str, Any]) -> None:
         title = f"stage {stage.name} of {recipe.name}" if stage.name else recipe.name
         parts.append(f"# {title}\n{plan.table()}\n\n{rows}")
     print("\n\n".join(parts))
+    for line in model_notes(options):
+        print(f"hpcrl: note: {line}", file=sys.stderr)
     sight = HostView(lambda path: made_by_run(recipe, "{run}", path))
     refuse_what_cannot_run(options, local_hosts, sight, packages=True)

@@ -186,8 +186,19 @@ def drafting_notes(stages: Sequence[Options]) -> list[str]:
 
 
 def model_notes(stages: Sequence[Options]) -> list[str]:
-    """What is to be said of the model and of the layers that engines draft with before a run begins."""
-    return [*drafting_notes(stages), *dict.fromkeys(line for options in stages for line in _delta_net_notes(options))]
+    """What is to be said of the model, its lengths and the layers that engines draft with before a run begins."""
+    lines = (line for options in stages for line in (*_delta_net_notes(options), *_length_notes(options)))
+    return [*drafting_notes(stages), *dict.fromkeys(lines)]
+
+
+def _length_notes(options: Options) -> Iterator[str]:
+    """That responses cannot be as long as they may."""
+    most, response = options.rollout_max_context_len, options.rollout_max_response_len
+    if most and response >= most and options.num_engines:
+        yield (
+            f"--rollout-max-response-len {response} is not below --rollout-max-context-len {most}: responses end "
+            f"where prompt and response together have {most} tokens"
+        )
 
 
 def _delta_net_notes(options: Options) -> Iterator[str]:
@@ -233,7 +244,7 @@ def _nothing_at(flag: str, path: str) -> UsageError | None:
 def _how_to_get(flag: str, path: str) -> str:
     """What to do about a path that is not here: names of a hub are not fetched by a run."""
     hub = flag == "--hf-checkpoint" and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)
-    return f"fetch it first: hf download {path} --local-dir DIR, and name DIR" if hub else "there is no such file here"
+    return f"fetch it first: hf download {path} --local-dir DIR, and name DIR" if hub else "check the path"
 
 
 def _may_be_empty(options: Options) -> bool:

@@ -14,7 +14,7 @@ from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import DataError, UsageError
 from hpcrl.launch import preflight
-from hpcrl.launch.preflight import NOTHING, HostView, absent, refuse_missing_packages
+from hpcrl.launch.preflight import NOTHING, HostView, absent, model_notes, refuse_missing_packages
 from hpcrl.launch.site import load_site
 from hpcrl.launch.submission import preview
 from hpcrl.run.rundir import TRACKER
@@ -178,3 +178,12 @@ def test_what_a_login_node_lacks_is_asked_of_the_nodes() -> None:
     with pytest.raises(UsageError, match="is not installed; .*--set python=PATH"):
         preview(recipe, given, load_site(None, nodes), packages=True)
     preview(recipe, given, load_site(None, nodes | {"python": "/opt/env/bin/python"}), packages=True)
+
+
+def test_lengths_that_cannot_be_reached_are_told() -> None:
+    """A response that may be as long as the context leaves no room for the prompt."""
+    lengths = {"rollout_max_context_len": 32, "rollout_max_response_len": 600}
+    (line,) = model_notes([Options(rollout_num_gpus=1, **lengths)] * 2)
+    assert "--rollout-max-response-len 600" in line and "--rollout-max-context-len 32" in line
+    assert not model_notes([Options(rollout_num_gpus=1, **lengths | {"rollout_max_response_len": 16})])
+    assert not model_notes([Options(loss_type="sft_loss", **lengths)]), "nothing is sampled"
