@@ -9,6 +9,7 @@ import os
 import sys
 
 from hpcrl.errors import UsageError
+from hpcrl.findings import count
 from hpcrl.mpi.hostfile import job_hostfile, parse_hostfile, read_hostfile, write_hostfile
 from hpcrl.toolbox.arguments import Parser
 
@@ -36,6 +37,8 @@ def hostfile(argv: list[str]) -> int:
     width = max(len(host.name) for host in found.hosts)
     rank = 0
     for host in found.hosts:
-        print(f"{host.name:{width}}  {host.slots} slots  ranks {rank}-{rank + host.slots - 1}")
+        last = rank + host.slots - 1
+        ranks = "no rank" if not host.slots else f"rank {rank}" if host.slots == 1 else f"ranks {rank}-{last}"
+        print(f"{host.name:{width}}  {count(host.slots, 'slot')}  {ranks}")
         rank += host.slots
     return 0

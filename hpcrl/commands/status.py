@@ -95,7 +95,8 @@ def watch(argv: list[str]) -> int:
         with _served(args.run, args.port or 0) if args.web else contextlib.nullcontext():
             return watch_run(find_run(args.run).root)
     except KeyboardInterrupt:
-        raise Interrupted("the run itself continues", f"to end it: hpcrl stop {strip_control(args.run)}") from None
+        hint = f"to end it: hpcrl stop {strip_control(args.run)}; while it is pending: hpcrl cancel"
+        raise Interrupted("the run itself continues", hint) from None
 
 
 def _served(word: str, port: int) -> LivePages:

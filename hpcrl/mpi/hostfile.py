@@ -243,6 +243,8 @@ def _settings(line: _Line, column: int, rest: str, notes: list[str]) -> int | No
                 notes.append(f"{line.origin}:{line.number}: Open MPI reads {key}= in small letters only")
         elif key in _MAXIMUM:
             maximum = _number(line, value_column, value)
+        elif key == "ifhn":  # MPICH's hydra: the name of the interface that it uses itself
+            notes.append(f"{line.origin}:{line.number}: {match[0].strip()} is left to MPICH; hpcrl takes --interface")
         elif key in _OTHER:
             raise line.error(
                 where, f"{key}= would not be used", "put it into ~/.ssh/config, which every launcher reads"

@@ -167,6 +167,10 @@ def test_command_shows_and_converts(capsys: pytest.CaptureFixture[str], tmp_path
     assert capsys.readouterr().out == "n1:8\nn2:4\n"
     assert main(["hostfile", str(tmp_path / "h"), "--to", "mpihc"]) == 2
     assert "openmpi, mpich" in capsys.readouterr().err
+    (tmp_path / "few").write_text("n1 slots=0\nn2:1 ifhn=n2-ib\n")
+    assert main(["hostfile", str(tmp_path / "few")]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["n1  0 slots  no rank", "n2  1 slot  rank 0"] and "ifhn=n2-ib is left" in said.err
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("hostfiles/*.txt")), ids=lambda p: p.name)
