@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,18 +275,21 @@ def _merge(found: list[tuple[Host, _Line, bool]], notes: list[str]) -> tuple[Hos
     spelled: dict[str, str] = {}
     merged: dict[str, int] = {}
     last = None
-    for host, line, _ in found:
+    for host, line, written in found:
         if (other := spelled.setdefault(_key(host.name), host.name)) != host.name:
             raise _same(line, host.name, other)
         if host.name in merged and host.name != last:
             notes.append(
                 f"{line.origin}:{line.number}: {host.name} is repeated; its ranks stay together, at its first place"
             )
+        if not written and (end := re.fullmatch(r"([0-9a-f:]*::?[0-9a-f]+):(\d{1,3})", host.name)):
+            notes.append(f"{line.origin}:{line.number}: write [{end[1]}]:{end[2]} if {end[2]} is meant as slots")
         merged[host.name] = merged.get(host.name, 0) + host.slots
         if merged[host.name] > MAX_SLOTS:
             raise line.error(0, f"{host.name} has more than {MAX_SLOTS} slots in all")
         last = host.name
-    if any(not written for _, _, written in found):
+    times = Counter(host.name for host, _, _ in found)
+    if any(not written and times[host.name] == 1 for host, _, written in found):
         notes.append("hosts without slots count as one slot here; Open MPI takes the number of the host's cores")
     if not any(merged.values()):
         raise found[0][1].error(0, "no host has a slot", "write slots=N after those that have GPUs")

@@ -170,6 +170,12 @@ def test_command_shows_and_converts(capsys: pytest.CaptureFixture[str], tmp_path
     (tmp_path / "few").write_text("n1 slots=0\nn2:1 ifhn=n2-ib\n")
     assert main(["hostfile", str(tmp_path / "few")]) == 0
     said = capsys.readouterr()
+    (tmp_path / "v6").write_text("2001:db8::1:8\nn1\nn1\n")
+    assert main(["hostfile", str(tmp_path / "v6")]) == 0
+    notes = capsys.readouterr().err
+    assert "write [2001:db8::1]:8 if 8" in notes and "host's cores" in notes
+    (tmp_path / "pbs").write_text("n1\nn1\n")
+    assert main(["hostfile", str(tmp_path / "pbs")]) == 0 and "host's cores" not in capsys.readouterr().err
     assert said.out.splitlines() == ["n1  0 slots  no rank", "n2  1 slot  rank 0"] and "ifhn=n2-ib is left" in said.err
 
 
