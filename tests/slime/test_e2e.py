@@ -21,6 +21,7 @@ from hpcrl.errors import UsageError, parts_of
 from hpcrl.slime.script import run_script
 from hpcrl.slime.script_notes import model_families
 from hpcrl.slime.verbatim import PLACES, recipe_of
+from tests.support.able import needs
 
 LISTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("e2e.json").read_text())
 PASS = [name for name, one in LISTS.items() if one["outcome"] == "passes"]
@@ -77,6 +78,7 @@ def test_what_some_of_them_become(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_4B_ppo", "moonlight_16B_A3B_r3", "qwen3.5_0.8B_gsm8k_async_short"])
+@needs("namespaces")
 def test_a_launcher_of_a_list(name: str, tmp_path: Path) -> None:
     """A launcher that puts such a list together is read as the list itself."""
     program, *words = words_of(name, tmp_path)

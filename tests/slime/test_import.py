@@ -19,6 +19,7 @@ from hpcrl.sandbox.private_root import SETTINGS
 from hpcrl.slime.script import run_script
 from hpcrl.slime.verbatim import PLACES, recipe_and_refusals
 from tests.slime.guides import GUIDES, MODELS, SCRIPT
+from tests.support.able import needs
 
 END = "python3 train.py --hf-checkpoint /m --num-rollout 1\n"
 
@@ -32,6 +33,7 @@ def script(path: Path, text: str) -> Path:
     "guide", ["GLM4-9B, 4 + 4", "Qwen3-4B, colocated", "Qwen3-30B-A3B", "GLM-4.5-355B, BF16 rollouts"]
 )
 @pytest.mark.parametrize("model_file", [True, False])
+@needs("namespaces")
 def test_script_and_arguments_agree(
     guide: str, model_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +65,7 @@ def test_script_and_arguments_agree(
     assert ("and none needed" in said.err) is not model_file
 
 
+@needs("namespaces")
 def test_the_script_can_do_no_harm(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -114,11 +117,13 @@ def test_a_script_that_is_in_no_file(form: str, tmp_path: Path) -> None:
     assert 'hf_checkpoint = "/m"' in done.stdout, done.stderr
 
 
+@needs("namespaces")
 def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="had not ended after 1 s"):
         run_script(script(tmp_path / "run-x.sh", "while :; do :; done & while :; do :; done"), {}, seconds=1.0)
 
 
+@needs("namespaces")
 def test_variables_of_a_script(tmp_path: Path) -> None:
     """Variables come from the command line, and missing ones are reported."""
     file = script(tmp_path / "run-x.sh", "A=${B:-c}\npython3 train.py --hf-checkpoint $BASE/$A --ref-load ${ROOT}/x")
@@ -126,6 +131,7 @@ def test_variables_of_a_script(tmp_path: Path) -> None:
     assert found.arguments[1] == "/scratch/me/d" and "nothing sets ROOT" in found.notes[-1]
 
 
+@needs("namespaces")
 def test_which_command_starts_the_training(tmp_path: Path) -> None:
     job = """ray job submit --runtime-env-json='{"env_vars": {"NVTE_FLAG": "1", "MASTER_ADDR": "x"}}' -- python3 train_async.py --lr 1"""
     found = run_script(script(tmp_path / "run-x.sh", job), {})
@@ -140,6 +146,7 @@ def test_which_command_starts_the_training(tmp_path: Path) -> None:
         run_script(tmp_path / "none.sh", {})
 
 
+@needs("namespaces")
 def test_a_directory_of_models_may_be_named(tmp_path: Path) -> None:
     models = tmp_path / "there"
     models.mkdir()
@@ -152,6 +159,7 @@ def test_a_directory_of_models_may_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ['"$(dirname "$0")/../common.sh"', "../common.sh", "$HOME/common.sh"])
+@needs("namespaces")
 def test_a_file_hidden_from_a_script(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is there but not shown is an error, as its settings would be missed; a missing one is a note."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -165,6 +173,7 @@ def test_a_file_hidden_from_a_script(said: str, tmp_path: Path, monkeypatch: pyt
         run_script(script(tmp_path / "run-y.sh", f". ./common.sh\n{END}"), {})
 
 
+@needs("namespaces")
 def test_model_arguments_hidden_from_a_script(tmp_path: Path) -> None:
     """They are a note, which says how they are shown."""
     (tmp_path / "models").mkdir()
@@ -181,6 +190,7 @@ def test_model_arguments_hidden_from_a_script(tmp_path: Path) -> None:
     assert "it is there" in note and "none needed" in note
 
 
+@needs("namespaces")
 def test_settings_of_the_machine_are_not_read(tmp_path: Path) -> None:
     """What lies in /etc and is hidden sets an environment: a note."""
     file = next(path for path in Path("/etc").iterdir() if path.is_file() and path.name not in SETTINGS)
@@ -188,6 +198,7 @@ def test_settings_of_the_machine_are_not_read(tmp_path: Path) -> None:
     assert str(file) in note and "environment" in note
 
 
+@needs("namespaces")
 def test_a_model_without_a_family_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = script(
         tmp_path / "run-x.sh", f"source models/glm5-744B-A40B.sh\npython3 train.py ${{MODEL_ARGS[@]}} {END[17:]}"

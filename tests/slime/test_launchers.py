@@ -11,7 +11,9 @@ from hpcrl.cli import main
 from hpcrl.commands.import_script import translated, with_environment
 from hpcrl.errors import UsageError
 from hpcrl.slime.script import RunScript, interpreter_files, run_script
+from tests.support.able import needs
 
+pytestmark = needs("namespaces")  # a script is run confined
 HELPER = "import slime.utils.external_utils.command_utils as U\n"
 CALL = (
     "U.execute_train(train_args='--hf-checkpoint /m --num-rollout 1', num_gpus_per_node=8, megatron_model_type=None)\n"

@@ -12,6 +12,7 @@ from hpcrl.slime.arguments import split_flags, translate
 from hpcrl.slime.mis_settings import mis_flags, reads_as_mis
 from hpcrl.slime.script_notes import ENVIRONMENT, NEEDLESS, missed_file, notes_of, unset
 from hpcrl.slime.verbatim import WIDTH, name_of, recipe_text, split_arguments, split_program, summary
+from tests.support.able import needs
 
 
 def test_a_line_for_each_kind_of_command() -> None:
@@ -124,6 +125,7 @@ def test_a_name_for_the_run(path: str, name: str) -> None:
     assert name_of(["--lr", "1"]) == name_of(["stray"]) == "arguments"
 
 
+@needs("namespaces")
 def test_text_of_a_recipe() -> None:
     """Lines of comments are broken between words, words of any length stay whole, and TOML reads the values back."""
     words = (

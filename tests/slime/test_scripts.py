@@ -32,6 +32,7 @@ from hpcrl.slime.verbatim import PLACES, recipe_and_refusals, recipe_of
 from hpcrl.speed.flops import model_flops
 from tests.slime.guides import SCRIPT
 from tests.slime.test_mis import SETTINGS as MIS_SETTINGS
+from tests.support.able import needs
 from tests.support.published_models import MODELS
 
 SCRIPTS = json.loads(Path(__file__).with_name("scripts.json").read_text())
@@ -151,6 +152,7 @@ def test_a_script_of_a_family_that_is_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HONOURED)
+@needs("namespaces")
 def test_imported_recipe_gives_same_options(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script is run, in its sandbox, without slime's file of its model's arguments."""
     script = given(name)

@@ -9,6 +9,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.launch.attempts.box_trials import kinds_to_try, refuse_untried
 from hpcrl.plan import Host, hosts_kept, make_plan
 from hpcrl.sandbox_nodes.trial import USUAL, BoxTrial, try_kinds
+from tests.support.able import needs
 
 HOSTS = [Host("a", 2), Host("b", 0), Host("c", 0)]
 SFT = {"loss_type": "sft_loss", "label_key": "l"}
@@ -46,6 +47,7 @@ def test_a_host_without_boxes_is_named() -> None:
         refuse_untried(wanted, {"a": BoxTrial(), "b": BoxTrial()})
 
 
+@needs("namespaces")
 def test_kinds_are_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that the environment names, too; the first that cannot be had is named."""
     monkeypatch.setenv("PATH", "/nowhere")

@@ -25,6 +25,7 @@ from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.custom import CustomSampler
 from hpcrl.rollout.samplers.sampler import HeldOutSet, ResponseRequest
 from hpcrl.sample import ABORTED, COMPLETED, Sample
+from tests.support.able import needs
 from tests.support.two_ways import Policy, make_model, words
 
 pytestmark = pytest.mark.process
@@ -255,6 +256,7 @@ def test_a_call_that_fails_costs_its_response_alone(model: Path) -> None:
             assert sample.remove_sample == (sample.index == 1), "what the function says of its sample is kept"
 
 
+@needs("namespaces")
 def test_a_lost_sandbox_costs_no_response(model: Path) -> None:
     """The call is made again, in another box; three times at most."""
 
