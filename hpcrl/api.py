@@ -142,7 +142,7 @@ def submit(
     chain: int = 1,
     **options: Any,
 ) -> Any:
-    """Submit a run as one job of the site's scheduler, as `hpcrl submit` does.
+    """Submit a run as one Slurm job, as `hpcrl submit` does.
 
     Args:
         recipe: a TOML file, or a directory with a recipe.toml.
@@ -151,14 +151,14 @@ def submit(
         options: as of `run`.
 
     Returns:
-        The scheduler's job, under Slurm submitit's Job: job_id, state, stdout(), cancel(), result() (the run's
+        submitit's Job: job_id, state, stdout(), cancel(), result() (the run's
         summary). Of a chain the first one.
 
     Raises:
         UsageError: for what the command would refuse, and then nothing is left behind.
     """
-    from hpcrl.launch.site import load_site
-    from hpcrl.launch.submission import submit_new
+    from hpcrl.launch.site_file import load_site
+    from hpcrl.slurm.submission import submit_new
 
     changes = dict(set or {}) | {
         key: value for key, value in {"time": time, "layout": layout}.items() if value is not None

@@ -30,9 +30,9 @@ FLOORS = (
     {"memory", "recipe_here", "trackers"},
     {"speed"},
     {"rollout", "engine", "trainer", "launch"},
-    {"convert", "doctor", "rehearsal"},
+    {"convert", "doctor"},
     {"slurm", "mpi", "selftest"},
-    {"commands"},
+    {"commands", "rehearsal"},
     {"tryout"},
     {"api"},
     {"cli"},
@@ -137,21 +137,19 @@ WRITERS = {
     "untrusted_files.py": "open_append",
     "weights/disk.py": "safetensors files, as large as a model",
 }
-#: rooms of one launcher each, and the files that choose one: from a scheduler's or a command's name to a module's
-CHOSEN = ("hpcrl.slurm", "hpcrl.mpi")
-CHOOSERS = {"commands/hostfile.py", "commands/launch.py", "commands/plan.py", "launch/scheduler_names.py"}
-#: a word of Slurm's own: its name, its commands, its states
-SLURMS = re.compile(
-    r"(?i:slurm|\b(sbatch|squeue|scancel|scontrol|sacct|sinfo)\b)|\b(NODE_FAIL|OUT_OF_MEMORY|PREEMPTED)\b"
-)
-#: where one may stand outside of its room: help, the name of the default, a dialect of hostfiles, a shell inside a job
+#: the files that choose mpirun
+CHOOSERS = {"commands/hostfile.py", "commands/launch.py", "commands/plan.py"}
+#: a word of Slurm's own: its commands, its states
+SLURMS = re.compile(r"(?i:\b(sbatch|squeue|scancel|scontrol|sacct|sinfo)\b)|\b(NODE_FAIL|OUT_OF_MEMORY|PREEMPTED)\b")
+#: where one may stand outside of its room: help, a site's keys
 SLURMS_ALLOWED = {
     "mpi/mpirun.py",
     "cli.py",
     "commands/hostfile.py",
     "commands/submit.py",
     "commands/doctor.py",
-    "launch/scheduler_names.py",
+    "launch/site.py",
+    "commands/resume.py",
     "mpi/hostfile.py",
 }
 
@@ -205,17 +203,14 @@ def test_floors() -> None:
                 assert module.split(".")[0] not in HEAVY, f"{path}:{line}: imports {module} at the top"
 
 
-def test_launcher_rooms_are_named_by_choosers() -> None:
-    """By import or as text: what else speaks to a scheduler does so through hpcrl/launch/scheduler.py."""
+def test_mpirun_is_named_by_choosers() -> None:
+    """By import or as text."""
     for path in FILES:
         name = str(path.relative_to(ROOT))
         named = [(line, module) for line, module, _ in imports(path)]
         named += [(node.lineno, node.value) for node in words(path) if node.value.startswith("hpcrl.")]
         for line, module in named:
-            place = next(
-                (place for place in CHOSEN if module == place or module.startswith((f"{place}.", f"{place}:"))), None
-            )
-            if place and room(path) != place.partition(".")[2]:
+            if re.match(r"hpcrl\.mpi\b", module) and room(path) != "mpi":
                 assert name in CHOOSERS, f"{path}:{line}: names {module}"
 
 

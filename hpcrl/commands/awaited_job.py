@@ -1,6 +1,6 @@
-"""A short job that a command waits for: its result is a file, and its scheduler is asked seldom.
+"""A short job that a command waits for: its result is a file, and Slurm is asked seldom.
 
-Invariant: the scheduler is asked at most once in ASK seconds: many users who wait for a quarter of an hour each are no
+Invariant: Slurm is asked at most once in ASK seconds: many users who wait for a quarter of an hour each are no
 load to it.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpcrl.commands.find_run import ASK
-from hpcrl.launch.scheduler import Scheduler
 from hpcrl.run.queued_job import JobKey, QueuedJob
+from hpcrl.slurm.jobs import look
 from hpcrl.toolbox.signs import LastSign
 
 Answer = tuple[QueuedJob | None, str]
@@ -20,7 +20,7 @@ class AwaitedJob:
     """What is known of the job.
 
     Args:
-        ask: asks the scheduler: (its word on the job, None if it does not say; why it does not).
+        ask: asks Slurm: (its word on the job, None if it does not say; why it does not).
     """
 
     def __init__(self, ask: Callable[[], Answer], last: Callable[[], LastSign] = LastSign) -> None:
@@ -41,15 +41,15 @@ class AwaitedJob:
         return self._ended > 1
 
     def state(self) -> str:
-        """The scheduler's last word, or why it gives none."""
+        """Slurm's last word, or why it gives none."""
         return " ".join(filter(None, (self.word.word, self.word.reason))) if self.word else self.note
 
 
-def asker(scheduler: Scheduler, job: JobKey) -> Callable[[], Answer]:
-    """What an `AwaitedJob` of this scheduler asks."""
+def asker(job: JobKey) -> Callable[[], Answer]:
+    """What an `AwaitedJob` asks."""
 
     def ask() -> Answer:
-        answer = scheduler.look([job])
+        answer = look([job])
         return answer.jobs.get(job), answer.note
 
     return ask

@@ -1,6 +1,6 @@
 """`hpcrl doctor`: is everything there that a run needs, before it burns an hour.
 
-On the login node: the scheduler, run directory, packages, model.  With --nodes a short job of the same shape as the run
+On the login node: Slurm, run directory, packages, model.  With --nodes a short job of the same shape as the run
 looks at the nodes as well (hpcrl/doctor/all_nodes.py).
 
 Invariant: one line for each thing looked at, with its hint; the exit status is 1 if any of them fails; nothing stays
@@ -32,34 +32,30 @@ from hpcrl.doctor.all_nodes import NodesJob, NodeStep, show
 from hpcrl.doctor.box_kinds import check_kinds
 from hpcrl.errors import HpcrlError, UsageError, parts_of
 from hpcrl.findings import Finding, failed, last_line
-from hpcrl.launch.allocation_request import make_request, nodes_are_alike
+from hpcrl.launch.allocation_request import AllocationRequest, Component, make_request, nodes_are_alike
 from hpcrl.launch.preflight import NOTHING, HostView, absent, begins_with, made_by_run, refuse_settings, same_packages
-from hpcrl.launch.scheduler import (
-    AllocationRequest,
-    BatchScript,
-    Component,
-    Scheduler,
-    batch_python,
-    can_submit,
-    load_scheduler,
-    task_python,
-)
-from hpcrl.launch.site import FLAGS, SiteProfile, find_profile, from_flags
-from hpcrl.launch.submission import sight_of
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.site_file import FLAGS, find_profile, from_flags
 from hpcrl.prompt_files import early_look
 from hpcrl.report.file_tail import end_of_text
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import write_atomic
 from hpcrl.sandbox.run import refusal
 from hpcrl.shipped_files import shipped
+from hpcrl.slurm.job_script import BatchScript, batch_python, task_python
+from hpcrl.slurm.jobs import cancel
+from hpcrl.slurm.partitions import judge_request, responds
+from hpcrl.slurm.squeue import ECHOES
+from hpcrl.slurm.submission import sight_of
+from hpcrl.slurm.submit import SECONDS, render, send_script, test_only
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json
 
 HELP = """\
 usage: hpcrl doctor [RECIPE.toml] [--site SITE] [--run-dir DIR] [--nodes] [--option value ...]
 
-Looks at this login node and at what the recipe needs: the scheduler (Slurm) and the site's partitions, the run
-directory, packages, the model. One line each; the exit status is 1 if anything fails. A scheduler that does not answer
+Looks at this login node and at what the recipe needs: Slurm and the site's partitions, the run
+directory, packages, the model. One line each; the exit status is 1 if anything fails. A Slurm that does not answer
 fails where something asks for it: --site or $HPCRL_SITE, --time, --layout, --set, --nodes; else it is a warning.
 
   --site SITE      site profile, a name or a path (default: $HPCRL_SITE, or the built-in one)
@@ -100,10 +96,6 @@ class Case:
     def sight(self) -> HostView:
         """What this machine can see of the run's: what `hpcrl submit` takes it to see."""
         return sight_of(self.site, self.recipe, str(self.directory)) if self.recipe else NOTHING
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return load_scheduler(self.site.scheduler)
 
     def request(self) -> AllocationRequest:
         """The allocation of the run; without a recipe one node of each component that the site describes, or two that
@@ -179,7 +171,7 @@ def login(case: Case, profile: Path | None) -> Iterator[Finding]:
         yield Finding("fail", "", error.what, error.hint)
         request = None
     if request is not None:
-        yield from _scheduler(case, request)
+        yield from _slurm(case, request)
     models = sorted({options.hf_checkpoint for options in case.stages if options.hf_checkpoint})
     several = request is None or sum(component.nodes for component in request.components) > 1
     found = [path for path in models if not Path(path).is_relative_to(case.directory)]
@@ -221,29 +213,28 @@ def _begins_with(case: Case) -> Iterator[Finding]:
             yield Finding("ok", "", f"{path} is made by the run itself")
 
 
-def _scheduler(case: Case, request: AllocationRequest) -> Iterator[Finding]:
-    """Whether the scheduler answers, can hold the run, and would take its request: limits of accounts, features, GPU
+def _slurm(case: Case, request: AllocationRequest) -> Iterator[Finding]:
+    """Whether Slurm answers, can hold the run, and would take its request: limits of accounts, features, GPU
     types."""
-    scheduler = case.scheduler
-    found = list(scheduler.responds())
+    found = list(responds())
     if failed(found) and not case.asked:
-        means = f"no {scheduler.title} answers here: hpcrl run trains without, on this machine; hpcrl submit would fail"
+        means = "no Slurm answers here: hpcrl run trains without, on this machine; hpcrl submit would fail"
         yield from (Finding("warn", "", each.what, f"{means} ({each.hint})") for each in found)
         return
     if not failed(found):
-        found += scheduler.fits(request, case.site)
+        found += judge_request(case.site, request)
     yield from found
-    if failed(found) or not scheduler.test_command or not can_submit(scheduler):
+    if failed(found):
         return
-    verdict = scheduler.test(_text(case.site, request, "true", case.directory))
+    verdict = test_only(_text(case.site, request, "true", case.directory), SECONDS)
     if verdict.never:
-        what = f"{scheduler.title} refuses a job like this run's: {verdict.said}"
+        what = f"Slurm refuses a job like this run's: {verdict.said}"
         yield Finding("fail", "", what, verdict.hint)
     elif not verdict.accepted:
         hint = "a job that can start once other nodes are up is taken, and waits; else " + verdict.hint
-        yield Finding("warn", "", f"{scheduler.test_command} of a job like this run's: {verdict.said}", hint)
+        yield Finding("warn", "", f"sbatch --test-only of a job like this run's: {verdict.said}", hint)
     else:
-        yield Finding("ok", "", f"{scheduler.title} takes a job like this run's ({scheduler.test_command})")
+        yield Finding("ok", "", "Slurm takes a job like this run's (sbatch --test-only)")
 
 
 def _image(site: SiteProfile) -> Iterator[Finding]:
@@ -264,7 +255,7 @@ def nodes(case: Case, seconds: float) -> list[Finding]:
     try:
         directory.mkdir(parents=True, mode=0o700)
         write_atomic(directory / "job.sh", job(case, directory).encode())
-        return _submitted(case.scheduler, directory, seconds)
+        return _submitted(directory, seconds)
     except HpcrlError as error:
         return [Finding("fail", "", error.what, error.hint)]
     except OSError as error:
@@ -287,7 +278,7 @@ def job(case: Case, directory: Path) -> str:
         steps,
         interface,
         imports=any(options.rollout_num_gpus for options in case.stages),
-        echoes=case.scheduler.echoes,
+        echoes=ECHOES,
         seconds=max((options.launch_timeout for options in case.stages), default=NodesJob.__struct_defaults__[-1]),
     )
     write_atomic(directory / "job.json", msgspec.json.encode(todo))
@@ -309,24 +300,24 @@ def _text(site: SiteProfile, request: AllocationRequest, command: str, directory
         mounts=(str(directory),),
         python=task_python(site),
     )
-    return load_scheduler(site.scheduler).render(script, request, site)
+    return render(script, request, site)
 
 
-def _submitted(scheduler: Scheduler, directory: Path, seconds: float) -> list[Finding]:
+def _submitted(directory: Path, seconds: float) -> list[Finding]:
     submitted = time.time()
-    job = JobKey(scheduler.submit_script(directory / "job.sh"), "", submitted, history=False)
+    job = JobKey(send_script(directory / "job.sh"), "", submitted, history=False)
     print(f"hpcrl: job {job.job_id} looks at the nodes", file=sys.stderr)
     try:
-        return _outcome(scheduler, job, directory, Deadline(seconds))
+        return _outcome(job, directory, Deadline(seconds))
     finally:
         if not (directory / "findings.json").exists():
             with contextlib.suppress(HpcrlError):
-                scheduler.cancel(job.job_id)
+                cancel(job.job_id)
 
 
-def _outcome(scheduler: Scheduler, job: JobKey, directory: Path, deadline: Deadline) -> list[Finding]:
+def _outcome(job: JobKey, directory: Path, deadline: Deadline) -> list[Finding]:
     """The findings of the job once it has them; a finding of our own if it ends without, or is too late."""
-    awaited = AwaitedJob(asker(scheduler, job))
+    awaited = AwaitedJob(asker(job))
     while True:
         with contextlib.suppress(OSError, Damaged):
             return read_json(directory / "findings.json", list[Finding])

@@ -1,6 +1,6 @@
-"""Which run a command means, and what is known of it: the run directory, the launcher's process, the scheduler.
+"""Which run a command means, and what is known of it: the run directory, the launcher's process, Slurm.
 
-Invariant: every command that looks at runs gets its facts here, and asks each scheduler at most once for all of them.
+Invariant: every command that looks at runs gets its facts here, and asks Slurm at most once for all of them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.errors import UsageError
-from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
 from hpcrl.run.job_files import OVER
-from hpcrl.run.queued_job import JobKey, QueuedJob
+from hpcrl.run.queued_job import JobKey, QueueAnswer, QueuedJob
 from hpcrl.run.started_runs import is_run, known_runs
+from hpcrl.slurm.jobs import look
 from hpcrl.toolbox.signs import LastSign
 from hpcrl.untrusted_files import as_given, open_regular
 
 if TYPE_CHECKING:
     import psutil
 
-#: seconds between questions to a scheduler; seconds until an end is believed
+#: seconds between questions to Slurm; seconds until an end is believed
 ASK = 15.0
 PATIENCE = 5.0
 MISSING = "name a run directory, its name, or its job ID; hpcrl status lists the runs"
@@ -86,18 +86,16 @@ def _children(folder: Path) -> list[Path]:
 def look_at_run(run: Run, jobs: Jobs | None = None) -> Status:
     """The status of one run, in full."""
     jobs = jobs or Jobs([run])
-    status = judge_run(run, time.time(), jobs.word(run), alive(run), jobs.title(run))
+    status = judge_run(run, time.time(), jobs.word(run), alive(run))
     status.notes += [f"{jobs.note}; this is from the run directory alone"] if jobs.note else []
     return status
 
 
 def look_at_runs(runs: Sequence[Run]) -> tuple[list[Status], str]:
-    """(the statuses, those at work first and then the newest first; what a scheduler did not tell)."""
+    """(the statuses, those at work first and then the newest first; what Slurm did not tell)."""
     jobs = Jobs(runs)
     now = time.time()
-    found = [
-        (judge_run(run, now, jobs.word(run), alive(run), jobs.title(run), brief=True), _touched(run)) for run in runs
-    ]
+    found = [(judge_run(run, now, jobs.word(run), alive(run), brief=True), _touched(run)) for run in runs]
     found.sort(key=lambda pair: (pair[0].phase in OVER or pair[0].phase == "lost", -pair[1]))
     return [status for status, _ in found], jobs.note
 
@@ -113,7 +111,7 @@ def _touched(run: Run) -> float:
 
 
 class Ending:
-    """Tells a run that has ended from one that is about to be queued again: in a scheduler's job, its launcher says
+    """Tells a run that has ended from one that is about to be queued again: in a Slurm job, its launcher says
     that it stopped, then requeues the job.  A silent run gets the same while to speak up.
     """
 
@@ -122,7 +120,7 @@ class Ending:
 
     @property
     def interval(self) -> float:
-        """Seconds after which the scheduler should be asked again."""
+        """Seconds after which Slurm should be asked again."""
         return ASK if self.since is None else PATIENCE / 2
 
     def sure(self, found: Status) -> bool:
@@ -130,7 +128,7 @@ class Ending:
         if found.phase not in (*OVER, "lost"):
             self.since = None
             return False
-        if found.phase == "finished" or (not found.title and found.phase != "lost"):
+        if found.phase == "finished" or (not found.queued and found.phase != "lost"):
             return True
         if self.since is None:
             self.since = LastSign()
@@ -138,40 +136,21 @@ class Ending:
 
 
 class Jobs:
-    """The schedulers' word on the jobs of some runs, asked for when made.  note: why there is none."""
+    """Slurm's word on the jobs of some runs, asked for when made.  note: why there is none."""
 
     def __init__(self, runs: Iterable[Run]) -> None:
-        wanted: dict[str, list[JobKey]] = {}
-        for run in runs:
-            if run.job and (key := _key(run)):
-                wanted.setdefault(run.job.scheduler, []).append(key)
-        self.jobs: dict[tuple[str, JobKey], QueuedJob] = {}
-        self.titles: dict[str, str] = {}
-        notes = []
-        for name, keys in wanted.items():
-            try:
-                scheduler = load_scheduler(name)
-            except UsageError as error:
-                notes.append(str(error))
-                continue
-            answer = scheduler.look(keys)
-            self.titles[name] = scheduler.title
-            self.jobs |= {(name, key): word for key, word in answer.jobs.items()}
-            notes += [answer.note] if answer.note else []
-        self.note = "; ".join(notes)
+        keys = [key for run in runs if (key := _key(run))]
+        answer = look(keys) if keys else QueueAnswer()
+        self.jobs, self.note = answer.jobs, answer.note
 
     def word(self, run: Run) -> QueuedJob | None:
-        """The scheduler's word on the run's job; None if no scheduler has it, or could be asked."""
+        """Slurm's word on the run's job; None if it has none, or could not be asked."""
         key = _key(run)
-        return self.jobs.get((run.job.scheduler, key)) if run.job and key else None
-
-    def title(self, run: Run) -> str:
-        """What the run's scheduler is called; "" if none has it."""
-        return self.titles.get(run.job.scheduler, run.job.scheduler) if run.job and run.job.queued else ""
+        return self.jobs.get(key) if key else None
 
 
 def _key(run: Run) -> JobKey | None:
-    """The run's job, as its scheduler is asked for it; None if no scheduler has it."""
+    """The run's job, as Slurm is asked for it; None if it has none."""
     if not run.job or not run.job.queued or not run.job.job_id:
         return None
     return JobKey(run.job.job_id, run.identity, run.job.submitted, history=not _quiet(run))

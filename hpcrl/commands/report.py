@@ -66,7 +66,7 @@ def run_page(run: Run, refresh: int = 0, jobs: Jobs | None = None) -> str:
     """The page of one run, as it is now.
 
     Args:
-        jobs: the schedulers' word, if it was asked for.
+        jobs: Slurm's word, if it was asked for.
     """
     from hpcrl.report.page.one_run import page, recipe_text
 
@@ -74,7 +74,7 @@ def run_page(run: Run, refresh: int = 0, jobs: Jobs | None = None) -> str:
 
 
 def _compared_page(runs: Sequence[Run]) -> str:
-    """The page of several runs, as they are now; each scheduler is asked once for all."""
+    """The page of several runs, as they are now; Slurm is asked once for all."""
     from hpcrl.report.page.comparison import Compared, comparison, names_of
 
     jobs = Jobs(runs)

@@ -20,12 +20,11 @@ from hpcrl.config.options import Options
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import UsageError
 from hpcrl.launch.job import RunJob, finished, held, reopen_job
-from hpcrl.launch.scheduler import load_scheduler
-from hpcrl.launch.submission import submit_again
-from hpcrl.run.job_files import UNQUEUED, read_job
+from hpcrl.run.job_files import read_job
 from hpcrl.run.role import read_options
 from hpcrl.run.rundir import CHOSEN, TRACKER, RunDir, write_atomic
 from hpcrl.run.summary import read_summary, write_summary
+from hpcrl.slurm.submission import submit_again
 
 
 def _bent(options: Options) -> str:
@@ -121,11 +120,11 @@ usage: hpcrl resume RUN [--num-rollout N] [--ckpt-step N] [--live-code] [--time 
   --set KEY=VALUE    a key of the site's profile, for this start and later ones; only for a run that was submitted
 
 The run resumes from its last checkpoint, with the options that it began with, where it ran before: as a job of the same
-scheduler if it was submitted, else on this machine."""
+site if it was submitted, else on this machine."""
 
 
 def resume(argv: list[str]) -> int:
-    """`hpcrl resume RUN`: submit the run again if a scheduler had it, else resume it here."""
+    """`hpcrl resume RUN`: submit the run again if it was a Slurm job, else resume it here."""
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
@@ -152,14 +151,13 @@ def resume(argv: list[str]) -> int:
     if all(finished(job.directory(stage)) for stage in job.recipe.stages):
         raise UsageError(f"{root} is finished", f"train on with hpcrl resume {root} --num-rollout N")
     record = read_job(root)
-    starter = record.scheduler
-    if starter == "mpirun":
+    if record.scheduler == "mpirun":
         raise UsageError(f"{root} ran under mpirun", f"hpcrl launch --resume {root} --hostfile FILE")
-    if starter not in UNQUEUED:
+    if record.queued:
         if record.site is None:
-            give = f"give it to {load_scheduler(starter).submit_command} again"
             raise UsageError(
-                f"{root} was started from a script", f"write --run-dir {root} into its last line, and {give}"
+                f"{root} was started from a script",
+                f"write --run-dir {root} into its last line, and give it to sbatch again",
             )
         say_submitted(*submit_again(root, record, own, own.get("chain", 1), overrides.get("live_code")))
         return 0

@@ -23,8 +23,9 @@ from hpcrl.commands.awaited_job import AwaitedJob, asker
 from hpcrl.config.flags import parse_flags
 from hpcrl.config.value_types import Kind
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.launch.scheduler import AllocationRequest, BatchScript, Component, batch_python, load_scheduler, task_python
-from hpcrl.launch.site import FLAGS, SiteProfile, from_flags
+from hpcrl.launch.allocation_request import AllocationRequest, Component
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.site_file import FLAGS, from_flags
 from hpcrl.run.process import adopt_orphans, end_descendants
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import write_atomic
@@ -33,6 +34,9 @@ from hpcrl.selftest.job import SelftestJob
 from hpcrl.selftest.registry import Check, Results, choose_checks, find_checks, report, table
 from hpcrl.selftest.whole_run import gpu_count
 from hpcrl.shipped_files import shipped
+from hpcrl.slurm.job_script import BatchScript, batch_python, task_python
+from hpcrl.slurm.jobs import cancel
+from hpcrl.slurm.submit import render, send_script
 from hpcrl.toolbox.deadline import Deadline
 
 HELP = """\
@@ -147,7 +151,6 @@ def _tell(chosen: dict[str, Check], results: Results, file: str | None) -> int:
 
 def _in_a_job(site: SiteProfile, own: dict[str, Any], results: Results) -> None:
     """Submit it, wait for its end, telling of results as they come."""
-    scheduler = load_scheduler(site.scheduler)
     hosts = own.get("hosts", 1)
     directory = results.directory
     wish = site.trainer
@@ -169,25 +172,25 @@ def _in_a_job(site: SiteProfile, own: dict[str, Any], results: Results) -> None:
         python=task_python(site),
     )
     once = site.model_copy(update={"time": limit, "requeue": False})
-    write_atomic(directory / "job.sh", scheduler.render(script, request, once).encode())
-    job = JobKey(scheduler.submit_script(directory / "job.sh"), "", time.time(), history=False)
+    write_atomic(directory / "job.sh", render(script, request, once).encode())
+    job = JobKey(send_script(directory / "job.sh"), "", time.time(), history=False)
     print(f"hpcrl: job {job.job_id}, in {directory}", file=sys.stderr)
     try:
-        _await(scheduler, job, results, Deadline(own.get("wait", WAIT)))
+        _await(job, results, Deadline(own.get("wait", WAIT)))
     finally:
         if not (directory / "ended").exists():
             with contextlib.suppress(HpcrlError):
-                scheduler.cancel(job.job_id)
+                cancel(job.job_id)
 
 
-def _await(scheduler: Any, job: JobKey, results: Results, deadline: Deadline) -> None:
+def _await(job: JobKey, results: Results, deadline: Deadline) -> None:
     """Until the job has ended.
 
     Raises:
         HpcrlError: if it ends without a word, or is too late.
     """
     seen: set[str] = set()
-    every, awaited = find_checks(), AwaitedJob(asker(scheduler, job))
+    every, awaited = find_checks(), AwaitedJob(asker(job))
     while not (results.directory / "ended").exists():
         os.listdir(results.directory)  # absence may be cached; a listing is not
         for name in sorted(results.read().keys() - seen, key=lambda name: every[name].turn):

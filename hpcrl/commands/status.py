@@ -1,7 +1,7 @@
 """`hpcrl status` and `hpcrl watch`: what runs are doing, once or live; `hpcrl runs`: where they are, and the removal of
 those that never trained.
 
-Invariants: status and watch change nothing, anywhere; a scheduler is asked a few times a minute, and less while it does
+Invariants: status and watch change nothing, anywhere; Slurm is asked a few times a minute, and less while it does
 not answer.  Only a run that has ended and holds neither a checkpoint nor a step's metrics is ever removed, and only on
 --yes.
 """

@@ -1,6 +1,6 @@
 """`hpcrl stop` and `hpcrl cancel`: end a run in order, or at once.
 
-Invariants: a job or a process is touched only if it still is this run's: a scheduler's job by the identity that it
+Invariants: a job or a process is touched only if it still is this run's: a Slurm job by the identity that it
 carries, in a directory of the caller's own, since everybody can read a job's number and identity and write them into
 another; a process by the run directory's lock that it holds.  A launcher that lives has the last word on its run.
 """
@@ -19,13 +19,14 @@ import psutil
 from hpcrl.commands.find_run import Jobs, find_run, look_at_run, owner
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.restarts import later_jobs
-from hpcrl.launch.scheduler import load_scheduler
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, WORKING, Status
 from hpcrl.report.status_text import shorten_path
 from hpcrl.run.job_files import CANCEL, CANCELLED, JOB, OVER, STOP, JobState, write_state
 from hpcrl.run.owners import of_another_user
 from hpcrl.run.queued_job import JobKey
+from hpcrl.slurm import jobs as slurm
+from hpcrl.slurm.squeue import there
 from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.untrusted_files import touch
 
@@ -83,11 +84,11 @@ def _refuse_of_another(run: Run) -> None:
 
 
 def _later_jobs(run: Run) -> list[str]:
-    """The later jobs of its chain that the scheduler knows as this run's, the last first."""
+    """The later jobs of its chain that Slurm knows as this run's, the last first."""
     assert run.job is not None
     numbers = later_jobs(run.job)
     keys = [JobKey(name, run.identity, run.job.submitted, history=False) for name in numbers]
-    words = load_scheduler(run.job.scheduler).look(keys).jobs if keys else {}
+    words = slurm.look(keys).jobs if keys else {}
     return [key.job_id for key in reversed(keys) if (word := words.get(key)) and not word.over]
 
 
@@ -139,17 +140,16 @@ def _cancel_job(run: Run) -> int:
     assert job is not None
     if not job.job_id:
         raise HpcrlError(f"{name} was never given a job number", f"see {run.root / 'job.json'}")
-    scheduler = load_scheduler(job.scheduler)
-    called = f"{scheduler.title} job {job.job_id}"
-    if not scheduler.here():
+    called = f"Slurm job {job.job_id}"
+    if not there():
         raise HpcrlError(
-            f"{name} is {called}, and {scheduler.title}'s commands are not here",
+            f"{name} is {called}, and Slurm's commands are not here",
             f"cancel it on {job.submit_host or 'its cluster'}",
         )
     jobs = Jobs([run])
     word = jobs.word(run)
     if word is None:
-        raise HpcrlError(jobs.note or f"{scheduler.title} does not answer", "try again")
+        raise HpcrlError(jobs.note or "Slurm does not answer", "try again")
     if word.over:
         what = f"job {job.job_id} in the queue is not of this run" if word.foreign else look_at_run(run, jobs).phase
         raise HpcrlError(f"{name}: nothing to cancel: {what}", "hpcrl status shows how it ended")
@@ -158,7 +158,7 @@ def _cancel_job(run: Run) -> int:
         touch(run.root / CANCEL)
     try:
         for number in (*_later_jobs(run), job.job_id):  # or else the next of a chain would start
-            scheduler.cancel(number)
+            slurm.cancel(number)
     except HpcrlError:
         (run.root / CANCEL).unlink(missing_ok=True)
         raise

@@ -1,4 +1,4 @@
-"""`hpcrl submit`: a recipe as one job of the site's scheduler, or as a chain of them.
+"""`hpcrl submit`: a recipe as one Slurm job, or as a chain of them.
 
 Invariant: with --dry-run and --print nothing is written and nothing is submitted.
 """
@@ -20,12 +20,16 @@ from hpcrl.doctor.directories import file_system
 from hpcrl.errors import UsageError
 from hpcrl.launch.model_directory import with_shipped_config
 from hpcrl.launch.nodes_of_site import fitted_nodes, shown_flags
-from hpcrl.launch.scheduler import Scheduler, Submission, SubmittedJob, can_submit, load_scheduler
-from hpcrl.launch.site import FLAGS, SiteProfile, from_flags
-from hpcrl.launch.submission import chained, preview, refuse_absent_files, refuse_unfit, submit_new
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.site_file import FLAGS, from_flags
 from hpcrl.recipe_here import choose_recipe
 from hpcrl.report.progress import say
 from hpcrl.slime.verbatim import recipe_of, split_arguments
+from hpcrl.slurm.job_script import Submission
+from hpcrl.slurm.jobs import can_submit
+from hpcrl.slurm.partitions import responds
+from hpcrl.slurm.submission import chained, preview, refuse_absent_files, refuse_unfit, submit_new
+from hpcrl.slurm.submit import SCRIPT, SECONDS, preview_script, script_by_hand, test_only
 from hpcrl.untrusted_files import read_system
 
 USAGE = """\
@@ -43,8 +47,8 @@ usage: hpcrl submit [RECIPE.toml] [--site NAME] [--time T] [--layout L] [--set K
                      one ends at its time limit the next continues, and what is left when the run is done ends at once
   --after JOB ...    start when these jobs have ended well, such as the conversion of the model
 
-Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there. One job is submitted, to
-Slurm unless the profile names another scheduler; it trains to the end, over as many requeues as that takes."""
+Options are those of hpcrl run; without a recipe it is recipe.toml of this directory, as there. One Slurm job is
+submitted; it trains to the end, over as many requeues as that takes."""
 
 OWN = {
     **FLAGS,
@@ -82,7 +86,6 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
         word: how the recipe was named.
     """
     site = from_flags(own)
-    scheduler = load_scheduler(site.scheduler)
     if fitted := fitted_nodes(recipe, overrides, site.trainer.gpus_per_node):
         print(
             f"hpcrl: note: {shown_flags(fitted)}: nodes of site {site.name} have {site.trainer.gpus_per_node} GPUs",
@@ -95,19 +98,19 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
         raise UsageError("--print writes the script of one job, and --chain submits several", "leave one of them out")
     site = chained(site, chain)
     by_hand = bool(own.get("print"))  # a script for another place, perhaps
-    shown = preview(recipe, overrides, site, packages=can_submit(scheduler) and not by_hand)
+    shown = preview(recipe, overrides, site, packages=can_submit() and not by_hand)
     if by_hand:
         place = os.path.abspath(word) if os.path.isfile(word) else word
-        print(scheduler.script_by_hand(shown, [place, *flag_words(overrides)]), end="")
+        print(script_by_hand(shown, [place, *flag_words(overrides)]), end="")
         return 0
     if own.get("dry-run"):
-        _show(scheduler, shown)
+        _show(shown)
         _note_site(site)
         for options in shown.stages:
             with_shipped_config(options)  # which the checks have taken, too: it says so
         refuse_absent_files(shown)
         return 0
-    if can_submit(scheduler):
+    if can_submit():
         _note_place(shown)
     submission, jobs = submit_new(recipe, overrides, site, chain)
     for line in recipe.reach(given):
@@ -117,7 +120,7 @@ def submit_recipe(recipe: Recipe, overrides: dict[str, Any], own: Mapping[str, A
     return 0
 
 
-def say_submitted(submission: Submission, jobs: Sequence[SubmittedJob]) -> None:
+def say_submitted(submission: Submission, jobs: Sequence[Any]) -> None:
     """The numbers of its jobs, where the run is, who runs where, and how to look."""
     root, (first, *rest) = submission.job.root, [job.job_id for job in jobs]
     if submission.site.exclude:
@@ -149,22 +152,21 @@ def _note_site(site: SiteProfile) -> None:
     print(f"Write a file mine.toml, and give --site mine.toml:\n\n{PROFILE}", file=sys.stderr)
 
 
-def _show(scheduler: Scheduler, shown: Submission) -> None:
-    """The plan, the script, the command, and what the scheduler says of it where it is here."""
-    text = scheduler.script(shown)
-    place = shlex.quote(str(shown.job.root / scheduler.script_file))
+def _show(shown: Submission) -> None:
+    """The plan, the script, the command, and what Slurm says of it where it is here."""
+    text = preview_script(shown)
+    place = shlex.quote(str(shown.job.root / SCRIPT))
     print(f"{shown.table()}\n\n{text}\n# nothing was written; hpcrl submit would write this script and call:")
-    print(f"# {scheduler.submit_command} {place}")
-    if can_submit(scheduler):
-        if silent := [finding for finding in scheduler.responds() if finding.level == "fail"]:
+    print(f"# sbatch {place}")
+    if can_submit():
+        if silent := [finding for finding in responds() if finding.level == "fail"]:
             print(f"# {silent[0].what}: whether it would take this job is not known")
             return
-        refuse_unfit(scheduler, shown.request, shown.site)
-        if scheduler.test_command:
-            verdict = scheduler.test(text)
-            if verdict.never:
-                raise UsageError(f"{scheduler.title} refuses this job: {verdict.said}", verdict.hint)
-            print(f"# {scheduler.test_command} says: {verdict.said}")
+        refuse_unfit(shown.request, shown.site)
+        verdict = test_only(text, SECONDS)
+        if verdict.never:
+            raise UsageError(f"Slurm refuses this job: {verdict.said}", verdict.hint)
+        print(f"# sbatch --test-only says: {verdict.said}")
 
 
 def _note_place(shown: Submission) -> None:

@@ -1,6 +1,6 @@
 """Jobs, attempts and hosts: how a recipe becomes processes, on whatever machines a backend brings.
 
 Open `job.py` first (a recipe's stages, one after another), then `attempts/` (one attempt after another, seen from the
-launcher) and `host.py` (the processes of one host).  `scheduler.py` is what a batch scheduler has to provide,
-`submission.py` how a run becomes a job of it, `site.py` the profile of a cluster.
+launcher) and `host.py` (the processes of one host).  `batch_run.py` is a run inside a Slurm job (`allocation.py`),
+`site.py` the profile of a cluster.
 """

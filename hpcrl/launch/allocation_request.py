@@ -1,4 +1,4 @@
-"""What a run asks of a scheduler: how many nodes of which size, in which layout, so that every stage has its plan.
+"""What a run asks of Slurm: how many nodes of which size, in which layout, so that every stage has its plan.
 
 Invariants: pure functions of options and a site's profile; the hosts that a request will bring, in the order in which
 it brings them, hold the plan of every stage.
@@ -13,7 +13,6 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch.nodes_of_site import EACH, NODES, shown_flags
-from hpcrl.launch.scheduler import AllocationRequest, Component
 from hpcrl.launch.site import SiteProfile, minutes
 from hpcrl.plan import Host, make_plan
 from hpcrl.weights.route import TransportConditions, transfer_obstacle
@@ -22,6 +21,42 @@ CPUS_PER_SLOT = 8  #: cores a node gives for each GPU where the profile does not
 ROLLOUT_CPUS = 8  #: cores of the rollout process on a separate node
 FLOOR = 180  #: seconds before the time limit at which a run saves, until its own steps have been measured
 STARTUP = 120  #: seconds that a run needs before its first step, at the very least
+
+
+class Component(msgspec.Struct, frozen=True):
+    """One component of a heterogeneous job, or the whole of a homogeneous one.
+
+    Attributes:
+        slots: GPUs (or process slots) a node; 0 for the rollout process alone.
+        name: key of the site's table for it.
+    """
+
+    name: str
+    nodes: int
+    slots: int
+    cpus: int | None
+
+
+class AllocationRequest(msgspec.Struct, frozen=True):
+    """The allocation.
+
+    Attributes:
+        margin: seconds before the time limit at which the batch process is to be signalled.
+        spares: how many of the first component's nodes, the last of them, only wait until another is lost.
+        outlives_nodes: whether the job is to continue without a node that is lost.
+    """
+
+    layout: str
+    components: tuple[Component, ...]
+    margin: int
+    spares: int = 0
+    outlives_nodes: bool = False
+
+    def hosts(self) -> list[Host]:
+        """Stand-ins for the nodes that the job will get, in order."""
+        hosts = [Host(f"{c.name}-{i}", c.slots) for c in self.components for i in range(c.nodes)]
+        spare = range(self.components[0].nodes - self.spares, self.components[0].nodes)
+        return [msgspec.structs.replace(host, spare=number in spare) for number, host in enumerate(hosts)]
 
 
 # ---- what to ask for
@@ -83,7 +118,7 @@ def _check_transfer(options: Options, site: SiteProfile) -> None:
 def _components(stages: Sequence[Options], site: SiteProfile) -> tuple[str, list[Component]]:
     """The layout and its components: the site's, or else an ordinary job where its nodes are all alike.
 
-    An ordinary job is what every scheduler starts first and every tool reads right; and all of its processes run in
+    An ordinary job is what Slurm starts first and every tool reads right; and all of its processes run in
     one step, which is what shares a network's identifiers (such as Slingshot's VNI).
     """
     ordinary = any(o.colocate for o in stages) or site.layout == "homogeneous"

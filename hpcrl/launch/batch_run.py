@@ -1,4 +1,4 @@
-"""A run inside a scheduler's job: the batch process brings it to its end, or has the job queued again.
+"""A run inside a Slurm job: the batch process brings it to its end, or has the job queued again.
 
 Invariants: a job that is out of time, preempted or has lost a host resumes from its last checkpoint, with the
 same numbers; one that makes no headway is not started again for ever; a stop that the user asked for is never followed
@@ -23,6 +23,7 @@ from hpcrl.config.flags import parse_flags
 from hpcrl.config.recipe import load_recipe
 from hpcrl.config.stage_flags import split_name, stage_flag
 from hpcrl.errors import HpcrlError, PeerError, Stopped, UsageError
+from hpcrl.launch.allocation import Allocation, AlreadyRequeued, SchedulerSilent
 from hpcrl.launch.attempts.attempt import HostsSilent
 from hpcrl.launch.attempts.headway import check_headway
 from hpcrl.launch.attempts.retries import HostFault
@@ -40,8 +41,6 @@ from hpcrl.launch.restarts import (
     place_in_chain,
     seen_broken,
 )
-from hpcrl.launch.scheduler import Allocation, AlreadyRequeued, SchedulerSilent
-from hpcrl.launch.submission import submit_elsewhere
 from hpcrl.launch.time_limit import LOOK, TimeLimitWatcher
 from hpcrl.report.progress import say
 from hpcrl.run.job_files import CANCEL, STOP, JobStateFile, judging, read_job, settle, write_job
@@ -94,8 +93,7 @@ def run_in_job(job: RunJob, allocation: Allocation, begin: Callable[[], None] | 
 
 @contextlib.contextmanager
 def _no_warning() -> Iterator[None]:
-    """A scheduler's SIGUSR1, which says that the time limit is near, ends nothing where it is no longer counted: this
-    process may be about to have the job queued again."""
+    """Slurm's SIGUSR1 (the time limit is near) ends nothing here: this process may be about to queue the job again."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
@@ -177,7 +175,7 @@ def _leave(
 
 
 def _tell_chain(job: RunJob, allocation: Allocation, hosts: list[str]) -> None:
-    """Keep the later jobs of a chain off these hosts, where the scheduler does that."""
+    """Keep the later jobs of a chain off these hosts, where Slurm does that."""
     for number in later_jobs(msgspec.structs.replace(read_job(job.root), job_id=allocation.job_id)):
         with contextlib.suppress(HpcrlError):
             allocation.leave_out(number, hosts)
@@ -237,19 +235,19 @@ def _start_elsewhere(job: RunJob, allocation: Allocation, host: str, said: str, 
         for number in following:
             allocation.leave_out(number, hosts)
     except HpcrlError as error:
-        say(f"{why}; {allocation.title} does not leave it out: {error}")
+        say(f"{why}; Slurm does not leave it out: {error}")
     if following or record.site is None or int(os.environ.get("HPCRL_MAX_REQUEUES", "0")) < len(hosts):
         _requeue(job, allocation, why, ends)
         return
     if any((job.root / name).exists() for name in (CANCEL, STOP)):
         return  # a new job would not know of it
     try:
-        submission = submit_elsewhere(job.root, record)
+        following_job = allocation.continue_elsewhere(job.root, record)
     except HpcrlError as error:
         say(f"{why}; no new job could be submitted: {error}; continue with hpcrl resume {job.root}")
         return
     JobStateFile(job.root, 0).set("requeued", message=why)
-    say(f"{why}; job {submission} continues without it")
+    say(f"{why}; job {following_job} continues without it")
 
 
 def _preempted(job: RunJob, allocation: Allocation) -> bool:
@@ -293,9 +291,9 @@ def _requeue(job: RunJob, allocation: Allocation, why: str, ends: float | None =
     try:
         _ask_until_answered(job, allocation, why, ends)
     except AlreadyRequeued as error:
-        say(f"{why}; {allocation.title} is queueing it again by itself ({error.what})")
+        say(f"{why}; Slurm is queueing it again by itself ({error.what})")
     except HpcrlError as error:
-        more = f"{allocation.title} does not requeue it: {error}; continue with hpcrl resume {job.root}"
+        more = f"Slurm does not requeue it: {error}; continue with hpcrl resume {job.root}"
         JobStateFile(job.root, restarts).set("stopped", message=f"{why}; {more}")
         say(f"{why}; {more}")
         return
@@ -332,8 +330,8 @@ def _ask_until_answered(job: RunJob, allocation: Allocation, why: str, ends: flo
 
     def tell(error: Any) -> None:
         if state.phase != "requeued":
-            say(f"{why}; {allocation.title} does not answer ({error.what}): retrying until {_clock(until)}")
-        state.set("requeued", message=f"{why}; {allocation.title} does not answer yet: retrying until {_clock(until)}")
+            say(f"{why}; Slurm does not answer ({error.what}): retrying until {_clock(until)}")
+        state.set("requeued", message=f"{why}; Slurm does not answer yet: retrying until {_clock(until)}")
 
     retry(ask, SchedulerSilent, Deadline(until - now), Pauses(AGAIN, AGAIN), failed=tell)
 
@@ -385,7 +383,7 @@ def batch_main(argv: list[str], here: Callable[[], Allocation]) -> int:
             if allocation.restarts:
                 discard_unbegun(root)
             job = begin_job(load_recipe(words[0]), overrides, lambda _: allocation.nodes(), here=False)
-        write_job(job.root, job.identity, allocation.scheduler, allocation.job_id, cluster=allocation.cluster)
+        write_job(job.root, job.identity, "slurm", allocation.job_id, cluster=allocation.cluster)
         allocation.mark(job.identity)
         return Stopped.exit_code if stopped(run_in_job(job, allocation, begin)) else 0
     except HpcrlError as error:

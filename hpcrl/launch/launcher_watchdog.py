@@ -4,7 +4,7 @@
         [--requeue WORD ...]
 
 Invariants: it ends with the launcher; it ends only the launcher that started it, whose processes then end with it; what
-it saw is recorded as the attempt's error.  In a job of a scheduler it has the job queued again first, as the launcher
+it saw is recorded as the attempt's error.  In a Slurm job it has the job queued again first, as the launcher
 would have after any other fault that a new start may get over; `check_headway` ends that where it leads nowhere.
 """
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.errors import HpcrlError
+from hpcrl.launch.allocation import Allocation
 from hpcrl.launch.broken_hosts import find_broken_host
 from hpcrl.launch.job import RunJob, finished
-from hpcrl.launch.scheduler import Allocation
 from hpcrl.plan import Host
 from hpcrl.report.metrics import last_records
 from hpcrl.report.progress import say

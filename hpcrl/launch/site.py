@@ -1,42 +1,27 @@
-"""Site profiles: what a cluster wants to be told, in one TOML file a site.
+"""Site profiles: what a Slurm cluster wants to be told, its place in sbatch and srun.
 
-    scheduler = "slurm"
     account = "myproject"
     time = "12:00:00"
     [trainer]
     gpus_per_node = 4
 
-What every scheduler needs is here; the keys of one of them are in the subclass of `SiteProfile` that it names (its
-`profile`).
-
-Invariants: a Site is frozen and whole; an unknown key, a value of the wrong type, a control character or a placeholder
-that was not filled in is one UsageError naming the file and the key.  Values are data: code that writes them into a
-script quotes them.  Only `setup` holds shell.
+Invariants: a profile is frozen and whole; an option that the batch script sets itself cannot be given a second time
+through `extra`.  Values are data: code that writes them into a script quotes them.  Only `setup` holds shell.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.setting_names import nearest, spell
-from hpcrl.config.value_types import Kind
-from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.errors import UsageError
 from hpcrl.launch.container import Container
 from hpcrl.launch.nodes_of_site import fitted_nodes
-from hpcrl.launch.scheduler_names import DEFAULT, find_scheduler
-from hpcrl.shipped_files import shipped
-from hpcrl.untrusted_files import parse_toml, read_given
 
-#: `<your account>`: what an example leaves to its reader
-PLACEHOLDER = re.compile(r"<[A-Za-z](?:[A-Za-z0-9 ,.'_-]*[A-Za-z0-9])?>")
 _SPAN = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 
 
@@ -44,7 +29,7 @@ def minutes(text: str) -> int:
     """A length of time as whole minutes, rounded up: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
 
     Raises:
-        UsageError: for another form, and for zero, which schedulers take for no limit at all.
+        UsageError: for another form, and for zero, which Slurm takes for no limit at all.
     """
     found = _SPAN.fullmatch(text.strip())
     if not found:
@@ -71,8 +56,40 @@ def _time(text: str) -> str:
     return text
 
 
+#: sbatch options that the rendered script sets itself -> how to say it instead ("": not at all)
+OURS = {
+    **dict.fromkeys(("time", "exclusive", "requeue"), "the key of that name at the top"),
+    **dict.fromkeys(("account", "qos", "reservation"), "the key of that name, at the top or of the component"),
+    **dict.fromkeys(("dependency", "kill-on-invalid-dep"), "--after, or the key after at the top"),
+    **dict.fromkeys(("no-requeue",), "requeue = false at the top"),
+    **dict.fromkeys(("partition", "constraint", "mem"), "the key of that name of the component"),
+    **dict.fromkeys(("gpus-per-node", "gres", "gpus", "gpus-per-task"), "gpus_per_node and gpu_type"),
+    **dict.fromkeys(("cpus-per-task",), "cpus_per_node"),
+    **dict.fromkeys(("signal",), "signal_margin"),
+    **dict.fromkeys(("array",), "a loop around hpcrl submit, a job for each run"),
+    **dict.fromkeys(("exclude",), "exclude, a list at the top"),
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "--actor-num-nodes and --rollout-num-gpus"),
+    **dict.fromkeys(
+        (
+            "chdir",
+            "comment",
+            "error",
+            "export",
+            "hetjob",
+            "job-name",
+            "open-mode",
+            "output",
+            "parsable",
+            "test-only",
+            "wrap",
+        ),
+        "",
+    ),
+}
+
+
 class ComponentProfile(BaseModel):
-    """What one component of the job asks for, on each of its nodes; None is left to the scheduler's default."""
+    """What one component of the job asks for, on each of its nodes; None is left to Slurm's default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -84,22 +101,40 @@ class ComponentProfile(BaseModel):
     cpus_per_node: int | None = Field(
         None,
         ge=1,
-        description="processors that a node gives to the job, as its scheduler counts them: hardware threads where "
+        description="processors that a node gives to the job, as Slurm counts them: hardware threads where "
         "cores have several and the job is not kept to one of each",
     )
     mem: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description='memory a node, such as "64G"; "0" is all of it')
-    extra: dict[str, str | int | bool] = Field(
-        {}, description="further options of the scheduler's, by name; true: without a value"
+    partition: str | None = Field(
+        None, description="Slurm partition; of several, with commas, the first that can start the job"
     )
+    account: str | None = Field(None, description="the project that pays for these nodes; None: the one at the top")
+    qos: str | None = Field(None, description="quality of service of these nodes; None: the one at the top")
+    reservation: str | None = Field(None, description="reservation of these nodes; None: the one at the top")
+    constraint: str | None = Field(None, description="node features, as sbatch --constraint takes them")
+    gpu_type: str | None = Field(None, pattern=r"^[\w.-]+$", description="the type in --gpus-per-node=TYPE:N")
+    extra: dict[str, str | int | bool] = Field(
+        {}, description="further sbatch options, without dashes; true: without a value"
+    )
+
+    @model_validator(mode="after")
+    def _extra_is_not_ours(self) -> ComponentProfile:
+        for name in self.extra:
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+                raise ValueError(f"extra.{name} is not the name of an sbatch option; write it long, without the dashes")
+            if name in OURS:
+                raise ValueError(
+                    f"extra.{name} is set by hpcrl; " + (f"use {OURS[name]}" if OURS[name] else "leave it out")
+                )
+        return self
 
 
 class SiteProfile(BaseModel):
-    """A cluster, as a run sees it, whatever schedules its jobs; a scheduler's own keys are in a subclass."""
+    """A Slurm cluster.  docs/sites.md explains the keys; sites/default.toml holds them all."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str = Field("default", pattern=r"^[\w.-]+$", description="the profile's name")
-    scheduler: str = Field(DEFAULT, description="who starts jobs")
     account: str | None = Field(None, description="the project that pays")
     time: Annotated[str, AfterValidator(_time)] = Field("24:00:00", description="time limit of one attempt, D-HH:MM:SS")
     layout: Literal["heterogeneous", "homogeneous"] | None = Field(
@@ -120,6 +155,18 @@ class SiteProfile(BaseModel):
         pattern=r"^[\w.-]+$",
         description="network of sockets, gloo and NCCL: an interface, or how its name begins",
     )
+    qos: str | None = Field(None, description="quality of service")
+    reservation: str | None = Field(None, description="reservation")
+    after: str | None = Field(
+        None,
+        pattern=r"^\d+(:\d+)*$",
+        description="numbers of jobs that must have ended well first, with colons (--after)",
+    )
+    gpu_flag: Literal["gpus-per-node", "gres", "none"] = Field(
+        "gpus-per-node", description="how GPUs are requested at the site; none: whole nodes come with theirs"
+    )
+    mark: bool = Field(True, description="put the run's identity into the job's comment; false where the site reads it")
+    srun: list[str] = Field([], description="arguments of every srun, such as --cpu-bind=cores")
     modules: list[str] = Field([], description="modules to load, in order")
     setup: list[str] = Field([], description="shell lines before anything else of hpcrl, on every node")
     env: dict[str, str] = Field({}, description="environment of all processes")
@@ -151,6 +198,13 @@ class SiteProfile(BaseModel):
                 raise ValueError(f"env.{name} is not the name of an environment variable")
         return self
 
+    @model_validator(mode="after")
+    def _srun_takes_options(self) -> Self:
+        for word in self.srun:
+            if not word.startswith("-"):
+                raise ValueError(f"srun: {word} is not an option; write --name=value as one word")
+        return self
+
     def options(self, recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """`overrides` with the options that this site sets and neither recipe nor flags do, and with the recipe's
         trainers on nodes of its size."""
@@ -160,237 +214,28 @@ class SiteProfile(BaseModel):
         return {**own, **fitted_nodes(recipe, overrides, self.trainer.gpus_per_node), **overrides}
 
     def again(self) -> Self:
-        """The site for another start of the same run: without what held for the first alone."""
-        return self
+        """What the run waited for has ended."""
+        return self.model_copy(update={"after": None})
 
     def describes(self, component: str) -> bool:
-        """Whether it says where the component's nodes come from; a rollout process that it describes gets a node of its
-        own."""
-        return getattr(self, component) != type(getattr(self, component))()
+        """Whether the component has a separate partition."""
+        return bool(getattr(self, component).partition)
 
+    def gpus(self, component: str, count: int) -> str | None:
+        """The sbatch option that asks for `count` GPUs a node of a component, without dashes; None for none."""
+        if (
+            not count or self.gpu_flag == "none" or getattr(self, component).gpus_per_node == 0
+        ):  # 0: slots are processes
+            return None
+        kind = getattr(self, component).gpu_type
+        wanted = f"{kind}:{count}" if kind else str(count)
+        return f"gpus-per-node={wanted}" if self.gpu_flag == "gpus-per-node" else f"gres=gpu:{wanted}"
 
-# ---- reading
+    def wrap(self, command: list[str], mounts: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+        """(arguments for srun, command) to run `command` as this site wants it.
 
-
-def load_site(name_or_path: str | None = None, overrides: Mapping[str, Any] | None = None) -> SiteProfile:
-    """The profile of that path or name, with `overrides` by dotted key; None: $HPCRL_SITE, or else "default".
-
-    A name is NAME.toml in one of `folders()`. "default" needs no file.
-
-    Raises:
-        UsageError: names file and key.
-    """
-    name = name_or_path or os.environ.get("HPCRL_SITE") or "default"
-    file = find_profile(name)
-    where = str(file) if file else f"site {name}"
-    values = _read(file) if file else {}
-    values.setdefault("name", file.stem if file else name)
-    for key, value in _scheduler_first(overrides or {}):
-        values = _put(values, key, value, where)
-    return _make(values, where)
-
-
-def apply(site: SiteProfile, overrides: Mapping[str, Any]) -> SiteProfile:
-    """The site with values replaced by dotted key, such as {"trainer.partition": "gpu"}; text is read as the type
-    needs."""
-    values = site.model_dump(exclude_unset=True)
-    where = f"site {site.name}"
-    for key, value in _scheduler_first(overrides):
-        values = _put(values, key, value, where)
-    return _make(values, where)
-
-
-def saved_site(values: Mapping[str, Any]) -> SiteProfile:
-    """The site of a job.json.
-
-    Raises:
-        UsageError: if it cannot be read, or its scheduler is not here.
-    """
-    return _make(dict(values), "site in job.json")
-
-
-#: a command's own flags that `from_flags` reads
-FLAGS = {"site": Kind("str"), "time": Kind("str"), "layout": Kind("str"), "set": Kind("str", many=True)}
-
-
-def from_flags(given: Mapping[str, Any], base: SiteProfile | None = None) -> SiteProfile:
-    """The site of a command's own flags: --site (or `base`), with --set KEY=VALUE ..., --time and --layout."""
-    changes: dict[str, Any] = {}
-    if "time" in given:
-        try:
-            minutes(given["time"])
-        except UsageError as error:
-            raise UsageError(f"--{error.what}", error.hint) from None
-    for text in given.get("set", []):
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"--set {text}: expected KEY=VALUE", "such as --set trainer.partition=gpu")
-        changes[key] = value
-    changes |= {key: given[key] for key in ("time", "layout") if key in given}
-    return apply(base, changes) if base else load_site(given.get("site"), changes)
-
-
-def folders() -> Iterator[Path]:
-    """Where profiles are looked for: $HPCRL_SITES (colons between), the user's configuration, hpcrl's own."""
-    yield from (Path(part).expanduser() for part in os.environ.get("HPCRL_SITES", "").split(":") if part)
-    yield Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "hpcrl" / "sites"
-    with contextlib.suppress(HpcrlError):  # an installation without them has the built-in default
-        yield shipped("sites")
-
-
-def profile_names() -> list[str]:
-    """The profiles that can be named, in order of `folders`."""
-    return [
-        *dict.fromkeys(file.stem for folder in folders() if folder.is_dir() for file in sorted(folder.glob("*.toml")))
-    ]
-
-
-def find_profile(name: str) -> Path | None:
-    """The file of a profile; None for the built-in "default".
-
-    Raises:
-        UsageError: lists what there is.
-    """
-    if "/" in name or name.endswith(".toml"):
-        return Path(name).expanduser()
-    for folder in folders():
-        if (file := folder / f"{name}.toml").is_file():
-            return file
-    if name == "default":
-        return None
-    close = nearest(name, profile_names())
-    searched = ", ".join(map(str, folders()))
-    raise UsageError(
-        f"--site {name}: no {name}.toml in {searched}", f"did you mean {close}?" if close else "give a path"
-    )
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return parse_toml(read_given(file))
-    except OSError as error:
-        raise UsageError(f"cannot read the site profile {file}: {error.strerror}") from error
-    except ValueError as error:  # no UTF-8 either
-        raise UsageError(f"{file} is not TOML: {error}") from error
-    except RecursionError:
-        raise UsageError(f"{file} is nested too deep to be a site profile") from None
-
-
-def _scheduler_first(overrides: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The overrides, that of the scheduler before those of the keys that only it may know."""
-    return sorted(overrides.items(), key=lambda item: item[0] != "scheduler")
-
-
-def _profile(values: Mapping[str, Any], where: str) -> type[SiteProfile]:
-    """The model of a profile: what its scheduler adds to the keys of every site."""
-    name = values.get("scheduler", DEFAULT)
-    if not isinstance(name, str):
-        return SiteProfile  # which refuses it
-    try:
-        return find_scheduler(name)().profile()
-    except UsageError as error:
-        raise UsageError(f"{where}: {error.what}", error.hint) from None
-
-
-def _put(values: dict[str, Any], key: str, value: Any, where: str) -> dict[str, Any]:
-    """`values` with one dotted key replaced; text for a key of another type is read as TOML."""
-    path, site = key.split("."), _profile(values, where)
-    model: type[BaseModel] | None = site
-    for depth, part in enumerate(path):
-        if model is None:
-            break
-        if part not in model.model_fields:
-            raise _unknown("site", ".".join(path[: depth + 1]), part, model)
-        model = _inner(model, part)
-    trial: dict[str, Any] = dict(values)
-    place = trial
-    for part in path[:-1]:
-        place[part] = dict(place.get(part) or {})
-        place = place[part]
-    place[path[-1]] = _settle(site, key, path, value)
-    return trial
-
-
-def _settle(site: type[SiteProfile], key: str, path: list[str], value: Any) -> Any:
-    """Text as the field's own type: itself where text fits and no switch does, else what TOML makes of it."""
-    switch = value in ("true", "false") and _fits(site, path, value == "true")
-    if not isinstance(value, str) or (_fits(site, path, value) and not switch):
-        return value
-    try:
-        return parse_toml(f"v = {value}")["v"]
-    except (ValueError, RecursionError):
-        return value  # the check of the whole names what is wrong with it
-
-
-def _fits(site: type[SiteProfile], path: list[str], value: Any) -> bool:
-    """Whether a value's type is right at a dotted key."""
-    nested: Any = value
-    for part in reversed(path):
-        nested = {part: nested}
-    try:
-        site.model_validate(nested)
-    except ValidationError as error:
-        return all(problem["type"] not in _TYPE_ERRORS for problem in error.errors())
-    return True
-
-
-_TYPE_ERRORS = {"string_type", "int_type", "bool_type", "list_type", "dict_type", "model_type", "model_attributes_type"}
-
-
-def _make(values: dict[str, Any], where: str) -> SiteProfile:
-    """A checked Site of a file's values."""
-    model = _profile(values, where)
-    _check_keys(values, model, where)
-    for key, text in _texts(values):
-        if any(ord(char) < 32 or ord(char) == 127 for char in text):
-            raise UsageError(
-                f"{where}: {key} holds a control character: {spell(text)}", "write it on one line, without tabs"
-            )
-        if found := PLACEHOLDER.search(text):
-            raise UsageError(f"{where}: {key} is still the placeholder {found[0]}", f"copy the file and fill in {key}")
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "value_error":
-            raise UsageError(f"{where}: {key + ': ' if key else ''}{problem['ctx']['error']}") from None
-        value = spell(problem["input"])
-        raise UsageError(f"{where}: {key} = {value}: {problem['msg'][0].lower()}{problem['msg'][1:]}") from None
-
-
-def _check_keys(values: Mapping[str, Any], model: type[BaseModel], where: str, above: str = "") -> None:
-    for key, value in values.items():
-        if key not in model.model_fields:
-            raise _unknown(where, f"{above}{key}", key, model)
-        inner = _inner(model, key)
-        if inner and isinstance(value, Mapping):
-            _check_keys(value, inner, where, f"{above}{key}.")
-
-
-def _inner(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The model of a nested table; None for any other field."""
-    kind = model.model_fields[key].annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _unknown(where: str, shown: str, key: str, model: type[BaseModel]) -> UsageError:
-    close = nearest(key, model.model_fields)
-    return UsageError(
-        f"{where}: {shown} is an unknown key",
-        f"did you mean {close}?" if close else f"there are {', '.join(model.model_fields)}",
-    )
-
-
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of every text in a tree, keys included."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            inner = f"{key}.{name}" if key else str(name)
-            yield spell(inner), str(name)
-            yield from _texts(item, inner)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item, key)
+        Args:
+            mounts: what the run needs besides.
+        """
+        more, command = self.container.wrap(command, mounts, tuple(self.env))
+        return [*self.srun, *more], command

@@ -1,4 +1,4 @@
-"""The time limit of a scheduler's job, and a preemption, which is one: when a run is asked to save and end.
+"""The time limit of a Slurm job, and a preemption, which is one: when a run is asked to save and end.
 
 Invariant: what is kept for saving is what the run's own steps and saves have taken, and never less than the floor.
 """

@@ -1,7 +1,5 @@
 """`hpcrl rehearse --on-node`: the same command on one node of the site, where a login node has no room for it.
 
-A scheduler that can do so has a method `on_one_node` (hpcrl/slurm/scheduler.py) in addition to those of every one.
-
 Invariants: its output is shown as it comes and its exit status is ours; whatever ends this command ends what it
 started, and so does a deadline.
 """
@@ -16,12 +14,13 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any, NoReturn
 
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.launch.scheduler import load_scheduler
-from hpcrl.launch.site import load_site
+from hpcrl.launch.site_file import load_site
+from hpcrl.slurm.one_node import on_one_node
+from hpcrl.slurm.squeue import there
 
 QUEUED = 3600.0  #: seconds that the node may take to come
 TAKES = 3600.0  #: seconds that the rehearsal may take there
-GRACE = 20.0  #: seconds in which the scheduler's command has to end what it started
+GRACE = 20.0  #: seconds in which srun has to end what it started
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -32,19 +31,16 @@ def on_node(argv: Sequence[str], own: Mapping[str, Any]) -> int:
         own: what the command's own flags among them are.
 
     Raises:
-        UsageError: where the site's scheduler is not here, or starts nothing on one node.
+        UsageError: where Slurm is not here.
         HpcrlError: if it does not end in time.
     """
     site = load_site(own.get("site"))
-    scheduler = load_scheduler(site.scheduler)
-    command = getattr(scheduler, "on_one_node", None)
-    if command is None or not scheduler.here():
-        why = f"{scheduler.title} starts nothing on one node" if command is None else f"{scheduler.title} is not here"
-        raise UsageError(f"--on-node: {why}", "leave it out, or type it where jobs are submitted")
+    if not there():
+        raise UsageError("--on-node: Slurm is not here", "leave it out, or type it where jobs are submitted")
     card = "gpu" in own or "gpu-memory" in own
     words = without(argv, "on-node", "site" if card else "")  # which has had its effect
     sys.stdout.flush()
-    return _run(command(site, ["rehearse", *words], TAKES, own.get("at-once")))
+    return _run(on_one_node(site, ["rehearse", *words], TAKES, own.get("at-once")))
 
 
 def without(argv: Sequence[str], switch: str, valued: str) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.launch.site import load_site
+from hpcrl.launch.site_file import load_site
 from hpcrl.speed.cards import CARDS, DEFAULT, named
 
 

@@ -1,6 +1,6 @@
-"""What a run is doing: the run directory and, where there is one, the scheduler's word, judged into one Status.
+"""What a run is doing: the run directory and, where there is a job, Slurm's word, judged into one Status.
 
-Phases: `pending` (waits in the scheduler's queue), `preparing`, `starting`, `running`, `saving`, `ending`, `requeued`
+Phases: `pending` (waits in the queue), `preparing`, `starting`, `running`, `saving`, `ending`, `requeued`
 (ended early, to be started again), `finished`, `stopped` (saved; can be resumed), `failed`, `cancelled`, and `lost`: it
 should be at work and gives no sign of life.
 
@@ -43,10 +43,9 @@ class Status(msgspec.Struct):
     phase: str
     message: str = ""  #: the error with its hint, why it waits, or what else there is to know
     scheduler: str = "local"
-    title: str = ""  #: what the scheduler is called; "" if none has the run
     by_hand: bool = False  #: whether the user submitted its script with sbatch, so that hpcrl cannot submit it again
     job_id: str | None = None
-    job_state: str | None = None  #: in the scheduler's own word
+    job_state: str | None = None  #: in Slurm's own word
     host: str = ""  #: where the launcher runs
     stage: str = ""
     stages: list[str] = []  #: all of the recipe's
@@ -80,31 +79,34 @@ class Status(msgspec.Struct):
     stop_asked: bool = False
     notes: list[str] = []
 
+    @property
+    def queued(self) -> bool:
+        """Whether it is a Slurm job."""
+        return self.scheduler == "slurm"
+
 
 def judge_run(
     run: Run,
     now: float,
     queued: QueuedJob | None = None,
     here: bool | None = None,
-    title: str = "",
     brief: bool = False,
 ) -> Status:
     """The status of a run.
 
     Args:
         now: unix time.
-        queued: the scheduler's word on the job, None if it could not be asked.
+        queued: Slurm's word on the job, None if it could not be asked.
         here: whether the launcher's process lives on this host (None: it may be on another).
-        title: what the scheduler is called.
         brief: the recipe's stages are left out.
     """
     job = run.job
     state = run.state
     stage = run.stage
-    phase, message = _phase(run, now, queued, here, title)
+    phase, message = _phase(run, now, queued, here)
     if phase == "cancelled" and stage and (saved := stage.saved) is not None:
         message = f"{message or phase}; it resumes after step {saved}"
-    status = Status(os.fsencode(run.root).decode(errors="replace"), phase, message, title=title, notes=run.notes)
+    status = Status(os.fsencode(run.root).decode(errors="replace"), phase, message, notes=run.notes)
     if job:
         status.scheduler = job.scheduler
         status.job_id = job.job_id
@@ -144,49 +146,47 @@ def judge_run(
 # ---- the phase
 
 
-def _phase(run: Run, now: float, queued: QueuedJob | None, here: bool | None, title: str) -> tuple[str, str]:
+def _phase(run: Run, now: float, queued: QueuedJob | None, here: bool | None) -> tuple[str, str]:
     """(phase, message)."""
     state, job = run.state, run.job
     if queued and queued.phase == "pending":
         return "pending", f"will never start: {queued.reason}" if queued.never else queued.reason
     if queued and queued.ending and (state is None or state.phase in WORKING):
         saving = state is not None and state.phase == "saving"
-        return "saving" if saving else "ending", f"{title} is ending what is left of its last start"
+        return "saving" if saving else "ending", "Slurm is ending what is left of its last start"
     since = job.submitted - SKEW if job else 0.0
     if queued and queued.start is not None:
         since = max(since, queued.start - (SKEW if queued.phase == "ended" else 5.0))
     if state is None or state.time < since:  # or it is the word of an earlier start
-        return _without_word(run, now, queued, here, since, title)
+        return _without_word(run, now, queued, here, since)
     if state.phase in OVER:
         return state.phase, _error(run.stage, state) if state.phase == "failed" else state.message
     if queued and queued.phase == "ended":
         return _ended(run, queued, since)
     if state.phase == "requeued" and not (queued and queued.phase == "gone"):
-        return "requeued", state.message or f"it continues when {title or 'its scheduler'} starts it again"
+        return "requeued", state.message or "it continues when Slurm starts it again"
     if now - state.time <= FRESH and here is not False:
         return (state.phase if state.phase in WORKING else "running"), state.message
     if (run.root / CANCEL).exists():
         return "cancelled", CANCELLED
-    return "lost", _silence(now - state.time, queued, state.host, here, title)
+    return "lost", _silence(now - state.time, queued, state.host, here)
 
 
-def _without_word(
-    run: Run, now: float, queued: QueuedJob | None, here: bool | None, since: float, title: str
-) -> tuple[str, str]:
+def _without_word(run: Run, now: float, queued: QueuedJob | None, here: bool | None, since: float) -> tuple[str, str]:
     """The phase of a run whose launcher has not said anything `since`: not yet, or it is older than state.json."""
     if queued and queued.phase == "ended":
         return _ended(run, queued, since)
     stage = run.stage
     if run.job and queued:
         if queued.phase == "gone":
-            return "lost", f"{title} knows no job {run.job.job_id} of this run"
+            return "lost", f"Slurm knows no job {run.job.job_id} of this run"
         return "starting", ""
-    if title and run.job and not run.job.job_id and now - run.job.submitted < SUBMITTING:
+    if run.job and run.job.queued and not run.job.job_id and now - run.job.submitted < SUBMITTING:
         return "pending", "it is being submitted"
-    if title and run.job and not run.job.job_id:
+    if run.job and run.job.queued and not run.job.job_id:
         return "lost", f"its submission was cut short; hpcrl resume {run.root} submits it"
-    if title:
-        return "pending", f"submitted; {title} is not here to say more"
+    if run.job and run.job.queued:
+        return "pending", "submitted; Slurm is not here to say more"
     if stage is None or stage.attempt is None:
         if here:
             return ("preparing" if stage is None else "starting"), ""
@@ -204,11 +204,11 @@ def _without_word(
     last = [row["time"] for row in stage.rows(*BRIEF) if number(row.get("time"))]
     if last and now - last[-1] <= FRESH and here is None:
         return "running", ""
-    return "lost", _silence(now - last[-1], queued, "", here, title) if last else "no process of it is known here"
+    return "lost", _silence(now - last[-1], queued, "", here) if last else "no process of it is known here"
 
 
 def _ended(run: Run, queued: QueuedJob, since: float) -> tuple[str, str]:
-    """What the scheduler says of a job whose launcher had no time to say anything."""
+    """What Slurm says of a job whose launcher had no time to say anything."""
     found = run.stage.failure if run.stage and queued.outcome == "failed" else None
     if found is None or found.time < since:
         return queued.outcome, queued.reason
@@ -223,14 +223,14 @@ def _error(stage: StageFiles | None, state: JobState | None) -> str:
     return state.message if state else ""
 
 
-def _silence(age: float, queued: QueuedJob | None, host: str, here: bool | None, title: str) -> str:
+def _silence(age: float, queued: QueuedJob | None, host: str, here: bool | None) -> str:
     """Why a run counts as lost."""
     if here is False and host:
         return f"its launcher on {host} is gone, {span(age)} after its last heartbeat"
     what = f"no sign of life for {span(age)}" + (f" (its launcher was on {host})" if host else "")
     if queued:
         return what + (
-            f", and {title} has no job of it" if queued.phase == "gone" else f", though {title} says {queued.word}"
+            ", and Slurm has no job of it" if queued.phase == "gone" else f", though Slurm says {queued.word}"
         )
     return what
 

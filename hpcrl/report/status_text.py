@@ -115,7 +115,7 @@ def facts(s: Status) -> list[tuple[str, str]]:
 
 
 def _job(s: Status) -> str:
-    parts = [f"{f'{s.title} job' if s.title else s.scheduler} {s.job_id}" if s.job_id else s.scheduler]
+    parts = [f"Slurm job {s.job_id}" if s.queued and s.job_id else s.scheduler]
     if s.job_state:
         parts.append(s.job_state.lower())
     if s.host:
@@ -191,14 +191,14 @@ def _time(s: Status) -> str:
         return needs
     left = f"{span(s.left)} to the time limit"
     if s.fits is False:
-        fate = "saved and requeued" if s.title else "ended"
+        fate = "saved and requeued" if s.queued else "ended"
         return f"{needs}, {left}: it will not finish before, and will be {fate}"
     return f"{needs}, {left}" if needs else left
 
 
 def _hint_for(s: Status) -> str:
     if s.by_hand:
-        return f"give its script to {s.title or s.scheduler} again, followed by --run-dir {shorten_path(s.run)}"
+        return f"give its script to Slurm again, followed by --run-dir {shorten_path(s.run)}"
     ways = {"mpirun": "hpcrl launch --resume {} --hostfile FILE"}
     return ways.get(s.scheduler, "hpcrl resume {}").format(shorten_path(s.run))
 

@@ -1,6 +1,6 @@
 """What a run directory says of the run's job, and what a user asks of it.
 
-    RUN/job.json      which job of which scheduler the run belongs to, for commands that look at it or resume it
+    RUN/job.json      what started the run, and which Slurm job it is, for commands that look at it or resume it
     RUN/state.json    what the job is doing, for those who look from outside
     RUN/stop, cancel  a user asks the run to save and end, or has cancelled its job
 
@@ -174,8 +174,8 @@ def _left_to_judge(root: Path) -> JobState | None:
 # ---- job.json
 
 JOB = "job.json"  #: its name in a run directory
-#: what starts a run without a queue before it: no scheduler has a job of it
-UNQUEUED = ("local", "mpirun")
+#: what starts a run: Slurm alone has a queue before it
+Scheduler = Literal["local", "mpirun", "slurm"]
 SUBMITTING = (
     180.0  #: seconds in which a run that is being submitted gets its job's number, or the submission was cut short
 )
@@ -186,11 +186,10 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+@\[\]-]{0,99}").fullmatch
 
 
 class JobFile(msgspec.Struct, frozen=True):
-    """What it holds.  Another user may have written it: numbers become words of the scheduler's commands.
+    """What it holds.  Another user may have written it: numbers become words of Slurm's commands.
 
     Attributes:
-        scheduler: "local" where none has the run.
-        job_id: the scheduler's number (of a heterogeneous job the leader's; of a task of a job array as the scheduler
+        job_id: Slurm's number (of a heterogeneous job the leader's; of a task of a job array as the scheduler
             writes it).
         chain: the numbers of all jobs of a chain, this one among them.
         submitted: unix time.
@@ -199,7 +198,7 @@ class JobFile(msgspec.Struct, frozen=True):
         site: the profile it was submitted with.
     """
 
-    scheduler: str = "local"
+    scheduler: Scheduler = "local"
     job_id: str | None = None
     cluster: str | None = None
     submit_host: str = ""
@@ -211,7 +210,7 @@ class JobFile(msgspec.Struct, frozen=True):
     chain: list[str] = []
 
     def __post_init__(self) -> None:
-        """ValueError for what no scheduler has given."""
+        """ValueError for what Slurm has not given."""
         for name in ("job_id", "identity"):
             if (text := getattr(self, name)) and not _PLAIN(text):
                 raise ValueError(f"{name} is {text[:40]!r}, which is no such")
@@ -220,15 +219,14 @@ class JobFile(msgspec.Struct, frozen=True):
 
     @property
     def queued(self) -> bool:
-        """Whether a scheduler has the job."""
-        return self.scheduler not in UNQUEUED
+        """Whether it is a Slurm job."""
+        return self.scheduler == "slurm"
 
 
-def write_job(root: Path, identity: str, scheduler: str, job_id: str | None, **more: Any) -> None:
+def write_job(root: Path, identity: str, scheduler: Scheduler, job_id: str | None, **more: Any) -> None:
     """Write job.json.
 
     Args:
-        scheduler: its name, or one of UNQUEUED.
         more: cluster, script, components, site as far as they are known, and chain; a site that was known is kept.
     """
     known = {"site": read_job(root).site, **more}
@@ -244,7 +242,7 @@ def replace_job(root: Path, job: JobFile) -> None:
 
 
 def read_job(root: Path) -> JobFile:
-    """job.json of a run directory; that of a local run where no scheduler knows it.
+    """job.json of a run directory; that of a local run where there is none.
 
     Raises:
         HpcrlError: names a damaged file.
@@ -255,7 +253,7 @@ def read_job(root: Path) -> JobFile:
         return JobFile()
     except (OSError, Damaged) as error:
         raise HpcrlError(
-            f"{root / JOB} is damaged: {error}", "remove it, and give the run's script to the scheduler again"
+            f"{root / JOB} is damaged: {error}", "remove it, and give the run's script to Slurm again"
         ) from error
 
 

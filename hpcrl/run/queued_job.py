@@ -1,6 +1,6 @@
-"""A job in a scheduler's queue, in hpcrl's own words: what schedulers answer and what status, stop and cancel judge by.
+"""A job in Slurm's queue, in hpcrl's own words: what Slurm answers and what status, stop and cancel judge by.
 
-Invariant: pure data; the module of a scheduler has put its words into plain ones.
+Invariant: pure data; hpcrl/slurm has put its words into plain ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class JobKey(msgspec.Struct, frozen=True):
     """A run's job, as it was submitted.
 
     Attributes:
-        identity: of the run, which the job carries, since a scheduler may give a number twice.
+        identity: of the run, which the job carries, since Slurm may give a number twice.
         submitted: unix time.
         history: whether it is worth asking how the job ended, if the queue has forgotten it.
     """
@@ -26,19 +26,19 @@ class JobKey(msgspec.Struct, frozen=True):
 
 
 class QueuedJob(msgspec.Struct, frozen=True):
-    """A scheduler's word on a run's job.
+    """Slurm's word on a run's job.
 
     Attributes:
-        phase: pending (waits, or is held up), running (on its nodes), ended, gone (the scheduler knows no such job, or
+        phase: pending (waits, or is held up), running (on its nodes), ended, gone (Slurm knows no such job, or
             one of that number that is another's: then `foreign`).
-        word: the state in the scheduler's own word, for people.
+        word: the state in Slurm's own word, for people.
         reason: in plain words, why it waits or how it ended.
         cause: whether that is why its processes ended, too.
         outcome: of a job that has ended, what that means for a run whose launcher could not say so itself.
         never: it waits for what does not come.
         begun: some part of it has been on a node.
         over: every part has ended.
-        ending: the scheduler is ending what is left of it, on its nodes, for good or to queue it again.
+        ending: Slurm is ending what is left of it, on its nodes, for good or to queue it again.
         start, ends: unix times, expected ones too; None: not known. ends is the time limit's.
     """
 
@@ -61,7 +61,7 @@ GONE = QueuedJob("gone", over=True)
 
 
 class QueueAnswer(msgspec.Struct):
-    """What a scheduler answered.
+    """What Slurm answered.
 
     Attributes:
         jobs: its word on each job that was asked for, empty if it could not be asked.

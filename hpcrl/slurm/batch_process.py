@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import HpcrlError, Stopped
+from hpcrl.launch.allocation import AlreadyRequeued, SchedulerSilent
 from hpcrl.launch.batch_run import batch_main, run_in_job, stopped
 from hpcrl.launch.code.snapshot import tell_changed_code
 from hpcrl.launch.job import reopen_job
-from hpcrl.launch.scheduler import AlreadyRequeued, SchedulerSilent
 from hpcrl.plan import Host
+from hpcrl.run.job_files import JobFile
 from hpcrl.run.process import LATE, CommandResult, run_command
 from hpcrl.slurm import node_events, squeue
 from hpcrl.slurm.srun import SrunHosts
@@ -39,9 +40,7 @@ REFUSED = ("disabled", "denied", "not permitted", "invalid job id", "not support
 
 
 class SlurmAllocation:
-    """The Slurm job of this process (hpcrl.launch.scheduler.Allocation)."""
-
-    scheduler, title = "slurm", "Slurm"
+    """The Slurm job of this process (hpcrl.launch.allocation.Allocation)."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         """Raise UsageError if this is not a job, or the batch script is none of hpcrl's."""
@@ -83,6 +82,11 @@ class SlurmAllocation:
     def mark(self, identity: str, said: str = "") -> None:
         more = f" {' '.join(said.split())[:500]}" if said else ""
         _scontrol("update", f"jobid={self.job_id}", f"comment={squeue.MARK}{identity}{more}")
+
+    def continue_elsewhere(self, root: Path, record: JobFile) -> str:
+        from hpcrl.slurm.submission import submit_elsewhere
+
+        return submit_elsewhere(root, record)
 
 
 def job_number(environment: Mapping[str, str]) -> str:

@@ -12,15 +12,16 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.launch.scheduler import Component, task_python
-from hpcrl.slurm.site import SlurmSite
+from hpcrl.launch.allocation_request import Component
+from hpcrl.launch.site import SiteProfile
+from hpcrl.slurm.job_script import task_python
 from hpcrl.slurm.submit import component_options
 
 CPUS = 2  #: cores where nothing says how many
 MOST = 16  #: cores that are asked for at most, where the profile has a node's
 
 
-def on_one_node(site: SlurmSite, arguments: Sequence[str], seconds: float, cpus: int | None = None) -> list[str]:
+def on_one_node(site: SiteProfile, arguments: Sequence[str], seconds: float, cpus: int | None = None) -> list[str]:
     """The command that runs hpcrl with `arguments` there.
 
     Args:
@@ -42,7 +43,7 @@ def on_one_node(site: SlurmSite, arguments: Sequence[str], seconds: float, cpus:
     return [*words, *place, *more, *command]
 
 
-def _script(site: SlurmSite, arguments: Sequence[str]) -> str:
+def _script(site: SiteProfile, arguments: Sequence[str]) -> str:
     """What the node's shell is given: modules, the site's own lines, its environment, and the command."""
     lines = [f"module load {shlex.join(site.modules)} || exit 1"] if site.modules else []
     lines += site.setup

@@ -14,10 +14,9 @@ import msgspec
 
 from hpcrl.errors import UsageError
 from hpcrl.findings import Finding, count
-from hpcrl.launch.scheduler import AllocationRequest, Component
-from hpcrl.launch.site import minutes
+from hpcrl.launch.allocation_request import AllocationRequest, Component
+from hpcrl.launch.site import SiteProfile, minutes
 from hpcrl.run.process import CommandResult, run_command
-from hpcrl.slurm.site import SlurmSite
 
 SECONDS = 10.0
 LOGIN = "log in to a node of the cluster that submits jobs; hpcrl run needs no Slurm"
@@ -77,7 +76,13 @@ def responds(seconds: float = SECONDS) -> Iterator[Finding]:
         )
 
 
-def fits(site: SlurmSite, wanted: Iterable[Component], seconds: float = SECONDS) -> Iterator[Finding]:
+def judge_request(site: SiteProfile, request: AllocationRequest) -> Iterator[Finding]:
+    """Whether the site can hold the request: what it cannot would be refused, or wait for ever."""
+    yield from fits(site, request.components)
+    yield from queued_again(request)
+
+
+def fits(site: SiteProfile, wanted: Iterable[Component], seconds: float = SECONDS) -> Iterator[Finding]:
     """Whether the partitions can hold the components: of what they cannot, sbatch accepts some, to let it pend for
     ever.  And whether their steps reach each other."""
     components = list(wanted)
@@ -86,7 +91,7 @@ def fits(site: SlurmSite, wanted: Iterable[Component], seconds: float = SECONDS)
         yield from _component(site, need, seconds)
 
 
-def steps_apart(site: SlurmSite, components: Sequence[Component]) -> Iterator[Finding]:
+def steps_apart(site: SiteProfile, components: Sequence[Component]) -> Iterator[Finding]:
     """On Slingshot, processes exchange data past the kernel only under a common VNI, which Slurm gives each step unless
     the job asks for one of its own (sbatch --network=job_vni); no job shares another's.
 
@@ -121,7 +126,7 @@ def queued_again(request: AllocationRequest) -> Iterator[Finding]:
         )
 
 
-def _component(site: SlurmSite, need: Component, seconds: float) -> Iterator[Finding]:
+def _component(site: SiteProfile, need: Component, seconds: float) -> Iterator[Finding]:
     """With a list of partitions Slurm takes whichever can start the job first: one of them has to hold it."""
     wanted = getattr(site, need.name)
     judged = [_partition_holds(site, need, name, seconds) for name in (wanted.partition or "").split(",")]
@@ -130,7 +135,7 @@ def _component(site: SlurmSite, need: Component, seconds: float) -> Iterator[Fin
     yield from best or [finding for found in judged for finding in found]
 
 
-def _partition_holds(site: SlurmSite, need: Component, name: str, seconds: float) -> list[Finding]:
+def _partition_holds(site: SiteProfile, need: Component, name: str, seconds: float) -> list[Finding]:
     """Whether the partition has room for the job.
 
     Args:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 
 from hpcrl.errors import HpcrlError
+from hpcrl.launch.allocation import AlreadyRequeued, SchedulerSilent
 from hpcrl.launch.batch_run import AGAIN, PATIENCE
-from hpcrl.launch.scheduler import AlreadyRequeued, SchedulerSilent
 from hpcrl.slurm.batch_process import requeue
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.retry import Pauses, retry

@@ -16,25 +16,20 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import jinja2
 
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.launch.allocation_request import AllocationRequest, Component
 from hpcrl.launch.job import run_dir_of
-from hpcrl.launch.scheduler import (
-    AllocationRequest,
-    BatchScript,
-    Component,
-    ScriptVerdict,
-    Submission,
-    batch_python,
-)
+from hpcrl.launch.site import SiteProfile
 from hpcrl.plain_text import CONTROL, strip_control
 from hpcrl.run.process import run_command
 from hpcrl.run.rundir import write_atomic
 from hpcrl.shipped_files import shipped
-from hpcrl.slurm.site import SlurmSite
+from hpcrl.slurm.job_script import BatchScript, ScriptVerdict, Submission, batch_python
 from hpcrl.slurm.squeue import MARK, NAME, call
 from hpcrl.untrusted_files import read_given
 
@@ -48,7 +43,7 @@ WHAT = {
 }
 
 
-def render(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> str:
+def render(script: BatchScript, request: AllocationRequest, site: SiteProfile) -> str:
     """The text of the batch script."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined,
@@ -101,7 +96,7 @@ def _printable(text: str) -> str:
     return text
 
 
-def _component(script: BatchScript, request: AllocationRequest, site: SlurmSite, index: int) -> dict[str, Any]:
+def _component(script: BatchScript, request: AllocationRequest, site: SiteProfile, index: int) -> dict[str, Any]:
     component = request.components[index]
     group = index if len(request.components) > 1 else None
     what = "trainer ranks and engines" if request.layout == "homogeneous" else WHAT[component.name]
@@ -117,7 +112,7 @@ def _component(script: BatchScript, request: AllocationRequest, site: SlurmSite,
     }
 
 
-def _job(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> Iterator[str]:
+def _job(script: BatchScript, request: AllocationRequest, site: SiteProfile) -> Iterator[str]:
     """The options of the job as a whole, which only the first component carries."""
     yield f"job-name={script.name}{NAME}"  # squeue shows the first eight letters: the recipe's, not ours
     if script.identity and site.mark:
@@ -139,7 +134,7 @@ def _job(script: BatchScript, request: AllocationRequest, site: SlurmSite) -> It
 INHERITED = ("account", "qos", "reservation", "mem")
 
 
-def _refuse_inherited(request: AllocationRequest, site: SlurmSite) -> None:
+def _refuse_inherited(request: AllocationRequest, site: SiteProfile) -> None:
     """Raise UsageError where a component would get an option of one before it that it does not have itself."""
     givers: dict[str, str] = {}
     for component in request.components:
@@ -155,7 +150,7 @@ def _refuse_inherited(request: AllocationRequest, site: SlurmSite) -> None:
                 givers[key] = name
 
 
-def component_options(component: Component, site: SlurmSite) -> Iterator[str]:
+def component_options(component: Component, site: SiteProfile) -> Iterator[str]:
     """The options of one component."""
     wish = getattr(site, component.name)
     for name in ("account", "qos", "reservation"):
@@ -186,7 +181,7 @@ def _directive(option: str) -> str:
 
 
 def step(
-    component: Component, group: int | None, site: SlurmSite, script: BatchScript, outlives: bool = False
+    component: Component, group: int | None, site: SiteProfile, script: BatchScript, outlives: bool = False
 ) -> list[str]:
     """The srun that starts a component's tasks, up to the program."""
     tasks = max(component.slots, 1) if script.tasks == "slots" else 1
@@ -217,6 +212,9 @@ def step(
 
 SECONDS = 60.0  #: that sbatch may take
 OUTPUT = "job-%j.out"
+SCRIPT = "job.sbatch"  #: its name in a run directory
+#: what submitit calls in the job, by name: that process may submit the run again through this module
+RUN = "hpcrl.slurm.batch_process:run_directory"
 JOB_ID = "\0"  #: stands for the job's number in a path, which cannot hold it
 _FEWER = "wait for jobs to end; sacctmgr show qos and show assoc have the limits"
 _SHORTER = "ask for less with --time; see sinfo -o '%P %l'"
@@ -303,14 +301,13 @@ def _outside_of_jobs() -> dict[str, str]:
 
 def send(submission: Submission) -> Any:
     """Submit the run through submitit, its folder RUN/submitit, its script RUN/job.sbatch; returns submitit's job."""
-    from hpcrl.slurm.batch_process import run_directory
     from hpcrl.slurm.het_executor import ANSWER, FailedJobError, HetSlurmExecutor
 
     root = submission.job.root
 
     def text(command: str) -> str:
         found = run_script(submission, command)
-        write_atomic(root / "job.sbatch", found.encode())
+        write_atomic(root / SCRIPT, found.encode())
         return found
 
     try:
@@ -319,7 +316,7 @@ def send(submission: Submission) -> Any:
         raise HpcrlError(f"submitit: {error}") from error
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # where submitit repeats sbatch's words
-            return executor.submit(run_directory, str(root))
+            return executor.submit(resolve_name(RUN), str(root))
     except FailedJobError as error:
         raise _refused(str(error) or f"no answer within {ANSWER} s; see squeue before you submit it again") from error
     except BaseException:

@@ -121,7 +121,7 @@ def test_what_cannot_be_evaluated(argv: list[str], words: str, tmp_path: Path) -
 
 
 def test_dry_runs_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)  # whatever lies on this machine
+    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda: False)  # whatever lies on this machine
     run = run_dir(tmp_path / "r1", hf_checkpoint=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"][1]))
     (tmp_path / "h.jsonl").write_text('{"input": "1", "a": "2"}\n')
@@ -213,7 +213,7 @@ def test_missing_inputs_are_refused_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless it is to be made, or is where this machine cannot look."""
-    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda _: False)
+    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda: False)
     text = (
         'hf_checkpoint = "/nowhere/model"\nprompt_data = "/nowhere/p.jsonl"\nlabel_key = "label"\nrm_type = '
         '"math"\nnum_rollout = 1\nrollout_num_gpus = 1\nactor_num_gpus_per_node = 1\nn_samples_per_prompt = 2\n'

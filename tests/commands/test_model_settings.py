@@ -11,7 +11,7 @@ from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
 from hpcrl.launch import preflight
 from hpcrl.launch.preflight import check_model, missing_packages, refuse_wrong_settings, same_packages
-from hpcrl.slurm.site import SlurmSite
+from hpcrl.launch.site import SiteProfile
 from tests.support.published_models import MODELS
 
 
@@ -57,9 +57,9 @@ def test_all_of_it_at_once_and_once(model: Path) -> None:
 
 
 def test_whose_packages_these_are() -> None:
-    assert same_packages(SlurmSite())
-    assert not same_packages(SlurmSite(python="/other/python"))
-    assert not same_packages(SlurmSite(trainer={"gpus_per_node": 0}))
+    assert same_packages(SiteProfile())
+    assert not same_packages(SiteProfile(python="/other/python"))
+    assert not same_packages(SiteProfile(trainer={"gpus_per_node": 0}))
 
 
 def test_four_bit_weights_are_refused(model: Path) -> None:

@@ -24,9 +24,7 @@ from tests.support.rundirs import HERE, NOW, begin, log, make, put, steps, submi
 
 
 def look(root: Path, now: float = NOW, **kwargs: Any) -> Status:
-    return judge_run(
-        Run(root), now, title="Slurm" if "queued" in kwargs or (root / "job.json").is_file() else "", **kwargs
-    )
+    return judge_run(Run(root), now, **kwargs)
 
 
 RUNNING = QueuedJob("running", "RUNNING")
@@ -589,18 +587,18 @@ def test_requeued_job_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(find_run.time, "monotonic", lambda: now[0])
 
-    def sure(ending: find_run.Ending, title: str, *phases: str) -> list[bool]:
+    def sure(ending: find_run.Ending, scheduler: str, *phases: str) -> list[bool]:
         found = []
         for phase in phases:
-            found.append(ending.sure(Status("r", phase, title=title)))
+            found.append(ending.sure(Status("r", phase, scheduler=scheduler)))
             now[0] += find_run.PATIENCE * 0.6
         return found
 
-    assert sure(ending := find_run.Ending(), "Slurm", "stopped", "requeued", "stopped") == [False] * 3
+    assert sure(ending := find_run.Ending(), "slurm", "stopped", "requeued", "stopped") == [False] * 3
     assert ending.interval < find_run.ASK, "it is worth asking"
-    assert sure(find_run.Ending(), "Slurm", "failed", "failed", "failed") == [False, False, True]
+    assert sure(find_run.Ending(), "slurm", "failed", "failed", "failed") == [False, False, True]
     assert sure(find_run.Ending(), "", "lost", "running", "lost", "stopped") == [False, False, False, True]
-    assert sure(find_run.Ending(), "Slurm", "finished") == [True]
+    assert sure(find_run.Ending(), "slurm", "finished") == [True]
 
 
 @pytest.mark.parametrize("submit", [False, True])

@@ -27,11 +27,11 @@ from hpcrl.doctor.node_records import all_records, leave_record, share_records
 from hpcrl.doctor.node_reports import Gpu, NodeReport, Total, judge_reports, merge, peers_of
 from hpcrl.doctor.one_node import UNSEEN, parse_gpus
 from hpcrl.findings import Finding, last_line, size
+from hpcrl.launch.allocation_request import Component
 from hpcrl.launch.probe import HostReport, Network
-from hpcrl.launch.scheduler import Component
+from hpcrl.launch.site import SiteProfile
 from hpcrl.run.process import CommandResult
 from hpcrl.slurm import partitions
-from hpcrl.slurm.site import SlurmSite
 from hpcrl.toolbox.deadline import Deadline
 from tests.support.able import needs, require
 
@@ -189,7 +189,7 @@ def commands(folder: Path, **scripts: str) -> None:
 
 
 def test_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = SlurmSite(time="1:00:00")
+    site = SiteProfile(time="1:00:00")
     wanted = [Component("trainer", 1, 8, 1)]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert bad([*partitions.responds()])[0].startswith(
@@ -203,7 +203,7 @@ def test_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "sacct gives no answer" in bad([*partitions.responds()])[0]
     assert "fail  trainer.partition main: 1 node with 8 GPUs" in bad([*partitions.fits(site, wanted)])[0]
     commands(tmp_path, scontrol="echo Partition foo not found; exit 1", sinfo="echo main; echo low")
-    found = bad([*partitions.fits(SlurmSite.model_validate({"trainer": {"partition": "foo"}}), wanted)])
+    found = bad([*partitions.fits(SiteProfile.model_validate({"trainer": {"partition": "foo"}}), wanted)])
     assert found == ["fail  trainer.partition foo: Partition foo not found; set trainer.partition; there are main, low"]
     commands(tmp_path, scontrol="echo 'PartitionName=a State=UP Default=NO'", sinfo="echo a")
     assert bad([*partitions.fits(site, wanted)])[0].startswith(
@@ -226,9 +226,9 @@ def test_slots_of_nodes_without_gpus_are_processes(tmp_path: Path, monkeypatch: 
     wanted = [Component("trainer", 2, 4, 8)]
     assert (
         "fail  trainer.partition main: 2 nodes with 4 GPUs"
-        in bad([*partitions.fits(SlurmSite(time="1:00:00"), wanted)])[0]
+        in bad([*partitions.fits(SiteProfile(time="1:00:00"), wanted)])[0]
     )
-    site = SlurmSite.model_validate({"time": "1:00:00", "trainer": {"gpus_per_node": 0}})
+    site = SiteProfile.model_validate({"time": "1:00:00", "trainer": {"gpus_per_node": 0}})
     (found,) = partitions.fits(site, wanted)
     assert found.level == "ok" and "2 nodes with 8 CPUs" in found.what
 
@@ -243,7 +243,7 @@ def test_one_of_several_partitions_must_fit(tmp_path: Path, monkeypatch: pytest.
     commands(tmp_path, scontrol=shown, sinfo="echo '9|idle|64|gpu:8'")
 
     def found(names: str) -> list[str]:
-        site = SlurmSite.model_validate({"time": "1:00:00", "trainer": {"partition": names}})
+        site = SiteProfile.model_validate({"time": "1:00:00", "trainer": {"partition": names}})
         return bad([*partitions.fits(site, [Component("trainer", 2, 8, 8)])])
 
     assert found("small,large") == found("large") == []
@@ -572,7 +572,7 @@ def test_short_job_asks_for_no_gpus(tmp_path: Path) -> None:
     """The short job asks for no GPUs where slots are processes."""
     from hpcrl.config.options import Options
 
-    site = SlurmSite(trainer={"gpus_per_node": 0}, engine={"gpus_per_node": 4})
+    site = SiteProfile(trainer={"gpus_per_node": 0}, engine={"gpus_per_node": 4})
     case = doctor.Case(site, (Options(actor_num_gpus_per_node=2, rollout_num_gpus=4),), tmp_path / "run")
     doctor.job(case, tmp_path)
     steps = msgspec.json.decode((tmp_path / "job.json").read_bytes(), type=NodesJob).steps

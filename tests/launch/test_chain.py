@@ -27,7 +27,7 @@ from hpcrl.launch.restarts import (
     place_in_chain,
 )
 from hpcrl.launch.roles import commands
-from hpcrl.launch.scheduler import BatchScript
+from hpcrl.launch.site import SiteProfile
 from hpcrl.plan import Host, Location, Plan, make_plan
 from hpcrl.run import job_files
 from hpcrl.run.exit_status import hardware_words
@@ -46,7 +46,7 @@ from hpcrl.run.job_files import (
 from hpcrl.run.role import read_plan
 from hpcrl.run.rundir import HOSTS, RunDir
 from hpcrl.run.summary import Summary, write_summary
-from hpcrl.slurm.site import SlurmSite
+from hpcrl.slurm.job_script import BatchScript
 from hpcrl.slurm.submit import render
 
 
@@ -60,14 +60,13 @@ def make(root: Path, **job: Any) -> RunJob:
 class Allocation:
     """An allocation that notes what it is asked."""
 
-    title = "Queue"
-    scheduler = "slurm"
     restarts = 0
 
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
         self.requeued = 0
         self.left_out = []
+        self.submitted: list[Path] = []
         self.backend = self
         self.count = 2
 
@@ -88,6 +87,10 @@ class Allocation:
 
     def leave_out(self, job_id: str, hosts: Sequence[str]) -> None:
         self.left_out.append((job_id, list(hosts)))
+
+    def continue_elsewhere(self, root: Path, record: JobFile) -> str:
+        self.submitted.append(root)
+        return "21"
 
 
 def test_the_next_job_of_a_chain_is_the_runs_job(tmp_path: Path) -> None:
@@ -140,7 +143,7 @@ def test_chained_job_waits_for_the_one_before() -> None:
     """The script of a chained job waits for the job before, however that ended."""
     from hpcrl.config.options import Options
 
-    site = SlurmSite(exclude=["node3", "node7"], after="5")
+    site = SiteProfile(exclude=["node3", "node7"], after="5")
     request = make_request([Options(actor_num_gpus_per_node=1)], site)
     text = render(BatchScript("n", "t", "s", "true", "o.out", "/l", follows="4711"), request, site)
     assert "#SBATCH --dependency=afterany:4711\n" in text and "afterok" not in text
@@ -264,15 +267,13 @@ def test_broken_host_is_left_out(
     tmp_path: Path, chain: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next start leaves a broken host out and says so."""
-    job = make(tmp_path / "run", chain=chain, site={"scheduler": "slurm"})
-    submitted: list[Path] = []
+    job = make(tmp_path / "run", chain=chain, site={"name": "s"})
 
     def fails(*_: Any, **__: Any) -> int:
         broken(job)
         raise PeerError("trainer-1: ended with exit code 1")
 
     monkeypatch.setattr(batch_run, "run_job", fails)
-    monkeypatch.setattr(batch_run, "submit_elsewhere", lambda root, _: submitted.append(root) or "21")
     monkeypatch.setenv("HPCRL_MAX_REQUEUES", "0" if chain else "3")
     allocation = Allocation("11")
     with pytest.raises(PeerError):
@@ -283,25 +284,25 @@ def test_broken_host_is_left_out(
     if chain:
         assert (
             allocation.left_out == [("12", ["n2"]), ("13", ["n2"])]
-            and not submitted
+            and not allocation.submitted
             and "job 12 of the chain continues" in err
         )
     else:
-        assert submitted == [job.root] and "job 21 continues without it" in err
+        assert allocation.submitted == [job.root] and "job 21 continues without it" in err
 
 
 def test_ever_new_broken_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run that meets ever new broken hosts is not restarted for ever."""
-    job = make(tmp_path / "run", chain=[], site={"scheduler": "slurm"})
+    job = make(tmp_path / "run", chain=[], site={"name": "s"})
     (job.root / "broken-hosts.json").write_text(json.dumps({"a": "x", "b": "y"}))
-    monkeypatch.setattr(batch_run, "submit_elsewhere", lambda *_: pytest.fail("another start"))
     monkeypatch.setenv("HPCRL_MAX_REQUEUES", "1")
     allocation = Allocation("11")
     allocation.restarts = 1
     batch_run._start_elsewhere(job, allocation, "b", "y")  # type: ignore[arg-type]
     assert "1 of 1 requeues are used up" in capsys.readouterr().err and allocation.requeued == 0
+    assert not allocation.submitted
 
 
 @pytest.mark.parametrize(
@@ -384,7 +385,7 @@ def test_the_state_of_another_launcher_stays(tmp_path: Path) -> None:
 
 def test_no_other_job_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even without the host that broke: the new job would not know of it."""
-    job = make(tmp_path / "run", chain=[], site={"scheduler": "slurm"})
+    job = make(tmp_path / "run", chain=[], site={"name": "s"})
 
     def fails(*_: Any, **__: Any) -> int:
         broken(job)
@@ -392,8 +393,8 @@ def test_no_other_job_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise PeerError("trainer-1: ended with exit code 1")
 
     monkeypatch.setattr(batch_run, "run_job", fails)
-    monkeypatch.setattr(batch_run, "submit_elsewhere", lambda *_: pytest.fail("another start"))
     monkeypatch.setenv("HPCRL_MAX_REQUEUES", "20")
+    allocation = Allocation("11")
     with pytest.raises(PeerError):
-        batch_run.run_in_job(job, Allocation("11"))  # type: ignore[arg-type]
-    assert broken_hosts(job.root)
+        batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
+    assert broken_hosts(job.root) and not allocation.submitted

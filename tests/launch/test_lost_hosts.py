@@ -27,7 +27,7 @@ ECHO = "host node2 was told to end by SIGTERM"
 class Allocation:
     """A scheduler that knows when hosts failed."""
 
-    title, job_id = "Queue", "7"
+    job_id = "7"
 
     class backend:
         count = 2

@@ -75,7 +75,7 @@ def test_requeued_or_killed_did_not_answer(root: Path) -> None:
     assert (root / STOP).exists(), "a damaged file answers nothing"
 
 
-@pytest.mark.parametrize("site", [{"scheduler": "slurm"}, None])
+@pytest.mark.parametrize("site", [{"name": "s"}, None])
 def test_a_job_that_hpcrl_submitted_came_up_since_then(root: Path, site: dict[str, str] | None) -> None:
     write_job(root, "x", "slurm", "7", site=site)
     put_at(root / "job.json", 300)

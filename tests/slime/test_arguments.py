@@ -204,7 +204,7 @@ def test_the_commands_take_them(
     assert "adam_beta2 = 0.98" in shown.out and "--hf-checkpoint /scratch/Qwen3-4B is not here" in shown.err
     assert main(["plan", "--", *GUIDES["GLM-4.5-355B, BF16 rollouts"][0]]) in (0, 2)
     assert "trainer  0-63" in capsys.readouterr().out, "the plan of what can be honoured is shown in any case"
-    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda scheduler: False)
+    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda: False)
     site = ["--layout", "homogeneous", "--set", "trainer.gpus_per_node=8", "scratch=/scratch"]
     assert main(["submit", "--dry-run", *site, "--", *BASE.split()]) == 0
     assert "#SBATCH --job-name=qwen3-4b-hpcrl" in capsys.readouterr().out

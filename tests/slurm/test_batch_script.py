@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.errors import UsageError
-from hpcrl.launch.allocation_request import FLOOR, make_request
-from hpcrl.launch.scheduler import AllocationRequest, BatchScript
+from hpcrl.launch.allocation_request import FLOOR, AllocationRequest, make_request
+from hpcrl.launch.site import SiteProfile
 from hpcrl.plan import make_plan
 from hpcrl.shipped_files import shipped
 from hpcrl.slurm.het_executor import HetWatcher, of_another_job
+from hpcrl.slurm.job_script import BatchScript
 from hpcrl.slurm.partitions import queued_again
-from hpcrl.slurm.site import SlurmSite
 from hpcrl.slurm.submit import render
 from tests.support.able import require
 
@@ -113,7 +113,7 @@ def test_a_printed_script_is_of_one_job(capsys: pytest.CaptureFixture[str], monk
 
 def test_a_percent_sign_in_a_directory_is_no_pattern() -> None:
     script = BatchScript("n", "t", "s", "true", "/a/100%j run/logs/job-%j.out", "/launch")
-    site = SlurmSite(name="s", time="30")
+    site = SiteProfile(name="s", time="30")
     text = render(script, request(Options(hf_checkpoint="/m"), time="30"), site)
     assert "#SBATCH --output='/a/100%%j run/logs/job-%j.out'" in text
 
@@ -144,7 +144,7 @@ HOSTILE = st.text(
 @given(HOSTILE, HOSTILE, HOSTILE)
 def test_no_value_leaves_its_quotes(account: str, value: str, module: str) -> None:
     """Whatever a profile holds, bash sees it as one word, and sbatch as one option."""
-    site = SlurmSite(account=account, env={"PROBE": value}, modules=[module], python="/x y/python")
+    site = SiteProfile(account=account, env={"PROBE": value}, modules=[module], python="/x y/python")
     script = BatchScript("n", "t", "s", 'printf "%s\\0" "$PROBE" "$HPCRL_PYTHON" "$HPCRL_STEP_0"', "o.out", "/la unch")
     text = render(script, request(Options(actor_num_gpus_per_node=1)), site)
     head, mark, body = text.partition("# What the site wants first")
@@ -170,7 +170,7 @@ def test_site_lines_may_be_careless(tmp_path: Path) -> None:
         ([careless], "false", 1, "hpcrl: module load failed"),
         ([], "true", 0, "e"),
     ):
-        site = SlurmSite(setup=[f"module() {{ {load}; }}", *setup], modules=["cuda"])
+        site = SiteProfile(setup=[f"module() {{ {load}; }}", *setup], modules=["cuda"])
         text = render(
             BatchScript("n", "t", "s", "echo $-", "o.out", "/l"), request(Options(actor_num_gpus_per_node=1)), site
         )
@@ -186,10 +186,10 @@ def test_a_job_that_waits_for_others() -> None:
     text = render(
         BatchScript("n", "t", "s", "true", "o.out", "/l"),
         request(Options(actor_num_gpus_per_node=1)),
-        SlurmSite(after="7:8"),
+        SiteProfile(after="7:8"),
     )
     assert "#SBATCH --dependency=afterok:7:8\n#SBATCH --kill-on-invalid-dep=yes\n" in text
-    assert SlurmSite(after="7").again().after is None, "once it has started, a later start waits for nobody"
+    assert SiteProfile(after="7").again().after is None, "once it has started, a later start waits for nobody"
 
 
 def test_the_chain_of_jobs(tmp_path: Path) -> None:
@@ -234,14 +234,14 @@ def test_surrounding_job_is_not_inherited() -> None:
 
 def test_steps_get_the_environment() -> None:
     """SBATCH_EXPORT=NONE makes srun drop what the script exports, unless it is told otherwise."""
-    site = SlurmSite()
+    site = SiteProfile()
     asked = request(Options(actor_num_gpus_per_node=1))
     text = render(BatchScript("n", "t", "s", "true", "o.out", "/l"), asked, site)
     assert all("--export=ALL" in line for line in text.splitlines() if line.startswith("export HPCRL_STEP_"))
 
 
 def request(*stages: Options, **site: object) -> AllocationRequest:
-    return make_request(stages, SlurmSite(**site))
+    return make_request(stages, SiteProfile(**site))
 
 
 def test_components_follow_from_the_stages_together() -> None:
@@ -354,7 +354,7 @@ def test_nodes_with_sandboxes(
     assert asked.layout == site.get("layout", "heterogeneous")
     plan = make_plan(o, asked.hosts(), "r")
     assert len(plan.sandboxes) == 2 and plan.rollout.host not in {place.host for place in plan.sandboxes}
-    where = SlurmSite(sandbox={"partition": "cpu", "cpus_per_node": 3}, **site)
+    where = SiteProfile(sandbox={"partition": "cpu", "cpus_per_node": 3}, **site)
     text = render(BatchScript("n", "t", "s", "true", "o.out", "launch"), asked, where)
     alone = [finding.what for finding in queued_again(asked)]
     assert len(alone) == (len(found) > 1) and all("trainer has one node" in what for what in alone)
@@ -370,7 +370,7 @@ def test_time_for_saving() -> None:
     """The time for saving is the measured one, the minimum, or the site's."""
     o = Options(actor_num_gpus_per_node=1)
     assert request(o).margin == FLOOR
-    assert make_request([o], SlurmSite(), 500).margin == 500
+    assert make_request([o], SiteProfile(), 500).margin == 500
     assert request(o, signal_margin=77).margin == 77
     with pytest.raises(UsageError, match="4 is too short:.*120 s to start and 180 s to save.*ask for 5 minutes"):
         request(o, time="4")
@@ -393,17 +393,17 @@ def test_gpu_weights_without_gpus(way: str, refused: bool) -> None:
 @pytest.mark.parametrize("key", ["account", "qos", "reservation", "mem"])
 def test_what_sbatch_would_take_over_is_refused(key: str) -> None:
     """An option of the trainer's nodes alone would be one of the engines', too."""
-    site = SlurmSite(layout="heterogeneous", trainer={key: "8"})
+    site = SiteProfile(layout="heterogeneous", trainer={key: "8"})
     script = BatchScript("n", "t", "s", "true", "o.out", "launch")
     asked = make_request([Options(actor_num_gpus_per_node=4, rollout_num_gpus=4)], site)
     with pytest.raises(UsageError, match=rf"trainer.{key} is set and engine.{key} .* set engine.{key}"):
         render(script, asked, site)
-    render(script, asked, SlurmSite(layout="heterogeneous", trainer={key: "8"}, engine={key: "9"}))
-    render(script, asked, SlurmSite(layout="heterogeneous", engine={key: "9"}))
+    render(script, asked, SiteProfile(layout="heterogeneous", trainer={key: "8"}, engine={key: "9"}))
+    render(script, asked, SiteProfile(layout="heterogeneous", engine={key: "9"}))
 
 
 def test_options_of_a_component_are_its_own() -> None:
-    site = SlurmSite(
+    site = SiteProfile(
         account="a", qos="q", exclusive=True, gpu_flag="gres", layout="heterogeneous",
         trainer={"partition": "gpu", "gpu_type": "h100", "mem": "0"}, engine={"partition": "infer", "account": "b", "mem": "9G", "extra": {"switches": "1@10"}},
     )  # fmt: skip
@@ -442,7 +442,7 @@ def test_containers_wrap_the_tasks() -> None:
     """Containers wrap the tasks and not the batch process."""
     o = Options(actor_num_gpus_per_node=1)
     for kind, word in (("pyxis", "--container-image=/x.sqsh"), ("apptainer", "apptainer exec --nv")):
-        site = SlurmSite(container={"kind": kind, "image": "/x.sqsh" if kind == "pyxis" else "/x.sif"})
+        site = SiteProfile(container={"kind": kind, "image": "/x.sqsh" if kind == "pyxis" else "/x.sif"})
         text = render(
             BatchScript("n", "t", "s", "python -m x", "o.out", "/r/launch", mounts=("/r",)),
             make_request([o], site),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.batch import FakeSlurmQueue, SlurmQueue
+from tests.support.batch import FakeSlurmQueue, Queue
 from tests.support.cluster import ENDED
 from tests.support.runs import alive
 
@@ -24,13 +24,13 @@ over_both = pytest.mark.parametrize(
 OPTIONS = "#SBATCH --job-name=x-hpcrl --comment=hpcrl:abc --time=5 --open-mode=append --signal=B:USR1@110\n"
 
 
-def submit(queue: SlurmQueue, path: Path, options: str, lines: str) -> str:
+def submit(queue: Queue, path: Path, options: str, lines: str) -> str:
     """The number of a job with that script, whose output is `path`/out."""
     (path / "job.sh").write_text(f"#!/bin/bash\n{OPTIONS}#SBATCH --output={path}/out\n{options}{lines}")
     return said(queue, "sbatch", "--parsable", str(path / "job.sh")).split(";")[0].strip()
 
 
-def said(queue: SlurmQueue, *words: str) -> str:
+def said(queue: Queue, *words: str) -> str:
     done = queue.cluster.run(words, check=False)
     return done.stdout + done.stderr
 
@@ -42,7 +42,7 @@ def until(condition: Callable[[], bool], what: Callable[[], object], seconds: fl
         time.sleep(0.1)
 
 
-def ends(queue: SlurmQueue, number: str) -> str:
+def ends(queue: Queue, number: str) -> str:
     """The state in which a job ends."""
     until(
         lambda: queue.cluster.job(int(number))["JobState"] in ENDED,
@@ -65,7 +65,7 @@ def output(path: Path) -> list[str]:
 
 
 @over_both
-def test_steps_of_a_heterogeneous_job(queue: SlurmQueue, tmp_path: Path) -> None:
+def test_steps_of_a_heterogeneous_job(queue: Queue, tmp_path: Path) -> None:
     """Components and nodes, tasks and their environment, and what srun says of tasks that end."""
     step = "srun --overlap --kill-on-bad-exit=1 --wait=0 --mpi=none --export=ALL"
     task = "echo $SLURM_LOCALID $SLURM_NODEID $SLURMD_NODENAME > {}/task$SLURM_PROCID; [ $SLURM_PROCID = 1 ] && sleep 1 && exit 3; exec sleep 100"
@@ -110,7 +110,7 @@ exit 7
 
 
 @over_both
-def test_a_job_is_requeued_and_cancelled(queue: SlurmQueue, tmp_path: Path) -> None:
+def test_a_job_is_requeued_and_cancelled(queue: Queue, tmp_path: Path) -> None:
     """With all that it has started, also what left its process group."""
     number = submit(
         queue,
@@ -140,7 +140,7 @@ while true; do sleep 1; done
 
 
 @over_both
-def test_what_is_refused(queue: SlurmQueue, tmp_path: Path) -> None:
+def test_what_is_refused(queue: Queue, tmp_path: Path) -> None:
     unknown = "{0}: unrecognized option '--bogus'\nTry \"{0} --help\" for more information\n"
     no_job = "Invalid job id specified"
     for words, answer in (
@@ -158,7 +158,7 @@ def test_what_is_refused(queue: SlurmQueue, tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.core
 @pytest.mark.parametrize("queue", ["fake"], indirect=True)
-def test_jobs_wait_for_nodes_time_and_jobs(queue: SlurmQueue, tmp_path: Path) -> None:
+def test_jobs_wait_for_nodes_time_and_jobs(queue: Queue, tmp_path: Path) -> None:
     """A job that cannot be placed lets none pass; one ends at its time limit; another is not started without it."""
     whole = "#SBATCH --nodes=3 --exclusive\n"
     first = submit(queue, tmp_path, whole, "trap 'echo warned' USR1\nwhile true; do sleep 0.1; done\n")

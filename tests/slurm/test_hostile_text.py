@@ -21,14 +21,14 @@ from hpcrl.config.recipe import load_recipe
 from hpcrl.config.setting_names import kind_of_field
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.container import Container
-from hpcrl.launch.scheduler import Submission
-from hpcrl.launch.site import apply, load_site
-from hpcrl.launch.submission import preview
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.site_file import apply, load_site
 from hpcrl.plain_text import CONTROL
 from hpcrl.sandbox.private_root import View
 from hpcrl.sandbox.run import run_confined
-from hpcrl.slurm.scheduler import Slurm
-from hpcrl.slurm.site import SlurmSite
+from hpcrl.slurm.job_script import Submission
+from hpcrl.slurm.submission import preview
+from hpcrl.slurm.submit import preview_script, script_by_hand
 from tests.support.able import needs
 
 REPO = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def shown() -> Submission:
 
 def scripts_of(submission: Submission, words: list[str]) -> Iterator[str]:
     """Each of the scripts that there are of one, and what it would be refused for is not in it."""
-    for render in (lambda: Slurm().script_by_hand(submission, words), lambda: Slurm().script(submission)):
+    for render in (lambda: script_by_hand(submission, words), lambda: preview_script(submission)):
         try:
             yield render()
         except HpcrlError:
@@ -137,7 +137,7 @@ def test_options_are_words(shown: Submission, tmp_path: Path) -> None:
     for name, several in text_options():
         flags = [word for text in HOSTILE for word in flag_words({name: [text] if several else text})]
         if name not in ("name", "run_dir"):
-            found.append((name, Slurm().script_by_hand(shown, ["examples/quickstart.toml", *flags])))
+            found.append((name, script_by_hand(shown, ["examples/quickstart.toml", *flags])))
             no_line_obeys(found[-1][1])
     assert len(found) > 50
     for name in ("name", "run_dir"):
@@ -160,7 +160,7 @@ def test_keys_of_a_site_are_words(shown: Submission, tmp_path: Path) -> None:
     """All but `setup`, which holds shell; containers of each kind too."""
     found, keys = [], set()
     kinds = Container.model_fields["kind"].annotation.__args__
-    for key, put in text_keys(SlurmSite):
+    for key, put in text_keys(SiteProfile):
         for text in HOSTILE:
             for kind in kinds if key.startswith("container.") else ("none",):
                 values = {key: put(text)}

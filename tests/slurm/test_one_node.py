@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import UsageError
-from hpcrl.launch.site import load_site
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.site_file import load_site
 from hpcrl.rehearsal.on_node import on_node, without
 from hpcrl.slurm.one_node import CPUS, MOST, on_one_node
-from hpcrl.slurm.site import SlurmSite
 
 SITE = """
 account = "top"
@@ -27,10 +27,10 @@ cpus_per_node = 64
 """
 
 
-def site(path: Path, more: str = "") -> SlurmSite:
+def site(path: Path, more: str = "") -> SiteProfile:
     path.write_text(SITE + more)
     made = load_site(str(path))
-    assert isinstance(made, SlurmSite)
+    assert isinstance(made, SiteProfile)
     return made
 
 
@@ -70,7 +70,7 @@ def test_words_of_the_node() -> None:
     assert without(given, "on-node", "") == ["r.toml", "--site", "a", "--lr", "1", "--site=b"]
 
 
-def test_where_there_is_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says so before anything is started."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="--on-node: Slurm is not here"):

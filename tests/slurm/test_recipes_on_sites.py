@@ -13,12 +13,11 @@ from hpcrl.cli import main
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import load_recipe, resolve_stages
 from hpcrl.errors import UsageError
-from hpcrl.launch.allocation_request import make_request
+from hpcrl.launch.allocation_request import Component, make_request
 from hpcrl.launch.nodes_of_site import fitted_nodes
-from hpcrl.launch.scheduler import Component
-from hpcrl.launch.site import load_site
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.site_file import load_site
 from hpcrl.slurm.partitions import steps_apart
-from hpcrl.slurm.site import SlurmSite
 from tests.slurm.test_sites import SITES, filled
 
 RECIPES = sorted((SITES.parent / "examples").glob("*gpu*.toml"))
@@ -68,7 +67,7 @@ def test_every_recipe_has_a_script(file: Path, tmp_path: Path, capsys: pytest.Ca
 )
 def test_the_advice_of_a_refusal_renders_a_script(gpus: int, flags: dict[str, Any]) -> None:
     """What is refused with flags to give fits when they are given; where no flags are named, none would do."""
-    site = SlurmSite(trainer={"gpus_per_node": gpus}, layout="homogeneous")
+    site = SiteProfile(trainer={"gpus_per_node": gpus}, layout="homogeneous")
     try:
         make_request([Options(**flags)], site)
     except UsageError as error:
@@ -108,7 +107,7 @@ def test_nodes_of_two_kinds_make_a_heterogeneous_job() -> None:
     four = {"gpus_per_node": 4, "partition": "gpu"}
 
     def layout(**values: Any) -> str:
-        return make_request(options, SlurmSite.model_validate(values)).layout
+        return make_request(options, SiteProfile.model_validate(values)).layout
 
     assert layout(trainer=four) == layout(trainer=four, engine=four) == "homogeneous"
     assert layout(trainer=four, engine=four, layout="heterogeneous") == "heterogeneous"
@@ -135,7 +134,7 @@ def test_steps_that_share_no_vni_are_warned_of(
     interface: str | None, names: tuple[str, ...], network: str | None, said: str | None
 ) -> None:
     wish = {"extra": {"network": network}} if network else {}
-    site = SlurmSite.model_validate({"interface": interface, "trainer": wish, "engine": wish})
+    site = SiteProfile.model_validate({"interface": interface, "trainer": wish, "engine": wish})
     found = list(steps_apart(site, [Component(name, 2, 0 if name == "rollout" else 4, 8) for name in names]))
     assert [finding.level for finding in found] == ["warn"] * (said is not None)
     assert said is None or said in found[0].hint
@@ -154,10 +153,10 @@ def test_slingshot_sites_start_everything_in_one_step(file: Path, tmp_path: Path
 def test_what_is_said_where_neither_layout_fits() -> None:
     """The hint of the ordinary job, which was tried first; and engines without a table have the trainers' nodes."""
     four = {"gpus_per_node": 4}
-    site = SlurmSite.model_validate({"trainer": four, "engine": four})
+    site = SiteProfile.model_validate({"trainer": four, "engine": four})
     with pytest.raises(UsageError, match="give --actor-num-nodes 2 --actor-num-gpus-per-node 4"):
         make_request([Options(actor_num_gpus_per_node=8, rollout_num_gpus=4)], site)
     sixes = Options(actor_num_gpus_per_node=4, rollout_num_gpus=12, rollout_num_gpus_per_engine=6)
-    alone = SlurmSite.model_validate({"trainer": four})
+    alone = SiteProfile.model_validate({"trainer": four})
     with pytest.raises(UsageError, match="of 4 GPUs"):
         make_request([sixes], alone)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import HpcrlError
-from hpcrl.launch.scheduler import AlreadyRequeued, SchedulerSilent
+from hpcrl.launch.allocation import AlreadyRequeued, SchedulerSilent
 from hpcrl.slurm import requeue
 from hpcrl.slurm.batch_process import SlurmAllocation
 

@@ -1,4 +1,4 @@
-"""SlurmSite profiles: what a file may say, where it is found, and how a container is started."""
+"""SiteProfile profiles: what a file may say, where it is found, and how a container is started."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hpcrl.config.recipe import load_recipe
 from hpcrl.errors import UsageError
 from hpcrl.launch.allocation_request import make_request
 from hpcrl.launch.container import Container
-from hpcrl.launch.scheduler import BatchScript
-from hpcrl.launch.site import apply, find_profile, from_flags, load_site, minutes, profile_names
-from hpcrl.slurm.site import SlurmComponent, SlurmSite
+from hpcrl.launch.site import ComponentProfile, SiteProfile, minutes
+from hpcrl.launch.site_file import apply, find_profile, from_flags, load_site, profile_names
+from hpcrl.slurm.job_script import BatchScript
 from hpcrl.slurm.submit import render
 from tests.support.able import require
 
@@ -112,7 +112,7 @@ def test_every_layout_and_container(file: Path, tmp_path: Path) -> None:
     scripts = []
     for layout in ("heterogeneous", "homogeneous"):
         for name, values in CONTAINERS.items():
-            site = SlurmSite.model_validate(
+            site = SiteProfile.model_validate(
                 {**base.model_dump(), "layout": layout, "setup": ["conda activate x"], **values}
             )
             options = Options(actor_num_nodes=2, actor_num_gpus_per_node=1, rollout_num_gpus=2)
@@ -218,7 +218,7 @@ def test_how_each_container_is_started() -> None:
 
 def test_nodes_that_come_with_gpus() -> None:
     """Nodes that come with their GPUs are asked for none."""
-    site = SlurmSite(gpu_flag="none", trainer={"gpus_per_node": 1}, mark=False, launch_timeout=900)
+    site = SiteProfile(gpu_flag="none", trainer={"gpus_per_node": 1}, mark=False, launch_timeout=900)
     text = render(
         BatchScript("n", "t", "s", "true", "o", "/l", identity="id"),
         make_request([Options(actor_num_gpus_per_node=1)], site),
@@ -235,7 +235,7 @@ def test_nodes_that_come_with_gpus() -> None:
 def test_extra_option_without_a_value() -> None:
     """An extra option without a value can be set on the command line."""
     site = apply(
-        SlurmSite(),
+        SiteProfile(),
         {"trainer.extra.hold": "true", "trainer.extra.switches": "1@10", "engine.extra.spread-job": "false"},
     )
     assert site.trainer.extra == {"hold": True, "switches": "1@10"} and site.engine.extra == {"spread-job": False}
@@ -243,9 +243,9 @@ def test_extra_option_without_a_value() -> None:
 
 def test_default_toml_is_the_default() -> None:
     """default.toml is the built-in default and names every key."""
-    assert load_site("default") == load_site(None) == SlurmSite()
+    assert load_site("default") == load_site(None) == SiteProfile()
     text = (SITES / "default.toml").read_text()
-    for model in (SlurmSite, SlurmComponent, Container):
+    for model in (SiteProfile, ComponentProfile, Container):
         for key in model.model_fields:
             assert key == "name" or re.search(rf"^(# )?\[?{key}\]?( =|$| )", text, re.MULTILINE), key
 
@@ -285,7 +285,7 @@ def test_an_unknown_site_names_the_nearest(tmp_path: Path) -> None:
 # ---- what a file may say
 
 
-def load(tmp_path: Path, text: str) -> SlurmSite:
+def load(tmp_path: Path, text: str) -> SiteProfile:
     file = tmp_path / "x.toml"
     file.write_text(text)
     return load_site(str(file))
@@ -354,10 +354,12 @@ def test_values_are_replaced_by_dotted_key() -> None:
         None, {"trainer.partition": "gpu", "trainer.gpus_per_node": "8", "requeue": "false", "account": "123"}
     )
     assert (
-        site.trainer == SlurmComponent(partition="gpu", gpus_per_node=8) and not site.requeue and site.account == "123"
+        site.trainer == ComponentProfile(partition="gpu", gpus_per_node=8)
+        and not site.requeue
+        and site.account == "123"
     )
     other = apply(site, {"trainer.mem": "0", "srun": '["--mpi=none"]', "env.NCCL_DEBUG": "1", "max_requeues": 3})
-    assert other.trainer == SlurmComponent(partition="gpu", gpus_per_node=8, mem="0") and other.srun == ["--mpi=none"]
+    assert other.trainer == ComponentProfile(partition="gpu", gpus_per_node=8, mem="0") and other.srun == ["--mpi=none"]
     assert apply(site, {"trainer.extra.hold": "true", "env.A": "true"}).trainer.extra == {"hold": True}, (
         "without a value"
     )
@@ -377,7 +379,7 @@ def test_values_are_replaced_by_dotted_key() -> None:
 )
 def test_a_wrong_override_is_refused(key: str, value: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        apply(SlurmSite(), {key: value})
+        apply(SiteProfile(), {key: value})
 
 
 def test_a_wrong_time_limit_is_the_flags_fault() -> None:
@@ -414,8 +416,8 @@ def test_an_override_fills_in_a_placeholder(tmp_path: Path) -> None:
 
 def test_a_site_survives_its_dump() -> None:
     site = load_site(None, {"container": {"kind": "pyxis", "image": "/x"}, "trainer.partition": "gpu"})
-    for each in (site, SlurmSite()):
-        assert SlurmSite.model_validate(each.model_dump()) == each
+    for each in (site, SiteProfile()):
+        assert SiteProfile.model_validate(each.model_dump()) == each
 
 
 def test_gpus_are_asked_for_as_the_site_wants() -> None:
@@ -430,17 +432,17 @@ def test_site_options_give_way(tmp_path: Path) -> None:
     """Options of a site give way to recipe and flags."""
     (tmp_path / "r.toml").write_text('rank_launcher = "torchrun"')
     recipe = load_recipe(tmp_path / "r.toml")
-    site = SlurmSite(interface="ib0", rank_launcher="ranks")
+    site = SiteProfile(interface="ib0", rank_launcher="ranks")
     assert site.options(recipe, {"seed": 1}) == {"interface": "ib0", "seed": 1}
     assert site.options(recipe, {"interface": "eth0"}) == {"interface": "eth0"}
-    assert SlurmSite().options(recipe, {}) == {}
+    assert SiteProfile().options(recipe, {}) == {}
 
 
 # ---- containers
 
 
 def test_without_a_container_nothing_changes() -> None:
-    assert SlurmSite(srun=["--mpi=none"]).wrap(["a", "b"], ("/run",)) == (["--mpi=none"], ["a", "b"])
+    assert SiteProfile(srun=["--mpi=none"]).wrap(["a", "b"], ("/run",)) == (["--mpi=none"], ["a", "b"])
 
 
 def test_pyxis_takes_the_container_from_srun() -> None:

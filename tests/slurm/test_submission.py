@@ -13,9 +13,11 @@ import pytest
 
 from hpcrl.cli import main
 from hpcrl.errors import HpcrlError
-from hpcrl.launch import submission
+from hpcrl.launch.broken_hosts import note_broken_host
 from hpcrl.launch.job import reopen_job
 from hpcrl.run.job_files import read_job, replace_job
+from hpcrl.slurm import submission
+from hpcrl.slurm.batch_process import SlurmAllocation
 from tests.support.rundirs import FakeSlurm
 from tests.support.runs import REPO
 
@@ -124,7 +126,7 @@ def test_a_lost_connection_cancels_what_was_submitted(
     assert not (tmp_path / "s").exists()
 
 
-def test_a_run_is_the_schedulers_before_it_is_sent(
+def test_a_run_is_slurms_before_it_is_sent(
     slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """What is left of a submission that was killed is never resumed on the login node."""
@@ -160,3 +162,13 @@ def test_limits_on_submission_have_their_own_hint(
     slurm.command("sbatch", status=1, error=f"sbatch: error: {said}")
     assert main(["submit", RECIPE, "--run-dir", "s", *ALIKE]) == 2
     assert hint in capsys.readouterr().err
+
+
+def test_a_job_submits_the_run_again(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """From inside a job, without the host that broke."""
+    assert main(["submit", RECIPE, "--run-dir", "s", *ALIKE]) == 0
+    root = tmp_path / "s"
+    note_broken_host(root, "n3", "Xid 79")
+    slurm.command("sbatch", "Submitted batch job 78\n")
+    assert SlurmAllocation.continue_elsewhere(None, root, read_job(root)) == "78"  # type: ignore[arg-type]
+    assert read_job(root).job_id == "78" and "#SBATCH --exclude=n3\n" in (root / "job.sbatch").read_text()

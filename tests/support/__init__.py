@@ -9,7 +9,7 @@ Real parts, started once and forked or shared
 
 Whole runs
     runs, first_steps  `hpcrl run` of a tiny model, and what it left behind; a folder of `hpcrl init`, used as its README says
-    slurm, batch       runs submitted to Slurm; to any scheduler (`local_queue` is a small second one)
+    slurm, batch       runs submitted to Slurm; to real Slurm and to a fake one alike
     fake_slurm         Slurm's programs without daemons and without root, which run jobs on this machine
     must_not_learn, learning_picture    rewards that teach nothing; table and picture of what was learned
     ledger_account     from what a run wrote of its groups, what became of each

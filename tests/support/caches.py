@@ -16,8 +16,6 @@ import pytest
 #: functions that look at PATH, users, the environment, or files that a test may change: cleared after each test
 FORGOTTEN = {
     "hpcrl.harbor.rows": ("_read",),
-    "hpcrl.launch.scheduler": ("load_scheduler",),
-    "hpcrl.launch.scheduler_names": ("_installed",),
     "hpcrl.rollout.slime_names.helpers": ("load_tokenizer",),
     "hpcrl.sandbox.images.staging": ("_settings_of",),
     "hpcrl.sandbox.kinds.choose": ("prepare",),

@@ -1,5 +1,4 @@
-"""What every scheduler must bring about: the same tests of submit, status, stop, resume, requeue and cancel, on real
-runs."""
+"""Submit, status, stop, resume, requeue and cancel, on real runs, over a fake Slurm and over real Slurm."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from tests.support.batch import Queue, SlurmQueue, Submitted, over_queues, over_queues_in_core
+from tests.support.batch import Queue, Submitted, over_queues, over_queues_in_core
 from tests.support.runs import SFT, metrics, recipe
 
 STEPS = 200  #: of a run that commands must reach before it ends: a tenth of a second each on a quiet machine
@@ -23,10 +22,10 @@ def sft(queue: Queue, path: Path, task: Path, **values: object) -> Path:
 def test_a_job_waits_says_why_runs_and_ends(queue: Queue, tmp_path: Path, task: Path) -> None:
     run = queue.submit(sft(queue, tmp_path, task), tmp_path / "run", settings=queue.held)
     waiting = run.status()
-    assert (waiting["phase"], waiting["title"], waiting["scheduler"]) == ("pending", queue.title, queue.name)
+    assert (waiting["phase"], waiting["scheduler"]) == ("pending", "slurm")
     assert waiting["message"].startswith("held") and waiting["job_id"] == run.number, waiting
     page = queue.hpcrl("status", run.root).stdout
-    assert f"{queue.title} job {run.number}" in page, page
+    assert f"Slurm job {run.number}" in page, page
     refused = queue.hpcrl("stop", run.root, check=False)
     assert refused.returncode == 1 and "queue with hpcrl cancel" in refused.stderr
     refused = queue.hpcrl("resume", run.root, check=False)
@@ -37,7 +36,7 @@ def test_a_job_waits_says_why_runs_and_ends(queue: Queue, tmp_path: Path, task: 
     assert list(metrics(run.root)) == list(range(6))
     run.until(lambda: not queue.processes(run), 60)
     assert run.status()["phase"] == "finished"
-    assert json.loads((run.root / "job.json").read_text())["scheduler"] == queue.name
+    assert json.loads((run.root / "job.json").read_text())["scheduler"] == "slurm"
     for verb in ("stop", "cancel"):
         refused = queue.hpcrl(verb, run.root, check=False)
         assert refused.returncode == 1 and "finished" in refused.stderr
@@ -60,8 +59,7 @@ def test_requeued_stopped_and_resumed(queue: Queue, tmp_path: Path, task: Path) 
     assert "hpcrl stop" in stopped["message"] and run.steps() < STEPS, stopped
     assert (stopped["job_id"], stopped["restarts"], stopped["attempt"]) == (run.number, 1, 1)
     run.until(lambda: not queue.processes(run), 60)
-    if isinstance(queue, SlurmQueue):
-        run.until(lambda: queue.status(run) == 143, 30)
+    run.until(lambda: queue.status(run) == 143, 30)
     again = queue.hpcrl("resume", run.root, "--time", "20").stdout
     second = Submitted(queue, run.root, re.match(r"job (\d+)", again)[1])
     assert second.number != run.number
@@ -95,11 +93,11 @@ def test_cancel_running_and_pending(queue: Queue, tmp_path: Path, task: Path) ->
     running, waiting = runs
     running.until(lambda: running.steps() > 2)
     said = queue.hpcrl("cancel", waiting.root).stdout
-    assert f"cancelled {queue.title} job {waiting.number}" in said and "which had not started" in said, said
+    assert f"cancelled Slurm job {waiting.number}" in said and "which had not started" in said, said
     waiting.becomes("cancelled", 30)
     assert running.status()["phase"] == "running", "the other is left alone"
     said = queue.hpcrl("cancel", running.root).stdout
-    assert f"cancelled {queue.title} job {running.number}" in said and "had not started" not in said, said
+    assert f"cancelled Slurm job {running.number}" in said and "had not started" not in said, said
     running.until(lambda: not queue.processes(running), 60)
     running.becomes("cancelled", 60)
 
@@ -108,7 +106,7 @@ def test_cancel_running_and_pending(queue: Queue, tmp_path: Path, task: Path) ->
 def test_impossible_requests_are_refused(queue: Queue, tmp_path: Path, task: Path) -> None:
     """What cannot be satisfied is refused and leaves nothing."""
     path = sft(queue, tmp_path, task)
-    for words, said in ((("trainer.gpus_per_node=64",), "64"), (("scheduler=slrum",), "did you mean slurm?")):
+    for words, said in ((("trainer.gpus_per_node=64",), "64"), (("acount=x",), "did you mean account?")):
         done = queue.hpcrl("submit", path, "--run-dir", tmp_path / "run", "--set", *words, check=False)
         [error] = [line for line in done.stderr.splitlines() if not line.startswith("hpcrl: note:")]
         assert done.returncode == 2 and said in error and ";" in error, error  # one line, with a hint

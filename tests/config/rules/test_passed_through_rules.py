@@ -47,7 +47,7 @@ def submitted(models: Path, base: str, more: str) -> tuple[int, str, float]:
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda scheduler: False)
+    monkeypatch.setattr("hpcrl.commands.submit.can_submit", lambda: False)
 
 
 @pytest.mark.parametrize("base", [DENSE, MOE])

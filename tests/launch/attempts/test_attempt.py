@@ -92,9 +92,8 @@ def test_error_that_a_host_could_not_record(tmp_path: Path, monkeypatch: pytest.
 
 
 class Allocation:
-    """A scheduler that says whether it preempts the job, and notes whether it was asked to queue it again."""
+    """A job that says whether Slurm preempts it, and notes whether it was asked to queue it again."""
 
-    title = "Slurm"
     restarts = 0
     job_id = "7"
 
@@ -322,7 +321,7 @@ def test_stopped_run_ends_its_job_as_stopped(
     monkeypatch.setattr(batch_run, "load_recipe", lambda _: None)
 
     class Here(Allocation):
-        scheduler, cluster = "slurm", None
+        cluster = None
         mark = nodes = lambda *_: None
 
     assert batch_run.batch_main(["r.toml", "--run-dir", str(tmp_path)], lambda: Here(False)) == code  # type: ignore[arg-type]

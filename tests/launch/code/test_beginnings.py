@@ -39,7 +39,7 @@ def begun(root: Path, home: Path) -> RunJob:
 class Allocation:
     """An allocation of one node, whose job was started again `restarts` times."""
 
-    scheduler, title, job_id, cluster = "slurm", "Queue", "7", None
+    job_id, cluster = "7", None
 
     def __init__(self, restarts: int = 0) -> None:
         self.restarts = restarts
@@ -148,7 +148,7 @@ def test_a_refused_resume_changes_nothing(home: Path, tmp_path: Path, capsys: py
         with pytest.raises(UsageError, match="in use by process"):
             run_recipe(None, {"live_code": True}, root)
     assert called == ["first"] and not (root / LIVE).exists()
-    replace_job(root, JobFile("slurm", "7", identity="id", site={"scheduler": "slurm"}))
+    replace_job(root, JobFile("slurm", "7", identity="id", site={"name": "s"}))
     assert main(["resume", str(root), "--live-code"]) != 0 and "error" in capsys.readouterr().err
     assert not (root / LIVE).exists()
 

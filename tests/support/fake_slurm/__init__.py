@@ -52,7 +52,7 @@ class FakeSlurm:
         self.folder = folder
         site = folder.with_suffix(".toml")
         programs = install(folder)
-        site.write_text('scheduler = "slurm"\n')  # and not the user's own profile
+        site.write_text("")  # and not the user's own profile
         around = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         self.env = around | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "HPCRL_SITE": str(site)}
 

@@ -1,4 +1,4 @@
-"""A recipe as one job of a scheduler: its submission, and its submission again.
+"""A recipe as one Slurm job: its submission, and its submission again.
 
 Invariants: what can be known to fail is refused before anything is submitted; what is submitted is, as text, in the
 run directory.
@@ -7,7 +7,6 @@ run directory.
 from __future__ import annotations
 
 import contextlib
-import shlex
 import shutil
 import sys
 import time
@@ -21,21 +20,14 @@ import msgspec
 from hpcrl.config.options import Options
 from hpcrl.config.recipe import Recipe, resolve_stages
 from hpcrl.errors import HpcrlError, UsageError, raise_together
-from hpcrl.launch.allocation_request import FLOOR, make_request
+from hpcrl.launch.allocation_request import FLOOR, AllocationRequest, make_request
 from hpcrl.launch.broken_hosts import broken_hosts
 from hpcrl.launch.code.snapshot import switched_code
 from hpcrl.launch.job import RunJob, begin_job, directory_of, held, reopen_job
 from hpcrl.launch.preflight import NOTHING, HostView, absent, made_by_run, refuse_settings, same_packages
 from hpcrl.launch.restarts import later_jobs, margin
-from hpcrl.launch.scheduler import (
-    AllocationRequest,
-    Scheduler,
-    Submission,
-    SubmittedJob,
-    can_submit,
-    load_scheduler,
-)
-from hpcrl.launch.site import SiteProfile, from_flags, saved_site
+from hpcrl.launch.site import SiteProfile
+from hpcrl.launch.site_file import from_flags, saved_site
 from hpcrl.launch.stop_signals import HeldSignals
 from hpcrl.prompt_files.early_look import look_at
 from hpcrl.report.progress import say
@@ -43,6 +35,10 @@ from hpcrl.run.job_files import SUBMITTING, JobFile, write_job
 from hpcrl.run.queued_job import JobKey
 from hpcrl.run.rundir import RunDir
 from hpcrl.shipped_files import shipped
+from hpcrl.slurm.job_script import Submission
+from hpcrl.slurm.jobs import can_submit, cancel, look
+from hpcrl.slurm.partitions import judge_request
+from hpcrl.slurm.submit import SCRIPT, send
 
 
 def preview(recipe: Recipe, overrides: dict[str, Any], site: SiteProfile, packages: bool = False) -> Submission:
@@ -75,16 +71,17 @@ def _refuse_for_packages(stages: list[Options], request: AllocationRequest) -> N
 
 def submit_new(
     recipe: Recipe, overrides: dict[str, Any], site: SiteProfile, chain: int = 1
-) -> tuple[Submission, list[SubmittedJob]]:
+) -> tuple[Submission, list[Any]]:
     """Make a run directory and submit its job, or a chain of them.
 
     Raises:
         UsageError: for what cannot run, and then nothing is left behind.
     """
     site = chained(site, chain)
-    scheduler = submitter(site)
+    if not can_submit():
+        raise UsageError("sbatch is not here", "submit from a login node of the cluster; hpcrl run needs no Slurm")
     shown = preview(recipe, overrides, site)
-    refuse_unfit(scheduler, shown.request, shown.site)
+    refuse_unfit(shown.request, shown.site)
     refuse_absent_files(shown)
     job = begin_job(  # which may take a while: Ctrl-C ends it
         recipe,
@@ -98,7 +95,7 @@ def submit_new(
     with _removed_on_error(job.root):
         _note_job(submission, None, None)  # else it would count as a run of this machine until it has a job
     with HeldSignals(), _removed_on_error(job.root):
-        return submission, _send(scheduler, submission, chain)
+        return submission, _send(submission, chain)
 
 
 @contextlib.contextmanager
@@ -111,23 +108,12 @@ def _removed_on_error(root: Path) -> Iterator[None]:
         raise
 
 
-def submitter(site: SiteProfile) -> Scheduler:
-    """The site's scheduler, UsageError if nothing can be submitted to it from here."""
-    scheduler = load_scheduler(site.scheduler)
-    if not can_submit(scheduler):
-        program = shlex.split(scheduler.submit_command)[0]
-        raise UsageError(
-            f"{program} is not here", f"submit from a login node of the cluster; hpcrl run needs no {scheduler.title}"
-        )
-    return scheduler
-
-
-def refuse_unfit(scheduler: Scheduler, request: AllocationRequest, site: SiteProfile) -> None:
-    """Raise UsageError if the site cannot hold the job, which the scheduler might else accept and let wait for ever.
+def refuse_unfit(request: AllocationRequest, site: SiteProfile) -> None:
+    """Raise UsageError if the site cannot hold the job, which Slurm might else accept and let wait for ever.
 
     What is only worth knowing is said.
     """
-    findings = list(scheduler.fits(request, site))
+    findings = list(judge_request(site, request))
     if bad := [finding for finding in findings if finding.level == "fail"]:
         raise UsageError(bad[0].what, bad[0].hint)
     for finding in findings:
@@ -149,7 +135,7 @@ def sight_of(site: SiteProfile, recipe: Recipe, run: str = "{run}") -> HostView:
     Args:
         run: the run directory, as paths of the options have it.
     """
-    if site.container.kind != "none" or getattr(site, "after", None):
+    if site.container.kind != "none" or site.after:
         return NOTHING
     local = site.scratch if site.scratch and site.scratch.startswith("/") else run
     same_code = not site.setup and site.python in (None, sys.executable) and "PYTHONPATH" not in site.env
@@ -163,7 +149,7 @@ def chained(site: SiteProfile, chain: int) -> SiteProfile:
 
 def submit_again(
     root: Path, record: JobFile, own: Mapping[str, Any], chain: int = 1, live: bool | None = None
-) -> tuple[Submission, list[SubmittedJob]]:
+) -> tuple[Submission, list[Any]]:
     """Submit a run once more, with the site of its job.json (`record`) and what the flags `own` change of it.
 
     Nodes that the run has found broken are left out.
@@ -181,7 +167,7 @@ def submit_again(
     with contextlib.ExitStack() as until_submitted:
         with held(job.root):
             until_submitted.enter_context(switched_code(root, live))
-        return submission, _send(load_scheduler(site.scheduler), submission, chain)
+        return submission, _send(submission, chain)
 
 
 def submit_elsewhere(root: Path, record: JobFile) -> str:
@@ -191,13 +177,12 @@ def submit_elsewhere(root: Path, record: JobFile) -> str:
         UsageError: if there is nothing here to submit with, HpcrlError if it is refused.
     """
     site = saved_site(record.site or {}).again()
-    scheduler = load_scheduler(site.scheduler)
-    if not can_submit(scheduler):
-        raise UsageError(f"{scheduler.submit_command} is not on this node", "submit from a login node")
+    if not can_submit():
+        raise UsageError("sbatch is not on this node", "submit from a login node")
     site = site.model_copy(update={"exclude": [*dict.fromkeys((*site.exclude, *broken_hosts(root)))]})
     job = reopen_job(root)
     submission = Submission(job, list(job.stages), make_request(job.stages, site), site)
-    return _send(scheduler, submission)[0].job_id
+    return _send(submission)[0].job_id
 
 
 def _check_gone(root: Path, record: JobFile) -> None:
@@ -209,49 +194,49 @@ def _check_gone(root: Path, record: JobFile) -> None:
         for name in (record.job_id, *later_jobs(record))
         if name  # it has none if it was never submitted
     ]
-    words = load_scheduler(record.scheduler).look(keys).jobs
+    words = look(keys).jobs
     for key in keys:
         word = words.get(key)
         if word and word.phase in ("pending", "running"):
             raise UsageError(f"{root}: its job {key.job_id} is {word.word.lower()}", "hpcrl cancel it first, or wait")
 
 
-def _send(scheduler: Scheduler, submission: Submission, chain: int = 1) -> list[SubmittedJob]:
+def _send(submission: Submission, chain: int = 1) -> list[Any]:
     """Submit it, `chain` times, each job after the one before; all or none of them stay in the queue.
 
-    SIGTERM, SIGHUP (a connection that is lost) and SIGINT wait for the scheduler's answer.
+    SIGTERM, SIGHUP (a connection that is lost) and SIGINT wait for Slurm's answer.
     """
-    root, jobs = submission.job.root, list[SubmittedJob]()
+    root, jobs = submission.job.root, list[Any]()
     shutil.copytree(shipped("launch"), root / "launch", dirs_exist_ok=True)
     with HeldSignals() as signals:
         try:
             while len(jobs) < chain:
-                jobs.append(scheduler.submit(replace(submission, follows=jobs[-1].job_id if jobs else "")))
+                jobs.append(send(replace(submission, follows=jobs[-1].job_id if jobs else "")))
                 chained_jobs = [job.job_id for job in jobs] if chain > 1 else []
-                _note_job(submission, jobs[0], root / scheduler.script_file, chained_jobs)
+                _note_job(submission, jobs[0], root / SCRIPT, chained_jobs)
                 signals.check()
         except BaseException:
             for job in reversed(jobs):
                 try:
-                    scheduler.cancel(job.job_id)
+                    cancel(job.job_id)
                 except HpcrlError as error:
                     say(f"note: job {job.job_id} may still be in the queue: {error}")
             raise
     return jobs
 
 
-def _note_job(submission: Submission, job: SubmittedJob | None, script: Path | None, chain: Sequence[str] = ()) -> None:
+def _note_job(submission: Submission, job: Any, script: Path | None, chain: Sequence[str] = ()) -> None:
     """Write a run's job.json.
 
     Args:
-        job: None before it is submitted.
+        job: submitit's; None before it is submitted.
         script: its batch script, None before there is one.
         chain: the numbers of all jobs of a chain.
     """
     write_job(
         submission.job.root,
         submission.job.identity,
-        submission.site.scheduler,
+        "slurm",
         job.job_id if job else None,
         script=str(script) if script else None,
         components=[msgspec.to_builtins(component) for component in submission.request.components],
