@@ -59,4 +59,4 @@ def test_the_library_of_another_mpi_is_named(tmp_path: Path) -> None:
         text=True,
         timeout=90,
     )
-    assert "has started 3 ranks" in done.stderr and "it has opened Open MPI" in done.stderr, done.stderr
+    assert "has started 3 ranks" in done.stderr and "opened Open MPI" in done.stderr, done.stderr
