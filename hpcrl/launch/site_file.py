@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def load_site(name_or_path: str | None = None, overrides: Mapping[str, Any] | No
     values.setdefault("name", file.stem if file else name)
     for key, value in (overrides or {}).items():
         values = _put(values, key, value)
-    return _make(values, where)
+    return _make(values, where, overrides or ())
 
 
 def apply(site: SiteProfile, overrides: Mapping[str, Any]) -> SiteProfile:
@@ -175,8 +175,12 @@ def _fits(path: list[str], value: Any) -> bool:
 _TYPE_ERRORS = {"string_type", "int_type", "bool_type", "list_type", "dict_type", "model_type", "model_attributes_type"}
 
 
-def _make(values: dict[str, Any], where: str) -> SiteProfile:
-    """A checked Site of a file's values."""
+def _make(values: dict[str, Any], where: str, given: Container[str] = ()) -> SiteProfile:
+    """A checked Site of a file's values.
+
+    Args:
+        given: keys whose values came from the command line.
+    """
     _check_keys(values, SiteProfile, where)
     for key, text in _texts(values):
         if any(ord(char) < 32 or ord(char) == 127 for char in text):
@@ -190,6 +194,7 @@ def _make(values: dict[str, Any], where: str) -> SiteProfile:
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
+        where = "--set" if key in given else where
         if problem["type"] == "value_error":
             raise UsageError(f"{where}: {key + ': ' if key else ''}{problem['ctx']['error']}") from None
         value = spell(problem["input"])

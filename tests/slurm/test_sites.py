@@ -382,6 +382,12 @@ def test_a_wrong_override_is_refused(key: str, value: str, message: str) -> None
         apply(SiteProfile(), {key: value})
 
 
+def test_a_wrong_value_of_the_command_line_is_its_own() -> None:
+    """Not that of the file which the other values are from."""
+    with pytest.raises(UsageError, match=r"^--set: signal_margin = 45: "):
+        load_site("default", {"signal_margin": "45"})
+
+
 def test_a_wrong_time_limit_is_the_flags_fault() -> None:
     with pytest.raises(UsageError) as caught:
         from_flags({"time": "12h"})
