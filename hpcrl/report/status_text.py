@@ -186,6 +186,8 @@ def _time(s: Status) -> str:
     which = f"stage {s.stage}" if len(s.stages) > 1 else "it"
     later = len(s.stages) - s.stages.index(s.stage) - 1 if s.stage in s.stages else 0
     needs = "" if s.needs is None else f"{which} needs about {span(s.needs)}"
+    if needs and s.step == s.total:
+        needs = f"{which} has done its steps, and evaluates or saves"
     needs += f" (not counting {later} later stage{'s' if later > 1 else ''})" if needs and later else ""
     if s.left is None:
         return needs
