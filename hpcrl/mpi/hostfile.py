@@ -194,6 +194,7 @@ def _part(line: _Line, column: int, word: str) -> list[tuple[str, int | None]]:
             if not _NAME.match(one) or len(one) > 253 or (re.fullmatch(r"[0-9.]+", one) and _address(one) != 4):
                 hint = "letters, digits, '-' and '.' make a host name"
                 hint = "leave out the dot at its end" if one.endswith(".") else hint
+                hint = "write the address without leading zeros" if re.search(r"\.0\d", one) else hint
                 raise line.error(column, f"{one!r} is not a host name", hint)
     count = _number(line, column + len(name) + 1, number, 0) if colon else None
     return [(one, count) for one in names]

@@ -174,6 +174,8 @@ def test_command_shows_and_converts(capsys: pytest.CaptureFixture[str], tmp_path
     assert main(["hostfile", str(tmp_path / "v6")]) == 0
     notes = capsys.readouterr().err
     assert "write [2001:db8::1]:8 if 8" in notes and "host's cores" in notes
+    (tmp_path / "zero").write_text("10.77.0.011\n")
+    assert main(["hostfile", str(tmp_path / "zero")]) == 2 and "leading zeros" in capsys.readouterr().err
     (tmp_path / "pbs").write_text("n1\nn1\n")
     assert main(["hostfile", str(tmp_path / "pbs")]) == 0 and "host's cores" not in capsys.readouterr().err
     assert said.out.splitlines() == ["n1  0 slots  no rank", "n2  1 slot  rank 0"] and "ifhn=n2-ib is left" in said.err
