@@ -45,9 +45,6 @@ class Allocation(Protocol):
         """Whether Slurm wants the job's nodes for another one, and has given it some time to end; False if
         unknown."""
 
-    def cancelled(self) -> bool:
-        """Whether Slurm is ending the job, which a user has cancelled; False if unknown."""
-
     def failed(self, hosts: Sequence[str], since: float, until: float) -> dict[str, str]:
         """Those of `hosts` that Slurm knows to have failed between these unix times, with its words; {} if it
         does not know."""

@@ -49,7 +49,6 @@ from hpcrl.run.storage_errors import write_obstacle
 from hpcrl.run.summary import read_summary
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.retry import Pauses, retry
-from hpcrl.untrusted_files import touch
 
 SILENT = 20.0  #: seconds in which every host must start a task after a failure, or it counts as lost
 PATIENCE = 900.0  #: seconds for which a scheduler that does not answer is asked to queue a job again
@@ -120,8 +119,6 @@ def _judge(
             _requeue(job, allocation, error.what, clock.ends)
         elif _preempted(job, allocation):  # it was told to end, with a grace time, and has
             _requeue(job, allocation, f"preempted; {error.what}", clock.ends)
-        elif not (job.root / STOP).exists() and allocation.cancelled():
-            touch(job.root / CANCEL)  # as hpcrl cancel leaves it: the run counts as cancelled
         say(str(error))
         return {"status": "stopped", "message": str(error)}
     _tell(job, allocation, error)

@@ -65,11 +65,6 @@ class SlurmAllocation:
         answer = squeue.call(["scontrol", "--oneliner", "show", "job", self.job_id])
         return answer.code == 0 and bool(re.search(r"\bPreemptTime=\d", answer.out))
 
-    def cancelled(self) -> bool:
-        """Slurm has been told to end the job, by scancel if nothing else is known of it."""
-        answer = squeue.call(["scontrol", "--oneliner", "show", "job", self.job_id])
-        return answer.code == 0 and bool(re.search(r"\bJobState=(CANCELLED|COMPLETING)", answer.out))
-
     def failed(self, hosts: Sequence[str], since: float, until: float) -> dict[str, str]:
         return node_events.failures(hosts, since, until)
 

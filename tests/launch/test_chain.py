@@ -331,9 +331,6 @@ def test_no_last_word_before_it_is_decided(
             self.failed((), 0, 0)
             return False
 
-        def cancelled(self) -> bool:
-            return False
-
     def run(job: RunJob, *_: Any, judged: bool, **__: Any) -> None:
         with JobStateFile(job.root, judged=judged) as state:
             state.set("running", attempt=0)

@@ -27,7 +27,7 @@ WORKING = {"preparing", "starting", "running", "saving"}
 TRUE = {
     "PENDING": {"pending"},
     "RUNNING": WORKING | {"requeued", "finished"},
-    "COMPLETING": {"requeued", "pending", "saving", "finished"},
+    "COMPLETING": {"requeued", "pending", "saving", "ending", "finished"},
     "COMPLETED": {"finished"},
     # slurmctld is down, as it is nowhere in these tests but in the middle of a run
     "SILENT": WORKING,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +20,6 @@ from hpcrl.launch.attempts import attempt, held_hosts
 from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.job import RunJob, held
 from hpcrl.launch.stop_signals import StopRequest
-from hpcrl.report.run_files import Run
-from hpcrl.run.job_files import JobState, write_state
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.toolbox import deadline
@@ -101,9 +96,8 @@ class Allocation:
         count = 2
         silent = staticmethod(lambda seconds: [])
 
-    def __init__(self, preempts: bool, ends: bool = False) -> None:
+    def __init__(self, preempts: bool) -> None:
         self.preempts = preempts
-        self.ending = ends
         self.requeued = 0
 
     def ends(self) -> float | None:
@@ -114,9 +108,6 @@ class Allocation:
 
     def preempted(self) -> bool:
         return self.preempts
-
-    def cancelled(self) -> bool:
-        return self.ending
 
     def requeue(self) -> None:
         self.requeued += 1
@@ -150,26 +141,6 @@ def test_a_run_that_a_preemption_ended_is_queued_again(
         with pytest.raises(PeerError, match="told to end"):
             batch_run.run_in_job(job, allocation)  # type: ignore[arg-type]
     assert allocation.requeued == requeued
-
-
-@pytest.mark.parametrize(
-    ("ends", "asked", "phase"), [(True, False, "cancelled"), (True, True, "stopped"), (False, False, "stopped")]
-)
-def test_scancel_is_no_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, asked: bool, phase: str
-) -> None:
-    """A job that Slurm ends, and nobody has asked to stop, was cancelled: at its start, too."""
-    job = RunJob(Recipe("r", tmp_path / "r.toml", {}, (), ()), {}, tmp_path, "identity")
-
-    def ended(*_: Any, **__: Any) -> int:
-        if asked:
-            (job.root / "stop").touch()
-        write_state(job.root, JobState("saving", time.time(), host=socket.gethostname(), pid=os.getpid()))
-        raise Stopped("stopped while starting")
-
-    monkeypatch.setattr(batch_run, "run_job", ended)
-    assert batch_run.run_in_job(job, Allocation(False, ends))["status"] == "stopped"  # type: ignore[arg-type]
-    assert Run(job.root).state.phase == phase
 
 
 @pytest.mark.parametrize(("due", "requeued"), [(True, 1), (False, 0)])

@@ -57,9 +57,6 @@ class Allocation:
     def preempted(self) -> bool:
         return False
 
-    def cancelled(self) -> bool:
-        return False
-
 
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), HpcrlError("full")])
