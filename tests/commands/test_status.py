@@ -323,11 +323,11 @@ def test_the_numbers(tmp_path: Path) -> None:
     assert "stage grpo needs about 1 min 13 s, 59 min 59 s to the time" in text
 
 
-def test_after_its_last_step_a_stage_evaluates_or_saves(tmp_path: Path) -> None:
+def test_a_stage_evaluates_after_its_last_step(tmp_path: Path) -> None:
     root = make(tmp_path, phase="running")
     begin(root, 0, start=0, total=3)
     log(root, *steps(3))
-    assert "has done its steps, and evaluates or saves" in page(look(root, NOW + 1))
+    assert "evaluates or saves" in page(look(root, NOW + 1))
 
 
 def test_a_resumed_stage_begins_where_it_goes_on(tmp_path: Path) -> None:
