@@ -664,7 +664,8 @@ def test_old_checkpoints_of_other_runs_stay(tmp_path: Path) -> None:
         path = tmp_path / f"iter_{number:07d}"
         path.mkdir()
         run = "other" if number == 2 else "mine"
-        (path / "hpcrl.json").write_text(json.dumps({"run_id": run, "rollout_id": number, "version": 0, "data": None}))
+        record = {"run_id": run, "rollout_id": number, "version": 0, "data": None, "files": {}}
+        (path / "hpcrl.json").write_text(json.dumps(record))
     (tmp_path / "iter_0000003" / "hpcrl.json").unlink()  # Megatron-LM's
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert prune(tmp_path, "mine", None, None) == []
