@@ -145,7 +145,7 @@ def test_text_of_a_recipe() -> None:
     assert not any("has another name" in line for line in lines), "nothing was translated"
     told = summary(found)
     assert any(line.startswith("refused: --use-score-centering") for line in told)
-    assert any(line.startswith("kept: --weight-decay") for line in told), "a default of slime's is told"
+    assert any(line.startswith("set: --weight-decay") for line in told), "a default of slime's is told"
     assert not any("--lr 1e-6" in line for line in told)
 
 
