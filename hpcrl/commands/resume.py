@@ -139,7 +139,7 @@ def resume(argv: list[str]) -> int:
     if len(words) != 1 or overrides.keys() - taken:
         raise UsageError(
             "hpcrl resume takes one run directory",
-            "a run keeps its options, but for --num-rollout, --ckpt-step and --live-code; a new run may begin from its "
+            "only --num-rollout, --ckpt-step and --live-code can change; to change others, start a new run from its "
             "weights: hpcrl run RECIPE.toml --load RUN/checkpoints",
         )
     job = reopen_job(Path(words[0]) if Path(words[0]).exists() else find_run(words[0]).root)
@@ -157,7 +157,7 @@ def resume(argv: list[str]) -> int:
         if record.site is None:
             raise UsageError(
                 f"{root} was started from a script",
-                f"write --run-dir {root} into its last line, and give it to sbatch again",
+                f"submit it again with that directory: sbatch SCRIPT --run-dir {root}",
             )
         say_submitted(*submit_again(root, record, own, own.get("chain", 1), overrides.get("live_code")))
         return 0

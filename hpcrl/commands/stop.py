@@ -1,4 +1,4 @@
-"""`hpcrl stop` and `hpcrl cancel`: end a run in order, or at once.
+"""`hpcrl stop` saves a checkpoint and ends a run; `hpcrl cancel` ends it at once.
 
 Invariants: a job or a process is touched only if it still is this run's: a Slurm job by the identity that it
 carries, in a directory of the caller's own, since everybody can read a job's number and identity and write them into

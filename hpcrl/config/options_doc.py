@@ -26,7 +26,7 @@ before the top of the recipe. In a recipe with stages `--STAGE.option`, such as 
 a plain flag counts in the stages whose own tables set the option, or in all if none does; where several set it to
 different values, the plain flag is refused, and one that counts in several is named in a note. An unknown name is an
 error that proposes a known name with almost the same letters; so is an option that would have no effect. All unknown
-names are told at once. The source says whose name and meaning it is.
+names are reported at once. The column `source` names the project that an option's name and meaning come from.
 """
 
 _FOREIGN = """\

@@ -200,7 +200,7 @@ def _time(s: Status) -> str:
 
 def _hint_for(s: Status) -> str:
     if s.by_hand:
-        return f"give its script to Slurm again, followed by --run-dir {shorten_path(s.run)}"
+        return f"give Slurm its script again: SCRIPT --run-dir {shorten_path(s.run)}"
     ways = {"mpirun": "hpcrl launch --resume {} --hostfile FILE"}
     return ways.get(s.scheduler, "hpcrl resume {}").format(shorten_path(s.run))
 

@@ -84,7 +84,7 @@ def test_the_way_to_go_on_is_one_that_is_open(tmp_path: Path) -> None:
     """hpcrl resume refuses a run whose script was given to sbatch by hand, and one under mpirun."""
     root = make(tmp_path, phase="stopped")
     submitted(root, "100")
-    assert "script to Slurm again" in page(look(root)) and f"followed by --run-dir {root}" in page(look(root))
+    assert f"SCRIPT --run-dir {root}" in page(look(root))
     record = json.loads((root / "job.json").read_text())
     put(root / "job.json", record | {"site": {"name": "mine"}})
     assert f"hpcrl resume {root}" in page(look(root))
