@@ -260,10 +260,9 @@ class NodeConnection:
             return "it has ended, or does not answer"
         except TimeoutError:
             return f"it did not prove a key within {SHAKE:g} s"
-        finally:
+        finally:  # nothing here may wait: a cancellation in between would leave the sockets open
             if listening:
                 listening.cancel()
-                await asyncio.gather(listening, return_exceptions=True)
             sock.disable_monitor()
             monitor.close(linger=0)
             sock.close(linger=0)

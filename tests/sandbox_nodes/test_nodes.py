@@ -417,3 +417,26 @@ def test_a_stream_in_small_pieces_is_bounded() -> None:
             await window.take(b"x")
 
     run(work())
+
+
+def test_leave_while_a_connection_ends(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that is closed while its node's end is being noticed has closed every socket."""
+    ending = asyncio.Event()
+
+    async def slow(*_: object) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ending.set()
+            await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(connection.NodeConnection, "_listen", slow)
+
+    async def work() -> None:
+        async with NodesPool(rundir, 1) as nodes:
+            async with node(rundir, warm=0):
+                await until_up(nodes)
+            await ending.wait()
+        assert nodes.closed
+
+    run(work())
