@@ -1,11 +1,12 @@
 """The quick start's task: sums of four digits whose answer is given as \\boxed{...}, and a small Qwen3 that knows
 nothing yet.
 
-    python examples/arithmetic.py --out DIR [--seed N]
+    python examples/arithmetic.py --out DIR [--seed N] [--bytes]
     python examples/arithmetic.py --answers RUN/grpo      # how the answers of each evaluation are made
 
 Writes, the same for the same seed:
-  DIR/model/         tokenizer (one character, one token), config.json, random weights (about 0.3 million)
+  DIR/model/         tokenizer (one character, one token), config.json, random weights (about 0.3 million); the tokenizer
+                     knows digits and a few signs, and with --bytes any text
   DIR/train.jsonl    {"prompt": [{"role": "user", "content": "3+8+5+9="}], "label": "25"}   (the shape of dapo-math-17k)
   DIR/heldout.jsonl  the same, of sums that are in no other file
   DIR/sft.jsonl      the same with a "response" to learn from.  Half of them work the answer out (`11,16,\\boxed{25}`), half
@@ -103,12 +104,31 @@ def make_tokenizer(
     """One character, one token; chat markers, \\boxed{ and what else is in `special` are single tokens, of which
     `whole` finds those that are no chat markers."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: number for number, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{whole}|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    return with_chat(tokenizer, markers)
+
+
+def make_byte_tokenizer():
+    """One byte of UTF-8, one token: a tokenizer that knows any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unk|>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*special, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return with_chat(tokenizer, ("<|user|>", "<|assistant|>"))
+
+
+def with_chat(tokenizer, markers):
+    """The tokenizer for transformers, with the names of its special tokens and a chat template."""
+    from transformers import PreTrainedTokenizerFast
+
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
@@ -188,6 +208,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=0, help="of each layer: a mixture-of-experts model instead")
     parser.add_argument("--guessed", type=float, default=GUESSED, help="share of guesses in sft.jsonl (%(default)s)")
     parser.add_argument("--slips", type=float, default=0.0, help="share of wrong steps in a working (%(default)s)")
+    parser.add_argument("--bytes", action="store_true", help="a tokenizer that knows any text: one byte, one token")
     parser.add_argument("--apart", action="store_true", help="no order of a held-out sum's digits is trained on")
     args = parser.parse_args()
     if args.answers:
@@ -195,7 +216,8 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     write_prompts(args.out, args.seed, args.guessed, args.slips, args.apart)
-    make_model(args.out / "model", args.seed, experts=args.experts)
+    tokenizer = make_byte_tokenizer() if args.bytes else None
+    make_model(args.out / "model", args.seed, tokenizer, args.experts)
 
 
 if __name__ == "__main__":

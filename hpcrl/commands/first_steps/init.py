@@ -26,6 +26,7 @@ TASKS = {
     "math": "GRPO on a reward of your own",
     "tools": "GRPO with a tool that the model may ask",
     "sft": "supervised fine-tuning on answers",
+    "sft-grpo": "SFT, then GRPO, on rows of your own with a held-out set",
     "dpo": "DPO on pairs of a better and a worse answer",
     "agents": "GRPO with an agent at an OpenAI-compatible endpoint",
 }

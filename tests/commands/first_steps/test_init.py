@@ -23,8 +23,12 @@ from hpcrl.errors import UsageError
 from hpcrl.run.started_runs import RECIPE
 
 
+def stages_of(folder: Path) -> list[Options]:
+    return resolve_stages(load_recipe(folder / "recipe.toml"), {}, {"run": "r", "prepared": "r/prepared"})
+
+
 def options_of(folder: Path) -> Options:
-    return resolve_stages(load_recipe(folder / "recipe.toml"), {}, {"run": "r", "prepared": "r/prepared"})[0]
+    return stages_of(folder)[0]
 
 
 @pytest.fixture
@@ -35,16 +39,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_folder_is_whole(task: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe that resolves and finds its functions and data, twenty rows, a README of ten lines, tests that pass."""
+    """A recipe that resolves and finds its functions and data, twenty rows or more, a README of ten lines, tests that pass."""
     assert main(["init", "mine", "--task", task]) == 0
     said = capsys.readouterr()
     assert "cd mine" in said.out and said.out.rstrip().endswith("hpcrl run")
     folder = home / "mine"
     options = options_of(folder)
-    assert options.name == "mine" and options.prompt_data == str(folder / "train.jsonl")
+    assert options.name == "mine" and options.prompt_data.split("@")[0] == str(folder / "train.jsonl")
     assert missing_functions(options) == []
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    assert len(rows) == 20 and all(options.input_key in row and options.label_key in row for row in rows)
+    assert len(rows) == (500 if task == "sft-grpo" else 20)
+    assert all(options.input_key in row and options.label_key in row for row in rows)
     assert len((folder / "README.md").read_text().splitlines()) <= 10
     (test,) = folder.glob("test_*.py")
     assert f"python {test.name}" in said.out and f"python {test.name}" in (folder / "README.md").read_text()
@@ -68,8 +73,8 @@ def test_a_model_of_ones_own(task: str, home: Path) -> None:
     )
     if task == "dpo":
         assert options.ref_load == options.hf_checkpoint
-    if options.needs_engines:
-        assert options.rollout_max_response_len == 1024
+    for stage in stages_of(folder):
+        assert stage.lr == 1e-6 and (not stage.needs_engines or stage.rollout_max_response_len == 1024)
 
 
 def test_a_name_of_any_letters(home: Path) -> None:
