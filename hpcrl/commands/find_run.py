@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import FRESH, WORKING, Status, judge_run
-from hpcrl.run.job_files import OVER
+from hpcrl.run.job_files import OVER, STOP
 from hpcrl.run.queued_job import JobKey, QueueAnswer, QueuedJob
 from hpcrl.run.started_runs import is_run, known_runs
 from hpcrl.slurm.jobs import look
@@ -160,6 +160,8 @@ def _quiet(run: Run) -> bool:
     """Whether how its job ended has nothing to add: the run has had its last word, or speaks."""
     if run.state is None or (run.job and run.state.time < run.job.submitted):
         return False
+    if run.state.phase == "stopped" and not (run.root / STOP).exists():
+        return False  # a cancelled job's launcher says the same
     return run.state.phase in OVER or time.time() - run.state.time < FRESH
 
 

@@ -31,6 +31,7 @@ from hpcrl.run.started_runs import LIVE
 from hpcrl.untrusted_files import Damaged, read_json
 
 FRESH = 60.0  #: seconds for which a launcher's word is good: it repeats it every 10 s
+OVERDUE = 25.0  #: seconds after which it is said that it has not repeated it
 SKEW = 30.0  #: seconds by which the clocks of hosts may differ
 #: bytes at the end of metrics.jsonl, and records among them, that count in a list and for one run
 BRIEF, LONG = (24 << 10, WINDOW + 4), (1 << 20, 1 << 20)
@@ -114,7 +115,7 @@ def judge_run(
     if queued and queued.phase != "gone":
         status.job_state = queued.word
     if state:
-        status.host = state.host
+        status.host = state.host if phase != "pending" else ""
         status.restarts = state.restarts
         status.silent = max(0.0, now - state.time)
     if stage:
@@ -160,13 +161,16 @@ def _phase(run: Run, now: float, queued: QueuedJob | None, here: bool | None) ->
     if state is None or state.time < since:  # or it is the word of an earlier start
         return _without_word(run, now, queued, here, since)
     if state.phase in OVER:
+        if state.phase == "stopped" and queued and queued.outcome == "cancelled" and not (run.root / STOP).exists():
+            return "cancelled", queued.reason  # its launcher cannot tell this signal from that of a stop
         return state.phase, _error(run.stage, state) if state.phase == "failed" else state.message
     if queued and queued.phase == "ended":
         return _ended(run, queued, since)
     if state.phase == "requeued" and not (queued and queued.phase == "gone"):
         return "requeued", state.message or "it continues when Slurm starts it again"
     if now - state.time <= FRESH and here is not False:
-        return (state.phase if state.phase in WORKING else "running"), state.message
+        overdue = f"no word from its launcher for {span(now - state.time)}" if now - state.time > OVERDUE else ""
+        return (state.phase if state.phase in WORKING else "running"), state.message or overdue
     if (run.root / CANCEL).exists():
         return "cancelled", CANCELLED
     return "lost", _silence(now - state.time, queued, state.host, here)

@@ -246,9 +246,8 @@ class RunDir:
         except FileExistsError as error:  # by another process, since we looked
             raise taken from error
         except OSError as error:
-            raise UsageError(
-                f"--run-dir {root}: {describe(error, path)}", remedy(error) or "choose a writable directory"
-            ) from error
+            reason = "no directory can be made there" if error.errno == errno.ENOENT else describe(error, path)
+            raise UsageError(f"--run-dir {root}: {reason}", remedy(error) or "choose a writable directory") from error
         return cls(path)
 
     @classmethod

@@ -42,12 +42,14 @@ class Shape(msgspec.Struct, frozen=True):
 
     Attributes:
         gpus: by type, "" for an untyped one; usable: not down, drained or failed.
+        memory: MiB; inf if it is not known.
     """
 
     nodes: int
     state: str
     cpus: int
     gpus: dict[str, int]
+    memory: float = math.inf
 
     @property
     def usable(self) -> bool:
@@ -158,10 +160,11 @@ def _partition_holds(site: SiteProfile, need: Component, name: str, seconds: flo
                 "warn", "", "there is no default partition: unless the site chooses one, sbatch refuses the job", hint
             )
         ]
-    command = ["sinfo", "--noheader", f"--partition={found[0].name}", "--format=%D|%t|%c|%G"]
+    command = ["sinfo", "--noheader", f"--partition={found[0].name}", "--format=%D|%t|%c|%G|%m"]
     shapes = parse_shapes(run_command(command, seconds).out)
     gpus = need.slots if site.gpus(need.name, need.slots) else 0
-    return judge_component(need, found[0], shapes, minutes(site.time), getattr(site, need.name).gpu_type, gpus)
+    wish = getattr(site, need.name)
+    return judge_component(need, found[0], shapes, minutes(site.time), wish.gpu_type, gpus, wish.mem)
 
 
 def _list(seconds: float) -> str:
@@ -205,14 +208,15 @@ def _count(text: str) -> float:
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """Lines `nodes|state|cpus|gres` of sinfo, such as `4|idle|64|gpu:h100:8(S:0-1)`; `64+` is 64 or more."""
+    """Lines `nodes|state|cpus|gres|MiB` of sinfo, such as `4|idle|64|gpu:h100:8(S:0-1)|64000`; `64+` is 64 or more."""
     found = []
     for line in text.splitlines():
-        words = line.strip().split("|", 3)
-        if len(words) == 4 and words[0].isdecimal() and words[2].rstrip("+").isdecimal():
+        words = line.strip().split("|")
+        if len(words) >= 4 and words[0].isdecimal() and words[2].rstrip("+").isdecimal():
             state = words[1].rstrip("*~#!%$@^-+")
             cpus = int(words[2].rstrip("+"))
-            found.append(Shape(int(words[0]), state, cpus, parse_gres(words[3])))
+            memory = _count(words[4].rstrip("+")) if len(words) > 4 else math.inf
+            found.append(Shape(int(words[0]), state, cpus, parse_gres(words[3]), memory))
     return found
 
 
@@ -234,11 +238,13 @@ def judge_component(
     limit: int,
     gpu_type: str | None,
     gpus: int | None = None,
+    mem: str | None = None,
 ) -> list[Finding]:
     """Whether a partition can hold a component for `limit` minutes; a job that it cannot hold may pend for ever.
 
     Args:
         gpus: of each node; None: as many as slots; 0: the slots are processes, and no node needs a GPU.
+        mem: of each node, as sbatch's --mem.
     """
     gpus = need.slots if gpus is None else gpus
     where = f"{need.name}.partition {partition.name}"
@@ -258,15 +264,19 @@ def judge_component(
     fitting = [
         shape
         for shape in shapes
-        if _most(shape.gpus, gpu_type if gpus else None) >= gpus and shape.cpus >= (need.cpus or 0)
+        if _most(shape.gpus, gpu_type if gpus else None) >= gpus
+        and shape.cpus >= (need.cpus or 0)
+        and shape.memory >= _mebibytes(mem or "0")
     ]
     have = sum(shape.nodes for shape in fitting)
     up = sum(shape.nodes for shape in fitting if shape.usable)
     kind = f"{gpu_type} GPU" if gpu_type else "GPU"
-    each = [*([count(gpus, kind)] if gpus or not need.cpus else []), *([f"{need.cpus} CPUs"] if need.cpus else [])]
+    each = [count(gpus, kind)] if gpus or not need.cpus else []
+    each += [f"{need.cpus} CPUs"] if need.cpus else []
+    each += [f"{mem} of memory"] if mem and _mebibytes(mem) else []
     asked = f"{count(need.nodes, 'node')} with {' and '.join(each)}"
     if have < need.nodes:
-        hint = f"ask for less (gpus_per_node, cpus_per_node, nodes), or {set_it}"
+        hint = f"ask for less (gpus_per_node, cpus_per_node, mem, nodes), or {set_it}"
         wrong.append(
             Finding("fail", "", f"{where}: {asked} asked for; {have} of its {partition.total} nodes have that", hint)
         )
@@ -275,6 +285,12 @@ def judge_component(
             Finding("warn", "", f"{where}: {asked} asked for, {up} of {have} such nodes are up", "it will wait")
         )
     return wrong or [Finding("ok", "", f"{where} holds {asked} for {limit} minutes; {up} such now up")]
+
+
+def _mebibytes(mem: str) -> float:
+    """sbatch's --mem in MiB: a number with K, M (the default), G or T."""
+    number, unit = re.fullmatch(r"(\d+)([KMGT]?)", mem).groups()
+    return int(number) * 1024.0 ** ("KMGT".index(unit or "M") - 1)
 
 
 def _most(gpus: Mapping[str, int], kind: str | None) -> int:

@@ -19,6 +19,7 @@ from hpcrl.report import metrics
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status, judge_run, span
 from hpcrl.report.status_text import line, page, strip_control, table
+from hpcrl.run.job_files import STOP
 from hpcrl.run.queued_job import GONE, QueuedJob
 from tests.support.rundirs import HERE, NOW, begin, log, make, put, steps, submitted
 
@@ -35,8 +36,11 @@ RUNNING = QueuedJob("running", "RUNNING")
 
 @pytest.mark.parametrize("phase", ["preparing", "starting", "running", "saving", "finished", "stopped"])
 def test_a_fresh_word_counts(tmp_path: Path, phase: str) -> None:
+    found = look(make(tmp_path, phase=phase), NOW + 24)
+    assert (found.phase, found.message, found.silent) == (phase, "", 24.0)
     found = look(make(tmp_path, phase=phase), NOW + 59)
-    assert (found.phase, found.message, found.silent) == (phase, "", 59.0)
+    overdue = "no word from its launcher for 59 s" if phase not in ("finished", "stopped") else ""
+    assert (found.phase, found.message) == (phase, overdue)
 
 
 def test_a_run_that_starts_says_what_it_waits_for(tmp_path: Path) -> None:
@@ -218,6 +222,24 @@ def test_a_job_that_its_scheduler_is_ending(tmp_path: Path, written: float) -> N
     submitted(tmp_path / "saves", "12")
     queued = QueuedJob("running", "COMPLETING", start=NOW - 300, ending=True)
     assert look(tmp_path / "saves", queued=queued).phase == "saving"
+
+
+def test_a_requeued_job_that_waits_has_no_launcher(tmp_path: Path) -> None:
+    root = make(tmp_path, phase="requeued")
+    submitted(root, "12")
+    assert "launcher on node7" in page(look(root))
+    assert "launcher on" not in page(look(root, queued=QueuedJob("pending", "PENDING", "waits for free nodes")))
+
+
+def test_a_job_cancelled_while_it_starts(tmp_path: Path) -> None:
+    """Its launcher ends as after `hpcrl stop`; the phase is the queue's, unless a stop was requested."""
+    root = make(tmp_path, phase="stopped", time=NOW - 2)
+    ended = QueuedJob("ended", "CANCELLED", "cancelled by user 0", "cancelled")
+    found = look(root, queued=ended)
+    assert found.phase == "cancelled" and "cancelled by user 0" in found.message
+    assert look(root, queued=QueuedJob("ended", "FAILED", "ended with status 143", "failed")).phase == "stopped"
+    (root / STOP).touch()
+    assert look(root, queued=ended).phase == "stopped"
 
 
 def test_a_cancelled_run_says_from_where_it_resumes(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def test_generic_resources_are_read(text: str, gpus: dict[str, int]) -> None:
 
 
 def test_shapes_are_read() -> None:
-    shapes = partitions.parse_shapes("4|idle|64|gpu:8\n2|down*|64+|gpu:h100:8(S:0-1)\nnonsense\n")
-    assert shapes == [partitions.Shape(4, "idle", 64, {"": 8}), partitions.Shape(2, "down", 64, {"h100": 8})]
+    shapes = partitions.parse_shapes("4|idle|64|gpu:8\n2|down*|64+|gpu:h100:8(S:0-1)|64000+\nnonsense\n")
+    assert shapes == [partitions.Shape(4, "idle", 64, {"": 8}), partitions.Shape(2, "down", 64, {"h100": 8}, 64000)]
     assert [shape.usable for shape in shapes] == [True, False]
 
 
@@ -231,6 +231,18 @@ def test_slots_of_nodes_without_gpus_are_processes(tmp_path: Path, monkeypatch: 
     site = SiteProfile.model_validate({"time": "1:00:00", "trainer": {"gpus_per_node": 0}})
     (found,) = partitions.fits(site, wanted)
     assert found.level == "ok" and "2 nodes with 8 CPUs" in found.what
+
+
+@pytest.mark.parametrize(
+    ("mem", "fits"), [("0", True), ("62G", True), ("64001", False), ("900G", False), ("1T", False)]
+)
+def test_nodes_must_have_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mem: str, fits: bool) -> None:
+    """Slurm refuses such a job too, but leaves a failed one in its accounting."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    commands(tmp_path, scontrol=f"cat <<'E'\n{PARTITIONS}E", sinfo="echo '4|idle|64|gpu:8|64000'")
+    site = SiteProfile.model_validate({"time": "1:00:00", "trainer": {"mem": mem}})
+    (found,) = partitions.fits(site, [Component("trainer", 1, 8, 1)])
+    assert found.level == ("ok" if fits else "fail") and (fits or f"{mem} of memory" in found.what)
 
 
 def test_one_of_several_partitions_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

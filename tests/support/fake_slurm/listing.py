@@ -151,6 +151,7 @@ def sinfo(folder: Path, words: list[str]) -> None:
             "t": state,
             "c": str(CPUS),
             "G": f"gpu:{GPUS}",
+            "m": "64000",
             "N": compress(nodes),
             "P": f"{PARTITION}*",
             "R": PARTITION,
