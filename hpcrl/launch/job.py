@@ -137,13 +137,13 @@ def run_job(
         looked = LastSign(ago=LOOK)  # it may have been told to stop while it came up
 
         def turn(rundir: RunDir | None = None) -> None:
-            if stop.requests and state.phase != "saving":
-                what = (
-                    "ends after a checkpoint" if rundir and find(rundir, TrainerPeer) else "nothing is to be saved yet"
-                )
+            if stop.requests and state.phase not in ("saving", "ending"):
+                trains = rundir is not None and find(rundir, TrainerPeer)
+                what = "ends after a checkpoint" if trains else "nothing is to be saved yet"
                 why = f" ({stop.why})" if stop.why else ""
                 say(f"stopping{why}: {what}; a second signal ends it at once")
-            state.beat("saving" if stop.requests else None)
+                state.beat("saving" if trains else "ending")
+            state.beat()
             timeline.alive()
             if looked.due(LOOK) and (job.root / STOP).exists():
                 stop.ask("hpcrl stop")

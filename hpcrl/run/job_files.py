@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -38,8 +38,9 @@ STOP = "stop"  #: RUN/stop is there once the run was asked to save and end
 CANCEL = "cancel"
 CANCELLED = "cancelled; what was saved is good"
 
-Phase = Literal["preparing", "starting", "running", "saving", "requeued", "finished", "stopped", "failed", "cancelled"]
-WORKING = ("preparing", "starting", "running", "saving", "ending")
+Working = Literal["preparing", "starting", "running", "saving", "ending"]
+Phase = Literal[Working, "requeued", "finished", "stopped", "failed", "cancelled"]
+WORKING = get_args(Working)
 OVER = ("finished", "stopped", "failed", "cancelled")  #: those after which its launcher does nothing more
 
 

@@ -28,14 +28,14 @@ def test_ctrl_c_once_and_twice_in_a_run(tmp_path: Path, task: Path) -> None:
     sft(tmp_path, task, num_rollout=100000, save_interval=None, actor_num_nodes=1)
     root = tmp_path / "runs" / "a"
     cases = [
-        (["run", "recipe.toml", "--run-dir", "runs/a"], ["run directory"], 143, "stopped while starting"),
-        (["resume", "runs/a"], ["(starting)", "stopping"], 130, "stopped while starting"),
-        (["resume", "runs/a"], ["tok/s", "stopping"], 130, "ended at once"),
+        (["run", "recipe.toml", "--run-dir", "runs/a"], ["run directory"], 143, "stopped while starting", ": nothing"),
+        (["resume", "runs/a"], ["(starting)", "stopping"], 130, "stopped while starting", ": nothing"),
+        (["resume", "runs/a"], ["tok/s", "stopping"], 130, "ended at once", ": ends after"),
     ]
-    for words, when, status, said in cases:
+    for words, when, status, said, saves in cases:
         found, text = press(words, when, tmp_path)
         assert found == status and "Traceback" not in text, text
-        assert text.count("hpcrl: stopping: ") == 1 and said in text, text
+        assert text.count("hpcrl: stopping: ") == text.count(f"hpcrl: stopping{saves}") == 1 and said in text, text
         assert "hpcrl resume" in text.splitlines()[-1], text
         assert all_gone(root, []), text
     assert not (root / "curves.png").exists(), "who presses twice does not wait for it"
