@@ -129,9 +129,16 @@ def _job(script: BatchScript, request: AllocationRequest, site: SiteProfile) -> 
     yield "requeue" if site.requeue else "no-requeue"
 
 
-#: options that sbatch takes over from one component of a heterogeneous job to the next, unless that has its own
-#: (SchedMD, Heterogeneous Job Support)
-INHERITED = ("account", "qos", "reservation", "mem")
+#: sbatch passes an option of one component of a heterogeneous job on to the next unless that has its own, but for these
+#: (src/common/slurm_opt.c: reset_each_pass)
+NOT_INHERITED = frozenset({
+    "constraint", "contiguous", "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task",
+    "distribution", "exclusive", "extra-node-info", "gpu-bind", "gpu-freq", "gpus", "gpus-per-node", "gpus-per-socket",
+    "gpus-per-task", "gres", "gres-flags", "hint", "licenses", "mail-type", "mail-user", "mem-bind", "mem-per-cpu",
+    "mem-per-gpu", "mincpus", "network", "nodefile", "nodelist", "nodes", "ntasks", "ntasks-per-core", "ntasks-per-gpu",
+    "ntasks-per-node", "ntasks-per-socket", "overcommit", "oversubscribe", "partition", "sockets-per-node",
+    "spread-job", "switches", "thread-spec", "threads-per-core", "tmp", "tres-bind", "tres-per-task", "use-min-nodes",
+})  # fmt: skip
 
 
 def _refuse_inherited(request: AllocationRequest, site: SiteProfile) -> None:
@@ -139,15 +146,14 @@ def _refuse_inherited(request: AllocationRequest, site: SiteProfile) -> None:
     givers: dict[str, str] = {}
     for component in request.components:
         name = component.name
-        own = {option.partition("=")[0] for option in component_options(component, site)}
-        for key in INHERITED:
-            if key not in own and key in givers:
-                raise UsageError(
-                    f"{givers[key]}.{key} is set and {name}.{key} is not: sbatch would take it over for {name}",
-                    f"set {name}.{key}, too",
-                )
-            if key in own:
-                givers[key] = name
+        own = {option.partition("=")[0] for option in component_options(component, site)} - NOT_INHERITED
+        for option in givers.keys() - own:
+            key = f"extra.{option}" if option in getattr(site, givers[option]).extra else option
+            raise UsageError(
+                f"{givers[option]}.{key} is set and {name}.{key} is not: sbatch would take it over for {name}",
+                f"set {name}.{key}, too",
+            )
+        givers |= dict.fromkeys(own, name)
 
 
 def component_options(component: Component, site: SiteProfile) -> Iterator[str]:

@@ -402,6 +402,16 @@ def test_what_sbatch_would_take_over_is_refused(key: str) -> None:
     render(script, asked, SiteProfile(layout="heterogeneous", engine={key: "9"}))
 
 
+def test_further_options_are_inherited_too() -> None:
+    script = BatchScript("n", "t", "s", "true", "o.out", "launch")
+    asked = make_request([Options(actor_num_gpus_per_node=4, rollout_num_gpus=4)], SiteProfile(layout="heterogeneous"))
+    site = SiteProfile(layout="heterogeneous", trainer={"extra": {"nice": 7, "tmp": "1G"}})
+    with pytest.raises(UsageError, match=r"trainer.extra.nice is set and engine.extra.nice .* set engine.extra.nice"):
+        render(script, asked, site)
+    render(script, asked, SiteProfile(layout="heterogeneous", trainer={"extra": {"tmp": "1G", "reboot": False}}))
+    render(script, asked, SiteProfile(layout="heterogeneous", engine={"extra": {"nice": 7}}))
+
+
 def test_options_of_a_component_are_its_own() -> None:
     site = SiteProfile(
         account="a", qos="q", exclusive=True, gpu_flag="gres", layout="heterogeneous",

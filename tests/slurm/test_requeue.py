@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.slurm.submit import NOT_INHERITED
 from tests.support.cluster import Cluster
 from tests.support.slurm import ENV
 
@@ -130,3 +131,18 @@ def test_job_of_a_hanging_launcher_is_queued_again(cluster: Cluster, tmp_path: P
         assert "which is stopped" in state(tmp_path)["message"]
     finally:
         cluster.run(["scancel", str(number)])
+
+
+def test_what_sbatch_passes_to_the_next_component(cluster: Cluster, tmp_path: Path) -> None:
+    """hpcrl refuses what would be passed on unseen; its table is the table of this release."""
+    passed = {"--nice=7": "Nice=7", "--comment=mine": "Comment=mine", "--mem=1G": "MinMemoryNode=1G"}
+    kept = {"--tmp=1": "MinTmpDiskNode=1M", "--contiguous": "Contiguous=1", "--exclusive": "OverSubscribe=NO"}
+    assert {word.strip("-").partition("=")[0] for word in kept} <= NOT_INHERITED
+    assert not {word.strip("-").partition("=")[0] for word in passed} & NOT_INHERITED
+    words = ["-p", "main", "--hold", *passed, *kept, ":", "-p", "main", "--nodes=1", "--wrap", "true"]
+    number = cluster.sbatch(*words)
+    first, second = cluster.run(["scontrol", "show", "job", "-o", str(number)]).stdout.splitlines()
+    cluster.run(["scancel", str(number)])
+    assert all(shown in first for shown in (*passed.values(), *kept.values())), first
+    assert all(shown in second for shown in passed.values()), second
+    assert not [shown for shown in kept.values() if shown in second], second
