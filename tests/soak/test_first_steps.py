@@ -41,7 +41,7 @@ def test_a_naive_task_is_learned(tmp_path: Path, letters: str, seed: int) -> Non
         lines = (json.dumps({"prompt": f"put in order: {word}", "label": "".join(sorted(word))}) for word in part)
         (tmp_path / "mine" / f"{name}.jsonl").write_text("\n".join(lines))
     typed_in(tmp_path / "mine", f"hpcrl run --seed {seed}", seconds=600)
-    (root,) = (tmp_path / "mine" / "runs").glob("*")
+    (root,) = (tmp_path / "mine" / "runs").glob("mine-*")
     accuracy = "eval/heldout/accuracy"
     found = [row[accuracy] for row in rows(root / "grpo") if accuracy in row]
-    assert found[-1] > 0.8 and found[-1] > found[0] + 0.2, found
+    assert found[-1] > 0.8 and 1 - found[-1] < 0.6 * (1 - found[0]), found
