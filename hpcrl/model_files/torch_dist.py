@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from hpcrl.errors import DataError, HpcrlError
-from hpcrl.pickles.reader import read_plain
+from hpcrl.pickles import plain
 from hpcrl.pickles.values import Refused
 from hpcrl.run.rundir import STALE, TRACKER
 from hpcrl.untrusted_files import count_of, read_given_bytes
@@ -62,7 +62,7 @@ class TorchDist:
                 f"{self.path} holds no torch_dist checkpoint: .metadata is not there", "name an iter_* directory"
             )
         try:
-            metadata = read_plain(io.BytesIO(read_given_bytes(self.path / ".metadata", MOST_METADATA)))
+            metadata = plain.loads(read_given_bytes(self.path / ".metadata", MOST_METADATA))
             self.where: dict[MetadataIndex, Any] = _places(metadata)
             self.all = _tensors(metadata)
         except Refused as error:

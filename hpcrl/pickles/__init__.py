@@ -1,5 +1,5 @@
-"""Python objects of other processes and of checkpoints, read as plain values.
+"""Pickles of other processes and of checkpoints, read by a list.
 
-`records.py` (start here) is the list of the classes that they may hold, `messages.py` what ranks send one another,
-`reader.py` the reader of a checkpoint's `.metadata`, and `torch_patches.py` has torch and vLLM use both.
+`records.py` (start here) is the list of the classes that they may hold, `plain.py` reads and writes them, `values.py`
+has the functions that make a value from its parts, and `torch_patches.py` has torch and vLLM use all this.
 """

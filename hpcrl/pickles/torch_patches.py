@@ -1,45 +1,24 @@
-"""The one place where torch and vLLM are told to read with hpcrl's readers: what ranks and workers send one another,
-and `.metadata`.
+"""The one place where torch and vLLM are told to read with hpcrl's list what ranks and workers send one another, and
+`.metadata`.
 
-Invariants: in a process in which `refuse_foreign_pickles` was called, torch's object collectives neither write nor read
-pickles, and neither torch nor Megatron-core unpickles a checkpoint's `.metadata`: they are handed the values that
-`reader.py` has read, so that no other reader comes to see the file, changed in between or not.  The same holds for what
-vLLM pickles itself to send it over a group or a store, where `refuse_foreign_pickles_of_vllm` was called.
+Invariants: in a process in which `refuse_foreign_pickles` was called, torch's object collectives, and torch's and
+Megatron-core's readers of a checkpoint's `.metadata`, unpickle by the list alone.  The same holds for what vLLM
+unpickles of a group, of a store, and of processes on other hosts, where `refuse_foreign_pickles_of_vllm` was called.
+What its processes on one host write into memory of this user is read as vLLM reads it.
 """
 
 from __future__ import annotations
 
 import importlib
-import io
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 from hpcrl.errors import HpcrlError
-from hpcrl.pickles.messages import MessageReader, MessageWriter
-from hpcrl.pickles.reader import read_plain
+from hpcrl.pickles import plain
+from hpcrl.pickles.values import refused
 
-
-class MetadataPickles:
-    """Takes the place of the module pickle where torch reads and writes `.metadata`."""
-
-    dump = staticmethod(pickle.dump)
-    load = staticmethod(read_plain)
-
-
-class MessagePickles:
-    """Takes the place of the module pickle where vLLM makes bytes of an object to send them."""
-
-    @staticmethod
-    def dumps(value: Any) -> bytes:
-        """As a message."""
-        stream = io.BytesIO()
-        MessageWriter(stream).dump(value)
-        return stream.getvalue()
-
-    @staticmethod
-    def loads(data: bytes) -> Any:
-        """The value of a message; UnpicklingError for anything else."""
-        return MessageReader(io.BytesIO(data)).load()
+QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 
 
 def refuse_foreign_pickles() -> None:
@@ -48,20 +27,44 @@ def refuse_foreign_pickles() -> None:
     Raises:
         HpcrlError: if torch has no such place.
     """
-    _put("torch.distributed.distributed_c10d", "_pickler", MessageWriter)
-    _put("torch.distributed.distributed_c10d", "_unpickler", MessageReader)
-    _put("torch.distributed.checkpoint.filesystem", "pickle", MetadataPickles)
+    _put("torch.distributed.distributed_c10d", "_pickler", plain.PlainPickler)
+    _put("torch.distributed.distributed_c10d", "_unpickler", plain.PlainUnpickler)
+    _put("torch.distributed.checkpoint.filesystem", "pickle", SimpleNamespace(dump=pickle.dump, load=plain.load))
 
 
 def refuse_foreign_pickles_of_vllm() -> None:
-    """The same in a process of an engine, and for what vLLM sends by itself over a group or a store.
+    """The same in a process of an engine, and for what vLLM sends by itself.
 
     Raises:
         HpcrlError: if torch or vLLM has no such place.
     """
     refuse_foreign_pickles()
-    _put("vllm.distributed.parallel_state", "pickle", MessagePickles)
-    _put("vllm.distributed.utils", "pickle", MessagePickles)
+    _put("vllm.distributed.parallel_state", "pickle", plain)
+    _put("vllm.distributed.utils", "pickle", plain)
+    written = SimpleNamespace(Pickler=plain.PlainPickler, HIGHEST_PROTOCOL=pickle.HIGHEST_PROTOCOL, loads=pickle.loads)
+    _put(QUEUES, "pickle", written)
+    queue = importlib.import_module(QUEUES).MessageQueue
+    if not hasattr(queue.recv, "of_hpcrl"):
+        queue.recv = staticmethod(_receive(queue.recv))
+
+
+def _receive(theirs: Any) -> Any:
+    """vLLM's function that reads a message of a queue, with ours for those that come over the network."""
+    import zmq
+
+    def receive(socket: zmq.Socket[bytes], timeout: float | None) -> Any:
+        if not socket.getsockopt(zmq.LAST_ENDPOINT).startswith(b"tcp:"):
+            return theirs(socket, timeout)
+        if not socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
+            raise TimeoutError
+        first, *buffers = socket.recv_multipart(copy=False)
+        found = plain.loads(first.bytes, buffers)
+        if type(found) is tuple and found and type(found[0]) is bytes:  # vLLM's workers unpickle it, and call it
+            raise refused("a function")
+        return found
+
+    receive.of_hpcrl = True  # type: ignore[attr-defined]
+    return receive
 
 
 def _put(module: str, name: str, ours: Any) -> None:

@@ -1,25 +1,28 @@
-"""How values are made that a message or a pickle builds from others (tensors, sizes, errors), and the error that
-refuses one.
+"""Functions that make a value from the parts that a pickle has of it, and the error that refuses one.
 
-Invariants: each function checks the types of all that it is given before it makes anything, and calls nothing of what
-it is given; Refused is for what may well be whole but is not on the list, while what is damaged raises UnpicklingError
-or what Python does.
+Pickles of our own processes name these functions instead of those of numpy and Python, which would call what they are
+given, or take any bytes for pointers.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import io
 import pickle
-import re
 import traceback
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
 from hpcrl.errors import HpcrlError
+from hpcrl.pickles.records import DTYPES, IPC_HANDLE
 
 
 class Refused(HpcrlError, pickle.UnpicklingError):
-    """A message or pickle names, or asks for, something that is not on the list."""
+    """A pickle names, or asks for, something that is not on the list."""
 
 
 def refused(what: str) -> Refused:
@@ -33,11 +36,10 @@ def refused(what: str) -> Refused:
 
 
 def wrong(what: str) -> pickle.UnpicklingError:
-    """A listed name, with other parts than torch and Megatron write it with."""
+    """A listed name, with other parts than it is written with."""
     return pickle.UnpicklingError(f"{what} has other parts than it is written with")
 
 
-LAYOUTS = {"torch.strided", "torch.sparse_coo"}
 #: numpy's arrays that ranks may send
 ARRAYS = {"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"}
 #: errors of other ranks that keep their class
@@ -56,34 +58,34 @@ ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def tensor_from(data: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """The tensor of `shape` and torch's `dtype`, on the CPU, whose memory in row order is `data`."""
-    import torch
-
-    if not isinstance(dtype, torch.dtype) or not is_shape(shape) or type(data) is not bytes:
-        raise wrong("a tensor")
-    if torch.Size(shape).numel() * dtype.itemsize != len(data):
-        raise wrong("a tensor")
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
-
-
 def array_from(data: bytes, kind: str, shape: tuple[int, ...]) -> Any:
     """numpy's array of `shape` and one of the ARRAYS kinds, whose memory in row order is `data`; of shape (), the
     number."""
-    import numpy as np
-
-    if type(kind) is not str or kind not in ARRAYS or not is_shape(shape) or type(data) is not bytes:
+    if type(kind) is not str or kind not in ARRAYS:
         raise wrong("an array")
-    if len(data) != np.dtype(kind).itemsize * int(np.prod(shape, dtype=object)):
-        raise wrong("an array")
-    return np.frombuffer(bytearray(data), np.dtype(kind)).reshape(shape)[()]
+    return np.frombuffer(bytearray(memoryview(data)), np.dtype(kind)).reshape(shape)[()]
 
 
-def stream_from(data: bytes) -> io.BytesIO:
-    """A file in memory: what layers of Transformer Engine keep in addition to weights comes in one."""
-    if type(data) is not bytes:
-        raise wrong("a file in memory")
-    return io.BytesIO(data)
+def tensor_from(data: Any, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """The tensor of `shape` and torch's `dtype`, on the CPU, whose memory in row order is `data`."""
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise wrong("a tensor")
+    kind = getattr(torch, dtype)
+    memory = bytearray(memoryview(data))
+    return torch.frombuffer(memory, dtype=kind).reshape(shape) if memory else torch.empty(shape, dtype=kind)
+
+
+def storage_from(data: bytes) -> Any:
+    """The memory of a tensor, as torch.save wrote it; on the CPU."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def ipc_handle_from(data: bytes) -> Any:
+    """FlashInfer's address of a GPU's memory."""
+    kind: Any = getattr(importlib.import_module(IPC_HANDLE[0]), IPC_HANDLE[1])
+    if type(data) is not bytes or len(data) != ctypes.sizeof(kind):
+        raise wrong(IPC_HANDLE[1])
+    return kind.from_buffer_copy(data)
 
 
 def error_from(name: str, text: str) -> Exception:
@@ -94,8 +96,8 @@ def error_from(name: str, text: str) -> Exception:
 
 
 def stack_from(frames: list[tuple[str, int, str, str]]) -> traceback.StackSummary:
-    """Where it was raised: (file, line number, function, line) each.  The line comes along, so that no file is read for
-    it."""
+    """Where an error was raised: (file, line number, function, line) each.  The line comes along, so that no file is
+    read for it."""
     if type(frames) is not list or any(
         type(one) is not tuple or [*map(type, one)] != [str, int, str, str] for one in frames
     ):
@@ -107,56 +109,12 @@ def stack_from(frames: list[tuple[str, int, str, str]]) -> traceback.StackSummar
 
 def checkpoint_exception(what: str, failures: dict[int, tuple[BaseException, traceback.StackSummary]]) -> BaseException:
     """torch's word to all ranks that some failed; its text is made of their errors and stacks."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    if type(what) is not str or type(failures) is not dict or any(type(rank) is not int for rank in failures):
+    if type(what) is not str or type(failures) is not dict:
         raise wrong("CheckpointException")
     for pair in failures.values():
-        if type(pair) is not tuple or len(pair) != 2:
-            raise wrong("CheckpointException")
-        if not isinstance(pair[0], BaseException) or not isinstance(pair[1], traceback.StackSummary):
+        if type(pair) is not tuple or [isinstance(pair[0], BaseException), type(pair[1])] != [
+            True,
+            traceback.StackSummary,
+        ]:
             raise wrong("CheckpointException")
     return CheckpointException(what, failures)
-
-
-def size(numbers: Any) -> Any:
-    """A tensor's shape or offset."""
-    import torch
-
-    if not is_shape(numbers):
-        raise wrong("torch.Size")
-    return torch.Size(numbers)
-
-
-def layout(name: Any) -> Any:
-    """The memory layout of a tensor, by torch's name for it."""
-    import torch
-
-    if type(name) is not str or name not in LAYOUTS:
-        raise wrong("a layout of tensors")
-    return getattr(torch, name.removeprefix("torch."))
-
-
-def device(name: str) -> Any:
-    """torch's device of this name, such as cuda:1."""
-    import torch
-
-    if not re.fullmatch(r"(cpu|cuda|meta)(:\d{1,4})?", name):
-        raise wrong("a device")
-    return torch.device(name)
-
-
-def plain(kind: Callable[..., Any], *types: type) -> Callable[..., Any]:
-    """`kind`, to be called with values of exactly these types."""
-
-    def make(*parts: Any) -> Any:
-        if any(type(part) not in types for part in parts):
-            raise wrong(getattr(kind, "__name__", str(kind)))
-        return kind(*parts)
-
-    return make
-
-
-def is_shape(numbers: Any) -> bool:
-    """Whether it is a tuple or list of numbers from 0 to 2^62."""
-    return type(numbers) in (tuple, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)

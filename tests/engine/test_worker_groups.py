@@ -34,7 +34,7 @@ def test_a_process_that_vllm_spawns_proves_its_groups(tmp_path: Path, keys: bool
     env = {name: value for name, value in os.environ.items() if name not in (KEY_FILE, REALM)}
     env |= {KEY_FILE: str(key), REALM: "0.0"} if keys else {}
     made = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    ours = ["ProvedGloo", "MessageReader", "MessagePickles", "MessagePickles"]
+    ours = ["ProvedGloo", "PlainUnpickler", "hpcrl.pickles.plain", "hpcrl.pickles.plain"]
     theirs = ["ProcessGroupGloo", "Unpickler", "pickle", "pickle"]
     assert made.stdout.split()[-4:] == (ours if keys else theirs), made.stderr
 

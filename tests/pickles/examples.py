@@ -1,4 +1,4 @@
-"""Values that ranks send one another and that checkpoints hold, and pickles and messages that do harm."""
+"""Values that ranks send one another and that checkpoints hold, and pickles that do harm."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hpcrl.pickles import records
-from hpcrl.pickles.messages import MessageWriter
+from hpcrl.pickles import records, values
 
 
 class Calls:
@@ -117,9 +116,13 @@ def attacks(made: Path) -> dict[str, Any]:
         "new enumeration": Calls(WriteItemType, "Other", ["a"]),
         "state of a member": Calls(WriteItemType, 1, state={"_value_": 9}),
         "slots of a member": Calls(WriteItemType, 1, state=(None, {"_name_": "x"})),
+        "method of a member": Calls(WriteItemType, 1, state={"__reduce_ex__": OrderedDict}),
         "state of a path": Calls(PurePosixPath, "a", state=(None, {"_str": "b"})),
         "record by call": Calls(Namespace),
         "file read by a stack": traceback.StackSummary.from_list([("/etc/hostname", 1, "f", None)])[0],
+        "tensor of a module": Calls(values.tensor_from, b"", (0,), "onnx"),
+        "array of pointers": Calls(values.array_from, b"A" * 8, "|O8", (1,)),
+        "error of a class": Calls(values.error_from, "SystemExit", ("x",)),
         "layout": Calls(torch.serialization._get_layout, "torch.nn"),
     }
 
@@ -180,13 +183,6 @@ def in_metadata() -> list[Any]:
     """Of these, what a checkpoint's `.metadata` may hold."""
     kinds = (Metadata, OldProperties, SavePlan, LoadPlan, WriteResult)
     return [value for value in plain() if isinstance(value, kinds)]
-
-
-def dumped(value: Any) -> bytes:
-    """As torch's object collectives send it in our ranks."""
-    stream = io.BytesIO()
-    MessageWriter(stream).dump(value)
-    return stream.getvalue()
 
 
 def same(one: Any, other: Any) -> bool:

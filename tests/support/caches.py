@@ -29,7 +29,7 @@ KEPT = {
     "hpcrl.config.setting_names": ("own",),
     "hpcrl.engine.held.experts": ("unpacking",),
     "hpcrl.memory.adapters": ("_matrices", "_tensors"),
-    "hpcrl.pickles.messages": ("_class_of",),
+    "hpcrl.pickles.plain": ("look_up",),
     "hpcrl.rehearsal.device": ("_short",),
     "hpcrl.rollout.endpoint.call_forms": ("forms", "form_of"),
     "hpcrl.rollout.slime_names.helpers": ("_loop",),
