@@ -1,4 +1,5 @@
-"""Which recipe a command means: the one that is named, or recipe.toml of the current directory.
+"""Which recipe a command means: the file that is named, recipe.toml of the directory that is named, or that of the
+current directory.
 
 Invariant: all commands that take a recipe choose it here; a run's own copy of its recipe
 is never taken for one.
@@ -32,11 +33,14 @@ def choose_recipe(words: Sequence[str], arguments: Sequence[str] | None, command
         if {"true", "false"} & {*words}:
             hint = "a switch takes no value: --x turns it on, --no-x off"
         raise UsageError(f"more than one recipe: {' '.join(given)}", hint)
-    if given:
-        return "" if arguments is not None else words[0]
+    if arguments is not None:
+        return ""
     from hpcrl.report.progress import say
     from hpcrl.run.started_runs import is_run
 
+    if words:
+        inside = Path(words[0]) / RECIPE_HERE
+        return str(inside) if inside.is_file() and not is_run(Path(words[0])) else words[0]
     if not Path(RECIPE_HERE).is_file() or is_run(Path.cwd()):
         raise UsageError(
             "no recipe given, and there is no recipe.toml here",

@@ -74,7 +74,7 @@ def read_recipe_file(root: Path) -> RecipeFile:
     """
     if not is_run(root):
         raise UsageError(
-            f"--resume {root}: not a run directory (it has no {RECIPE})", "name the directory that hpcrl run printed"
+            f"{root} is not a run directory: it has no {RECIPE}", "name the directory that hpcrl run printed"
         )
     try:
         return read_json(root / RECIPE, RecipeFile)
