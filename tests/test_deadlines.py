@@ -45,6 +45,7 @@ ENDED = {
     ("engine/weight_loading.py", "torch.accelerator.synchronize()"): WATCHED,
     ("engine/health.py", "question.result()"): READY,
     ("peer_proof/exchange.py", "work.wait()"): "it runs in a thread, which is left behind after the limit",
+    ("pickles/torch_patches.py", "socket.recv_multipart(copy=False)"): READY,
     ("queue/client.py", "self._socket.recv_multipart(copy=False)"): READY,
     ("queue/server.py", "self._socket.recv_multipart(copy=False)"): "it serves until it is closed",
     ("sandbox/hosts/proxy.py", "door.accept()"): READY,

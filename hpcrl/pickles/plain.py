@@ -130,21 +130,29 @@ class PlainUnpickler(pickle.Unpickler):
         return look_up(module, name)
 
 
-class PlainPickler(pickle.Pickler):
-    """Writes values so that PlainUnpickler reads them, and `pickle.loads` too.
+class ArrayPickler(pickle.Pickler):
+    """Writes numpy's arrays so that PlainUnpickler reads them, and all else as pickle does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """The function that makes a value again, and its arguments."""
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.str in values.ARRAYS:
+            return values.array_from, (value.tobytes(), value.dtype.str, value.shape)
+        return NotImplemented
+
+
+class PlainPickler(ArrayPickler):
+    """Writes values so that PlainUnpickler reads them.
 
     A value that is not listed is written as pickle writes it: then all ranks refuse it, in the same collective.
     """
 
     def reducer_override(self, value: Any) -> Any:
-        """How the values are written for which numpy, torch or Python name functions that are not listed."""
+        """The function that makes a value again, and its arguments."""
         kind = type(value)
         if kind is defaultdict:  # what makes a default is a program, and stays behind
             return dict, (), None, None, iter(value.items())
         if kind is deque:
             return list, (), None, iter(value)
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.str in values.ARRAYS:
-            return values.array_from, (value.tobytes(), value.dtype.str, value.shape)
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             name = str(value.dtype).removeprefix("torch.")
@@ -159,7 +167,7 @@ class PlainPickler(pickle.Pickler):
             return values.stack_from, (frames,)
         if (kind.__module__, kind.__name__) == IPC_HANDLE:
             return values.ipc_handle_from, (bytes(value),)
-        return NotImplemented
+        return super().reducer_override(value)
 
 
 def dumps(value: Any) -> bytes:

@@ -41,7 +41,7 @@ def refuse_foreign_pickles_of_vllm() -> None:
     refuse_foreign_pickles()
     _put("vllm.distributed.parallel_state", "pickle", plain)
     _put("vllm.distributed.utils", "pickle", plain)
-    written = SimpleNamespace(Pickler=plain.PlainPickler, HIGHEST_PROTOCOL=pickle.HIGHEST_PROTOCOL, loads=pickle.loads)
+    written = SimpleNamespace(Pickler=plain.ArrayPickler, HIGHEST_PROTOCOL=pickle.HIGHEST_PROTOCOL, loads=pickle.loads)
     _put(QUEUES, "pickle", written)
     queue = importlib.import_module(QUEUES).MessageQueue
     if not hasattr(queue.recv, "of_hpcrl"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def messages() -> list[Any]:
     params = SamplingParams(logprobs=1, structured_outputs=StructuredOutputsParams(choice=["a"]))
     return [
         ("execute_model", (SchedulerOutput.make_empty(), params), {"lora": LoRARequest("a", 1, "/a")}, None),
-        ("take", (GrammarOutput(["r"], np.zeros((1, 4), np.int32)), layout, torch.ones(2)), {}, 0),
+        ("take", (GrammarOutput(["r"], np.zeros((1, 4), np.int32)), layout, torch.ones(1 << 19)), {}, 0),
         (WorkerProc.ResponseStatus.SUCCESS, result),
         (WorkerProc.ResponseStatus.SUCCESS, CompilationTimes(1.0, 2.0)),
     ]
@@ -184,7 +185,11 @@ def test_workers_of_this_host_are_read_as_vllm_reads(vllms: Any) -> None:
     waits.start()
     reader.wait_until_ready()
     waits.join()
-    for value in (*messages(), b"x" * (writer.buffer.max_chunk_bytes + 1), ({1: np.array(["a"], dtype=object)},)):
+    for value in (
+        *messages(),
+        b"x" * (writer.buffer.max_chunk_bytes + 1),
+        (np.array(["a"], dtype=object), defaultdict(list)),
+    ):
         writer.enqueue(value)
         assert repr(reader.dequeue(timeout=10)) == repr(value)
 
