@@ -32,12 +32,10 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[0] = str(REPO)
 
 import numpy as np  # noqa: E402
-import zmq  # noqa: E402
 
 from bench.weights_roles.hosts import BRIDGE, Host, switch  # noqa: E402
 from bench.weights_roles.members import BYTES, COLUMNS, LIMIT, RANKS, ROWS, Stage, member, plan_of  # noqa: E402
-from hpcrl.queue.auth import ServerKeys  # noqa: E402
-from hpcrl.rendezvous.server import StoreServer  # noqa: E402
+from hpcrl.queue.torch_store import open_store  # noqa: E402
 
 HERE = "127.0.0.1"
 BUCKET = 64 * 2**20
@@ -70,13 +68,12 @@ class Result:
 def run(way: str, near: bool, tensors: int, rounds: int, hosts: tuple[Host, ...] = (), bucket: int = BUCKET) -> Result:
     """One way.  SystemExit if a process fails."""
     context = mp.get_context("fork")
-    own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
     store = BRIDGE if hosts else HERE
-    server = StoreServer(store, ServerKeys(*own, (mine[0],)))
+    server = open_store(store)
     engines = 2 if hosts else 1
     count = RANKS + 2 * engines
     shared = (context.Barrier(count), context.Queue())
-    stage = Stage(way, tensors, rounds, engines, store, server.port, (*mine, own[0]), near, bucket, hosts, *shared)
+    stage = Stage(way, tensors, rounds, engines, store, server.port, near, bucket, hosts, *shared)
     processes = [context.Process(target=member, args=(stage, me), daemon=True) for me in range(count)]
     for process in processes:
         process.start()
@@ -85,7 +82,6 @@ def run(way: str, near: bool, tensors: int, rounds: int, hosts: tuple[Host, ...]
         process.join(60)
         if process.exitcode:
             raise SystemExit(f"{way}: a process ended with {process.exitcode}")
-    server.close()
     seconds, pause = min(next(found for me, found, _ in told if me == 0))
     return Result(seconds, pause, sum(busy for *_, busy in told), os.getloadavg()[0])
 

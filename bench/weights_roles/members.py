@@ -22,7 +22,6 @@ import torch
 from bench.weights_roles.hosts import Host
 from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 from hpcrl.models.slicing import SourceRectangle
-from hpcrl.queue.auth import ClientKeys
 from hpcrl.redistribution.layouts import Layouts, TensorPart, Worker, whole
 from hpcrl.redistribution.plan import Redistribution, redistribute
 from hpcrl.weights import gloo_group
@@ -57,7 +56,6 @@ class Stage:
     engines: int
     store: str
     port: int
-    keys: tuple[str, str, str]
     near: bool
     bucket: int
     hosts: tuple[Host, ...]
@@ -94,8 +92,7 @@ def plan_of(stage: Stage) -> Redistribution:
 
 def join(stage: Stage, me: int) -> PeerTransport:
     torch.set_num_threads(1)
-    keys = ClientKeys(*stage.keys)
-    group = gloo_group.join(stage.store, stage.port, keys, me, RANKS + stage.workers, stage.address(me), LIMIT)
+    group = gloo_group.join(stage.store, stage.port, me, RANKS + stage.workers, stage.address(me), LIMIT)
     return PeerTransport(group, me, RANKS, LIMIT)
 
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpcrl.engine import start_phases
 from hpcrl.engine.http_limits import bounded_protocol
 from hpcrl.engine.key_guard import read_key
+from hpcrl.engine.listed_pickles import SPAWNED, read_by_list
 from hpcrl.engine.multi_node import node_of
 from hpcrl.engine.server_settings import LISTEN_FD, Build, build, flags, share_flags
-from hpcrl.engine.worker_groups import SPAWNED, prove_engine_groups
 from hpcrl.errors import HpcrlError, UsageError, failure_kind
 from hpcrl.run.process import die_with_parent
 from hpcrl.run.role import RoleContext, open_role, say
@@ -160,7 +160,7 @@ def run(context: RoleContext) -> None:
     """Parse the arguments and serve, or be a part of an engine whose server is on another host."""
     with without_collection():
         found = build()
-        prove_engine_groups()
+        read_by_list()
         if not node_of():
             from vllm.entrypoints.launchers.api_server import entry  # noqa: F401  (most of what `serve` needs)
     if node_of():
@@ -200,4 +200,4 @@ def main() -> int:
 if __name__ == "__main__":
     sys.exit(main())
 elif __name__ == SPAWNED:
-    prove_engine_groups()
+    read_by_list()

@@ -25,12 +25,11 @@ from hpcrl.engine.drafts.cpu_sampler import repair
 from hpcrl.engine.drafts.own_layers import own_layers
 from hpcrl.engine.held.adapter_slot import AdapterSlot
 from hpcrl.engine.held.layers import Holdings, shown
+from hpcrl.engine.listed_pickles import read_by_list
 from hpcrl.engine.loading.empty_start import register_empty_start
-from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join, store_keys
+from hpcrl.engine.pieces.piece_receiver import PieceReceiver, join
 from hpcrl.engine.routed_experts import ExpertTables
 from hpcrl.engine.weight_loading import Receiver, UpdateRejected, register_receiver
-from hpcrl.engine.worker_groups import prove_engine_groups
-from hpcrl.peer_proof.gloo_groups import check_groups
 from hpcrl.run.process import PARENT, die_with_parent
 from hpcrl.weights.comparison import digest
 from hpcrl.weights.pieces.wire import process_identity, read_join_command
@@ -54,7 +53,7 @@ class WorkerExtension:
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        prove_engine_groups()
+        read_by_list()
         register_receiver()
         register_empty_start()
         repair()
@@ -79,7 +78,7 @@ class WorkerExtension:
         if method not in ANSWERS:
             raise ValueError(f"{method} is not a method with an answer")
         where = msgspec.json.decode(store, type=AnswerStore)
-        where.put(store_keys(), self._hpcrl_name, getattr(self, method)(*arguments))
+        where.put(self._hpcrl_name, getattr(self, method)(*arguments))
 
     @property
     def _hpcrl_name(self) -> str:
@@ -87,12 +86,7 @@ class WorkerExtension:
         return worker_name(getattr(config, "data_parallel_index", 0), self.rank)
 
     def hpcrl_manifest(self) -> dict[str, Any]:
-        """Which tensors an update must bring, and which parts of them this worker holds.
-
-        Raises:
-            HpcrlError: if this worker has a group whose members have not proved who they are.
-        """
-        check_groups()
+        """Which tensors an update must bring, and which parts of them this worker holds."""
         held = self._hpcrl_held()
         return {
             "backend": self.weight_transfer_engine.config.backend,

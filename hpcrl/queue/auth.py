@@ -1,9 +1,7 @@
-"""Who may speak to the rollout queue and to the stores where ranks meet, and how both sides prove who they are.
+"""Who may speak to the rollout queue, to engines and to nodes with sandboxes, and how both sides prove who they are.
 
     RUN/keys/queue-server.json       the server's CURVE key pair, and the public key of every client
     RUN/keys/queue-client-R.json     key pair of data-parallel rank R, and the server's public key
-    RUN/keys/ranks-*.json            the same for the store of the trainer's ranks, who share one client's key
-    RUN/keys/weights-*.json          the same for the store of those who send and receive weights
     RUN/keys/sandboxes-*.json        the same for the nodes with sandboxes and all who use these
     RUN/keys/http.key                what the key of every engine is made from
     RUN/keys/engine-I.key            what the key of an engine is made from that this run has not started
@@ -45,8 +43,8 @@ HTTP_KEY = "http.key"
 PUBLISHED = 30.0  #: seconds until what is published on one host is on every other
 MAX_REFUSALS = 100  #: peers without a key that are logged
 _USER = "dp-"
-#: the services with keys of their own: the rollout queue, the stores of `hpcrl.rendezvous`, and `hpcrl.sandbox_nodes`
-Service = Literal["queue", "ranks", "weights", "sandboxes"]
+#: the services with keys of their own: the rollout queue, and `hpcrl.sandbox_nodes`
+Service = Literal["queue", "sandboxes"]
 
 
 class ServerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +79,7 @@ Keys = TypeVar("Keys", ServerKeys, ClientKeys)
 
 
 def make_keys(rundir: RunDir, dp_size: int, engines_continue: bool = False, sandboxes: bool = False) -> None:
-    """New keys for an attempt: of the queue's server and its `dp_size` clients, of the stores, and of the engines.
+    """New keys for an attempt: of the queue's server and its `dp_size` clients, and of the engines.
 
     Args:
         engines_continue: the engines have theirs, from the attempt before.
@@ -91,7 +89,7 @@ def make_keys(rundir: RunDir, dp_size: int, engines_continue: bool = False, sand
     rundir.keys.chmod(0o700)
     for old in (*rundir.keys.glob("*-*.json"), *rundir.keys.glob("engine-*.key")):
         old.unlink()
-    services: list[tuple[Service, int]] = [("queue", dp_size), ("ranks", 1), ("weights", 1)]
+    services: list[tuple[Service, int]] = [("queue", dp_size)]
     services += [("sandboxes", 1)] * sandboxes
     for service, count in services:
         _make(rundir.keys, service, count, write_unread)
@@ -119,15 +117,13 @@ def _make(folder: Path, service: Service, count: int, write: Callable[[Path, byt
 
 
 def make_engine_keys(folder: Path) -> None:
-    """Keys for engines that serve one run after another, unless `folder` has them: http.key, and the store's of
-    weights."""
+    """The key of engines that serve one run after another, unless `folder` has it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     at = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(at, fcntl.LOCK_EX)  # several may be served at once
         if not (folder / HTTP_KEY).exists():
-            _make(folder, "weights", 1, write_atomic)
             write_atomic(folder / HTTP_KEY, secrets.token_hex(32).encode())
     finally:
         os.close(at)
@@ -135,8 +131,6 @@ def make_engine_keys(folder: Path) -> None:
 
 def lend_keys(folder: Path, address: str, to: Path) -> None:
     """Put what the engine at `address` (HOST:PORT) needs of these keys into the directory `to`."""
-    client = _client_file(Path(), 0, "weights").name
-    write_atomic(to / client, _read(folder / client))
     write_atomic(to / HTTP_KEY, key_of_engine(_read(folder / HTTP_KEY).strip(), address).encode())
 
 
@@ -146,8 +140,6 @@ def borrow_keys(rundir: RunDir, folder: Path, addresses: Iterable[str], first: i
     Raises:
         HpcrlError: names what is missing.
     """
-    for name in (_server_file(Path(), "weights").name, _client_file(Path(), 0, "weights").name):
-        write_atomic(rundir.keys / name, _read(folder / name))
     for index, address in enumerate(addresses, first):
         own = key_of_engine(_read(folder / HTTP_KEY).strip(), address).encode()
         write_atomic(_borrowed_file(rundir, index), own)

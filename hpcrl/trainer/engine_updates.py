@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hpcrl.queue.auth import client_keys, http_key
+from hpcrl.queue.auth import http_key
 from hpcrl.run.role import RoleContext
 from hpcrl.trainer.megatron.model import Policy
 from hpcrl.trainer.weight_export import WeightExporter, sent_part
@@ -74,14 +74,13 @@ def make_updates(
     host = context.plan.trainers[0].at
     identity = context.plan.run_id.partition("/")[0]  # the stage's name is in its directory's
     driver = policy.ranks.rank == 0
-    keys = client_keys(rundir, 0, "weights")
     own = context.plan.trainers[policy.ranks.rank].at
     sent = sent_part(policy, options)
-    exporter = WeightExporter(sent, patient, own, keys, options.hf_checkpoint, options.refreshes_drafts)
+    exporter = WeightExporter(sent, patient, own, options.hf_checkpoint, options.refreshes_drafts)
     sender = WeightSender(rundir, host, options, driver, written, identity)
     first: FirstUpdate | None = None
     if sent.of_adapters:
-        under = WeightExporter(policy, patient, own, keys, options.hf_checkpoint)
+        under = WeightExporter(policy, patient, own, options.hf_checkpoint)
         base = WeightSender(rundir, host, options, driver, None, f"base-of-{identity}", base=True)
         first = FirstUpdate(base, under.stream, under.leave)
     start = options.engine_start_timeout

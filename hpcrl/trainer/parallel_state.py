@@ -24,11 +24,9 @@ from hpcrl.config.options import Options
 from hpcrl.config.rules.layout import expert_layout
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.groups import planned
-from hpcrl.peer_proof.gloo_groups import prove_groups
 from hpcrl.pickles.torch_patches import refuse_foreign_pickles
 from hpcrl.plan import NO_GPUS
 from hpcrl.processors import SYSTEM, bind_beside
-from hpcrl.rendezvous.store import KeyedStore
 from hpcrl.trainer.collectives import connect_when_needed
 
 
@@ -76,8 +74,7 @@ def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
     """Join the process groups as torchrun's environment says; gloo on the CPU, NCCL with CUDA.
 
     Args:
-        store: where the ranks meet, kept by the caller; the gloo groups of one with keys are proved (default: as
-            torchrun's environment says, where strangers may come too).
+        store: where the ranks meet (default: as torchrun's environment says).
 
     Raises:
         UsageError: if the world is not what the options ask for, or there are GPUs that torch cannot use.
@@ -94,8 +91,6 @@ def initialize(options: Options, store: dist.Store | None = None) -> Ranks:
         torch.set_num_threads(options.trainer_threads)
     timeout = timedelta(minutes=options.distributed_timeout_minutes)
     refuse_foreign_pickles()
-    if isinstance(store, KeyedStore):
-        prove_groups(store.pair_key)
     store = None if store is None else dist.PrefixStore("groups", store)
     connect_when_needed()
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout)

@@ -58,7 +58,6 @@ class TrainerRank:
 
         What training draws begins with the seed, however many numbers the building has drawn.
         """
-        from hpcrl.peer_proof.gloo_groups import protection
         from hpcrl.trainer.megatron import model, running_parts
         from hpcrl.trainer.parallel_state import seed_rank
 
@@ -70,7 +69,6 @@ class TrainerRank:
         seed_rank(self.options.seed, self.ranks)
         if self.driver:
             say(running_parts.line(running_parts.running_parts(policy, versions)))
-            say(protection(self.ranks.device.type))
         return policy
 
     @property

@@ -86,11 +86,9 @@ class TrainingLoop:
 
     def begin(self) -> None:
         """Tell the rollout process where the run starts or resumes."""
-        from hpcrl.peer_proof.gloo_groups import check_groups
         from hpcrl.trainer.evaluations import EvaluationSchedule
         from hpcrl.trainer.megatron.model import know_length
 
-        check_groups()
         self.total: int = self.rollout.ask("begin", rollout_id=self.at.rollout_id, state=self.at.data)["num_rollout"]
         know_length(self.policy.scheduler, self.options, self.total)
         self.others.know_length(self.total)

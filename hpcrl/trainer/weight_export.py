@@ -24,7 +24,6 @@ import torch.distributed as dist
 from hpcrl.adapters.serving import served_as
 from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
-from hpcrl.queue.auth import ClientKeys
 from hpcrl.trainer.collectives import broadcast_bytes, broadcast_json
 from hpcrl.trainer.megatron.held_parameters import holdings, part_group
 from hpcrl.trainer.megatron.hf_weights import export
@@ -57,7 +56,6 @@ class WeightExporter:
         policy: the trained model.
         patient: a gloo group of all ranks.
         host: this rank's own address.
-        keys: to the store at which the members of an update meet.
         checkpoint: the directory that the engines serve.
         heads: engines draft with the layers that predict further tokens, so that they get these too.
     """
@@ -67,14 +65,12 @@ class WeightExporter:
         policy: Policy,
         patient: dist.ProcessGroup,
         host: str,
-        keys: ClientKeys,
         checkpoint: str | None,
         heads: bool = False,
     ) -> None:
         self.policy = policy
         self.patient = patient
         self.host = host
-        self.keys = keys
         self.heads = heads
         coded = checkpoint is not None and not policy.of_adapters
         self.scheme: Scheme | None = scheme_of(checkpoint) if coded else None
@@ -109,7 +105,7 @@ class WeightExporter:
     def join(self, command: JoinCommand, pieces: np.ndarray) -> None:
         self.leave()
         exported = self.exported_memory if command.update_group.ipc else None
-        self.piece_sender = join_as_rank(command, pieces, self.rank, self.keys, self.host, exported)
+        self.piece_sender = join_as_rank(command, pieces, self.rank, self.host, exported)
         self.dtypes = command.dtypes
 
     def prepare(self) -> None:

@@ -7,7 +7,7 @@ vLLM hands a call to every data-parallel part, and its answer is that of the fir
 each worker therefore puts its answer into a store that rank 0 serves for the time of the call (`AnswerStore`,
 `WorkerExtension.hpcrl_answer`), under the number of its engine and its own name.
 
-Invariants: the store takes answers of holders of the run's keys alone; an engine that has answered has put every answer
+Invariants: an engine that has answered has put every answer
 there; workers come in the order of parts, and within one in that of ranks.
 """
 
@@ -16,16 +16,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import msgspec
+from torch.distributed import TCPStore
 
 from hpcrl.engines.fleet import EngineBroadcast
 from hpcrl.errors import PeerError
-from hpcrl.queue.auth import ClientKeys, client_keys, server_keys
-from hpcrl.rendezvous.server import StoreServer
-from hpcrl.rendezvous.store import KeyedStore
+from hpcrl.queue.torch_store import connect_store, open_store
 
 LARGEST = 2**30  #: bytes of an answer
 
@@ -42,26 +40,24 @@ class AnswerStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: int
     seconds: float
 
-    def put(self, keys: ClientKeys, worker: str, answer: Any) -> None:
+    def put(self, worker: str, answer: Any) -> None:
         """Store what a worker answers, plain values."""
-        self._open(keys).set(self._name(worker), zlib.compress(json.dumps(answer).encode(), 1))
+        packed = zlib.compress(json.dumps(answer).encode(), 1)
+        connect_store(self.host, self.port, self.seconds).set(self._name(worker), packed)
 
-    def take(self, keys: ClientKeys, worker: str) -> Any:
+    def take(self, store: TCPStore, worker: str) -> Any:
         """The answer of a worker.
 
         Raises:
             PeerError: if it is none.
         """
-        packed = self._open(keys).get(self._name(worker))
+        packed = store.get(self._name(worker))
         opened = zlib.decompressobj()
         try:
             text = opened.decompress(packed, LARGEST)
             return json.loads(text) if opened.eof else _refuse(worker)
         except (zlib.error, ValueError) as error:
             raise PeerError(f"engine worker {worker} put something else than an answer into the store") from error
-
-    def _open(self, keys: ClientKeys) -> KeyedStore:
-        return KeyedStore(self.host, self.port, keys, timedelta(seconds=self.seconds))
 
     def _name(self, worker: str) -> str:
         return f"answer {self.engine} {worker}"
@@ -102,24 +98,18 @@ class WorkerCalls:
         if self.parts == 1:
             bodies = [{"method": method, "args": mine} for mine in arguments]
             return [answer["results"] for answer in self.fleet.begin(phase, "/collective_rpc", bodies).results()]
-        server = StoreServer(self.host, server_keys(self.fleet.rundir, "weights"))
-        try:
-            stores = [
-                AnswerStore(self.host, server.port, number, self.fleet.seconds) for number in range(len(arguments))
+        server = open_store(self.host)
+        stores = [AnswerStore(self.host, server.port, number, self.fleet.seconds) for number in range(len(arguments))]
+        bodies = [
+            {"method": "hpcrl_answer", "args": [msgspec.json.encode(store).decode(), method, *mine]}
+            for store, mine in zip(stores, arguments, strict=True)
+        ]
+        answers = self.fleet.begin(phase, "/collective_rpc", bodies).results()
+        return [
+            [
+                store.take(server, worker_name(part, rank))
+                for part in range(self.parts)
+                for rank in range(len(answer["results"]))
             ]
-            bodies = [
-                {"method": "hpcrl_answer", "args": [msgspec.json.encode(store).decode(), method, *mine]}
-                for store, mine in zip(stores, arguments, strict=True)
-            ]
-            answers = self.fleet.begin(phase, "/collective_rpc", bodies).results()
-            keys = client_keys(self.fleet.rundir, 0, "weights")
-            return [
-                [
-                    store.take(keys, worker_name(part, rank))
-                    for part in range(self.parts)
-                    for rank in range(len(answer["results"]))
-                ]
-                for store, answer in zip(stores, answers, strict=True)
-            ]
-        finally:
-            server.close()
+            for store, answer in zip(stores, answers, strict=True)
+        ]

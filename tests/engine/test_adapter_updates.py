@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from hpcrl.engines.http import Address
 from hpcrl.engines.registry import Engine
 from hpcrl.plan import Plan
-from hpcrl.queue.auth import client_keys
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.collectives import make_patient
 from hpcrl.trainer.megatron.hf_weights import export, load_hf
@@ -44,12 +43,12 @@ def rank_side(root: Path, plan: Plan, addresses: list[Address], options: Any, up
     policy = build(options, ranks)
     load_hf(policy, options.hf_checkpoint)
     begin(policy, 3)
-    patient, keys = make_patient(options), client_keys(RunDir(root), 0, "weights")
+    patient = make_patient(options)
     engines = [Engine.at(address, index) for index, address in enumerate(addresses)]
     sent = sent_part(policy, options)
 
     def updated(part: Any, way: str, version: int, base: bool) -> dict[str, float]:
-        way_out = WeightExporter(part, patient, "127.0.0.1", keys, options.hf_checkpoint)
+        way_out = WeightExporter(part, patient, "127.0.0.1", options.hf_checkpoint)
         own = options.model_copy(update={"weight_update": way})
         sender = WeightSender(RunDir(root), plan.trainers[0].at, own, ranks.rank == 0, base=base)
         if ranks.rank == 0:

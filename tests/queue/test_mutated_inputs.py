@@ -20,7 +20,6 @@ from hpcrl.errors import HpcrlError
 from hpcrl.plan import Location, Plan
 from hpcrl.queue import messages
 from hpcrl.queue.share_format import WireError, decode, encode
-from hpcrl.rendezvous.table import StoreRequest, Table, to_ask, to_bytes
 from hpcrl.report.file_tail import last_lines
 from hpcrl.report.metrics import parse_record
 from hpcrl.run.job_files import JobState
@@ -56,10 +55,6 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     return bytes(found)
 
 
-def of_store(data: bytes) -> None:
-    Table().take(b"member", to_ask.decode(data))
-
-
 def of_file(read: Callable[[Path], Any]) -> Callable[[bytes], None]:
     path = Path(f"/dev/shm/hpcrl-mutated-{os.getpid()}")
 
@@ -90,11 +85,6 @@ DECODERS: dict[str, tuple[list[bytes], Callable[[bytes], Any], tuple[type[Except
     "columns of shares": ([WHOLE[2]], lambda data: decode([*WHOLE[:2], data, *WHOLE[3:]]), (WireError,)),
     "messages of clients": ([messages.pack(m) for m in MESSAGES], messages.read_from_client, (WireError,)),
     "messages of the server": ([messages.pack(messages.Failed("no"))], messages.read_from_server, (WireError,)),
-    "a store": (
-        [to_bytes(StoreRequest(1, "set", ["a"], [b"b"])), to_bytes(StoreRequest(1, "add", ["n"], [], 3))],
-        of_store,
-        (msgspec.MsgspecError, ValueError),
-    ),
     "state": ([STATE], of_file(lambda path: read_json(path, JobState)), (Damaged,)),
     "errors": ([FAILURE], of_file(lambda path: read_json(path, AttemptFailure)), (Damaged,)),
     "metrics": ([RECORD], parse_record, ()),

@@ -728,8 +728,7 @@ def test_the_one_who_came_last_has_the_seat(served: Served, client: QueueClient)
 def test_keys_are_for_the_owner_alone(rundir: RunDir) -> None:
     assert stat.S_IMODE(rundir.keys.stat().st_mode) == 0o700
     files = {path.name: path for path in rundir.keys.iterdir()}
-    stores = {f"{service}-{whose}.json" for service in ("ranks", "weights") for whose in ("server", "client-0")}
-    assert files.keys() == {"queue-server.json", "queue-client-0.json", "queue-client-1.json", "http.key"} | stores
+    assert files.keys() == {"queue-server.json", "queue-client-0.json", "queue-client-1.json", "http.key"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
     server = auth.server_keys(rundir)
     client = auth.client_keys(rundir, 1)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
-import zmq
 
-from hpcrl.queue import frames, unproven
-from hpcrl.queue.auth import ClientKeys, ServerKeys
-from hpcrl.rendezvous.server import StoreServer
-from hpcrl.rendezvous.store import KeyedStore
-from tests.support.attacked import FILES, HERE, Attacked, start
-from tests.support.queues import until
+from hpcrl.queue import frames
+from tests.support.attacked import FILES, Attacked, start
 from tests.support.second_user import SecondUser
 from tests.support.strangers import attack
 
@@ -31,59 +23,10 @@ def test_cut_and_joined() -> None:
         frames.joined([b"x" * 60, b"x" * 60], 100)
 
 
-def test_oldest_unproven_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many connections without a key the oldest are closed, and none with a key, however old and idle."""
-    monkeypatch.setattr(unproven, "MOST", 8)
-    monkeypatch.setattr(unproven, "YOUNG", 0.0)
-    own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
-    server = StoreServer(HERE, ServerKeys(*own, (mine[0],)))
-    member = KeyedStore(HERE, server.port, ClientKeys(*mine, own[0]), timedelta(seconds=20))
-    member.set("x", "1")
-    ended = member._connection().get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    idle = []
-    for _ in range(40):
-        idle.append(socket.create_connection((HERE, server.port)))
-        time.sleep(0.005)
-    for one in idle:
-        one.setblocking(False)
-
-    until(lambda: sum(map(_closed, idle)) >= 32)
-    assert not any(map(_closed, idle[-8:]))
-    assert member.get("x") == b"1" and not ended.poll(0)
-    server.close()
-
-
-def test_crowd_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of ranks that start at once are not closed for being many: only what is older, or beyond a crowd."""
-    monkeypatch.setattr(unproven, "MOST", 2)
-    monkeypatch.setattr(unproven, "CROWD", 20)
-    monkeypatch.setattr(unproven, "YOUNG", 3600.0)
-    own = [key.decode() for key in zmq.curve_keypair()]
-    server = StoreServer(HERE, ServerKeys(*own, ()))
-    idle = [socket.create_connection((HERE, server.port)) for _ in range(30)]
-    for one in idle:
-        one.setblocking(False)
-    until(lambda: sum(map(_closed, idle)) == 10)
-    assert all(map(_closed, idle[:10]))
-    server.close()
-
-
-def _closed(connection: socket.socket) -> bool:
-    """Whether the server has ended the connection; it may have greeted."""
-    try:
-        while found := connection.recv(1000):
-            assert found
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 # ---- as a second account, against processes
 
 
-@pytest.fixture(scope="module", params=["store", "queue"])
+@pytest.fixture(scope="module", params=["queue"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Attacked]]:
     """A server to attack, and one like it that is left alone."""
     folder = tmp_path_factory.mktemp(request.param)

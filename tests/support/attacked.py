@@ -1,6 +1,6 @@
 """Servers of a run for strangers to attack, each in a process of its own with few descriptors.
 
-    python -m tests.support.attacked store|queue|engine|endpoint DIRECTORY
+    python -m tests.support.attacked queue|engine|endpoint DIRECTORY
 
 The process prints what its peers need as one line of JSON, and serves until its input ends.
 """
@@ -17,19 +17,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
-import zmq
 
 from hpcrl.engine.http_limits import bounded_protocol
 from hpcrl.engine.key_guard import KEY_FILE, RunKeyGuard, read_key
-from hpcrl.queue.auth import ClientKeys, ServerKeys
 from hpcrl.queue.client import QueueClient
-from hpcrl.rendezvous.server import StoreServer
-from hpcrl.rendezvous.store import KeyedStore
 from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.run.peers import RolloutPeer, find
 from hpcrl.run.rundir import RunDir
@@ -70,24 +65,11 @@ def start(kind: str, directory: Path) -> Attacked:
     process = subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     told = json.loads(read_line(process))
-    if kind == "store":
-        found = _store(process, told)
-    else:
-        found = _queue(process, told, directory) if kind == "queue" else _http(process, told)
+    found = _queue(process, told, directory) if kind == "queue" else _http(process, told)
     for _ in range(30):
         found.call()
     found.resting = psutil.Process(process.pid).memory_info().rss
     return found
-
-
-def _store(process: subprocess.Popen[str], told: dict[str, Any]) -> Attacked:
-    keys = ClientKeys(*told["keys"])
-
-    def member() -> KeyedStore:
-        return KeyedStore(HERE, told["port"], keys, timedelta(seconds=WAIT))
-
-    first = member()
-    return Attacked(process, told["port"], lambda: first.set("x", "y" * 100), lambda: member().get("x"))
 
 
 def _queue(process: subprocess.Popen[str], told: dict[str, Any], directory: Path) -> Attacked:
@@ -126,11 +108,6 @@ def _http(process: subprocess.Popen[str], told: dict[str, Any]) -> Attacked:
 
     first = connection()
     return Attacked(process, told["port"], lambda: ask(first), lambda: ask(connection()), key=told["key"])
-
-
-def serve_store() -> dict[str, Any]:
-    own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
-    return {"port": StoreServer(HERE, ServerKeys(*own, (mine[0],))).port, "keys": [*mine, own[0]]}
 
 
 def serve_queue(directory: Path) -> dict[str, Any]:
@@ -178,5 +155,5 @@ if __name__ == "__main__":
     elif sys.argv[1] == "endpoint":
         asyncio.run(serve_endpoint())
     else:
-        print(json.dumps(serve_store() if sys.argv[1] == "store" else serve_queue(Path(sys.argv[2]))), flush=True)
+        print(json.dumps(serve_queue(Path(sys.argv[2]))), flush=True)
         sys.stdin.read()

@@ -1,7 +1,7 @@
 """What a second account does to take ranks' places in gloo groups: a program for `SecondUser`.
 
 It asks the kernel for sockets of the victim that listen, connects to each at once with the greetings of several ranks,
-and then plays gloo's protocol: it sends zeros for whatever it is asked, and takes whatever it is offered.  When its
+and then plays gloo's protocol: it sends a pickle for whatever it is asked, and takes whatever it is offered.  When its
 input ends it tells, as JSON, how many connections it had, to how many it was spoken, and how many bytes came.
 """
 
@@ -13,11 +13,12 @@ from typing import Any
 from tests.support.children import read_line
 from tests.support.second_user import SecondUser
 
-#: arguments: the victim's uid; "answer" or "silent"; the ranks to greet as; how the victims' addresses begin
+#: arguments: the victim's uid; the pickle, hexadecimal; the ranks to greet as; how the victims' addresses begin
 PROGRAM = r"""
 import json, os, select, socket, struct, sys
-victim, manner, ranks, within = int(sys.argv[1]), sys.argv[2], [int(r) for r in sys.argv[3].split(",")], sys.argv[4]
-GIVE, OFFER, ASK = 1, 2, 3
+victim, sent, within = int(sys.argv[1]), bytes.fromhex(sys.argv[2]), sys.argv[4]
+ranks = [int(r) for r in sys.argv[3].split(",")]
+GIVE, OFFER, ASK, MESSAGE = 1, 2, 3, 4096
 known, open_, spoken, came = set(), {}, set(), 0
 made = 0
 
@@ -53,11 +54,10 @@ def hear(sock):
             held = held[48 + length:]
             continue
         held = held[48:]
-        if manner == "answer":
-            if code == ASK:
-                sock.sendall(message(OFFER, slot) + message(GIVE, slot, bytes(length or 32)))
-            elif code == OFFER:
-                sock.sendall(message(ASK, slot))
+        if code == ASK:
+            sock.sendall(message(OFFER, slot) + message(GIVE, slot, sent.ljust(length or MESSAGE, b"\0")))
+        elif code == OFFER:
+            sock.sendall(message(ASK, slot))
     open_[sock] = held
 
 for place in listening():
@@ -95,14 +95,13 @@ class GlooAttack:
     """The attack, from its start to `end`.
 
     Args:
+        sent: the pickle that it answers with.
         ranks: greetings, separated by commas.
         within: how the addresses begin that are attacked: other tests of this machine have the same user.
     """
 
-    def __init__(
-        self, user: SecondUser, victim: int, manner: str = "answer", ranks: str = "0,1", within: str = ""
-    ) -> None:
-        self.process = user.start(PROGRAM, str(victim), manner, ranks, within)
+    def __init__(self, user: SecondUser, victim: int, sent: bytes, ranks: str = "0,1", within: str = "") -> None:
+        self.process = user.start(PROGRAM, str(victim), sent.hex(), ranks, within)
         assert read_line(self.process) == "ready\n"
 
     def end(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.options import Options
-from hpcrl.queue.auth import ClientKeys
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_model
 
@@ -25,7 +24,7 @@ def rank_side(options: Options) -> tuple[list[str], list[str], int]:
     from hpcrl.trainer.weight_export import WeightExporter
 
     policy = build(options, initialize(options))
-    exporter = WeightExporter(policy, make_patient(options), "127.0.0.1", ClientKeys("", "", ""), None)
+    exporter = WeightExporter(policy, make_patient(options), "127.0.0.1", None)
     held = list(exporter.describe()[0])
     stream = exporter.stream()
     seen = 0

@@ -97,4 +97,4 @@ def test_one_external_engine_two_runs(tmp_path: Path, task: Path) -> None:
         )
     finally:
         end(engine)
-    assert sorted(path.name for path in keys.iterdir()) == ["http.key", "weights-client-0.json", "weights-server.json"]
+    assert sorted(path.name for path in keys.iterdir()) == ["http.key"]

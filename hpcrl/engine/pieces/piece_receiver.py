@@ -16,16 +16,13 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from hpcrl.engine.key_guard import KEY_FILE
 from hpcrl.engine.pieces.assembly import Assembly, Held, sizes
 from hpcrl.engines.fleet import in_thread
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.auth import ClientKeys, keys_in
 from hpcrl.weights import gloo_group
 from hpcrl.weights.pieces.choose_transport import choose_transport, current_device, use_device
 from hpcrl.weights.pieces.elements import WHOLE
@@ -229,11 +226,6 @@ class PieceReceiver:
         self.transport.close()
 
 
-def store_keys() -> ClientKeys:
-    """An engine's keys to the stores of those who send and receive weights."""
-    return keys_in(Path(os.environ[KEY_FILE]).parent, 0, "weights")
-
-
 def join(command: WorkerJoinCommand, worker: str, held: Holdings) -> Future[PieceReceiver]:
     """Begin to join the group, in a thread of its own: a worker that waited in here would hold up those that compute
     together with it, which then never come to join.
@@ -264,7 +256,6 @@ def join(command: WorkerJoinCommand, worker: str, held: Holdings) -> Future[Piec
             group = gloo_group.join(
                 update_group.host,
                 update_group.port,
-                store_keys(),
                 number,
                 update_group.world,
                 own_host,

@@ -1,8 +1,8 @@
 """An engine that no run has started (`hpcrl engines serve`): what it is started with, and what a run borrows of its
 keys.
 
-    KEYS/http.key, KEYS/weights-*.json     keys (queue/auth.py), made by the first `serve`
-    KEYS/engine-PORT-XXXXXXXX/             what one server is started with; removed when it ends
+    KEYS/http.key                   what keys are made from (queue/auth.py), by the first `serve`
+    KEYS/engine-PORT-XXXXXXXX/      what one server is started with; removed when it ends
 
 Invariants: one run at a time has the engines of a directory of keys, or else two would mix their weights; an engine
 gets no key that opens another.

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hpcrl.peer_proof.pairs import WHOLE
-
 Step = tuple[int, int, int, int]  #: rollouts done, attempt, policy version, ranks
 
 
@@ -44,9 +42,6 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def partners(hosts: Sequence[str]) -> list[int | None]:
     """Of each rank the one that keeps its second copy: on the next host the one in the same place; None on one host.
 
-    Among more than WHOLE ranks gloo connects those alone whose distance is a power of two (`peer_proof/pairs.py`): then
-    it is the first such distance that leads to another host.
-
     Args:
         hosts: of each rank, in rank order.
     """
@@ -55,10 +50,6 @@ def partners(hosts: Sequence[str]) -> list[int | None]:
         ranks_on.setdefault(host, []).append(rank)
     if len(ranks_on) < 2:
         return [None] * len(hosts)
-    far = 1 << (max(map(len, ranks_on.values())) - 1).bit_length()
-    around = [(rank + far) % len(hosts) for rank in range(len(hosts))]
-    if len(hosts) > WHOLE and all(hosts[rank] != hosts[other] for rank, other in enumerate(around)):
-        return list(around)
     names = list(ranks_on)
     following = {name: ranks_on[names[(number + 1) % len(names)]] for number, name in enumerate(names)}
     return [following[host][ranks_on[host].index(rank) % len(following[host])] for rank, host in enumerate(hosts)]

@@ -1,19 +1,14 @@
-"""Where the ranks meet: a store that listens on the address of the first trainer's host and nowhere else.
+"""Where the ranks meet: torch's store, on the address of the first trainer's host and nowhere else.
 
-torchrun's own rendezvous listens on every interface, finds its host by guessing from names, and admits anybody.  Which
-rank is where is decided before, by `plan.py`.
-
-Invariant: ours binds one address of the plan, port 0, publishes the port in the run directory, admits peers that have
-the ranks' key of this attempt, and holds only what torch.distributed puts there, and what each host's first rank says
-of its packages (`trainer/megatron/running_parts.py`).
+torchrun's own rendezvous listens on every interface and finds its host by guessing from names.  Which rank is where is
+decided before, by `plan.py`.
 """
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -23,31 +18,29 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hpcrl.errors import UsageError
-from hpcrl.queue.auth import client_keys, server_keys
-from hpcrl.rendezvous.server import StoreServer
-from hpcrl.rendezvous.store import KeyedStore
+from hpcrl.queue.torch_store import connect_store, open_store
 from hpcrl.run.peers import StorePeer, publish, wait_for
 from hpcrl.run.role import RoleContext
 
 BACKEND = "hpcrl"
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = 600.0  #: seconds
 
 
-def open_store(context: RoleContext) -> StoreServer:
-    """Open the store, in the first process of the trainer.
+def serve(context: RoleContext) -> TCPStore:
+    """Open the store, in the first process of the trainer, and publish its address.
 
     Raises:
         UsageError: if the address cannot be bound.
     """
     try:
-        server = StoreServer(context.plan.trainers[0].at, server_keys(context.rundir, "ranks"))
+        server = open_store(context.plan.trainers[0].at)
     except UsageError as error:
         raise UsageError(f"trainer rank 0 {error.what}", error.hint) from error
-    publish(context.rundir, StorePeer(host=server.address, port=server.port))
+    publish(context.rundir, StorePeer(host=server.host, port=server.port))
     return server
 
 
-def connect(context: RoleContext) -> KeyedStore:
+def connect(context: RoleContext) -> TCPStore:
     """Connect to the store.
 
     Raises:
@@ -55,8 +48,7 @@ def connect(context: RoleContext) -> KeyedStore:
             importing torch.
     """
     found = wait_for(context.rundir, StorePeer, 0, 2 * context.options.launch_timeout)
-    keys = client_keys(context.rundir, 0, "ranks")
-    return KeyedStore(found.host, found.port, keys, TIMEOUT, context.rundir.check, context.plan.rank_look())
+    return connect_store(found.host, found.port, TIMEOUT)
 
 
 class RunRendezvous(RendezvousHandler):
@@ -66,7 +58,7 @@ class RunRendezvous(RendezvousHandler):
         self.number = number
         self.nodes = len(context.plan.trainer_hosts)
         self.run_id = run_id
-        self.server = open_store(context) if number == 0 else None
+        self.server = serve(context) if number == 0 else None
         self.store = connect(context)
 
     @property

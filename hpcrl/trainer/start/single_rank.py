@@ -24,9 +24,9 @@ def join(context: RoleContext) -> tuple[KeptCode, object]:
     code = prepare_environment(context, here)
     if rank == here[0]:
         watch(context, here, code)
-    from hpcrl.trainer.start.rendezvous import open_store
+    from hpcrl.trainer.start.rendezvous import serve
 
-    server = open_store(context) if rank == 0 else None
+    server = serve(context) if rank == 0 else None
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),

@@ -1,6 +1,6 @@
 """--weight-update gathered as a plan of pieces: rank 0 alone sends, and holds every tensor whole.
 
-    source = GatheredSource(keys, host)
+    source = GatheredSource(host)
     source.begin(ranks, stream)            # an update: `stream` collects whole tensors on rank 0
     source.describe(); source.join(command, plan); source.prepare(); source.send(False)
 
@@ -21,7 +21,6 @@ import msgspec
 import torch
 
 from hpcrl.errors import HpcrlError
-from hpcrl.queue.auth import ClientKeys
 from hpcrl.redistribution.layouts import Rectangle, whole
 from hpcrl.weights.fp8 import Stream
 from hpcrl.weights.pieces.elements import copy
@@ -72,8 +71,7 @@ class StreamedValues:
 class GatheredSource:
     """Rank 0 as the only rank of a plan, kept from update to update."""
 
-    def __init__(self, keys: ClientKeys, host: str) -> None:
-        self._keys = keys
+    def __init__(self, host: str) -> None:
         self._host = host
         self._ranks: Source | None = None
         self._stream: Stream = iter(())
@@ -104,7 +102,7 @@ class GatheredSource:
         self.abort()
         known = msgspec.convert(msgspec.to_builtins(command), JoinCommand)
         pieces = pieces_of(0, plan)
-        self.sender = join_as_rank(known, pieces, 0, self._keys, self._host)
+        self.sender = join_as_rank(known, pieces, 0, self._host)
         self._dtypes = known.dtypes
         self._uses = Counter(known.names[tensor] for tensor in pieces[:, 0].tolist())
 

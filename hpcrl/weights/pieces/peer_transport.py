@@ -188,7 +188,7 @@ class PeerTransport:
         """
         self._open_group()
         if self._watch is None:
-            self._watch = threading.Thread(target=self._look, args=(self.group.store,), daemon=True)
+            self._watch = threading.Thread(target=self._look, args=(self.group.watched,), daemon=True)
             self._watch.start()
             atexit.register(self._end_watch)
         store = self.group.store

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from hpcrl.model_files.safetensors_files import ITEM_BYTES
-from hpcrl.queue.auth import ClientKeys
 from hpcrl.redistribution.layouts import Rectangle
 from hpcrl.redistribution.loads import padded
 from hpcrl.weights import gloo_group
@@ -216,7 +215,6 @@ def join_as_rank(
     command: JoinCommand,
     pieces: np.ndarray,
     rank: int,
-    keys: ClientKeys,
     host: str,
     exported: ExportedMemory | None = None,
 ) -> PieceSender:
@@ -224,12 +222,11 @@ def join_as_rank(
 
     Args:
         pieces: this rank's (`messages.pieces_of`).
-        keys: to the store where the members meet.
         host: this rank's own address.
         exported: memory on the GPU of the weights that engines open, where they do.
     """
     where = command.update_group
-    group = gloo_group.join(where.host, where.port, keys, rank, where.world, host, where.seconds)
+    group = gloo_group.join(where.host, where.port, rank, where.world, host, where.seconds)
     transport = choose_transport(group, rank, where, current_device(), exported)
     return PieceSender(transport, pieces, command.names, command.targets[rank], command.limit, command.keep)
 

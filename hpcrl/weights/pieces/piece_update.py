@@ -22,14 +22,15 @@ from concurrent.futures import Future, wait
 from math import prod
 from typing import Any, TypeGuard
 
+from torch.distributed import TCPStore
+
 from hpcrl.config.options import Options
 from hpcrl.engines.fleet import GLANCE, EngineBroadcast, EngineLost, PendingCalls, in_thread
 from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.model_files.safetensors_files import ITEM_BYTES
-from hpcrl.queue.auth import client_keys, server_keys
+from hpcrl.queue.torch_store import open_store
 from hpcrl.redistribution.loads import ALIGN
 from hpcrl.redistribution.plan import Redistribution, carriers
-from hpcrl.rendezvous.server import StoreServer
 from hpcrl.run.role import say
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.weights.fp8 import Scheme, Stream, quantized
@@ -73,13 +74,13 @@ class PieceUpdate:
         self.scheme = scheme
         self.host = host
         self.plan: Redistribution | None = None
-        self.store: StoreServer | None = None
+        self.store: TCPStore | None = None
         self.keep = options.weight_update == "delta"
         self.current = False  #: everybody has kept what the last update brought
         self.bytes = 0
         self.gathered: GatheredSource | None = None
         if options.weight_update == "gathered":
-            self.gathered = GatheredSource(client_keys(fleet.rundir, 0, "weights"), host)
+            self.gathered = GatheredSource(host)
         self.source: Sending | None = None
 
     def stage(self, ranks: Source, checked: Callable[[Stream], Stream], compare: bool, version: int) -> None:
@@ -132,7 +133,7 @@ class PieceUpdate:
         plans = receive_plans(plan, dtypes, shapes)
         self._leave()
         self.current = False
-        self.store = StoreServer(self.host, server_keys(self.fleet.rundir, "weights"))
+        self.store = open_store(self.host)
         workers = sum(len(engine) for engine in self.manifests)
         wired = backend == NCCL or (backend == IPC and bool(plan.far().any()))
         nccl = base64.b64encode(unique_id()).decode() if wired else ""
@@ -238,9 +239,7 @@ class PieceUpdate:
         self._leave()
 
     def _leave(self) -> None:
-        if self.store is not None:
-            self.store.close()
-            self.store = None
+        self.store = None
 
 
 class _Joining:

@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-import zmq
 
 from hpcrl.config.options import Options
 from hpcrl.engine.pieces.part_tensor import PartTensor
 from hpcrl.errors import DeadlineError, PeerError, UsageError
 from hpcrl.plan import Host, make_plan
-from hpcrl.queue.auth import ClientKeys, ServerKeys
+from hpcrl.queue.torch_store import open_store
 from hpcrl.redistribution.layouts import Worker
 from hpcrl.redistribution.plan import redistribute
-from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
 from hpcrl.weights.comparison import cut, digest
 from hpcrl.weights.pieces.device_memory import NAME_BYTES, HostMemory, Runtime, tensor_at
@@ -97,14 +95,14 @@ def one_host(family: str) -> tuple[Case, Any]:
     return case, redistribute(case.layouts, case.workers, case.hosts, 4096)
 
 
-def member(me: int, family: str, port: int, keys: tuple[str, str, str]) -> dict[str, Any]:
+def member(me: int, family: str, port: int) -> dict[str, Any]:
     """One process, rank or worker: what it has sent, or digests of what it got in each update."""
     case, plan = one_host(family)
     plans, ranks = boxes_of(case, plan), len(case.hosts)
     count = ranks + len(case.workers)
     memory = SlowMemory(0.002)
     transport = WatchedPost(
-        gloo_group.join(HERE, port, ClientKeys(*keys), me, count, HERE, 20),
+        gloo_group.join(HERE, port, me, count, HERE, 20),
         me,
         ranks,
         20,
@@ -130,9 +128,9 @@ def member(me: int, family: str, port: int, keys: tuple[str, str, str]) -> dict[
     return {"got": found, "opens": memory.opens, "senders": len(senders)}
 
 
-def call_member(family: str, port: int, keys: tuple[str, str, str]) -> dict[str, Any]:
+def call_member(family: str, port: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return member(int(os.environ["RANK"]), family, port, keys)
+    return member(int(os.environ["RANK"]), family, port)
 
 
 @pytest.mark.process
@@ -140,13 +138,12 @@ def call_member(family: str, port: int, keys: tuple[str, str, str]) -> dict[str,
 def test_same_as_gathered_between_processes(family: str) -> None:
     """Bit for bit, update after update; memory is made once, and opened once by each who reads it."""
     case, plan = one_host(family)
-    own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
-    server = StoreServer(HERE, ServerKeys(*own, (mine[0],)))
+    server = open_store(HERE)
     ranks = len(case.hosts)
     try:
-        found = run_ranks(ranks + len(case.workers), call_member, family, server.port, (*mine, own[0]))
+        found = run_ranks(ranks + len(case.workers), call_member, family, server.port)
     finally:
-        server.close()
+        del server
     sent = sum(one["sent"][0] for one in found[:ranks])
     assert all(one["sent"][0] == one["sent"][1] and one["made"] == 1 for one in found[:ranks])
     assert sent == plan.sent().sum() == sum(t.size * 4 for t in case.tensors.values()), (

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zmq
+from torch.distributed import TCPStore
 
 from hpcrl.config.options import Options
 from hpcrl.engine.pieces.assembly import Assembly
@@ -24,11 +24,10 @@ from hpcrl.engine.pieces.piece_receiver import PieceReceiver
 from hpcrl.engines.fleet import EngineLost
 from hpcrl.errors import HpcrlError, PeerError
 from hpcrl.models.slicing import SourceRectangle
-from hpcrl.queue.auth import ClientKeys, ServerKeys
+from hpcrl.queue.torch_store import open_store
 from hpcrl.redistribution.layouts import Layouts, Worker, whole
 from hpcrl.redistribution.loads import padded
 from hpcrl.redistribution.plan import Redistribution, redistribute
-from hpcrl.rendezvous.server import StoreServer
 from hpcrl.weights import gloo_group
 from hpcrl.weights.comparison import cut
 from hpcrl.weights.fp8 import Scheme
@@ -51,15 +50,14 @@ from tests.support.families import EXPERTS, SIZES
 from tests.support.layouts import Case, random_case
 
 HERE = "127.0.0.1"
-SERVERS: list[StoreServer] = []
+SERVERS: list[TCPStore] = []
 
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     """Every store that a test opened is closed after it."""
     yield
-    while SERVERS:
-        SERVERS.pop().close()
+    SERVERS.clear()
 
 
 def boxes_of(case: Case, plan: Redistribution) -> list[ReceivePlan]:
@@ -68,12 +66,10 @@ def boxes_of(case: Case, plan: Redistribution) -> list[ReceivePlan]:
 
 
 def members(count: int, ranks: int) -> list[PeerTransport]:
-    own, mine = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
-    server = StoreServer(HERE, ServerKeys(*own, (mine[0],)))
+    server = open_store(HERE)
     SERVERS.append(server)
-    keys = ClientKeys(*mine, own[0])
     with ThreadPoolExecutor(count) as pool:
-        joined = [pool.submit(gloo_group.join, HERE, server.port, keys, i, count, HERE, 20) for i in range(count)]
+        joined = [pool.submit(gloo_group.join, HERE, server.port, i, count, HERE, 20) for i in range(count)]
         return [PeerTransport(future.result(30), i, ranks, 20) for i, future in enumerate(joined)]
 
 
@@ -345,7 +341,7 @@ def test_update_ends_with_another_member(sign: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(reader.receive, lambda tensors, last: None)
         if sign == "the store ends":
-            SERVERS.pop().close()
+            del SERVERS[-1]
         else:
             with pytest.raises(ZeroDivisionError), posts[2].update():
                 raise ZeroDivisionError

@@ -15,7 +15,6 @@ from hpcrl.engines.http import Address
 from hpcrl.engines.registry import Engine
 from hpcrl.errors import HpcrlError
 from hpcrl.plan import Plan
-from hpcrl.queue.auth import client_keys
 from hpcrl.run.rundir import RunDir
 from hpcrl.trainer.collectives import make_patient
 from hpcrl.trainer.megatron.hf_weights import export, load_hf
@@ -55,9 +54,7 @@ def rank_side(
     policy = build(options.model_copy(update={"hf_checkpoint": str(wide)}), ranks)
     load_hf(policy, wide)
     patient = make_patient(options)
-    way_out = WeightExporter(
-        policy, patient, "127.0.0.1", client_keys(RunDir(root), 0, "weights"), options.hf_checkpoint
-    )
+    way_out = WeightExporter(policy, patient, "127.0.0.1", options.hf_checkpoint)
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     found = []
     for version, update in enumerate(updates, 1):
@@ -150,7 +147,7 @@ def ipc_side(root: Path, plan: Plan, addresses: list[Address], options: Any, wid
     ranks = initialize(options)
     policy = build(options, ranks)
     load_hf(policy, wide)
-    way_out = WeightExporter(policy, make_patient(options), "127.0.0.1", client_keys(RunDir(root), 0, "weights"), None)
+    way_out = WeightExporter(policy, make_patient(options), "127.0.0.1", None)
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     if ranks.rank == 0:
         sender.connect([Engine.at(addresses[0], 0)])
@@ -272,7 +269,7 @@ def fault_side(root: Path, plan: Plan, addresses: list[Address], options: Any, w
     ranks = initialize(options)
     policy = build(options, ranks)
     load_hf(policy, wide)
-    way_out = WeightExporter(policy, make_patient(options), "127.0.0.1", client_keys(RunDir(root), 0, "weights"), None)
+    way_out = WeightExporter(policy, make_patient(options), "127.0.0.1", None)
     sender = WeightSender(RunDir(root), plan.trainers[0].at, options, ranks.rank == 0)
     found: dict[str, float] = {}
 

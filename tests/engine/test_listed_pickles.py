@@ -1,4 +1,4 @@
-"""Where vLLM's processes have their gloo groups proved (races against a whole engine: tests/soak/test_gloo_races.py)."""
+"""Where vLLM's processes read by the list (races against a whole engine: tests/soak/test_gloo_races.py)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from hpcrl.engine.health import reason
 from hpcrl.engine.key_guard import KEY_FILE, REALM
-from hpcrl.engine.worker_groups import SPAWNED
+from hpcrl.engine.listed_pickles import SPAWNED
 
 PROGRAM = f"""
 import runpy
 runpy.run_module("hpcrl.engine.server", run_name="{SPAWNED}", alter_sys=True)
 from torch.distributed import distributed_c10d
 from vllm.distributed import parallel_state, utils
-print(distributed_c10d.ProcessGroupGloo.__name__, distributed_c10d._unpickler.__name__,
+print(distributed_c10d._unpickler.__name__,
       parallel_state.pickle.__name__, utils.pickle.__name__)
 """
 
@@ -26,7 +26,7 @@ print(distributed_c10d.ProcessGroupGloo.__name__, distributed_c10d._unpickler.__
 @pytest.mark.vllm
 @pytest.mark.process
 @pytest.mark.parametrize("keys", [True, False])
-def test_a_process_that_vllm_spawns_proves_its_groups(tmp_path: Path, keys: bool) -> None:
+def test_a_process_that_vllm_spawns_reads_by_the_list(tmp_path: Path, keys: bool) -> None:
     """multiprocessing runs the server's main module in it first; in a vLLM that is no engine of ours nothing is
     changed."""
     key = tmp_path / "http.key"
@@ -34,9 +34,9 @@ def test_a_process_that_vllm_spawns_proves_its_groups(tmp_path: Path, keys: bool
     env = {name: value for name, value in os.environ.items() if name not in (KEY_FILE, REALM)}
     env |= {KEY_FILE: str(key), REALM: "0.0"} if keys else {}
     made = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    ours = ["ProvedGloo", "PlainUnpickler", "hpcrl.pickles.plain", "hpcrl.pickles.plain"]
-    theirs = ["ProcessGroupGloo", "Unpickler", "pickle", "pickle"]
-    assert made.stdout.split()[-4:] == (ours if keys else theirs), made.stderr
+    ours = ["PlainUnpickler", "hpcrl.pickles.plain", "hpcrl.pickles.plain"]
+    theirs = ["Unpickler", "pickle", "pickle"]
+    assert made.stdout.split()[-3:] == (ours if keys else theirs), made.stderr
 
 
 def test_our_own_error_in_a_worker_is_told() -> None:
