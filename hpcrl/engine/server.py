@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcrl.engine import start_phases
-from hpcrl.engine.http_limits import bounded_protocol
-from hpcrl.engine.key_guard import read_key
+from hpcrl.engine.bounded_http import bounded_http
 from hpcrl.engine.listed_pickles import SPAWNED, read_by_list
 from hpcrl.engine.multi_node import node_of
 from hpcrl.engine.server_settings import LISTEN_FD, Build, build, flags, share_flags
@@ -179,8 +178,7 @@ def run(context: RoleContext) -> None:
     if fork:
         os.register_at_fork(after_in_child=sock.close)  # only the server itself answers
         os.register_at_fork(after_in_child=die_with_parent)
-    http = bounded_protocol(read_key(), concurrency=context.options.rollout_server_concurrency)
-    uvloop.run(serve(sock, args, fork, http))
+    uvloop.run(serve(sock, args, fork, bounded_http()))
 
 
 def main() -> int:

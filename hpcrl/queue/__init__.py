@@ -2,5 +2,5 @@
 back.
 
 Open `server.py` (the rollout process's side) and `client.py` (a rank's) first; `share_format.py` says what the bytes of
-a share are, `auth.py` who is let in, `unproven.py` and `frames.py` what others may cost.
+a share are, `auth.py` who is let in, `frames.py` how large a message of others may be.
 """

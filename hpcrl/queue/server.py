@@ -25,7 +25,6 @@ from hpcrl.queue import auth, messages, sockets
 from hpcrl.queue.heap import keep_freed_memory
 from hpcrl.queue.rank_state import MAX_CALLS, Calls, PendingShares, Rank, RankConnection
 from hpcrl.queue.share_format import Buffer, Share, WireError, encode
-from hpcrl.queue.unproven import UnprovenPeers
 from hpcrl.run.peers import RolloutPeer, publish
 from hpcrl.run.role import say
 from hpcrl.run.rundir import RunDir
@@ -89,7 +88,6 @@ class QueueServer:
             raise HpcrlError(
                 f"rollout: the queue cannot listen on {host}: {error.strerror}", "is this the host that the plan names?"
             ) from error
-        UnprovenPeers(self._socket)
         port = int(self._socket.last_endpoint.rsplit(b":", 1)[1])
         self._spawn(self._listen())
         peer = RolloutPeer(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import load_points
 from hpcrl.errors import UsageError
-from hpcrl.queue import sockets
 from hpcrl.rollout.custom_hooks import RolloutHooks
 from hpcrl.rollout.evaluation.evaluator import HeldOut, read_held_out
 from hpcrl.rollout.grading.service import Grading
@@ -57,8 +56,7 @@ class RolloutInputs:
         if graded and (options.grades or more or not options.custom_generate_function_path):
             self.grading = Grading(options, graded, more, self.hooks)
         if options.custom_generate_function_path and (self.samples or self.held_out):
-            host = sockets.bind_address(context.plan)
-            self.custom = CustomSampler(options, self.tokenizer, self.grading, host)
+            self.custom = CustomSampler(options, self.tokenizer, self.grading)
 
     def _open_source(self, options: Options) -> None:
         """Where the prompts come from, and how many rollouts they make."""

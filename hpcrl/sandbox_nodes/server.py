@@ -19,7 +19,6 @@ import zmq.asyncio
 
 from hpcrl.errors import DataError, HpcrlError, UsageError
 from hpcrl.queue import auth, sockets
-from hpcrl.queue.unproven import UnprovenPeers
 from hpcrl.sandbox import BoxLimits, SandboxLost, SandboxPool, Unconfined
 from hpcrl.sandbox.box_line import BoxLine
 from hpcrl.sandbox_nodes.wire import (
@@ -94,7 +93,6 @@ class SandboxServer:
             raise HpcrlError(
                 f"sandboxes: cannot listen on {host}: {error.strerror}", "is this the host that the plan names?"
             ) from error
-        UnprovenPeers(self._socket)
         self._spawn(self._listen())
         self._spawn(self._probe())
         return int(self._socket.last_endpoint.rsplit(b":", 1)[1])

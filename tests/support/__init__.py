@@ -16,12 +16,10 @@ Whole runs
     small_recipes      the shipped recipes for GPUs with small models; `planted_faults`, `wrong_losses`: what can be wrong
     twins, twin_models    tiny twins of the reference runs of slime's guides and scripts; what they train
     second_user, gloo_attack    an account from which tests attack what runs under the first; what it does to gloo groups
-    attacked, strangers    servers of a run in processes of their own; what strangers send to their ports, and its cost
     asked_endpoint     an endpoint in front of a policy that says what a test wants; models of each form of tool calls
     image_files        images of sandboxes as files: layers, Docker archives, OCI layouts
     other_kinds        an account whose processes make sandboxes by bubblewrap, or by a newer release's Apptainer
     boxes              an event loop with a pool of sandboxes, for tests that are no coroutines
-    crowds             many honest clients of an HTTP server at once
     faults             the campaign of faults: kinds of faults, places where runs are struck, what must hold afterwards
 
 Models and data

@@ -72,7 +72,7 @@ def asked(tokenizer: Tokenizer, work: Callable[[AskedEndpoint], Awaitable[None]]
     """Run `work` against an endpoint with one session."""
 
     async def run() -> None:
-        speaker, endpoint = policy or Policy(tokenizer), Endpoint("127.0.0.1")
+        speaker, endpoint = policy or Policy(tokenizer), Endpoint()
         making = ResponseContext(Sampling(1.0, 4000, (), tuple(sorted(tokenizer.eos_ids))), ("train", 1), 7)
         session = Session(making, speaker, tokenizer, lambda: 2**20)  # type: ignore[arg-type]
         await endpoint.start()

@@ -8,8 +8,8 @@
     POST /KEY/...                                the same, and what functions of slime's ask (`router.py`)
 
 Invariants: every request brings the key of a response that is being made, which opens nothing else and ends with it; it
-listens on the rollout's address of the plan alone, on a port that the system chose; bodies are bounded, every wait has
-a deadline, and who brings no key costs little (`connections.py`).  An error of a request or of an engine has the shape
+listens on the loopback alone, since custom functions run on the rollout's host, on a port that the system chose; bodies
+are bounded, and every wait has a deadline.  An error of a request or of an engine has the shape
 of the protocol that it answers.
 """
 
@@ -26,10 +26,10 @@ from aiohttp import web
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint import anthropic, openai, router, streams
-from hpcrl.rollout.endpoint.connections import Connection, Connections
 from hpcrl.rollout.endpoint.fields import streams as asks_for_stream
 from hpcrl.rollout.endpoint.session import BadRequest, Session
 
+HOST = "127.0.0.1"
 LARGEST = 1 << 24  #: bytes of a request
 READ = 60.0  #: seconds that a request's body may take to arrive
 _STATUS = {"rate_limit_exceeded": 429, "request_too_large": 413, "timeout": 408}
@@ -56,8 +56,7 @@ class AnsweredRoute:
 class Endpoint:
     """The server; `open` gives a response its key, `close` takes it back."""
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self) -> None:
         self._sessions = dict[str, Session]()
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
@@ -79,18 +78,17 @@ class Endpoint:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         assert runner.server is not None
-        accept = Connections(runner.server, lambda key: key in self._sessions)
         try:
-            self._listening = await asyncio.get_running_loop().create_server(accept, self._host, 0, backlog=512)
+            listening = asyncio.get_running_loop().create_server(runner.server, HOST, 0, backlog=512)
+            self._listening = await listening
         except OSError as error:
             await runner.cleanup()
             raise HpcrlError(
-                f"rollout: the endpoint of custom functions cannot listen on {self._host}: {error.strerror}",
-                "is this the host that the plan names?",
+                f"rollout: the endpoint of custom functions cannot listen on {HOST}: {error.strerror}"
             ) from error
         self._runner = runner
         port = self._listening.sockets[0].getsockname()[1]
-        self.base_url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}/v1"
+        self.base_url = f"http://{HOST}:{port}/v1"
 
     async def stop(self) -> None:
         """Listen no more, and end what is being answered."""
@@ -127,8 +125,6 @@ class Endpoint:
             session = self._session(request)
             if session is None:
                 return _error(route.failure, 401, "the key is of no response that is being made", "invalid_api_key")
-            if isinstance(request.protocol, Connection):
-                request.protocol.proved()
             try:
                 body = _object(await _read(request))
                 if not asks_for_stream(body):

@@ -41,11 +41,10 @@ FLAG = "--custom-generate-function-path"
 class CustomSampler:
     """Made, it has started its processes; `start` waits for the first of them and opens the endpoint."""
 
-    def __init__(self, options: Options, tokenizer: Tokenizer, grading: Grading | None, host: str) -> None:
+    def __init__(self, options: Options, tokenizer: Tokenizer, grading: Grading | None) -> None:
         """Create one.
 
         Args:
-            host: that the endpoint listens on.
             grading: None where the function sets every reward.
         """
         self._options = options
@@ -53,7 +52,7 @@ class CustomSampler:
         self._grading = grading
         self._train = Sampling.of(options, tokenizer)
         self._pool = FunctionPool(options)
-        self._endpoint = Endpoint(host)
+        self._endpoint = Endpoint()
         self._client: EngineClient | None = None
         self._context: Callable[[], int | None] = lambda: None
         limit = options.custom_generate_max_failed

@@ -37,7 +37,7 @@ def served(tokenizer: Tokenizer, work: Callable[[Ask, Session, Policy], Awaitabl
     """Run `work` against an endpoint with one session."""
 
     async def run() -> None:
-        policy, endpoint = Policy(tokenizer), Endpoint("127.0.0.1")
+        policy, endpoint = Policy(tokenizer), Endpoint()
         session = Session(ResponseContext(SAMPLING, ("train", 1), 7), policy, tokenizer, lambda: context)  # type: ignore[arg-type]
         await endpoint.start()
         key = endpoint.open(session)
@@ -341,7 +341,7 @@ def routed(tokenizer: Tokenizer, work: Callable[[Ask, Session, Policy], Awaitabl
     """Run `work` with what asks the routes that have the key in their path, and no header."""
 
     async def run() -> None:
-        policy, endpoint = Policy(tokenizer), Endpoint("127.0.0.1")
+        policy, endpoint = Policy(tokenizer), Endpoint()
         session = Session(ResponseContext(SAMPLING, ("train", 1), 7), policy, tokenizer, lambda: 2**20)  # type: ignore[arg-type]
         await endpoint.start()
         key = endpoint.open(session)

@@ -56,7 +56,7 @@ async def sampler(
     )
     tokenizer = Tokenizer(model)
     grading = Grading(options, []) if graded else None
-    made = CustomSampler(options, tokenizer, grading, "127.0.0.1")
+    made = CustomSampler(options, tokenizer, grading)
     policy = Policy(tokenizer)
     made.use(policy, lambda: 256)  # type: ignore[arg-type]
     try:
