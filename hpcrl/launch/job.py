@@ -53,13 +53,7 @@ from hpcrl.report.timeline.spans import PREPARE, Timeline, launcher_timeline
 from hpcrl.run.code_files import CODE, RECORD
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.job_files import STOP, JobStateFile, forget_old_requests, process_age
-from hpcrl.run.owners import (
-    owned_by_another,
-    refuse_foreign,
-    refuse_link_to_nothing,
-    refuse_of_another,
-    swappable_by_group,
-)
+from hpcrl.run.owners import refuse_foreign, refuse_replaceable
 from hpcrl.run.peers import TrainerPeer, find
 from hpcrl.run.process import adopt_orphans, end_descendants, keep_private, set_limits
 from hpcrl.run.role import read_options
@@ -227,10 +221,6 @@ def begin_job(
     job = replace(job, root=root) if root != job.root else job
     for line in model_notes(job.stages):
         say(f"note: {line}")
-    if found := swappable_by_group(root):
-        say(f"note: all of group {found[1]} can replace {root}: {found[0]} is writable by it (chmod g-w, or +t)")
-    if found := owned_by_another(root):
-        say(f"note: user {found[1]} can replace {root}: {found[0]} belongs to that user")
     try:
         begin_code(root, job.stages, recipe.prepare_commands(root, job.overrides), pythonpath, runs_here)
         files = files_of(recipe, job.overrides, job.places)
@@ -276,7 +266,7 @@ def directory_of(recipe: Recipe, overrides: dict[str, Any]) -> Path:
     given = run_dir_of(recipe, overrides)
     check_run_dir(given, recipe.name)
     path = given.format(name=recipe.name, time=time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
-    refuse_link_to_nothing(Path(path))  # also of another user, which is followed from here on
+    refuse_foreign(Path(path))  # a link too, which is followed from here on
     return as_given(path)
 
 
@@ -286,7 +276,8 @@ def reopen_job(root: Path) -> RunJob:
     Raises:
         UsageError: if there is no such, or it is not this user's own.
     """
-    refuse_of_another(root)
+    refuse_foreign(root)
+    refuse_replaceable(root)
     begun = read_recipe_file(root)
     files = {text: FunctionFile(*file) for text, file in begun.files.items()}
     recipe = replace(load_recipe(root / COPY, origin=Path(begun.path)), files=files)

@@ -41,7 +41,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.errors import HpcrlError, PeerError, UsageError
-from hpcrl.run.owners import of_another_user, refuse_link_to_nothing, refuse_replaceable
+from hpcrl.run.owners import refuse_foreign, refuse_replaceable
 from hpcrl.run.storage_errors import describe, remedy, retry_while_passing
 from hpcrl.untrusted_files import Damaged, as_given, count_of, make_parents, read_json, touch
 
@@ -227,17 +227,16 @@ class RunDir:
             UsageError: if it is not empty, cannot be made, or would be where others may put something else in its
                 place.
         """
-        refuse_link_to_nothing(Path(root))
+        refuse_foreign(Path(root))
         path = as_given(root)
         taken = UsageError(f"--run-dir {root} is not empty", f"give another, or continue that run: hpcrl resume {root}")
         if not another and path.is_dir() and any(path.iterdir()):
             raise taken
         try:
-            refuse_replaceable(path, f"--run-dir {root}")  # before anything is made there
+            refuse_replaceable(path)  # before anything is made there
             make_parents(path)
-            refuse_replaceable(path, f"--run-dir {root}")
-            if path.is_dir() and (owner := of_another_user(path)):
-                raise UsageError(f"--run-dir {root} belongs to user {owner}", "choose another directory")
+            refuse_replaceable(path)
+            refuse_foreign(path)
             path = _claim(path) if another else path
             path.mkdir(exist_ok=True, mode=0o700)
             path.chmod(0o700)  # EPERM where it is another's

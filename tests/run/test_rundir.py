@@ -19,12 +19,10 @@ from hpcrl.launch.job import begin_job
 from hpcrl.mpi.hostfile import read_hostfile
 from hpcrl.plan import Host
 from hpcrl.run.job_files import read_job, write_job
-from hpcrl.run.owners import swappable_by_group
 from hpcrl.run.rundir import ERROR, RunDir, write_atomic
 from hpcrl.run.started_runs import RecipeFile, read_recipe_file, write_recipe_file
 from hpcrl.run.summary import Summary, read_summary, summary_of, write_summary
 from hpcrl.untrusted_files import as_given, read_given
-from tests.support.able import require
 
 
 def test_only_the_owner_can_look_in(rundir: RunDir) -> None:
@@ -213,24 +211,6 @@ def test_nobody_can_put_another_directory_in_its_place(tmp_path: Path) -> None:
         RunDir.create(tmp_path / "open" / "run")
     (tmp_path / "open").chmod(0o1777)
     RunDir.create(tmp_path / "open" / "run")
-    (tmp_path / "lure").symlink_to(tmp_path / "strangers" / "den")
-    with pytest.raises(UsageError, match="lure is a link.*/strangers/den, which is not there"):
-        RunDir.create(tmp_path / "lure")
-    assert not (tmp_path / "strangers").exists()
-
-
-def test_a_group_that_can_swap_it_is_named(tmp_path: Path) -> None:
-    """Said and not refused: project directories that a group shares are how many sites work."""
-    place = tmp_path / "project"
-    place.mkdir()
-    place.chmod(0o2775)
-    assert swappable_by_group(place / "run") is None, "root's group is the system's own"
-    require("root")
-    os.chown(place, -1, 12345)
-    place.chmod(0o2775)
-    assert swappable_by_group(place / "run") == (place, "12345")
-    place.chmod(0o3775)
-    assert swappable_by_group(place / "run") is None, "with the sticky bit nobody renames what is another's"
 
 
 def test_a_file_that_a_user_names_ends(tmp_path: Path) -> None:
