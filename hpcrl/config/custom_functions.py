@@ -305,7 +305,7 @@ def short(value: Any) -> str:
 
 # ---- module search
 
-#: an environment variable: the directory of the run's copies of the user's modules, where there are any
+#: an environment variable: the directories of the run's copies of the user's modules, where there are any
 SNAPSHOT = "HPCRL_CODE"
 SHOWN = 10  #: names that a hint lists at most
 
@@ -346,7 +346,7 @@ def missing(
 
 def searched(first: Sequence[str] = ()) -> str:
     """Where modules are looked for, as a hint."""
-    before = [*([os.environ[SNAPSHOT]] if SNAPSHOT in os.environ else []), *first]
+    before = [*filter(None, os.environ.get(SNAPSHOT, "").split(os.pathsep)), *first]
     places = "".join(f"{folder}, " for folder in before)
     return f"modules are looked for in {places}{os.getcwd()}, where the run is started, and in PYTHONPATH"
 

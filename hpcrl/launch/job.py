@@ -198,7 +198,6 @@ def begin_job(
     hosts: Callable[[Options], list[Host]] = local_hosts,
     here: bool = True,
     pythonpath: str | None = None,
-    runs_here: bool = False,
 ) -> RunJob:
     """A new run directory for the recipe; every stage is checked, also against its hosts, before anything is made, and
     nothing is left of one that cannot begin.
@@ -206,7 +205,7 @@ def begin_job(
     Args:
         here: whether this machine is one of the run's, with the files that it begins with and the packages that it runs
             with.
-        pythonpath, runs_here: see `begin_code`.
+        pythonpath: see `begin_code`.
     """
     root = directory_of(recipe, overrides)
     job = RunJob(recipe, recipe.placed(overrides), root, uuid.uuid4().hex)
@@ -222,7 +221,8 @@ def begin_job(
     for line in model_notes(job.stages):
         say(f"note: {line}")
     try:
-        begin_code(root, job.stages, recipe.prepare_commands(root, job.overrides), pythonpath, runs_here)
+        commands = recipe.prepare_commands(root, job.overrides)
+        begin_code(root, job.stages, commands, as_given(recipe.path.parent), pythonpath)
         files = files_of(recipe, job.overrides, job.places)
         commit = commit_of(recipe.path.parent)
         begun = RecipeFile(job.identity, str(recipe.path), job.overrides, commit, files)  # type: ignore[arg-type]

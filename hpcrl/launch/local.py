@@ -101,7 +101,7 @@ def run_recipe(recipe: Recipe | None, overrides: dict[str, Any], resume: Path | 
         job = reopen_job(resume)
         return run_job(job, Local(), begin=partial(resume_code, job.root, overrides.get("live_code")))
     assert recipe is not None
-    job = begin_job(recipe, for_this_machine(recipe, overrides), one_host, runs_here=True)
+    job = begin_job(recipe, for_this_machine(recipe, overrides), one_host)
     for line in recipe.reach(overrides):
         say(f"note: {line}")
     return run_job(job, Local())

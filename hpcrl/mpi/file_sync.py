@@ -58,7 +58,7 @@ def read_code(rundir: RunDir) -> dict[str, bytes]:
     them.
 
     Raises:
-        UsageError: if they are too many for a message, or if large data files, which are links, are among them.
+        UsageError: if they are too large for a message, or if symbolic links are among them.
     """
     root = code_root(rundir.root)
     if root is None:
@@ -66,10 +66,11 @@ def read_code(rundir: RunDir) -> dict[str, bytes]:
     if (root / LIVE).exists():
         return {LIVE: b""}
     folder = root / CODE
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
-    if linked := next((path for path in paths if path.is_symlink()), None):
+    found = sorted(folder.rglob("*"))
+    paths = [path for path in found if path.is_file() and path.suffix != ".pyc"]
+    if linked := next((path for path in found if path.is_symlink()), None):
         raise UsageError(
-            f"{linked} is a link to a large file, and not every host sees it",
+            f"{linked} is a symbolic link, and not every host sees where it leads",
             "put --run-dir on a file system that all hosts share, or give --live-code",
         )
     if sum(path.stat().st_size for path in paths) > LARGEST:

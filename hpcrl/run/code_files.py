@@ -1,12 +1,12 @@
-"""The user's own code in a run directory: copies of the modules that custom functions are in.
+"""The user's own code in a run directory: copies of the directories that custom functions are in.
 
-    RUN/code/       a copy of each module, made when the run directory was: what every process of every attempt imports
-    RUN/code.json   which files these are, and where they were copied from
-    RUN/live-code   exists while the run imports the modules from where they were written instead (--live-code)
+    RUN/code/NAME/       a copy of each directory, made when the run directory was: what every process imports
+    RUN/code/path.json   which of these directories, or of those in them, are searched for modules, in order
+    RUN/code.json        which files these are, and where they were copied from
+    RUN/live-code        exists while the run imports the modules from where they were written instead (--live-code)
 
-Invariants: RUN/code is the first entry of `sys.path`, the directories of --code-path the next, before a role, or a
-process that it starts, imports anything of the user's; to find it takes a role three calls to the file system, however
-large it is.
+Invariant: the copies are the first entries of `sys.path`, the directories of --code-path the next, before a role, or a
+process that it starts, imports anything of the user's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.config.custom_functions import SNAPSHOT
+from hpcrl.errors import HpcrlError
 from hpcrl.run.rundir import write_atomic
 from hpcrl.run.started_runs import LIVE, RECIPE
 from hpcrl.untrusted_files import Damaged, read_json
@@ -26,6 +27,7 @@ from hpcrl.untrusted_files import Damaged, read_json
 #: their names in a run directory
 CODE = "code"
 RECORD = "code.json"
+PATH = "path.json"  #: in RUN/code
 #: an environment variable: the directories of --code-path, for the processes that a role starts
 FIRST = "HPCRL_CODE_PATH"
 
@@ -36,7 +38,7 @@ class CodeFile(msgspec.Struct, frozen=True):
     Attributes:
         place: below RUN/code; "" for a script of the recipe's prepare commands, which is not copied.
         source: absolute path of the original.
-        sha256: of the contents; "" of a large data file, to which RUN/code has a symbolic link.
+        sha256: of the contents; "" of a symbolic link that is one in RUN/code too.
     """
 
     place: str
@@ -71,10 +73,21 @@ def code_root(root: Path) -> Path | None:
     return None
 
 
-def code_folder(root: Path) -> Path | None:
-    """RUN/code of a run, or of one of its stages; None where the modules are imported from where they were written."""
+def code_folders(root: Path) -> list[str]:
+    """The directories of RUN/code that are searched for modules of a run, or of one of its stages; none where the
+    modules are imported from where they were written.
+
+    Raises:
+        HpcrlError: if they are not known.
+    """
     place = code_root(root)
-    return None if place is None or (place / LIVE).exists() else place / CODE
+    if place is None or (place / LIVE).exists():
+        return []
+    try:
+        names = read_json(place / CODE / PATH, list[str])
+    except (OSError, Damaged) as error:
+        raise HpcrlError(f"{place / CODE / PATH} cannot be read: {error}", "start a new run of the recipe") from error
+    return [str(place / CODE / name) for name in names]
 
 
 def use_code(root: Path, code_path: Sequence[str] = ()) -> None:
@@ -84,10 +97,9 @@ def use_code(root: Path, code_path: Sequence[str] = ()) -> None:
     Args:
         code_path: the directories of --code-path, which come next.
     """
-    folder = code_folder(root)
-    for name, value in ((SNAPSHOT, str(folder or "")), (FIRST, os.pathsep.join(code_path))):
-        if value:
-            os.environ[name] = value
+    for name, folders in ((SNAPSHOT, code_folders(root)), (FIRST, code_path)):
+        if folders:
+            os.environ[name] = os.pathsep.join(folders)
         else:
             os.environ.pop(name, None)
     use_inherited_code()
@@ -95,5 +107,5 @@ def use_code(root: Path, code_path: Sequence[str] = ()) -> None:
 
 def use_inherited_code() -> None:
     """The same as the process that has started this one."""
-    given = [os.environ.get(SNAPSHOT, ""), *os.environ.get(FIRST, "").split(os.pathsep)]
+    given = [entry for name in (SNAPSHOT, FIRST) for entry in os.environ.get(name, "").split(os.pathsep)]
     sys.path[:0] = [folder for folder in given if folder]

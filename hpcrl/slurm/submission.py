@@ -89,7 +89,6 @@ def submit_new(
         lambda _: shown.request.hosts(),
         here=False,
         pythonpath=site.env.get("PYTHONPATH"),
-        runs_here=sight_of(site, recipe).code,
     )
     submission = replace(shown, job=job)
     with _removed_on_error(job.root):

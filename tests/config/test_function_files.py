@@ -112,15 +112,15 @@ def test_a_run_imports_the_file(own: Path, tmp_path: Path, live: bool) -> None:
     root = tmp_path / "run"
     root.mkdir()
     options = resolved(own, custom_rm_path="{recipe}/mine.py:brief")
-    begin_code(root, [options], [])
-    assert {path.name for path in (root / CODE).iterdir()} == {"mine.py", "helper.py"}
+    begin_code(root, [options], [], own)
+    assert {path.name for path in (root / CODE / "own").iterdir()} == {"mine.py", "helper.py", "pack", "recipe.toml"}
     if live:
         (root / LIVE).touch()
     (tmp_path / "look.py").write_text(LOOK)
     command = [sys.executable, str(tmp_path / "look.py"), str(root), *options.code_path]
     place = {**os.environ, "PYTHONPATH": str(REPO)}
     said = subprocess.run(command, env=place, capture_output=True, text=True, check=True, timeout=240).stdout.split()
-    there = own if live else root / CODE
+    there = own if live else root / CODE / "own"
     assert said == [str(there / "mine.py"), str(there / "helper.py")]
 
 
@@ -166,7 +166,7 @@ def test_a_resumed_run_means_the_same_file(
     there = subprocess.run(
         [sys.executable, "-c", code], env=place, capture_output=True, text=True, check=True, timeout=240
     )
-    assert there.stdout.strip() == str(job.root / CODE / "pack" / "sub" / "deep.py")
+    assert there.stdout.strip() == str(job.root / CODE / "own" / "pack" / "sub" / "deep.py")
 
 
 def test_two_stages_with_files_of_one_name(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_two_stages_with_files_of_one_name(tmp_path: Path) -> None:
         stages.append(Options(custom_rm_path="reward.f", code_path=[str(tmp_path / name)]))
     root = RunDir.create(tmp_path / "run").root
     with pytest.raises(UsageError, match="reward is in .*/a and in .*/b"):
-        begin_code(root, stages, [], None, False)
+        begin_code(root, stages, [], tmp_path)
 
 
 def test_a_job_does_not_wait_for_originals(

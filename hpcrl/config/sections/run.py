@@ -22,13 +22,13 @@ class RunOptions(Base):
     )
     live_code: bool = opt(
         False,
-        "import custom functions from where they are in every attempt, and not from the copy in RUN/code that is made "
-        "when the run is begun",
+        "import custom functions from where they are in every attempt, and not from the copies of their directories "
+        "that are made in RUN/code when the run is begun",
     )
     code_path: list[str] = opt(
         [],
-        "directories in which modules of custom functions are looked for before the others; FILE.py:FUNCTION where a "
-        "dotted path is taken adds that of the file",
+        "directories in which modules of custom functions are looked for before the others, and which are copied to "
+        "RUN/code; FILE.py:FUNCTION where a dotted path is taken adds that of the file",
     )
     loop: Literal["sync", "async", "fully-async"] = opt(
         "sync",

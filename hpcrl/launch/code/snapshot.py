@@ -1,37 +1,45 @@
-"""RUN/code: copies of the modules of a run's custom functions, made when its directory is made.
+"""RUN/code: copies of the directories of a run's custom functions, made when its own directory is made.
 
-Invariants: a run imports what was there when it was begun, in every attempt and on every host, unless --live-code says
-otherwise; what a copy may lack is said when it is made.
+Invariants: of these directories a run imports what was there when it was begun, in every attempt and on every host,
+unless --live-code says otherwise; which function is imported from elsewhere is said when they are copied.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import stat
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 from hpcrl.config.custom_functions import is_foreign
 from hpcrl.config.eval_sets import eval_sets
+from hpcrl.config.module_search import find_module
 from hpcrl.config.options import Options
 from hpcrl.config.plugin_points import POINTS, paths_of
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.launch.code.own_modules import OwnModules, python_path
-from hpcrl.launch.code.package_files import LARGE, FoundFiles
-from hpcrl.launch.code.trial_import import refuse_broken_copies
-from hpcrl.run.code_files import CODE, CodeFile, CodeRecord, read_code_record, write_code_record
-from hpcrl.run.rundir import write_unread
+from hpcrl.launch.code.directories import (
+    MOST_BYTES,
+    directories_of,
+    holds,
+    is_home,
+    is_installed,
+    is_kept_link,
+    outermost,
+    python_path,
+)
+from hpcrl.run.code_files import CODE, PATH, CodeFile, CodeRecord, read_code_record, write_code_record
+from hpcrl.run.rundir import write_atomic, write_unread
 from hpcrl.run.started_runs import LIVE
 from hpcrl.run.storage_errors import describe
 from hpcrl.untrusted_files import as_given, read_regular, touch
 
-MANY = 5000  #: files, and
-MUCH = 1 << 26  #: bytes, above which the size of a copy is worth a word
-ORIGINALS = 5.0  #: seconds for which the start of a job waits for a look at the originals of copied files
+ORIGINALS = 5.0  #: seconds for which the start of a job waits for a look at the originals of copied modules
 SCRIPTS = (".py", ".sh")
 SHOWN = 3  #: names in a note
 
@@ -47,41 +55,82 @@ def begin_code(
     root: Path,
     stages: Sequence[Options],
     prepare: Iterable[Sequence[str]],
+    recipe: Path,
     pythonpath: str | None = None,
-    runs_here: bool = False,
 ) -> None:
-    """Copy what a new run imports of the user's into RUN/code, and record it; with --live-code only say that it is not
-    copied.
+    """Copy the directories of a new run's custom functions into RUN/code, and record it; with --live-code only say
+    that they are not copied.
 
     Args:
         prepare: the recipe's prepare commands, whose scripts are recorded.
+        recipe: its directory.
         pythonpath: of the run's machines; None: as it is here.
-        runs_here: whether the code can be imported on this machine as on those of the run.
 
     Raises:
-        HpcrlError: for a file that cannot be copied, and copies that cannot be imported.
+        UsageError: for a directory that is too large, or copies that lack a function's module.
+        HpcrlError: for a file that cannot be copied.
     """
     if any(options.live_code for options in stages):
         touch(root / LIVE)
         return
     extra = next((found for options in stages if (found := options.train_env_vars.get("PYTHONPATH"))), "")
     first = [folder for options in stages for folder in options.code_path]
-    path = python_path(pythonpath, extra, first)
     functions = list(dict.fromkeys(path for options in stages for path in function_paths(options)))
     _refuse_two_of_a_name(functions, first)
-    own = OwnModules(list(path))
-    own.add(dict.fromkeys(function.rpartition(".")[0] for function in functions))
-    found = FoundFiles(own, root)
-    _tell_size(found, root)
-    records = [_copy(source, root / CODE, place) for place, (source, _) in sorted(found.sizes.items())]
+    modules = list(dict.fromkeys(function.rpartition(".")[0] for function in functions))
+    modules = [module for module in modules if module.partition(".")[0] != "hpcrl"]
+    path = python_path(pythonpath, extra, first)
+    needed = directories_of(modules, path, first)
+    folders = [folder for folder in needed if not is_home(folder)]
+    for folder in dict.fromkeys(needed).keys() - {*folders}:
+        say(f"{folder} is or holds a home directory and is not copied: later edits count in the run")
+    places, records = dict[Path, str](), list[CodeFile]()
+    for base, names in outermost(folders, recipe, root).items():
+        place = places[base] = _place_of(base, [*places.values(), PATH])
+        records += [_copy(base / name, base, root / CODE, f"{place}/{name}") for name in names]
     records += [CodeFile("", str(script), _digest(script)) for script in _scripts(prepare)]
-    unknown = ""
-    doubtful = found.outside or found.runs or found.skipped or own.added or own.doubts
-    if runs_here and doubtful and (root / CODE).is_dir():
-        unknown = refuse_broken_copies(root / CODE, functions, os.pathsep.join(path))
-    _tell(found, unknown)
+    searched = [place for folder in folders if (place := _place_in(folder, places, root / CODE))]
+    _check_modules(modules, [str(root / CODE / place) for place in searched], [*path, *sys.path])
+    if searched:
+        write_atomic(root / CODE / PATH, json.dumps(searched).encode())
     if records:
         write_code_record(root, CodeRecord(tuple(records)))
+
+
+def _place_of(folder: Path, taken: Collection[str]) -> str:
+    """A name for the copy of a directory: its own, with a number if another has that."""
+    name = folder.name or "root"
+    return next(each for number in count(1) if (each := f"{name}-{number}" if number > 1 else name) not in taken)
+
+
+def _place_in(folder: Path, places: Mapping[Path, str], code: Path) -> str:
+    """Where the copy of a directory is, below RUN/code; "" if it has no files."""
+    bases = [base for base in reversed(places) if folder.is_relative_to(base)]
+    found = (os.path.normpath(f"{places[base]}/{folder.relative_to(base)}") for base in bases)
+    return next((place for place in found if (code / place).is_dir()), "")
+
+
+def _check_modules(modules: Iterable[str], copies: Sequence[str], path: Sequence[str]) -> None:
+    """Say which functions' modules are imported from elsewhere than the copies.
+
+    Raises:
+        UsageError: if the copies hold a part of a package, and not a function's module.
+    """
+    for module in modules:
+        if holds(copies, module):
+            continue
+        top = module.partition(".")[0]
+        if holds(copies, top):
+            raise UsageError(
+                f"the copy of {top} lacks {module}, which git ignores or which is a link",
+                "have git list it, or import everything from where it is with --live-code",
+            )
+        spec = find_module(top, path, top=True)
+        where = next(iter([*(spec.submodule_search_locations or []), spec.origin] if spec else []), None)
+        if spec is None:
+            say(f"{module} is not here and cannot be copied: the run imports what its machines have")
+        elif where and not is_installed(Path(where)):
+            say(f"{module} is imported from {where} and is not copied: later edits count in the run")
 
 
 def _refuse_two_of_a_name(functions: Iterable[str], folders: Iterable[str]) -> None:
@@ -105,43 +154,6 @@ def function_paths(options: Options) -> Iterator[str]:
     yield from (path for path in dict.fromkeys(every) if not is_foreign(path))
 
 
-def _tell_size(found: FoundFiles, root: Path) -> None:
-    copied = sum(size for _, size in found.sizes.values() if size <= LARGE)
-    if len(found.sizes) > MANY or copied > MUCH:
-        say(
-            f"the custom functions' modules are {len(found.sizes)} files of {copied / 2**20:.0f} MiB, copied to "
-            f"{root / CODE}; --live-code imports them from where they are"
-        )
-    if linked := [str(source) for source, size in found.sizes.values() if size > LARGE]:
-        say(f"{_some(linked)}: larger than {LARGE >> 20} MiB, and linked in {root / CODE}, not copied")
-
-
-def _tell(found: FoundFiles, unknown: str) -> None:
-    """Say what is imported from elsewhere all the same, and what a copy may lack.
-
-    Args:
-        unknown: why it is not known whether the copies can be imported.
-    """
-    own = found.own
-    for module, file in own.editable.items():
-        say(f"{module} is imported from {file}, an editable install, and is not copied: later edits count in the run")
-    if own.absent:
-        say(f"{_some(own.absent)} is not here and cannot be copied: the run imports what its machines have")
-    for names, why in (
-        (found.outside, "leads out of its directory and is not copied: the copy lacks it"),
-        (found.runs, "is the directory of a run and is not copied"),
-        (found.skipped, "and is not copied"),
-        (
-            dict.fromkeys(own.doubts),
-            "finds files or modules by __file__ or sys.path, and not all that it may find is copied",
-        ),
-    ):
-        if names:
-            say(f"{_some(map(str, names))} {why}; --live-code imports everything from where it is")
-    if unknown:
-        say(f"whether the copies in {CODE} can be imported is not known: {unknown}")
-
-
 def _some(names: Iterable[str]) -> str:
     every = list(names)
     return ", ".join(every[:SHOWN]) + (f" and {len(every) - SHOWN} more" if len(every) > SHOWN else "")
@@ -157,14 +169,14 @@ def _scripts(prepare: Iterable[Sequence[str]]) -> Iterator[Path]:
 # ---- copying
 
 
-def _copy(source: Path, code: Path, place: str) -> CodeFile:
+def _copy(source: Path, folder: Path, code: Path, place: str) -> CodeFile:
     target = code / place
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if source.stat().st_size > LARGE:
+        if is_kept_link(source, folder):
             target.symlink_to(as_given(source))
             return CodeFile(place, str(source), "")
-        data = read_regular(source.resolve(), most=LARGE)
+        data = read_regular(source.resolve(), most=MOST_BYTES)
         write_unread(target, data)
         if source.stat().st_mode & stat.S_IXUSR:
             target.chmod(0o700)
@@ -181,7 +193,7 @@ def _copy(source: Path, code: Path, place: str) -> CodeFile:
 def _digest(path: Path) -> str:
     """Of the contents as they are now; "" where they cannot be read."""
     try:
-        return hashlib.sha256(read_regular(path.resolve(), most=LARGE)).hexdigest()
+        return hashlib.sha256(read_regular(path.resolve(), most=MOST_BYTES)).hexdigest()
     except OSError:
         return ""
 
@@ -195,7 +207,8 @@ def changed_files(root: Path, copied: bool) -> tuple[list[str], list[str]]:
     changed: list[str] = []
     absent: list[str] = []
     for file in read_code_record(root).files:
-        if bool(file.place) == copied and file.sha256 and (now := _digest(Path(file.source))) != file.sha256:
+        counts = file.sha256 and (file.place.endswith(".py") if copied else not file.place)
+        if counts and (now := _digest(Path(file.source))) != file.sha256:
             (changed if now else absent).append(file.source)
     return changed, absent
 
