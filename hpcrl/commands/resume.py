@@ -54,7 +54,7 @@ def extend_run(job: RunJob, num_rollout: int, ckpt_step: int | None = None) -> N
         raise UsageError(f"{job.root} has not {what} yet", "leave --num-rollout out")
     with held(job.root):
         rundir = RunDir.latest(directory)
-        options = read_options(rundir, whole=True)
+        options = read_options(rundir)
         summary = read_summary(directory)
         done = ckpt_step or (summary.rollout_id if summary else 0)
         if num_rollout <= done:

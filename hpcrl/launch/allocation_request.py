@@ -80,7 +80,7 @@ def make_request(stages: Sequence[Options], site: SiteProfile, margin: int | Non
     margin = site.signal_margin or max(margin or 0, FLOOR, *(int(o.stop_timeout) for o in stages))
     spares = max(o.spares for o in stages)
     components[0] = msgspec.structs.replace(components[0], nodes=components[0].nodes + spares)
-    outlives = spares > 0 or any(o.elastic or o.own_sandbox_hosts for o in stages)
+    outlives = spares > 0 or any(o.own_sandbox_hosts for o in stages)
     request = AllocationRequest(layout, tuple(components), margin, spares, outlives)
     for options in stages:
         make_plan(options, request.hosts(), "request")

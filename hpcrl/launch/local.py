@@ -70,8 +70,6 @@ def one_host(options: Options) -> list[Host]:
     """
     if options.spares:
         raise UsageError(f"--spares {options.spares}: hpcrl run has one host", "give --spares 0 here")
-    if options.elastic:
-        raise UsageError("--elastic: hpcrl run has one host", "give --no-elastic here")
     return local_hosts(options)
 
 

@@ -91,7 +91,7 @@ def _launch(backend: MpiHosts, recipe: Recipe | None, overrides: dict[str, Any],
 def _leave(job: RunJob, error: HpcrlError, well: bool, stuck: Mapping[str, str]) -> HostFault:
     """Without which hosts the run continues: one that is lost ends the MPI world with it, but one whose hardware broke
     is still there, and a spare one takes its place."""
-    broken = seen_broken(job) if any(options.spares or options.elastic for options in job.stages) else None
+    broken = seen_broken(job) if any(options.spares for options in job.stages) else None
     if broken is None:
         return stay(error, well, stuck)
     note_broken_host(job.root, *broken)

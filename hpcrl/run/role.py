@@ -16,8 +16,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, failure_kind
 from hpcrl.heartbeat import beating
@@ -26,7 +24,7 @@ from hpcrl.plan import Plan
 from hpcrl.run.code_files import use_code
 from hpcrl.run.owners import refuse_foreign
 from hpcrl.run.process import set_limits
-from hpcrl.run.rundir import RunDir, listed, write_atomic
+from hpcrl.run.rundir import RunDir
 from hpcrl.run.storage_errors import WORDS, describe, remedy
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.untrusted_files import Damaged, read_json, read_regular
@@ -34,8 +32,6 @@ from hpcrl.untrusted_files import Damaged, read_json, read_regular
 ERROR_LINE = re.compile(rb"\d\d:\d\d:\d\d error: (.+)")  #: in a role's log, as `act` says it
 LAST_WORDS = 20  #: lines of it in which that is looked for: what it started may have said something after it
 SAID = 500  #: characters of an error in a log that are told
-SIZE = "size.json"  #: in attempts/N: the options in which its size differs from the run's
-SIZES = ("actor_num_nodes", "rollout_num_gpus")  #: those options
 LISTEN = 0.2  #: seconds between two looks for another's error
 
 
@@ -54,31 +50,16 @@ class RoleContext:
     incarnation: int = 0
 
 
-def read_options(rundir: RunDir, whole: bool = False) -> Options:
-    """The resolved options of an attempt of a run, as its roles see them.
-
-    Args:
-        whole: those of the run itself, whatever the size of this attempt.
+def read_options(rundir: RunDir) -> Options:
+    """The resolved options of a run.
 
     Raises:
         HpcrlError: if the file is damaged, or is not there.
     """
     try:
-        options = Options.model_validate_json(read_regular(rundir.options_file))
-        own = read_json(rundir.here / SIZE, dict[str, int]) if not whole and SIZE in listed(rundir.here) else {}
-        return options.model_copy(update=own)
-    except (OSError, ValueError, Damaged) as error:
+        return Options.model_validate_json(read_regular(rundir.options_file))
+    except (OSError, ValueError) as error:
         raise HpcrlError(f"{rundir.options_file} is damaged, or of another version of hpcrl: {error}") from error
-
-
-def write_size(rundir: RunDir, options: Options) -> None:
-    """Have this attempt, and no other, be of another size than the run.
-
-    Raises:
-        HpcrlError: if that cannot be written.
-    """
-    size = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
-    write_atomic(rundir.here / SIZE, msgspec.json.encode(size))
 
 
 def read_plan(rundir: RunDir) -> Plan:

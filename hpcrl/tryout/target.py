@@ -161,7 +161,7 @@ def _of_run(run: Run, overrides: Mapping[str, Any]) -> TriedModel:
     if not stages:
         raise UsageError(f"{run.root} has not begun", "wait for its first checkpoint")
     stage = stages[-1]
-    options = read_options(RunDir(stage.root, 0), whole=True)
+    options = read_options(RunDir(stage.root, 0))
     folder = home_of(run.root)
     newest = _newest(Path(options.save or stage.root / "checkpoints"))
     if newest is None:

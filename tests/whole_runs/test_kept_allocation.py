@@ -113,29 +113,6 @@ def test_spare_host_takes_a_place(cluster: Cluster, tmp_path: Path, task: Path, 
     assert metrics(job.root) == metrics(undisturbed) and samples(job.root) == samples(undisturbed)
 
 
-@pytest.mark.soak
-def test_elastic_job_trains_on_fewer_hosts(cluster: Cluster, tmp_path: Path, task: Path) -> None:
-    """A job without a spare host loses one of two: it continues on the other, and its losses are those of two to what
-    rounding makes of them."""
-    whole = submit(cluster, sft(tmp_path / "whole", task, num_rollout=40), tmp_path / "whole/run")
-    whole.ends()
-    job = submit(cluster, sft(tmp_path / "cut", task, **KEPT, elastic=True, num_rollout=40), tmp_path / "cut/run")
-    job.until(lambda: job.steps() > 2)
-    hosts = [place["host"] for place in json.loads((job.root / "attempts/0/plan.json").read_text())["trainers"]]
-    cluster.kill_node(hosts[1])
-    job.until((job.root / "attempts/1/peers/trainer-0.json").exists, 120)
-    cluster.boot_node(hosts[1])
-    job.ends()
-    assert cluster.job(job.number)["Restarts"] == "0"
-    (left,) = json.loads((job.root / "attempts/1/plan.json").read_text())["trainers"]
-    assert left["host"] == hosts[0] and "size.json" in os.listdir(job.root / "attempts/1")
-    begun = json.loads((job.root / "attempts/1/peers/trainer-0.json").read_text())["start"]
-    ours, others = metrics(job.root), metrics(whole.root)
-    assert ours.keys() == others.keys() and begun < 40
-    for step, row in ours.items():
-        assert row["train/loss"] == pytest.approx(others[step]["train/loss"], rel=1e-2), step
-
-
 @pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.soak)])
 def test_mpirun_is_kept(cluster: Cluster, tmp_path: Path, task: Path, kind: str) -> None:
     """A rank is killed, then the process of a host: both times the same mpirun continues, bit for bit, from the copies in

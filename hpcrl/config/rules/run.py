@@ -44,10 +44,9 @@ def check_saving(o: Options) -> None:
 
 def check_attempts(o: Options) -> None:
     """Raise UsageError for other hosts on which no attempt could begin."""
-    given = [f"--spares {o.spares}"] * bool(o.spares) + ["--elastic"] * o.elastic
-    if given and o.attempts == 1:
+    if o.spares and o.attempts == 1:
         raise UsageError(
-            f"{' and '.join(given)} with --attempts 1: no second attempt ever begins", "leave out one of them"
+            f"--spares {o.spares} with --attempts 1: no second attempt ever begins", "leave out one of them"
         )
 
 

@@ -24,11 +24,11 @@ def check_sandboxes(o: Options) -> None:
 
 def check_stages_hosts(stages: Sequence[Options]) -> None:
     """Raise UsageError if a job has nodes for sandboxes in one of its stages, and replaces hosts in one."""
-    replacing = next((o for o in stages if o.elastic or o.spares), None)
+    replacing = next((o for o in stages if o.spares), None)
     if replacing and any(o.own_sandbox_hosts for o in stages):
-        which = "--elastic" if replacing.elastic else f"--spares {replacing.spares}"
         raise UsageError(
-            f"--sandbox-on nodes with {which}: a host that is lost would be replaced by one of another kind",
+            f"--sandbox-on nodes with --spares {replacing.spares}: a host that is lost would be replaced by one of "
+            "another kind",
             "leave it out, or give --sandbox-on engines",
         )
 

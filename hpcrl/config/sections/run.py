@@ -54,11 +54,6 @@ class RunOptions(Base):
         "lost, or whose hardware breaks, within the job",
         ge=0,
     )
-    elastic: bool = opt(
-        False,
-        "continue within the job on fewer hosts where one is lost and no spare one is left: with fewer data-parallel "
-        "replicas and the global batch as it was, or with fewer engines",
-    )
     engine_start_timeout: float = opt(900.0, "seconds an engine may take until it answers", gt=0)
     engine_restarts: int = opt(
         2,

@@ -19,7 +19,6 @@ from hpcrl.config.options import Options
 from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stopped, UsageError, failure_kind
 from hpcrl.heartbeat import LEAST, HeartbeatMonitor
 from hpcrl.launch.attempts.box_trials import kinds_to_try, refuse_untried
-from hpcrl.launch.attempts.fewer_hosts import on_fewer, what_changed
 from hpcrl.launch.attempts.held_hosts import HeldHosts, HostHandle, is_of
 from hpcrl.launch.attempts.old_attempts import begin_tidying
 from hpcrl.launch.engines.standalone import borrow
@@ -29,11 +28,10 @@ from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Host, Plan, make_plan
 from hpcrl.queue.auth import make_keys
 from hpcrl.report.file_tail import last_lines
-from hpcrl.report.progress import say
 from hpcrl.run.copies_directory import tell_first
 from hpcrl.run.exit_status import how_it_ended
 from hpcrl.run.peers import TrainerPeer, find
-from hpcrl.run.role import LAST_WORDS, last_error, write_size
+from hpcrl.run.role import LAST_WORDS, last_error
 from hpcrl.run.rundir import BEATS, HOSTS, RunDir, listed, write_atomic
 from hpcrl.run.storage_errors import describe, remedy, write_obstacle
 from hpcrl.run.summary import Summary, summary_of
@@ -108,7 +106,6 @@ def run_attempt(
     poll: Callable[[], None],
     held: HeldHosts,
     first: int,
-    smaller: bool = False,
 ) -> Summary:
     """Run one attempt to its end and return its summary.
 
@@ -117,7 +114,6 @@ def run_attempt(
     Args:
         held: the hosts of the attempt before, where they wait for this one; those of this one, once it has begun.
         first: the attempt with which this launcher began.
-        smaller: whether the options are those of a smaller run than the one that the user asked for.
 
     Raises:
         PeerError: names the role that failed.
@@ -131,9 +127,7 @@ def run_attempt(
         if not continues:
             held.hosts = backend.hosts(options, rundir)
         write_atomic(rundir.here / HOSTS, msgspec.json.encode(held.hosts))
-        fitting, plan = _planned(options, backend, held, run_id, rundir)
-        if smaller or fitting is not options:
-            write_size(rundir, options := fitting)
+        plan = _planned(options, backend, held, run_id, rundir)
         write_atomic(rundir.plan_file, msgspec.json.encode(plan))
         if not continues and (kinds := kinds_to_try(options, plan, held.later, held.hosts, held.kept)):
             refuse_untried(kinds, backend.try_boxes(kinds, rundir, options.launch_timeout))
@@ -161,22 +155,19 @@ def run_attempt(
     return summary
 
 
-def _planned(options: Options, backend: Backend, held: HeldHosts, run_id: str, rundir: RunDir) -> tuple[Options, Plan]:
-    """The attempt's plan, and its options: those of a smaller run where an earlier stage has lost hosts of the job.
+def _planned(options: Options, backend: Backend, held: HeldHosts, run_id: str, rundir: RunDir) -> Plan:
+    """The attempt's plan.
 
     Raises:
-        HostsSilent: if the hosts that are left hold none: another allocation does better.
+        HostsSilent: if an earlier stage has lost hosts of the job, and those that are left hold none: another
+            allocation does better.
     """
     try:
-        return options, make_plan(options, held.hosts, run_id, rundir.attempt, held.kept)
+        return make_plan(options, held.hosts, run_id, rundir.attempt, held.kept)
     except UsageError as error:
         if not backend.left_out:
             raise
-        fitting = on_fewer(options, held.hosts) if options.elastic else None
-        if fitting is None:
-            raise HostsSilent(f"without {', '.join(backend.left_out)}: {error.what}", error.hint) from error
-        say(f"--elastic: {what_changed(options, fitting)}")
-        return fitting, make_plan(fitting, held.hosts, run_id, rundir.attempt, held.kept)
+        raise HostsSilent(f"without {', '.join(backend.left_out)}: {error.what}", error.hint) from error
 
 
 def _of_file_system(error: OSError, rundir: RunDir) -> HpcrlError:

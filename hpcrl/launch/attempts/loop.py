@@ -18,7 +18,6 @@ from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, Stopped, UsageError
 from hpcrl.heartbeat import LEAST
 from hpcrl.launch.attempts.attempt import Backend, run_attempt
-from hpcrl.launch.attempts.fewer_hosts import on_fewer, what_changed
 from hpcrl.launch.attempts.headway import check_headway, position
 from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.attempts.left_out import leave_out
@@ -75,9 +74,6 @@ class StageAttempts:
     _position: list[str] = field(default_factory=list)  #: what had been saved at the last failure
     _fruitless: int = 0  #: failures since then
 
-    def __post_init__(self) -> None:
-        self._whole = self.options  #: those of the run as it was asked for
-
     def run(self, rundir: RunDir) -> Summary:
         """Bring the stage to its end, beginning with this attempt.
 
@@ -101,13 +97,12 @@ class StageAttempts:
     @property
     def _outlives(self) -> bool:
         """Whether the job is to continue without a host that is lost."""
-        return self.options.spares > 0 or self.options.elastic
+        return self.options.spares > 0
 
     def _attempt(self, rundir: RunDir) -> Summary:
         with self.observe(rundir) as poll:
-            first, smaller = rundir.attempt - len(self.failed), self._whole is not self.options
-            more = self.stop, poll, self.held, first, smaller
-            return run_attempt(self.options, self.backend, self.run_id, rundir, *more)
+            first = rundir.attempt - len(self.failed)
+            return run_attempt(self.options, self.backend, self.run_id, rundir, self.stop, poll, self.held, first)
 
     def _continue_after(self, error: HpcrlError, rundir: RunDir) -> None:
         """Return once another attempt may begin; raise the error where none does."""
@@ -129,8 +124,8 @@ class StageAttempts:
             self.held.pause(rundir, turn)
         paused = self.backend.all_see() and bool(self.held.members)
         fault = self.leave(error, paused and not self.held.absent, self.held.stuck)
-        way = self._without(fault, rundir)
-        self._end(error, (fault.why or why) if way is None or not fault.hosts else "")
+        plan = self._without(fault, rundir)
+        self._end(error, (fault.why or why) if plan is None or not fault.hosts else "")
         turn()
         try:
             work_in_turns(lambda: check_headway(self.root, 1), turn)
@@ -140,35 +135,28 @@ class StageAttempts:
         if fault.hosts:
             self.held.hosts = leave_out(self.held.hosts, fault.hosts, fault.why, rundir)
             self.backend.leave_out(fault.hosts)
-        options, plan = way or (self.options, None)
-        if plan is not None and paused and options is self.options and self.held.absent <= set(fault.hosts):
+        if plan is not None and paused and self.held.absent <= set(fault.hosts):
             self.held.carry(plan)
         else:
             tell_followed(rundir)
             self.held.end(rundir, turn, lambda: self.stop.requests > 1)
         self._end(error, "")
-        if options is not self.options:
-            say(f"--elastic: {what_changed(self.options, options)}")
-        self.options = options
         number = len(self.held.engines)
         engines = f"; {number} engine{'s' * (number > 1)} continue{'s' * (number == 1)}" if number else ""
         where = f"without {', '.join(fault.hosts)}" if fault.hosts else "on the same hosts"
         say(f"attempt {rundir.attempt + 1} begins {where}{engines}")
 
-    def _without(self, fault: HostFault, rundir: RunDir) -> tuple[Options, Plan] | None:
-        """Options and plan of the next attempt without the hosts at fault; None if there is none."""
+    def _without(self, fault: HostFault, rundir: RunDir) -> Plan | None:
+        """The plan of the next attempt without the hosts at fault; None if there is none."""
         if fault.why and not (fault.hosts and self._outlives):
             return None
         hosts = without(self.held.hosts, fault.hosts)
-        options: Options | None = self.options
-        while options is not None:
-            try:
-                return options, make_plan(options, hosts, self.run_id, rundir.attempt + 1, self.held.kept)
-            except UsageError:
-                if self.options.spares:
-                    say("no spare host is left that could take a place")
-                options = on_fewer(options, hosts) if self.options.elastic and options is self.options else None
-        return None
+        try:
+            return make_plan(self.options, hosts, self.run_id, rundir.attempt + 1, self.held.kept)
+        except UsageError:
+            if self.options.spares:
+                say("no spare host is left that could take a place")
+            return None
 
     def _end(self, error: HpcrlError, why: str) -> None:
         """Raise the error if there is a reason why, Stopped if the run was asked to stop meanwhile."""

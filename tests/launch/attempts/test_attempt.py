@@ -17,9 +17,11 @@ from hpcrl.errors import DeadlineError, HpcrlError, Interrupted, PeerError, Stop
 from hpcrl.heartbeat import Silent
 from hpcrl.launch import batch_run
 from hpcrl.launch.attempts import attempt, held_hosts
+from hpcrl.launch.attempts.attempt import HostsSilent
 from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.job import RunJob, held
 from hpcrl.launch.stop_signals import StopRequest
+from hpcrl.plan import Host
 from hpcrl.run.peers import TrainerPeer, publish
 from hpcrl.run.rundir import RunDir
 from hpcrl.toolbox import deadline
@@ -312,3 +314,15 @@ def test_a_second_signal_ends_hosts_at_once(here: bool, tmp_path: Path, monkeypa
     monkeypatch.setattr(held_hosts, "end_descendants", end_descendants)
     HeldHosts(members=[member]).end(rundir, lambda: polls.append(1), lambda: len(polls) > 1)  # type: ignore[list-item]
     assert (len(polls) == 2) == here and killed[0] == held_hosts.AT_ONCE
+
+
+def test_a_later_stage_without_a_lost_host(tmp_path: Path) -> None:
+    """Another allocation may hold it: the loss of an earlier stage is no error of its settings."""
+    held, rundir = HeldHosts(hosts=[Host("node0", 2)]), RunDir.create(tmp_path / "run")
+    given = Options(actor_num_nodes=2, actor_num_gpus_per_node=2, loss_type="sft_loss", label_key="l")
+    backend: Any = SimpleNamespace(left_out=[])
+    with pytest.raises(UsageError):
+        attempt._planned(given, backend, held, "run", rundir)
+    backend.left_out = ["node1"]
+    with pytest.raises(HostsSilent, match="without node1"):
+        attempt._planned(given, backend, held, "run", rundir)

@@ -61,7 +61,6 @@ class Job:
 
         self.held = Hosts(hosts=list(HOSTS))
         self.left_out: list[str] = []
-        self.nodes: list[int] = []
         monkeypatch.setattr(loop, "run_attempt", self._attempt)
         monkeypatch.setattr(loop, "watched", lambda *_: nullcontext())
 
@@ -69,8 +68,6 @@ class Job:
         if rundir.attempt:
             rundir.begin()
         self.begun.append((rundir.attempt, self.held.carried is not None))
-        self.nodes.append(options.actor_num_nodes)
-        assert more[-1] is (options.actor_num_nodes < 2), "the attempt is told that it is smaller"
         self.held.members, self.held.carried = [SimpleNamespace(status=None)], None  # type: ignore[list-item]
         publish(rundir, TrainerPeer(start=rundir.attempt, total=9))
         if rundir.attempt < len(self.fails):
@@ -222,25 +219,11 @@ def test_a_spare_host_takes_the_place_of_a_lost_one(
     assert (told.host, told.spare, told.why) == (LOST, "node2", "node1 was lost")
 
 
-@pytest.mark.parametrize(("elastic", "ends"), [(True, 1), (False, 0)])
-def test_a_run_may_become_smaller(rundir: RunDir, monkeypatch: pytest.MonkeyPatch, elastic: bool, ends: int) -> None:
-    """Without a spare host, if its user allows it: all of its processes begin again."""
+def test_a_lost_host_ends_a_job_without_spares(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(rundir, monkeypatch, [killed])
-    job.held.hosts = list(HOSTS[:2])
-    more = {
-        "attempts": 3,
-        "elastic": elastic,
-        "hf_checkpoint": "m",
-        "prompt_data": "p",
-        "num_rollout": 9,
-        "label_key": "l",
-    }
-    if not elastic:
-        with pytest.raises(PeerError):
-            job.run(lambda *_: HostFault("node1 was lost", (LOST,)), **more)
-    else:
-        assert job.run(lambda *_: HostFault("node1 was lost", (LOST,)), **more).attempt == 1
-    assert job.nodes == [2, 1][: 1 + ends] and job.begun[-1] == (ends, False)
+    with pytest.raises(PeerError):
+        job.run(lambda *_: HostFault("node1 was lost", (LOST,)), attempts=3)
+    assert job.begun == [(0, False)] and job.left_out == []
 
 
 def test_a_lost_host_explains_an_error_of_a_rank(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
