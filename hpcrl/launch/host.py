@@ -27,10 +27,9 @@ from hpcrl.config.options import Options
 from hpcrl.errors import EXITED, DeadlineError, HpcrlError, PeerError, failure_kind
 from hpcrl.heartbeat import FOLDER, LEAST, HeartbeatMonitor, HeartbeatWriter
 from hpcrl.launch.attempts.run_dir_poller import RunDirPoller
-from hpcrl.launch.broken_hosts import heading, note_kernel_words
 from hpcrl.launch.engines.restarter import EngineRestarter
 from hpcrl.launch.engines.sandboxes import SandboxRestarter
-from hpcrl.launch.roles import GRACE, SANDBOX, Role, commands, devices, start
+from hpcrl.launch.roles import GRACE, SANDBOX, Role, commands, devices, heading, start
 from hpcrl.launch.stop_signals import SignalFlags
 from hpcrl.plan import Plan
 from hpcrl.report.timeline.spans import ROLES, role_timeline
@@ -97,15 +96,12 @@ class HostRoles:
         Raises:
             PeerError: names the role that failed, here or elsewhere.
         """
-        begun, since = self._timeline.now(), time.monotonic()
+        begun = self._timeline.now()
         try:
             self._start(read_carried(self.rundir))
             alive = lambda: check_alive(self._pulse, self.options.hang_timeout, self.rundir, self.host)  # noqa: E731
             needed = self.host in self.plan.needed_hosts
             _watch(self.roles, self._restart, self.host, needed, self.options, self.rundir, told, turn, alive)
-        except PeerError:
-            note_kernel_words(self.roles[0].log if self.roles else None, since)
-            raise
         finally:
             self._timeline.add(ROLES, begun, self._timeline.now())
 

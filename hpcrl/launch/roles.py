@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,6 @@ from pathlib import Path
 import psutil
 
 from hpcrl.config.options import Options
-from hpcrl.launch.broken_hosts import heading
 from hpcrl.plan import NO_GPUS, Plan, visible_devices
 from hpcrl.report.file_tail import last_lines
 from hpcrl.run.exit_status import MemoryWatch, hardware_words, how_it_ended
@@ -173,6 +173,12 @@ def start(role: str, index: int, command: list[str], rundir: RunDir, host: str, 
             env={**role_environment(), **variables},
         )
     return Role(role, index, process, log, memory)
+
+
+def heading(attempt: int, host: str) -> bytes:
+    """The line that says which attempt writes a log from there on, and on which host."""
+    when = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
+    return f"hpcrl: attempt {attempt} on {host}, {when}\n".encode()
 
 
 def role_environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How a process ended, in words: its exit status, and what the kernel and the drivers say of memory and hardware.
+"""How a process ended, in words: its exit status, and what the kernel says of memory, and CUDA of hardware.
 
     watch = MemoryWatch()                            # before the process is started
     how_it_ended(process.returncode, watch)          # -> "was killed by SIGKILL (the kernel killed 1 process ...)"
@@ -7,7 +7,7 @@ The kernel counts the processes that it kills: for each cgroup (memory.events of
 version 1) and for the whole host (oom_kill of /proc/vmstat).
 
 Invariants: no status is an error here, not even one that no process of ours can have; what cannot be read is not
-guessed; a host is called broken only for words by which a driver or CUDA says that the hardware is.
+guessed; a host is called broken only for words by which CUDA or NVML says that the hardware is.
 """
 
 from __future__ import annotations
@@ -180,15 +180,13 @@ def _number(path: Path) -> int | None:
     return None
 
 
-# ---- what drivers say of hardware
+# ---- what CUDA and NVML say of hardware
 
-#: what CUDA (cuda-runtime-api, cudaError: ECCUncorrectable, NvlinkUncorrectable, HardwareStackError), NVML and NVIDIA's
-#: driver (the Xid errors after which a GPU needs a reset or a replacement; not those of memory that it has contained or
-#: remapped, 63, 92 and 94, after which it works on) say of hardware, in their own lines: a prompt may speak of it too
+#: what CUDA (cuda-runtime-api, cudaError: ECCUncorrectable, NvlinkUncorrectable, HardwareStackError) and NVML say of
+#: hardware, in their own lines: a prompt may speak of it too
 HARDWARE = re.compile(
     r"CUDA\b.{0,40}error\b.{0,20}(?:uncorrectable ECC error|uncorrectable NVLink error|hardware stack error)"
-    r"|(?:NVML|nvidia-smi|Unable to determine the device handle).{0,80}GPU is lost|NVRM: .{0,80}fallen off the bus"
-    r"|NVRM: Xid \([^)]*\): (?:48|62|64|74|79|95|119|120)\b|NVRM: .{0,80}double.bit ECC",
+    r"|(?:NVML|nvidia-smi|Unable to determine the device handle).{0,80}GPU is lost",
     re.IGNORECASE,
 )
 

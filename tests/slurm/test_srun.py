@@ -203,7 +203,7 @@ def test_a_node_that_cannot_be_had_at_the_start(tmp_path: Path) -> None:
         [HetGroup(("node1", "node2", "node3"), 2, step, spares=("node3",)), HetGroup(("node4",), 4, step)]
     )
     assert hosts._replace(["node4"], "no answer from", rundir) == ["node4"]
-    note_broken_host(rundir.root, "node1", "Xid 79")
+    note_broken_host(rundir.root, "node1", "CUDA error")
     assert hosts._known_broken(rundir) == ["node1"]
     assert hosts._replace(hosts._known_broken(rundir), "broken:", rundir) == []
     assert [host.name for host in hosts.nodes()] == ["node3", "node2", "node4"] and hosts._known_broken(rundir) == []

@@ -168,7 +168,7 @@ def test_a_job_submits_the_run_again(slurm: FakeSlurm, tmp_path: Path) -> None:
     """From inside a job, without the host that broke."""
     assert main(["submit", RECIPE, "--run-dir", "s", *ALIKE]) == 0
     root = tmp_path / "s"
-    note_broken_host(root, "n3", "Xid 79")
+    note_broken_host(root, "n3", "CUDA error")
     slurm.command("sbatch", "Submitted batch job 78\n")
     assert SlurmAllocation.continue_elsewhere(None, root, read_job(root)) == "78"  # type: ignore[arg-type]
     assert read_job(root).job_id == "78" and "#SBATCH --exclude=n3\n" in (root / "job.sbatch").read_text()

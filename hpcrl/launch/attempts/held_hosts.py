@@ -30,7 +30,7 @@ from hpcrl.run.rundir import BEATS, RunDir, listed
 from hpcrl.toolbox.deadline import Deadline
 
 PARTING = GRACE + 5.0  #: seconds that hosts may take to end by themselves after the attempt has failed
-PAUSING = GRACE + 20.0  #: seconds until they have noticed that, looked into the kernel's log, and ended what is to end
+PAUSING = GRACE + 20.0  #: seconds until they have noticed that, and ended what is to end
 AT_ONCE = 0.5  #: seconds between SIGTERM and SIGKILL after a second signal
 LOOK = 0.2  #: seconds between two looks for hosts that are paused
 
