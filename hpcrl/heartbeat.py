@@ -6,8 +6,8 @@
 
 A process that is stopped, or whose interpreter is suspended, writes no number.  One that computes for minutes without
 letting Python continue, such as a compiler that holds the interpreter, writes none either, but uses its processor: it
-counts as alive as long as it does.  Who is silent is found here; what follows is decided by launch/host.py,
-launch/attempts/attempt.py and launch/launcher_watchdog.py.
+counts as alive as long as it does.  Who is silent is found here; what follows is decided by launch/host.py and
+launch/attempts/attempt.py.
 
 Invariants: nothing depends on the clocks of two hosts; a process that has ended is not silent.
 """

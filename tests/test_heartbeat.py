@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,14 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.options import Options
 from hpcrl.errors import PeerError
 from hpcrl.heartbeat import HeartbeatMonitor, HeartbeatWriter
 from hpcrl.launch.attempts.attempt import _check_hosts
 from hpcrl.launch.host import check_alive
-from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.run.rundir import RunDir
-from tests.support.children import read_line
 
 #: a process that beats, and then does what it is told
 CHILD = """
@@ -185,63 +181,3 @@ def test_the_launcher_names_a_host_that_hangs(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="the process of host node3.*sign of life for 90 s"):
         _check_hosts(pulse, ["node1", "node3"], 60, rundir)
     assert rundir.failure().role == "launcher"
-
-
-LAUNCHER = """
-import sys, time
-from hpcrl.launch.launcher_watchdog import watched
-from hpcrl.run.rundir import RunDir
-with watched(RunDir(sys.argv[1]), 1.5, sys.argv[2:]):
-    print("up", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("requeue", "asked", "phase", "called"),
-    [
-        (None, None, "failed", False),
-        ("touch", None, "requeued", True),
-        ("touch", "stop", "failed", False),
-        ("touch", "cancel", "failed", False),
-        ("touch", "attempts/0/stop", "failed", False),
-        ("no-such-scheduler", None, "failed", False),
-    ],
-)
-def test_a_launcher_that_hangs_is_ended_and_named(
-    tmp_path: Path, requeue: str | None, asked: str | None, phase: str, called: bool
-) -> None:
-    """Its job is queued again where it has one, unless the user has ended the run."""
-    rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
-    (rundir.root / "state.json").write_text("{}")
-    touch = f"import pathlib; pathlib.Path({str(tmp_path / 'queued')!r}).touch()"
-    words = {None: [], "touch": [sys.executable, "-c", touch]}.get(requeue, [str(requeue), "-x"])
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(rundir.root), *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-    )
-    assert read_line(process) == b"up\n"
-    time.sleep(4 if requeue is None else 0.5)
-    assert process.poll() is None, "one that lives is left alone"
-    if asked:
-        (rundir.root / asked).touch()
-    process.send_signal(signal.SIGSTOP)
-    assert process.wait(30) == -signal.SIGKILL
-    process.stdout.close()
-    assert f"sign of life for 2 s (process {process.pid}, which is stopped)" in rundir.failure().message
-    state = json.loads((rundir.root / "state.json").read_text())
-    assert state["phase"] == phase and ("no-such-scheduler" in state["message"]) == (requeue == "no-such-scheduler")
-    assert (tmp_path / "queued").exists() == called
-
-
-@pytest.mark.process
-def test_the_watcher_goes_with_the_launcher(tmp_path: Path) -> None:
-    import psutil
-
-    rundir = RunDir.create(tmp_path / "run")
-    rundir.begin()
-    before = set(psutil.Process().children())
-    with watched(rundir, Options.model_fields["hang_timeout"].default):
-        (watcher,) = set(psutil.Process().children()) - before
-    assert not watcher.is_running()

@@ -32,7 +32,6 @@ from hpcrl.untrusted_files import open_append
 class Local:
     """This machine, as one host."""
 
-    requeue_words: Sequence[str] = ()
     left_out: Sequence[str] = ()
     python = sys.executable
 

@@ -110,7 +110,6 @@ class MpiHosts:
     remote: list[RemoteHost] = field(default_factory=list)
     part: HostPart | None = None
     left_out: list[str] = field(default_factory=list)
-    requeue_words: Sequence[str] = ()
     python: str = sys.executable
 
     @property

@@ -34,9 +34,6 @@ from hpcrl.slurm.steps import read_groups
 CALL = 30.0  #: seconds that scontrol may take
 #: what Slurm says (slurm_errno.c) of a job that it is queueing again, or ending, already
 UNDER_WAY = ("already completing", "pending execution", "job is completing")
-#: and of one that it will not queue again, an interactive one among them; whatever else it says may be otherwise in a
-#: minute
-REFUSED = ("disabled", "denied", "not permitted", "invalid job id", "not supported", "batch jobs")
 
 
 class SlurmAllocation:
@@ -48,8 +45,7 @@ class SlurmAllocation:
         self.job_id = job_number(environment)
         self.restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
         again = self.restarts < int(environment.get("HPCRL_MAX_REQUEUES", "0"))
-        words = (sys.executable, "-m", "hpcrl.slurm.requeue", self.job_id) if again else ()
-        self.backend = SrunHosts(groups, words, self.job_id)
+        self.backend = SrunHosts(groups, self.job_id, again)
         self.cluster = environment.get("SLURM_CLUSTER_NAME")
 
     def nodes(self) -> list[Host]:
@@ -107,7 +103,7 @@ def requeue(job_id: str) -> None:
     said = answer.err.lower()
     if any(words in said for words in UNDER_WAY):
         raise AlreadyRequeued(error.what)
-    raise error if any(words in said for words in REFUSED) else SchedulerSilent(error.what, error.hint)
+    raise error if any(words in said for words in squeue.REFUSED) else SchedulerSilent(error.what, error.hint)
 
 
 def _scontrol(*words: str) -> None:

@@ -28,6 +28,9 @@ FIELDS = ("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%D", "%u", "%j", "%k")
 SACCT = ("JobID", "JobIDRaw", "State", "Submit", "Start", "End", "NNodes", "User", "JobName", "Comment")
 #: how lines begin in which Slurm's programs only repeat that a task has failed
 ECHOES = ("srun:", "slurmstepd:")
+#: what Slurm says of a job that it will not queue again, an interactive one among them; whatever else it says may be
+#: otherwise in a minute
+REFUSED = ("disabled", "denied", "not permitted", "invalid job id", "not supported", "batch jobs")
 CUT = "\x1f"  #: between fields: nothing that a job's name may hold
 #: a job, a component of one (its leader's number + 1), or a task of an array, which has its own number besides
 _ID = re.compile(r"(\d+)(?:\+(\d+)|(_\d+))?\Z")

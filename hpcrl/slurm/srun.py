@@ -32,18 +32,49 @@ from hpcrl.launch.local import spawn
 from hpcrl.plan import Host, Plan
 from hpcrl.report.file_tail import last_lines
 from hpcrl.report.progress import say
-from hpcrl.run.job_files import BEAT, STATE
+from hpcrl.run.job_files import BEAT, CANCEL, OVER, STATE, STOP
 from hpcrl.run.peers import PublishedRecords
 from hpcrl.run.rundir import RunDir, listed
 from hpcrl.sandbox_nodes.trial import BoxTrial
 from hpcrl.slurm.node_sharing import refuse_shared_nodes
-from hpcrl.slurm.squeue import ECHOES
+from hpcrl.slurm.squeue import ECHOES, REFUSED
 from hpcrl.slurm.steps import KEPT, HetGroup, Step, step_on, without_container
 from hpcrl.toolbox.deadline import Deadline
 from hpcrl.toolbox.signs import LastSign
 
 ABREAST = 16  #: hosts that are asked alone at once
 MORE = 5.0  #: seconds that each such set gets at least
+#: Run on another node than the launcher's, where srun has --no-kill: Slurm lets such a job live when the node of its
+#: batch process is lost, and the others would wait for nothing until the time limit.  Once state.json has not changed
+#: for SILENCE seconds, and Slurm says that the job does not have that node any more, the job is queued again (AGAIN 1)
+#: or cancelled.  What Slurm does not answer, or refuses only for now, is asked again.
+#: Arguments: JOB RUN SILENCE AGAIN.
+ORPHANED = rf"""
+job=$1 run=$2 silence=$3 again=$4 seen= quiet=0
+while sleep 10; do
+    grep -qE '"phase": ?"({"|".join(OVER)})"' "$run/state.json" 2> /dev/null && exit
+    now=$(stat -c '%i %y' "$run/state.json" 2> /dev/null)
+    if [ "$now" != "$seen" ]; then seen=$now quiet=0; continue; fi
+    quiet=$((quiet + 10))
+    [ "$quiet" -ge "$silence" ] || continue
+    quiet=$((silence - 30))
+    record=$(timeout 30 scontrol --oneliner show job "$job" 2>&1)
+    [ $? = 0 ] || case $record in *nvalid\ job\ id*) exit 0 ;; *) continue ;; esac
+    record=${{record%%$'\n'*}}
+    case $record in *" JobState=RUNNING "* | *" JobState=SUSPENDED "* | *" JobState=STOPPED "*) ;; *) exit ;; esac
+    case $record in *" NodeList="*" BatchHost="*) ;; *) continue ;; esac
+    batch=${{record#* BatchHost=}} nodes=${{record#* NodeList=}}
+    left=$(timeout 30 scontrol show hostnames "${{nodes%% *}}") || continue
+    grep -qxF "${{batch%% *}}" <<< "$left" && continue
+    echo "host ${{batch%% *}}, the launcher's, was lost"
+    if [ "$again" = 1 ] && [ ! -e "$run/{STOP}" ] && [ ! -e "$run/{CANCEL}" ]; then
+        said=$(timeout 30 scontrol requeue "$job" 2>&1) && exit
+        echo "$said"
+        grep -qiE '{"|".join(REFUSED)}' <<< "$said" || continue
+    fi
+    scancel "$job" && exit
+done
+"""
 LATE_FILE = 5.0  #: seconds after the end of a step in which a file of its tasks may still come to be seen here
 
 
@@ -51,16 +82,15 @@ class SrunHosts:
     """The hosts of this job, reached with srun.
 
     Args:
-        requeue_words: the command that queues the job again; () where it is not to be.
         job_id: of the job, with which its loss of the launcher's node is noticed; "" for one that ends with that.
+        again: whether the job may be queued again then.
     """
 
-    def __init__(self, groups: list[HetGroup], requeue_words: Sequence[str] = (), job_id: str = "") -> None:
+    def __init__(self, groups: list[HetGroup], job_id: str = "", again: bool = False) -> None:
         self.groups = groups
-        self.requeue_words = requeue_words
         self._every = [Host(node, g.slots, spare=node in g.spares) for g in groups for node in g.nodes]
         self.left_out: list[str] = []
-        self._job_id = job_id
+        self._job_id, self._again = job_id, again
         self._guard: subprocess.Popen[bytes] | None = None
         self._guarded: tuple[Options, RunDir] | None = None  #: with what it was started
         self._guard_node = ""
@@ -210,7 +240,7 @@ class SrunHosts:
         return [name for name in self.names if name in known]
 
     def _watch_launcher(self, options: Options, rundir: RunDir) -> None:
-        """Have another node notice if this one is lost, where that does not end the job (`orphaned_job`)."""
+        """Have another node notice if this one is lost, where that does not end the job (`ORPHANED`)."""
         alive = self._guard is not None and self._guard.poll() is None and self._guard_node not in self.left_out
         if alive or not self._job_id or KEPT not in self.groups[0].step:
             return
@@ -223,8 +253,8 @@ class SrunHosts:
         group, node = next(((g, n) for g, n in others if n not in g.spares), others[0])  # one that is missed at once
         self._guarded, self._guard_node = (options, rundir), node
         root = next((r for r in (rundir.root, rundir.root.parent) if (r / STATE).is_file()), rundir.root)
-        seconds = max(options.hang_timeout, LEAST) + 2 * BEAT
-        program = [sys.executable, "-m", "hpcrl.slurm.orphaned_job", self._job_id, str(root), "--seconds", str(seconds)]
+        silence = int(max(options.hang_timeout, LEAST) + 2 * BEAT)
+        program = ["bash", "-c", ORPHANED, "orphaned", self._job_id, str(root), str(silence), str(int(self._again))]
         words = [*without_container(step_on(group.step, node)), *program]
         self._guard = spawn([sys.executable, "-m", "hpcrl.run.process", *words], rundir.logs / "launcher-watch.log")
 

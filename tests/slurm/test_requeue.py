@@ -30,19 +30,6 @@ allocation.job_id, allocation.restarts = sys.argv[2], 0
 batch_run._requeue(RunJob(None, {}, Path(sys.argv[1]), "id"), allocation, "no time", time.time() + float(sys.argv[3]))
 """
 
-#: a launcher in a job, watched as in a run: RUN
-LAUNCHER = """
-import os, sys, time
-from hpcrl.launch.launcher_watchdog import watched
-from hpcrl.run.rundir import RunDir
-from hpcrl.slurm.batch_process import SlurmAllocation
-rundir = RunDir(sys.argv[1])
-rundir.begin()
-with watched(rundir, 2.0, SlurmAllocation().backend.requeue_words):
-    (rundir.root / "up").write_text(f"{os.getpid()}")
-    time.sleep(600)
-"""
-
 
 def requeue(root: Path, number: int, left: float = 300.0) -> list[str | Path]:
     root.mkdir(exist_ok=True)
@@ -111,26 +98,6 @@ def test_controller_down_for_a_while(cluster: Cluster, tmp_path: Path, running: 
     out, _ = waiting.communicate(timeout=120)
     assert waiting.returncode == 0 and "queued again (1 of 2 requeues)" in out, out
     assert cluster.job(number)["Restarts"] == "1"
-
-
-def test_job_of_a_hanging_launcher_is_queued_again(cluster: Cluster, tmp_path: Path) -> None:
-    """The watchdog is started by the launcher, in the job, with the words of Slurm's backend."""
-    (tmp_path / "state.json").write_text("{}")
-    (tmp_path / "launcher.py").write_text(LAUNCHER)
-    command = f"HPCRL_MAX_REQUEUES=2 HPCRL_SLOTS_0=1 HPCRL_STEP_0=srun exec {sys.executable} {tmp_path}/launcher.py {tmp_path}"
-    number = cluster.sbatch("-p", "main", "-o", tmp_path / "out", "--requeue", "--wrap", command, env=ENV)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "up").exists():
-        assert time.monotonic() < deadline, (tmp_path / "out").read_text()
-        time.sleep(0.2)
-    try:
-        node, pid = cluster.job(number)["BatchHost"], (tmp_path / "up").read_text()
-        cluster.run(["kill", "-STOP", pid], node)
-        cluster.wait_state(number, "PENDING", 60)
-        assert cluster.job(number)["Restarts"] == "1" and state(tmp_path)["phase"] == "requeued"
-        assert "which is stopped" in state(tmp_path)["message"]
-    finally:
-        cluster.run(["scancel", str(number)])
 
 
 def test_what_sbatch_passes_to_the_next_component(cluster: Cluster, tmp_path: Path) -> None:

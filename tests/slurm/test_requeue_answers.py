@@ -9,7 +9,6 @@ import pytest
 
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.allocation import AlreadyRequeued, SchedulerSilent
-from hpcrl.slurm import requeue
 from hpcrl.slurm.batch_process import SlurmAllocation
 
 
@@ -36,29 +35,3 @@ def test_answers(script: str, error: type[HpcrlError] | None, tmp_path: Path, mo
     with pytest.raises(HpcrlError) as raised:
         allocation.requeue()
     assert type(raised.value) is error
-
-
-@pytest.mark.parametrize(
-    ("answers", "status"),
-    [
-        (("Unable to contact slurm controller (connect failure)", "", ""), 0),
-        (("Unable to contact slurm controller", "Job is pending execution for job 7"), 0),
-        (("Access/permission denied",), HpcrlError.exit_code),
-    ],
-)
-def test_the_command_asks_until_slurm_answers(
-    answers: tuple[str, ...], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the watchdog of a launcher calls: silence is asked again, and a request that was carried out is one."""
-    words = "\n".join(
-        f"  {n}) {f'echo {text!r} >&2; exit 1' if text else 'exit 0'};;" for n, text in enumerate(answers, 1)
-    )
-    (tmp_path / "scontrol").write_text(
-        f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\ncase $(wc -l < {tmp_path}/calls) in\n{words}\nesac\n'
-    )
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(requeue, "AGAIN", 0.01)
-    assert requeue.main("7") == status
-    calls = (tmp_path / "calls").read_text().split("\n")[:-1]
-    assert set(calls) == {"requeue 7"} and len(calls) == min(len(answers), 2)

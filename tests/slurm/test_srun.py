@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,11 +18,9 @@ from hpcrl.launch.attempts.attempt import _check
 from hpcrl.launch.broken_hosts import note_broken_host
 from hpcrl.run.attempt_log import LeftOutRecord, read_attempts
 from hpcrl.run.job_files import JobState, write_state
-from hpcrl.run.process import CommandResult
 from hpcrl.run.rundir import RunDir
-from hpcrl.slurm import orphaned_job, srun
-from hpcrl.slurm.orphaned_job import lost_batch_node
-from hpcrl.slurm.srun import SrunHosts, _check_started
+from hpcrl.slurm import srun
+from hpcrl.slurm.srun import ORPHANED, SrunHosts, _check_started
 from hpcrl.slurm.steps import HetGroup, Step, read_groups
 
 
@@ -212,51 +209,68 @@ def test_a_node_that_cannot_be_had_at_the_start(tmp_path: Path) -> None:
     assert hosts._replace(["node2"], "no answer from", rundir) == ["node2"]
 
 
-@pytest.mark.parametrize(
-    ("record", "lost"),
-    [
-        ("JobId=7 HetJobId=7 JobState=RUNNING NodeList=node[2-3] BatchHost=node1 NumNodes=2", "node1"),
-        ("JobId=7 JobState=RUNNING NodeList=node[1-3] BatchHost=node1", None),
-        ("JobId=7 JobState=COMPLETING NodeList=node2 BatchHost=node1", None),
-        ("JobId=7 JobState=PENDING NodeList= NumNodes=2", None),
-        ("JobId=7 JobState=RUNNING NodeList=node2 BatchHost=node1\nJobId=8 NodeList=node1 BatchHost=node1", "node1"),
-        ("", None),
-    ],
-)
-def test_a_job_that_has_lost_its_batch_process(record: str, lost: str | None) -> None:
-    assert lost_batch_node(record) == lost
+LOST = "JobId=7 JobState=RUNNING NodeList=node[2-3] BatchHost=node1 NumNodes=2"
+KEPT = "JobId=7 JobState=RUNNING NodeList=node[1-3] BatchHost=node1 NumNodes=3"
 
 
 @pytest.mark.parametrize(
-    ("phase", "answers", "done"),
+    ("records", "again", "answers", "asked", "calls"),
     [
-        (
-            "running",
-            [("JobState=RUNNING NodeList=node2 BatchHost=node1", "")],
-            ["host node1, the launcher's, was lost"],
-        ),
-        ("running", [("", "slurm_load_jobs error: Unable to contact"), ("JobState=COMPLETING", "")], []),
-        (
-            "running",
-            [("JobState=RUNNING NodeList=node[1-2] BatchHost=node1", ""), ("", "Invalid job id specified")],
-            [],
-        ),
-        ("finished", [], []),
+        ([LOST], "1", [""], "", ["requeue 7"]),
+        ([f"{LOST}\nJobId=8 JobState=RUNNING NodeList=node1 BatchHost=node1"], "1", [""], "", ["requeue 7"]),
+        ([LOST, LOST], "1", ["Unable to contact slurm controller", ""], "", ["requeue 7", "requeue 7"]),
+        ([LOST], "1", ["Requested operation is presently disabled"], "", ["requeue 7", "scancel 7"]),
+        ([LOST], "0", [], "", ["scancel 7"]),
+        ([LOST], "1", [], "stop", ["scancel 7"]),
+        ([LOST], "1", [], "cancel", ["scancel 7"]),
+        ([KEPT, "! Unable to contact", "JobId=7 JobState=COMPLETING NodeList=node2 BatchHost=node1"], "1", [], "", []),
+        ([KEPT, "! slurm_load_jobs error: Invalid job id specified"], "1", [], "", []),
+        ([KEPT, "JobId=7 JobState=PENDING NodeList= NumNodes=2"], "1", [], "", []),
     ],
 )
-def test_the_watcher_of_a_launcher_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Any, answers: list[tuple[str, str]], done: list[str]
+def test_a_job_that_has_lost_its_batch_process(
+    tmp_path: Path, records: list[str], again: str, answers: list[str], asked: str, calls: list[str]
 ) -> None:
-    """With what it was there for, or with the job, of whose end a node that was cut off hears late."""
-    write_state(tmp_path, JobState(phase, 0.0))
-    said, ended = iter(answers), list[str]()
-    answer = lambda words: CommandResult(int(bool((one := next(said))[1])), *one)  # noqa: E731
-    monkeypatch.setattr(orphaned_job, "LOOK", 0.0)
-    monkeypatch.setattr(orphaned_job, "AGAIN", 0.0)
-    monkeypatch.setattr(orphaned_job.squeue, "call", answer)
-    monkeypatch.setattr(orphaned_job, "end_job", lambda job, root, stage, what: ended.append(what))
-    orphaned_job.watch("7", tmp_path, 0.0)
-    assert ended == done and list(said) == []
+    """It is queued again or cancelled; one that has its node, that has ended, or of which Slurm says nothing, is left
+    alone.  The loop ends with what it was there for, or with the job."""
+    for name, texts in (("record", records), ("answer", answers)):
+        for number, text in enumerate(texts, 1):
+            (tmp_path / f"{name}-{number}").write_text(text)
+    (tmp_path / "scontrol").write_text(
+        f"""#!/bin/bash
+        cd {tmp_path}
+        case "$*" in
+        *show\\ job*) echo >> shown; said=$(cat record-$(wc -l < shown)); [ "${{said:0:1}}" = ! ] && bad=1 ;;
+        show\\ hostnames*) seq -f node%g $(tr -d 'node[]' <<< "$3" | tr - ' '); exit ;;
+        requeue*) echo "$*" >> calls; said=$(cat answer-$(grep -c requeue calls)); [ -n "$said" ] && bad=1 ;;
+        esac
+        echo "$said"; exit ${{bad:-0}}
+        """.replace("\\\\", "\\")
+    )
+    (tmp_path / "scancel").write_text(f'#!/bin/bash\necho "scancel $*" >> {tmp_path}/calls\n')
+    for name in ("scontrol", "scancel"):
+        (tmp_path / name).chmod(0o755)
+    write_state(tmp_path, JobState("running", 0.0))
+    if asked:
+        (tmp_path / asked).touch()
+    command = ["bash", "-c", ORPHANED.replace("sleep 10", "sleep 0.01"), "orphaned", "7", str(tmp_path), "40", again]
+    subprocess.run(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60, check=True)
+    made = tmp_path / "calls"
+    assert (made.read_text().splitlines() if made.exists() else []) == calls
+    assert len((tmp_path / "shown").read_text()) == len(records)
+
+
+def test_a_launcher_that_gives_signs_of_life(tmp_path: Path) -> None:
+    """Slurm is not asked while state.json changes, nor of a run that is over."""
+    write_state(tmp_path, JobState("running", 0.0))
+    command = ["bash", "-c", ORPHANED.replace("sleep 10", "sleep 0.05"), "orphaned", "7", str(tmp_path), "200", "1"]
+    process = subprocess.Popen(command, env={"PATH": "/usr/bin:/bin"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for beat in range(8):
+        time.sleep(0.5)
+        write_state(tmp_path, JobState("running", float(beat)))
+    assert process.poll() is None
+    write_state(tmp_path, JobState("finished", 9.0))
+    assert process.communicate(timeout=60) == (b"", None) and process.returncode == 0
 
 
 def test_a_job_is_watched_from_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,13 +281,13 @@ def test_a_job_is_watched_from_another_node(tmp_path: Path, monkeypatch: pytest.
     )
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     step = ("srun", "--no-kill", "--container-image=a.sqsh", "--nodes=3", "bash", "task.sh")
-    hosts = SrunHosts([HetGroup(("node1", "node2", "node3"), 1, step, spares=("node3",))], job_id="7")
+    hosts = SrunHosts([HetGroup(("node1", "node2", "node3"), 1, step, spares=("node3",))], "7", again=True)
     rundir = RunDir.create(tmp_path / "run")
     for _ in range(2):
         hosts._watch_launcher(Options(), rundir)
     (words,) = asked
     assert "--nodelist=node2" in words and "task.sh" not in words and not any("container" in word for word in words)
-    assert words[words.index("hpcrl.slurm.orphaned_job") + 1 :][:2] == ["7", str(rundir.root)]
+    assert words[words.index("orphaned") + 1 :] == ["7", str(rundir.root), "80", "1"]
     hosts.leave_out(["node2"])
     assert len(asked) == 2 and "--nodelist=node3" in asked[1]
     SrunHosts([HetGroup(("node1", "node2"), 1, ("srun", "bash"))], job_id="7")._watch_launcher(Options(), rundir)

@@ -53,11 +53,9 @@ class Backend(Protocol):
 
     Attributes:
         left_out: hosts that are used no more.
-        requeue_words: the command that queues the job again for a launcher that hangs and cannot; () for none.
         python: the interpreter that `prepare` commands have there, in a container its own.
     """
 
-    requeue_words: Sequence[str]
     python: str
     left_out: Sequence[str]
 

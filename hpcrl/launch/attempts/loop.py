@@ -16,14 +16,12 @@ from pathlib import Path
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError, Stopped, UsageError
-from hpcrl.heartbeat import LEAST
 from hpcrl.launch.attempts.attempt import Backend, run_attempt
 from hpcrl.launch.attempts.headway import check_headway, position
 from hpcrl.launch.attempts.held_hosts import HeldHosts
 from hpcrl.launch.attempts.left_out import leave_out
 from hpcrl.launch.attempts.retries import FailedAttempt, HostFault, is_final, reason_to_end
 from hpcrl.launch.attempts.spare_hosts import without
-from hpcrl.launch.launcher_watchdog import watched
 from hpcrl.launch.stop_signals import StopRequest
 from hpcrl.plan import Plan, make_plan
 from hpcrl.report.metrics import last_records
@@ -81,18 +79,17 @@ class StageAttempts:
             HpcrlError: of the last attempt, which no other follows.
         """
         _note_unrecorded(rundir)
-        with watched(rundir, max(self.options.hang_timeout, LEAST), self.backend.requeue_words):
-            try:
-                while True:
-                    try:
-                        return self._attempt(rundir)
-                    except Stopped:
-                        raise
-                    except HpcrlError as error:
-                        self._continue_after(error, rundir)
-                    rundir = RunDir(rundir.root, rundir.attempt + 1)
-            finally:
-                self.held.end(rundir, lambda: self.turn(rundir), lambda: self.stop.requests > 1)
+        try:
+            while True:
+                try:
+                    return self._attempt(rundir)
+                except Stopped:
+                    raise
+                except HpcrlError as error:
+                    self._continue_after(error, rundir)
+                rundir = RunDir(rundir.root, rundir.attempt + 1)
+        finally:
+            self.held.end(rundir, lambda: self.turn(rundir), lambda: self.stop.requests > 1)
 
     @property
     def _outlives(self) -> bool:

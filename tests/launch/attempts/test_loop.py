@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +62,6 @@ class Job:
         self.held = Hosts(hosts=list(HOSTS))
         self.left_out: list[str] = []
         monkeypatch.setattr(loop, "run_attempt", self._attempt)
-        monkeypatch.setattr(loop, "watched", lambda *_: nullcontext())
 
     def _attempt(self, options: Any, backend: Any, run_id: str, rundir: RunDir, *more: Any) -> Summary:
         if rundir.attempt:
@@ -80,7 +79,7 @@ class Job:
         def observe(rundir: RunDir) -> Iterator[Callable[[], None]]:
             yield lambda: None
 
-        backend: Any = SimpleNamespace(all_see=lambda: True, requeue_words=(), leave_out=self.left_out.extend)
+        backend: Any = SimpleNamespace(all_see=lambda: True, leave_out=self.left_out.extend)
         given = (
             Options(**(TWO | options)),
             backend,

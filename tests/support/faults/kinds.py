@@ -245,7 +245,6 @@ def local_kinds() -> list[Kind]:
         *kinds,
         Kind("SIGKILL of two", kill_two),
         Kind("SIGKILL of the launcher", kill_launcher, weight=2),
-        Kind("SIGKILL of the launcher's watcher", kill("hpcrl.launch.launcher_watchdog"), ends=False, weight=0.5),
         Kind("SIGSTOP of all for up to 3 s", all_asleep, ends=False, weight=2),
         Kind("state.json removed", state_removed, ends=False, weight=0.5),
         Kind("SIGTERM", told(signal.SIGTERM), says="stopped", weight=1.5, orderly=True),
