@@ -38,7 +38,6 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl status [RUN]                           what runs are doing: all of them, or one in full
   hpcrl runs [--clean]                         where runs are; those that never came to a step
   hpcrl try RECIPE.toml                        a few prompts, sampled and graded: as rendered, token by token
-  hpcrl chat RUN|HF-DIR; hpcrl serve RUN|HF-DIR   talk to a checkpoint; the same as an OpenAI-compatible endpoint
   hpcrl watch RUN [--web]                      the status of one run, live, until it ends; its report in a browser
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
@@ -128,8 +127,6 @@ COMMANDS = {
     "samples": "hpcrl.commands.samples:samples",
     "engines": "hpcrl.commands.engines:engines",
     "try": "hpcrl.tryout.commands:try_recipe",
-    "chat": "hpcrl.tryout.commands:chat",
-    "serve": "hpcrl.tryout.commands:serve",
     "report": "hpcrl.commands.report:report",
     "trace": "hpcrl.commands.report:trace",
     "bill": "hpcrl.commands.report:bill",

@@ -1,7 +1,7 @@
 """A torch_dist checkpoint -> a Hugging Face directory: one process, no GPU, no process groups, a tensor of each file at
 a time.
 
-    hpcrl convert to-hf RUN                               # a run's last checkpoint -> RUN/hf; of an adapter: adapter.py
+    hpcrl convert to-hf RUN [DIR]                         # a run's last checkpoint -> DIR (RUN/hf)
     hpcrl convert to-hf --input-dir RUN/checkpoints --origin-hf-dir MODEL --output-dir OUT
     python tools/convert_torch_dist_to_hf.py ...          # the same, under slime's name
 
@@ -303,13 +303,8 @@ FILE = 5 * 1024**3  #: bytes of one file
 def main(argv: Sequence[str]) -> int:
     """The command line; errors are HpcrlErrors."""
     parser = Parser("convert to-hf", "A torch_dist checkpoint -> a Hugging Face directory.")
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        type=Path,
-        nargs="?",
-        help="a run directory: says the three that follow",
-    )
+    parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory: says the three that follow")
+    parser.add_argument("output", metavar="DIR", type=Path, nargs="?", help="where to, with RUN; RUN/hf")
     parser.add_argument(
         "--input-dir", type=Path, help="iter_* or release directory, or the one above; RUN's checkpoints"
     )
@@ -332,6 +327,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--vocab-size", type=int, help="rows without padding; must be config.json's")
     args = parser.parse_args(argv)
     if args.run is not None:
+        if args.output is not None and args.output_dir is not None:
+            raise UsageError("DIR and --output-dir are given", "one of them says where the result goes")
+        args.output_dir = args.output or args.output_dir
         of_run = run_places(args.run)
         for name, place in zip(("input_dir", "origin_hf_dir", "output_dir"), of_run, strict=True):
             setattr(args, name, getattr(args, name) or place)

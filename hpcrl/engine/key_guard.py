@@ -19,13 +19,10 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from hpcrl.engines.served import KEY_TO, program_key
 from hpcrl.errors import UsageError
 from hpcrl.queue.auth import key_of_engine
 from hpcrl.untrusted_files import read_given_bytes
 
-#: routes that the key for programs opens, of an engine of `hpcrl serve`
-PROGRAMS = "/v1/"
 KEY_FILE = "HPCRL_HTTP_KEY_FILE"
 REALM = "HPCRL_HTTP_KEY_REALM"
 
@@ -70,7 +67,6 @@ class RunKeyGuard:
     def __init__(self, app: App) -> None:
         self.app = app
         self._expected = b"Bearer " + read_key()
-        self._programs = b"Bearer " + program_key(read_key().decode()).encode() if KEY_TO in os.environ else None
         self._challenge = f'Bearer realm="{_realm()}"'.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,10 +84,7 @@ class RunKeyGuard:
             await send({"type": "websocket.close", "code": 1008, "reason": "the key of the run is missing or wrong"})
 
     def _admits(self, scope: Scope) -> bool:
-        headers = list(scope.get("headers", ()))
-        if self._programs is not None and str(scope.get("path", "")).startswith(PROGRAMS):
-            return admits(headers, self._programs) or admits(headers, self._expected)
-        return admits(headers, self._expected)
+        return admits(scope.get("headers", ()), self._expected)
 
 
 def admits(headers: Iterable[tuple[bytes, bytes]], expected: bytes) -> bool:

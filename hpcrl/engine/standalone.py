@@ -18,7 +18,7 @@ import threading
 from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.engine.main import EngineSupervisor, supervise
 from hpcrl.engine.multi_node import bound_socket
-from hpcrl.engines.served import show_key, unused
+from hpcrl.engines.served import unused
 from hpcrl.errors import UsageError
 from hpcrl.report.timeline.spans import NOWHERE
 from hpcrl.run.process import adopt_orphans
@@ -62,9 +62,6 @@ class ServedEngine(EngineSupervisor):
 
     def publish(self) -> None:
         super().publish()
-        if line := show_key(self.key, self.address.url):
-            print(f"{line}\nthe model's name is policy; Ctrl-C ends it", flush=True)
-            return
         say(f"a run asks it with {ADDRS} {self.listen} {KEYS} {self.context.rundir.root.parent}")
 
 

@@ -1,1 +1,1 @@
-"""Trying things out: an engine that stays up for a while, for `hpcrl try` and `hpcrl chat`; `hpcrl serve`."""
+"""`hpcrl try`: a recipe tried out, with an engine that stays up for a while."""

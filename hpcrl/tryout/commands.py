@@ -1,4 +1,4 @@
-"""`hpcrl chat`, `hpcrl serve`, `hpcrl try`: a model or a recipe tried by hand.
+"""`hpcrl try`: a recipe tried by hand.
 
 Invariant: nothing is left behind but an engine that ends by itself, and what is kept below the user's state directory.
 """
@@ -7,49 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from hpcrl.config.flags import parse_flags
-from hpcrl.config.rules.layout import split_address
 from hpcrl.config.value_types import Kind
-from hpcrl.engines.served import KEY_TO, OURS
-from hpcrl.errors import DeadlineError, Interrupted, PeerError, UsageError
-from hpcrl.launch.engines.standalone import PROGRAM, borrow, prepare
+from hpcrl.errors import DeadlineError, Interrupted, UsageError
+from hpcrl.launch.engines.standalone import borrow
 from hpcrl.plain_text import strip_control
 from hpcrl.plan import Location, Plan
 from hpcrl.recipe_here import choose_recipe
 from hpcrl.run.process import PARENT
 from hpcrl.run.rundir import FOLDERS, RunDir, write_atomic
 from hpcrl.run.scratch import scratch
-from hpcrl.tryout.conversation import Chat
 from hpcrl.tryout.kept_engine import HERE, KeptEngine, at_hand
-from hpcrl.tryout.target import TriedModel, of_model, of_recipe
+from hpcrl.tryout.target import TriedModel, of_recipe
 
-CHAT = """\
-usage: hpcrl chat RUN | HF-DIR [--system TEXT] [--temperature T] [--max-tokens N] [--option value ...]
-
-  A conversation in the terminal with the last checkpoint of a run, or with a Hugging Face model. The engine stays up
-  for ten minutes after the last word, for the next hpcrl chat of the same model. A line in a pipe is a turn of its own.
-
-  --system TEXT      the system message
-  --temperature T    default: 1; 0 takes the likeliest token
-  --max-tokens N     of an answer (default: 512)
-
-Ctrl-C cuts an answer off; /new forgets what was said; Ctrl-D or /quit ends. Other options are those of hpcrl run, such
-as --vllm-max-num-seqs."""
-SERVE = """\
-usage: hpcrl serve RUN | HF-DIR [--listen HOST:PORT] [--option value ...]
-
-  The last checkpoint of a run, or a Hugging Face model, behind vLLM's OpenAI-compatible endpoint, until Ctrl-C. Every
-  route asks for a key; it is in a file that only you can read, and the lines that are printed use it.
-
-  --listen HOST:PORT   where (default: a free port of 127.0.0.1)"""
 TRY = """\
 usage: hpcrl try [RECIPE.toml] [--prompts N] [--responses N] [--stage NAME] [--option value ...]
 
@@ -62,70 +38,6 @@ usage: hpcrl try [RECIPE.toml] [--prompts N] [--responses N] [--stage NAME] [--o
   --stage NAME    of a recipe with stages (default: the last that samples)
 
 Without a recipe it is recipe.toml of this directory. Other options are those of hpcrl run."""
-
-
-def chat(argv: list[str]) -> int:
-    """`hpcrl chat`."""
-    flags = {"system": Kind("str"), "temperature": Kind("float"), "max-tokens": Kind("int")}
-    overrides, own, word = _parsed(argv, flags, CHAT, "a run or a model")
-    if word is None:
-        return 0
-    target = of_model(word, overrides)
-    at_hand(target.options, target.folder)
-    settings: dict[str, Any] = {"temperature": own.get("temperature", 1.0), "max_tokens": own.get("max-tokens", 512)}
-    said = Chat(settings, own.get("system"))
-    print(f"{strip_control(target.said)}: /new begins again, Ctrl-D ends", file=sys.stderr, flush=True)
-    while (text := _next_line()) is not None:
-        if text == "/new":
-            said.forget()
-        elif text:
-            _answer(said, text, at_hand(target.options, target.folder))  # it may have ended meanwhile
-    return 0
-
-
-def _next_line() -> str | None:
-    """What the user says next; None at the end."""
-    try:
-        text = input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        print(file=sys.stderr)
-        return None
-    return None if text == "/quit" else text
-
-
-def _answer(said: Chat, text: str, engine: KeptEngine) -> None:
-    try:
-        with engine.in_use():
-            for piece in said.say(text, engine.address()):
-                print(strip_control(piece, lines=True), end="", flush=True)
-        print()
-    except KeyboardInterrupt:
-        print(" ...")
-    except PeerError as error:
-        print(f"hpcrl: {strip_control(str(error))}", file=sys.stderr)
-
-
-def serve(argv: list[str]) -> int:
-    """`hpcrl serve`."""
-    overrides, own, word = _parsed(argv, {"listen": Kind("str")}, SERVE, "a run or a model")
-    if word is None:
-        return 0
-    if "listen" in own:
-        split_address(own["listen"], "--listen")
-    target = of_model(word, overrides)
-    listen = own.get("listen") or _free()
-    keys = target.folder / "serve-keys"
-    rundir = prepare(target.options, listen, keys)
-    environment = {name: value for name, value in os.environ.items() if name not in OURS}
-    environment[KEY_TO] = str(keys / f"openai-{split_address(listen)[1]}.key")
-    print(f"{strip_control(target.said)}: starting", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", PROGRAM, str(rundir.root), "--attempt", "0"]
-    return os.execve(sys.executable, command, environment)  # so that a signal reaches the engine itself
-
-
-def _free() -> str:
-    with socket.create_server((HERE, 0)) as free:
-        return f"{HERE}:{free.getsockname()[1]}"
 
 
 def try_recipe(argv: list[str]) -> int:
@@ -191,16 +103,3 @@ def _sample(target: TriedModel, engine: KeptEngine, root: Path, counts: dict[str
                 process.wait(10.0)
         if lock is not None:
             lock.close()
-
-
-def _parsed(
-    argv: list[str], flags: dict[str, Kind], usage: str, what: str
-) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-    """(options, the command's own flags, what it is given); None for the last where help was asked for, and given."""
-    overrides, own, words = parse_flags(argv, flags | {"help": Kind("bool")})
-    if "help" in own or "-h" in words:
-        print(usage)
-        return overrides, own, None
-    if len(words) != 1:
-        raise UsageError(f"{what} is needed" if not words else f"{len(words)} things are named", f"one:\n{usage}")
-    return overrides, own, words[0]

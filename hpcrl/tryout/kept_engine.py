@@ -1,4 +1,4 @@
-"""An engine that stays up from one `hpcrl try` or `hpcrl chat` to the next, and ends by itself when it is not used.
+"""An engine that stays up from one `hpcrl try` to the next, and ends by itself when it is not used.
 
     FOLDER/engine-HASH/keys/     its keys, as those of `hpcrl engines serve`
     FOLDER/engine-HASH/address   HOST:PORT, once it answers; made new at every start

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
-PROGRAMS = "hpcrl make mpirun torchrun sbatch srun salloc pip python python3 bash ssh".split()
+PROGRAMS = "hpcrl vllm make mpirun torchrun sbatch srun salloc pip python python3 bash ssh".split()
 _ASSIGNMENT = re.compile(r"[A-Za-z_]+=\S*\Z")
 _COMMENT = re.compile(r"(\s{2,}|^)#\s.*$")
 _PYTHON = re.compile(r"```python\n# (\w+)\.py\n(.+?)```", re.DOTALL)

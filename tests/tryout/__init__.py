@@ -1,1 +1,1 @@
-"""hpcrl try, chat and serve."""
+"""hpcrl try, and a conversation with a checkpoint."""

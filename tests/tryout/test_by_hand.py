@@ -1,30 +1,20 @@
-"""hpcrl try, chat and serve with a real engine: it is started once, used again, and ends by itself."""
+"""hpcrl try with a real engine: it is started once, used again, and ends by itself."""
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
-from hpcrl.engines.http import Address
-from hpcrl.errors import HpcrlError
 from hpcrl.tryout import kept_engine
-from hpcrl.tryout.conversation import Chat
-from hpcrl.tryout.kept_engine import at_hand
-from hpcrl.tryout.target import of_model
-from tests.support.children import read_line
-from tests.support.quick_start import QuickStart
 from tests.support.screens import ctrl_c
 
 pytestmark = pytest.mark.vllm
@@ -125,83 +115,14 @@ def test_an_agents_reward_of_nothing_is_shown(place: Path) -> None:
     assert status == 0 and re.search(r"response 1: .*; reward 0$", out, re.MULTILINE), out + err
 
 
-def test_a_conversation_and_its_engine(place: Path, task: Path) -> None:
-    """Each line is a turn, and /new begins again."""
-    words = ("chat", str(task / "model"), "--no-bf16", "--temperature", "0", "--max-tokens", "6")
-    status, out, err = typed(place, *words, lines="1+2=\n1+2=\n/new\n1+2=\n")
-    answers = out.splitlines()
-    assert status == 0 and len(answers) == 3, out + err
-    assert answers[0] == answers[2]
-
-
-def test_a_checkpoint_of_a_run_is_converted_once(
-    place: Path, quick_start: QuickStart, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the settings that the run's engines had."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(place / "state"))
-    found = of_model(str(quick_start.root), {})
-    model = Path(found.options.hf_checkpoint or "")
-    assert re.fullmatch(r"iter_\d{7}-[0-9a-f]{12}", model.name) and model.name.partition("-")[0] in found.said
-    assert list(model.glob("*.safetensors")) and found.options.bf16 is False
-    (model / "mark").touch()
-    assert of_model(str(quick_start.root), {}).options.hf_checkpoint == str(model) and (model / "mark").exists()
-
-
-def test_a_server_asks_for_its_key(place: Path, task: Path) -> None:
-    """What is printed is all that is needed; SIGTERM leaves nothing."""
-    command = [str(HPCRL), "serve", str(task / "model"), "--no-bf16"]
-    server = subprocess.Popen(command, cwd=place, env=environment(place), stdout=subprocess.PIPE, text=True)
-    try:
-        while not (line := read_line(server, 240)).startswith("export"):
-            assert line, "the server has ended"
-        url = re.search(r"OPENAI_BASE_URL=(\S+)", line)
-        key = re.search(r"\$\(cat (\S+)\)", line)
-        assert url and key and Path(key[1]).stat().st_mode & 0o777 == 0o600
-        word = Path(key[1]).read_text()
-        assert [asked(f"{url[1]}/models", one) for one in ("", word)] == [401, 200]
-        assert asked(url[1].removesuffix("/v1") + "/pause", word) == 401, "this key opens OpenAI's routes alone"
-        said_and_remembered(url[1], word)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-    assert not [pid for pid in engines(place) if "serve-keys" in " ".join(psutil.Process(pid).cmdline())]
-
-
-def said_and_remembered(url: str, key: str) -> None:
-    """Two turns, of which the second brings the first; then nothing."""
-    where = urlsplit(url)
-    address = Address(where.hostname or "", where.port or 0, key)
-    chat = Chat({"temperature": 0, "max_tokens": 4}, "be brief")
-    first, second = ("".join(chat.say(text, address)) for text in ("1+2=", "3+4="))
-    assert [one["role"] for one in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert [chat.messages[at]["content"] for at in (2, 4)] == [first, second] and first
-    chat.forget()
-    assert [one["role"] for one in chat.messages] == ["system"]
-
-
-def asked(url: str, key: str) -> int:
-    """The status of a request."""
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port or 0, timeout=60)
-    try:
-        connection.request("GET", where.path, headers={"Authorization": f"Bearer {key}"})
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
-def test_an_engine_that_cannot_start_says_why(
-    place: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_start_says_why(place: Path, task: Path, tmp_path: Path) -> None:
     """Its own last word, and the log that has more; nothing stays up."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(place / "state"))
     model = shutil.copytree(task / "model", tmp_path / "model")
     for weights in model.glob("*.safetensors"):
         weights.unlink()
-    target = of_model(str(model), {"bf16": False})
-    with pytest.raises(HpcrlError, match=r"has ended: .*; see \S+/log"):
-        at_hand(target.options, target.folder)
-    assert not [pid for pid in engines(place) if str(target.folder) in " ".join(psutil.Process(pid).cmdline())]
+    status, _, err = typed(place, "try", "recipe.toml", "--hf-checkpoint", str(model))
+    assert status == 1 and re.search(r"has ended: .*; see \S+log$", err, re.MULTILINE), err
+    assert not [pid for pid in engines(place) if str(model) in " ".join(psutil.Process(pid).cmdline())]
 
 
 def test_an_unused_engine_ends_by_itself(place: Path) -> None:

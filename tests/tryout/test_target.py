@@ -1,4 +1,4 @@
-"""What is tried: which stage of a recipe, which checkpoint of a run, and what is refused."""
+"""What is tried: which stage of a recipe, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.engines.served import IDLE_SECONDS, USED_FILE, note_use, unused
 from hpcrl.errors import UsageError
-from hpcrl.run.rundir import TRACKER
 from hpcrl.toolbox.deadline import Deadline, poll
 from hpcrl.tryout import kept_engine
 from hpcrl.tryout.kept_engine import KeptEngine, _hash
-from hpcrl.tryout.target import _newest, of_model, of_recipe
+from hpcrl.tryout.target import of_recipe
 from tests.documents.typed import CONFIG
 
 STAGES = """
@@ -70,24 +69,12 @@ def test_a_stage_that_samples_nothing_is_refused(recipe: Path, stage: str) -> No
         of_recipe(recipe, {}, stage)
 
 
-def test_a_model_is_served_within_its_context(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 1000}))
-    assert of_model(str(folder), {}).options.rollout_max_context_len == 1000
-    assert of_model(str(folder), {"rollout_max_context_len": 64}).options.rollout_max_context_len == 64
-
-
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["chat"], "is needed"),
-        (["chat", "nowhere"], "nowhere"),
-        (["chat", "a", "b"], "2 things"),
         (["try", "none.toml"], "none.toml"),
         (["try", "two.toml", "--prompts", "0"], "--prompts 0"),
-        (["serve", "model", "--listen", "here"], "--listen"),
-        (["chat", "model", "--temprature", "1"], "--temperature"),
+        (["try", "two.toml", "--promts", "1"], "--prompts"),
     ],
 )
 def test_wrong_usage(
@@ -98,10 +85,9 @@ def test_wrong_usage(
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["chat", "serve", "try"])
-def test_help_is_short(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--help"]) == 0
-    assert f"usage: hpcrl {name}" in capsys.readouterr().out
+def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["try", "--help"]) == 0
+    assert "usage: hpcrl try" in capsys.readouterr().out
 
 
 def test_an_engine_is_unused_once_its_time_is_over(tmp_path: Path) -> None:
@@ -113,31 +99,12 @@ def test_an_engine_is_unused_once_its_time_is_over(tmp_path: Path) -> None:
     assert unused(kept | {IDLE_SECONDS: "-1"})  # type: ignore[arg-type]
 
 
-def test_the_checkpoint_that_the_tracker_names(tmp_path: Path) -> None:
-    """Not the highest number: a run that was resumed from an earlier one continues there."""
-    for number in (10, 20):
-        (tmp_path / f"iter_{number:07d}").mkdir()
-        (tmp_path / f"iter_{number:07d}" / ".metadata").touch()
-    assert _newest(tmp_path) == tmp_path / "iter_0000020"
-    (tmp_path / TRACKER).write_text("10")
-    assert _newest(tmp_path) == tmp_path / "iter_0000010"
-    assert _newest(tmp_path / "none") is None
-
-
-def test_an_engine_with_several_gpus(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    options = of_model(str(folder), {"rollout_num_gpus_per_engine": 2}).options
-    assert options.rollout_num_gpus == options.rollout_num_gpus_per_engine == 2
-
-
-def test_a_rewritten_model_is_another_engine(tmp_path: Path) -> None:
+def test_a_rewritten_model_is_another_engine(tmp_path: Path, recipe: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "model.safetensors").write_bytes(b"old")
-    options = of_model(str(folder), {}).options
+    options = of_recipe(recipe, {"hf_checkpoint": str(folder)}).options
     before = _hash(options)
     assert _hash(options) == before
     (folder / "model.safetensors").write_bytes(b"newer")
