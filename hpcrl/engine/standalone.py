@@ -13,18 +13,15 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 
 from hpcrl.config.rules.layout import ADDRS, KEYS, split_address
 from hpcrl.engine.main import EngineSupervisor, supervise
 from hpcrl.engine.multi_node import bound_socket
-from hpcrl.engines.served import unused
+from hpcrl.engines.http import ask
 from hpcrl.errors import UsageError
 from hpcrl.report.timeline.spans import NOWHERE
 from hpcrl.run.process import adopt_orphans
 from hpcrl.run.role import RoleContext, act, open_role, say
-
-LOOK = 2.0  #: seconds between two looks at whether it is used
 
 
 class ServedEngine(EngineSupervisor):
@@ -49,18 +46,9 @@ class ServedEngine(EngineSupervisor):
                 f"--listen {self.listen}: {error.strerror or error}", "name a free port of this machine"
             ) from error
 
-    def watch(self) -> None:
-        threading.Thread(target=self._end_unused, daemon=True).start()
-        super().watch()
-
-    def _end_unused(self) -> None:
-        """Stop one that is kept for its user's next use, once that does not come."""
-        while not self.stopped.wait(LOOK):
-            if unused():
-                say(f"{self.name} is not used any more: it ends")
-                self.stopped.set()
-
     def publish(self) -> None:
+        # as a run calls the weights with which it begins: hpcrl try brings none of its own
+        ask(self.address, "POST", "/update_weight_version", self.context.options.update_timeout, {"new_version": "0"})
         super().publish()
         say(f"a run asks it with {ADDRS} {self.listen} {KEYS} {self.context.rundir.root.parent}")
 

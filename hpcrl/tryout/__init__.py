@@ -1,1 +1,1 @@
-"""`hpcrl try`: a recipe tried out, with an engine that stays up for a while."""
+"""`hpcrl try`: prompts, responses and rewards of a recipe, of which nothing is trained."""

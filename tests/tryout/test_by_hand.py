@@ -1,4 +1,4 @@
-"""hpcrl try with a real engine: it is started once, used again, and ends by itself."""
+"""hpcrl try with a real engine, which ends with the command."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from hpcrl.tryout import kept_engine
+from hpcrl.toolbox.deadline import Deadline, poll
 from tests.support.screens import ctrl_c
 
 pytestmark = pytest.mark.vllm
@@ -37,25 +36,19 @@ def place(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Path
         'custom_rm_path = "{recipe}/reward.py:parts"\nreward_key = "score"\n'
     )
     yield folder
-    for used in (folder / "state").rglob("used"):
-        used.unlink()  # ends the engine
-    deadline = time.monotonic() + 60
-    while engines(folder) and time.monotonic() < deadline:
-        time.sleep(0.5)
     assert not engines(folder)
 
 
-def engines(folder: Path) -> list[int]:
-    """Processes that were started with something below the folder's state."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(folder / "state") in word for word in process.info["cmdline"] or ()):
-            found.append(process.pid)
-    return found
+def engines(folder: Path) -> list[str]:
+    """Processes of engines, and of what samples, that were started for something below the folder."""
+    found = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    temporary = str(folder / "tmp")
+    return [line for line in found if temporary in line and ("hpcrl.engine" in line or "one_try" in line)]
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return os.environ | {"XDG_STATE_HOME": str(folder / "state")}
+    (folder / "tmp").mkdir(exist_ok=True)
+    return os.environ | {"XDG_STATE_HOME": str(folder / "state"), "TMPDIR": str(folder / "tmp")}
 
 
 def typed(folder: Path, *words: str, lines: str = "") -> tuple[int, str, str]:
@@ -67,32 +60,33 @@ def typed(folder: Path, *words: str, lines: str = "") -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_recipe_is_tried_twice_with_one_engine(place: Path) -> None:
-    """Prompts token by token, responses with the reward and its parts; the second time the engine is there."""
-    status, first, said = typed(place, "try", "recipe.toml", "--prompts", "2")
+def test_prompts_responses_and_rewards_are_shown(place: Path) -> None:
+    """Prompts token by token, responses with the reward and its parts; then nothing is left but the engine's log."""
+    status, shown, said = typed(place, "try", "recipe.toml", "--prompts", "2")
     assert status == 0 and "starting an engine" in said, said
-    assert len(re.findall(r"^prompt \d+: \S*train\.jsonl, line \d+, \d+ tokens$", first, re.MULTILINE)) == 2
-    assert len(re.findall(r"^  response \d+: \d+ tokens, \w+, .*reward \d+ \(.*own 0\.25", first, re.MULTILINE)) == 4
-    assert re.search(r"<\|user\|>\|\d\|\+\|\d", first), first
-    status, second, said = typed(place, "try", "recipe.toml", "--prompts", "1", "--responses", "3")
-    assert status == 0 and "starting" not in said, said
-    assert second.count("response ") == 3
-    shown = first.splitlines()[1:3]
-    assert shown == second.splitlines()[1:3], "the same prompt comes first"
+    assert len(re.findall(r"^prompt \d+: \S*train\.jsonl, line \d+, \d+ tokens$", shown, re.MULTILINE)) == 2
+    assert len(re.findall(r"^  response \d+: \d+ tokens, \w+, .*reward \d+ \(.*own 0\.25", shown, re.MULTILINE)) == 4
+    assert re.search(r"<\|user\|>\|\d\|\+\|\d", shown), shown
+    assert not engines(place) and not list((place / "tmp").glob("hpcrl-[te]*-*"))
 
 
-def test_ctrl_c_leaves_the_engine_alone(place: Path) -> None:
-    """At a terminal, while it samples: 130, no traceback of the sampling process, which is gone; the engine serves the
-    next try."""
-    status, text = ctrl_c([str(HPCRL), "try", "recipe.toml"], ["recipe.toml: "], place, environment(place))
-    assert status == 130 and "Traceback" not in text and "engine stays up" in text, text
-    assert not [line for line in _commands() if "one_try" in line and str(place) in line]
-    status, _, said = typed(place, "try", "recipe.toml", "--prompts", "1")
-    assert status == 0 and "starting" not in said, said
+def test_ctrl_c_ends_the_engine(place: Path) -> None:
+    """At a terminal, while it starts: 130, and no traceback of any process."""
+    status, text = ctrl_c([str(HPCRL), "try", "recipe.toml"], ["starting an engine"], place, environment(place))
+    assert status == 130 and "Traceback" not in text and "interrupted" in text, text
+    assert not engines(place)
 
 
-def _commands() -> list[str]:
-    return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+def test_an_engine_ends_with_a_killed_command(place: Path) -> None:
+    """However the command ends: the kernel tells its children."""
+    command = [str(HPCRL), "try", "recipe.toml", "--prompts", "1"]
+    process = subprocess.Popen(command, cwd=place, env=environment(place), stdout=subprocess.PIPE)
+    try:
+        assert poll(lambda: any("hpcrl.engine.server" in line for line in engines(place)), Deadline(SECONDS), 0.1)
+    finally:
+        process.kill()
+        process.wait()
+    assert poll(lambda: not engines(place), Deadline(30), 0.1)
 
 
 def test_a_reward_that_raises_is_shown(place: Path) -> None:
@@ -122,17 +116,4 @@ def test_an_engine_that_cannot_start_says_why(place: Path, task: Path, tmp_path:
         weights.unlink()
     status, _, err = typed(place, "try", "recipe.toml", "--hf-checkpoint", str(model))
     assert status == 1 and re.search(r"has ended: .*; see \S+log$", err, re.MULTILINE), err
-    assert not [pid for pid in engines(place) if str(model) in " ".join(psutil.Process(pid).cmdline())]
-
-
-def test_an_unused_engine_ends_by_itself(place: Path) -> None:
-    """The one of `hpcrl try`, once its last use is long ago; the next try starts another."""
-    (used,) = [path for path in (place / "state").rglob("used") if "recipe-" in str(path)]
-    mine = [pid for pid in engines(place) if str(used.parent) in " ".join(psutil.Process(pid).cmdline())]
-    assert mine
-    long_ago = time.time() - kept_engine.IDLE - 60
-    os.utime(used, (long_ago, long_ago))
-    deadline = time.monotonic() + 60
-    while any(psutil.pid_exists(pid) for pid in mine) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not any(psutil.pid_exists(pid) for pid in mine)
+    assert not engines(place)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 from pathlib import Path
 
 import pytest
 
 from hpcrl.cli import main
-from hpcrl.engines.served import IDLE_SECONDS, USED_FILE, note_use, unused
 from hpcrl.errors import UsageError
-from hpcrl.toolbox.deadline import Deadline, poll
-from hpcrl.tryout import kept_engine
-from hpcrl.tryout.kept_engine import KeptEngine, _hash
 from hpcrl.tryout.target import of_recipe
-from tests.documents.typed import CONFIG
 
 STAGES = """
 hf_checkpoint = "{prepared}/model"
@@ -88,42 +80,3 @@ def test_wrong_usage(
 def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["try", "--help"]) == 0
     assert "usage: hpcrl try" in capsys.readouterr().out
-
-
-def test_an_engine_is_unused_once_its_time_is_over(tmp_path: Path) -> None:
-    used = tmp_path / "used"
-    kept = {USED_FILE: str(used), IDLE_SECONDS: "60"}
-    assert unused(kept), "its file is gone"  # type: ignore[arg-type]
-    note_use(used)
-    assert not unused(kept) and not unused({})  # type: ignore[arg-type]
-    assert unused(kept | {IDLE_SECONDS: "-1"})  # type: ignore[arg-type]
-
-
-def test_a_rewritten_model_is_another_engine(tmp_path: Path, recipe: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "model.safetensors").write_bytes(b"old")
-    options = of_recipe(recipe, {"hf_checkpoint": str(folder)}).options
-    before = _hash(options)
-    assert _hash(options) == before
-    (folder / "model.safetensors").write_bytes(b"newer")
-    assert _hash(options) != before
-
-
-def test_a_kept_engine_is_in_use_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_engine, "USE_EVERY", 0.01)
-    used = tmp_path / "used"
-    with KeptEngine("127.0.0.1:1", tmp_path / "keys").in_use():
-        note_use(used)
-        os.utime(used, (1, 1))
-        assert poll(lambda: used.stat().st_mtime > 1, Deadline(20), 0.01)
-
-
-def test_a_listener_of_another_user_is_not_asked() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mine:
-        assert kept_engine._ours(mine.getsockname()[1])
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch, socket.create_server(("127.0.0.1", 0)) as other:
-        patch.setattr(os, "getuid", lambda: 12345)
-        assert not kept_engine._ours(other.getsockname()[1])
