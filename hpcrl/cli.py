@@ -36,7 +36,6 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl selftest [--site S] [--hosts N]        numbers, transports and memory on your hardware: passed, failed, skipped
   hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
   hpcrl status [RUN]                           what runs are doing: all of them, or one in full
-  hpcrl runs [--clean]                         where runs are; those that never came to a step
   hpcrl try RECIPE.toml                        a few prompts, sampled and graded: as rendered, token by token
   hpcrl watch RUN [--web]                      the status of one run, live, until it ends; its report in a browser
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 #: what other tools call a command -> the command
-SYNONYMS = {"train": "run", "compare": "report", "list": "runs", "ps": "runs", "kill": "cancel", "export": "convert"}
+SYNONYMS = {"train": "run", "compare": "report", "ps": "status", "kill": "cancel", "export": "convert"}
 
 
 def command(argv: list[str]) -> int:
@@ -121,7 +120,6 @@ COMMANDS = {
     "eval": "hpcrl.commands.evaluate:evaluate",
     "resume": "hpcrl.commands.resume:resume",
     "status": "hpcrl.commands.status:status",
-    "runs": "hpcrl.commands.status:runs",
     "watch": "hpcrl.commands.status:watch",
     "logs": "hpcrl.commands.logs:logs",
     "samples": "hpcrl.commands.samples:samples",

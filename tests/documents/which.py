@@ -14,7 +14,7 @@ from tests.documents.texts import Command, of_help
 #: what starts something, and has a --dry-run
 DRY = ("run", "submit", "launch", "eval")
 #: what starts nothing
-FREE = ("plan", "hostfile", "options", "completion", "import", "--version", "--help", "status", "runs")
+FREE = ("plan", "hostfile", "options", "completion", "import", "--version", "--help", "status")
 #: what is asked of a run
 OF_A_RUN = (
     "status",

@@ -21,7 +21,7 @@ from tests.support.able import require
 REPO = Path(__file__).parents[3]
 #: what is typed -> what is proposed, and what is not
 TYPED = [
-    ("hpcrl ru", {"run", "runs"}, {"plan"}),
+    ("hpcrl r", {"run", "resume", "report"}, {"plan"}),
     ("hpcrl run --rollout-te", {"--rollout-temperature"}, {"--lr"}),
     ("hpcrl run --no-bf", {"--no-bf16"}, set[str]()),
     ("hpcrl submit --si", {"--site"}, set[str]()),
