@@ -37,7 +37,7 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl convert WHAT ...                       checkpoints: to-torch-dist, to-hf, to-fp8; ... WHAT --help
   hpcrl status [RUN]                           what runs are doing: all of them, or one in full
   hpcrl try RECIPE.toml                        a few prompts, sampled and graded: as rendered, token by token
-  hpcrl watch RUN [--web]                      the status of one run, live, until it ends; its report in a browser
+  hpcrl watch RUN                              the status of one run, live, until it ends
   hpcrl logs RUN [--role R] [--host H] [-f]    what its processes say
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
   hpcrl engines RUN                            its engines; engines serve: one of no run

@@ -62,15 +62,11 @@ def _several(words: Sequence[str]) -> list[Run]:
     return list(found.values())
 
 
-def run_page(run: Run, refresh: int = 0, jobs: Jobs | None = None) -> str:
-    """The page of one run, as it is now.
-
-    Args:
-        jobs: Slurm's word, if it was asked for.
-    """
+def run_page(run: Run) -> str:
+    """The page of one run, as it is now."""
     from hpcrl.report.page.one_run import page, recipe_text
 
-    return page(run, look_at_run(run, jobs), read_run(run), recipe_text(run.root), refresh)
+    return page(run, look_at_run(run), read_run(run), recipe_text(run.root))
 
 
 def _compared_page(runs: Sequence[Run]) -> str:

@@ -5,7 +5,6 @@ Invariants: both change nothing, anywhere; Slurm is asked a few times a minute, 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from pathlib import Path
@@ -13,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcrl.commands.find_run import ASK, Ending, Jobs, all_runs, find_run, look_at_run, look_at_runs
+from hpcrl.commands.find_run import Ending, Jobs, all_runs, find_run, look_at_run, look_at_runs
 from hpcrl.errors import Interrupted
 from hpcrl.plain_text import strip_control
 from hpcrl.report.run_files import Run
 from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import line, on_terminal, page, table
 from hpcrl.toolbox.arguments import RUN, Parser
-from hpcrl.toolbox.signs import LastSign
 
 if TYPE_CHECKING:
-    from hpcrl.report.page.live import LivePages
     from hpcrl.report.terminal import LivePage
 
 EVERY = 1.0  #: seconds between looks
@@ -79,39 +76,12 @@ def watch(argv: list[str]) -> int:
         "looking.",
     )
     parser.add_argument("run", metavar="RUN", help=RUN)
-    parser.add_argument(
-        "--web", action="store_true", help="serve its report too, for a browser on this machine or by ssh -L"
-    )
-    parser.add_argument("--port", type=int, metavar="N", help="where, with --web (default: any)")
     args = parser.parse_args(argv)
-    if args.port is not None and not args.web:
-        parser.error("--port has no effect without --web")
     try:
-        with _served(args.run, args.port or 0) if args.web else contextlib.nullcontext():
-            return watch_run(find_run(args.run).root)
+        return watch_run(find_run(args.run).root)
     except KeyboardInterrupt:
         hint = f"to end it: hpcrl stop {strip_control(args.run)}; while it is pending: hpcrl cancel"
         raise Interrupted("the run itself continues", hint) from None
-
-
-def _served(word: str, port: int) -> LivePages:
-    """The report of the run that `word` names, for a browser."""
-    from hpcrl.commands.report import run_page
-    from hpcrl.report.page.live import REFRESH, LivePages
-
-    root = find_run(word).root
-    jobs, asked = Jobs([Run(root)]), LastSign()
-
-    def make() -> str:
-        nonlocal jobs
-        run = Run(root)
-        if asked.due(60.0 if jobs.note else ASK):
-            jobs = Jobs([run])
-        return run_page(run, REFRESH, jobs)
-
-    pages = LivePages(make, port)
-    print(pages.words, flush=True)
-    return pages
 
 
 def watch_run(root: Path) -> int:

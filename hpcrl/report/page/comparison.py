@@ -84,7 +84,6 @@ def comparison(runs: Sequence[Compared]) -> str:
     runs = [replace(one, last=stages[-1]) for one in runs] if stages else runs
     return render(
         "comparison.html.j2",
-        refresh=0,
         title=f"{len(runs)} runs",
         subtitle=f"as of {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
         legend=legend([one.name for one in runs]),

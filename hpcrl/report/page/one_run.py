@@ -43,12 +43,11 @@ EARLIER = 8  #: steps before the last that samples are shown of
 LONGEST = 20_000  #: characters of a prompt or a response that are shown
 
 
-def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None, refresh: int = 0) -> str:
+def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None) -> str:
     """The HTML of a run.
 
     Args:
         recipe: its text.
-        refresh: seconds after which a browser asks for it again; 0: never.
     """
     spent = spending(run, recorded)
     shown = views(recorded, [fault for stage in run.stages for fault in stage.faults])
@@ -56,7 +55,6 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
     hidden = max(0, len({track.name for track in recorded.tracks}) - MOST_TRACKS)
     return render(
         "run.html.j2",
-        refresh=refresh,
         title=visible(run.root.name),
         subtitle=f"{status.phase}, as of {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
         message=visible(status.message),

@@ -86,7 +86,7 @@ def test_each_option_is_completed(tmp_path: Path, capsys: pytest.CaptureFixture[
     for name, each in completed(COMMANDS, HELP).items():
         assert {"--help", *each.flags} <= proposed[name], name
         assert each.options == (flags <= proposed[name]), name
-    assert {"--web", "--port"} <= proposed["watch"] and "--help-all" in proposed["run"]
+    assert {"--role", "--follow"} <= proposed["logs"] and "--help-all" in proposed["run"]
     assert {"math", "sft"} <= asked("bash", "hpcrl init x --task ", tmp_path)
     assert "serve" in asked("bash", "hpcrl engines ", tmp_path)
     assert {"--listen", "--keys"} <= asked("bash", "hpcrl engines serve --", tmp_path)
