@@ -86,7 +86,7 @@ def watch(argv: list[str]) -> int:
 
 def watch_run(root: Path) -> int:
     """Follow a run until it has ended; the exit status that `watch` has."""
-    with _view(root) as view:
+    with _view() as view:
         jobs = Jobs([Run(root)])
         asked = time.monotonic()
         ending = Ending()
@@ -101,12 +101,12 @@ def watch_run(root: Path) -> int:
             time.sleep(EVERY)
 
 
-def _view(root: Path) -> LivePage | Lines:
+def _view() -> LivePage | Lines:
     if not on_terminal(sys.stdout):
         return Lines()
     from hpcrl.report.terminal import LivePage
 
-    return LivePage(sys.stdout, root)
+    return LivePage(sys.stdout)
 
 
 class Lines:

@@ -7,11 +7,9 @@ table leaves columns out, all else wraps.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from io import TextIOWrapper
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -33,7 +31,6 @@ from rich.text import Text
 
 from hpcrl.report.run_status import Status
 from hpcrl.report.status_text import cells, facts
-from hpcrl.report.terminal_curves import DrawnRows, has_utf8, pictures
 
 STYLES = {
     "running": "green", "saving": "green", "ending": "yellow",
@@ -88,18 +85,10 @@ def run_page(status: Status) -> RenderableType:
 
 
 class LivePage:
-    """The page of one run, drawn over the one before; what is shown last stays.  A context.
+    """The page of one run, drawn over the one before; what is shown last stays.  A context."""
 
-    Args:
-        root: of the run; its curves are drawn below its page, where there is room.
-    """
-
-    def __init__(self, stream: TextIO, root: Path) -> None:
-        self._console = console(stream)
-        self._live = Live(console=self._console, auto_refresh=False)
-        self._root = root
-        self._rows: DrawnRows | None = None
-        self._ascii = not has_utf8(stream.encoding, os.environ)
+    def __init__(self, stream: TextIO) -> None:
+        self._live = Live(console=console(stream), auto_refresh=False)
 
     def __enter__(self) -> LivePage:
         self._live.start()
@@ -110,18 +99,7 @@ class LivePage:
 
     def show(self, status: Status) -> None:
         """Draw it as it is now."""
-        self._live.update(self._with_curves(run_page(status), status.stage), refresh=True)
-
-    def _with_curves(self, page: RenderableType, stage: str) -> RenderableType:
-        """The page, and below it the curves that the rest of the terminal holds."""
-        file = self._root / stage / "metrics.jsonl"
-        if self._rows is None or self._rows.path != file:
-            self._rows = DrawnRows(file)
-        rows = self._rows.read()
-        width, height = self._console.size
-        free = height - len(self._console.render_lines(page, pad=False)) - 2  # a line between, one for the cursor
-        drawn = pictures(rows, width, free, self._ascii)
-        return Group(page, Text(), *drawn) if drawn else page
+        self._live.update(run_page(status), refresh=True)
 
 
 class _BarAndNumbers(Progress):
