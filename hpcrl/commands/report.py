@@ -15,7 +15,6 @@ from pathlib import Path
 from hpcrl.commands.find_run import Jobs, find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
-from hpcrl.report.timeline import startup
 from hpcrl.report.timeline.accounting import as_numbers, rows, text
 from hpcrl.report.timeline.reading import trace as trace_of
 from hpcrl.report.timeline.run_spending import Recorded, read_run, spending
@@ -94,7 +93,7 @@ def trace(argv: list[str]) -> int:
 
 
 def bill(argv: list[str]) -> int:
-    """`hpcrl bill`: node-hours by what they went into, and the phases of the last start."""
+    """`hpcrl bill`: node-hours by what they went into."""
     parser = Parser("bill", "What the run cost: node-hours of its allocations by what they went into.")
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -102,17 +101,14 @@ def bill(argv: list[str]) -> int:
     run = find_run(args.run)
     recorded = _recorded(run)
     spent = spending(run, recorded)
-    start = startup.startup(recorded)
     sandboxes = sandbox_use(recorded.tracks)
     if args.json:
         more = {"sandboxes": sandboxes} if sandboxes else {}
-        print(json.dumps(as_numbers(spent) | {"start": startup.as_numbers(start) if start else None} | more))
+        print(json.dumps(as_numbers(spent) | more))
     else:
         print(text(rows(spent)))
         if sandboxes:
             print(f"\n{bill_line(sandboxes)}")
-        if start:
-            print(f"\n{startup.text(start)}")
     _notes(run)
     return 0
 

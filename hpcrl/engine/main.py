@@ -24,7 +24,6 @@ from pathlib import Path
 import psutil
 
 from hpcrl.compiled.kept_code import NOT_KEPT, KeptCode
-from hpcrl.engine import start_phases
 from hpcrl.engine.health import CoreWatchdog, ServerLog, StoppedProcess, leftovers
 from hpcrl.engine.key_guard import KEY_FILE, REALM, read_key
 from hpcrl.engine.multi_node import bound_socket, meet, variables
@@ -34,7 +33,7 @@ from hpcrl.errors import DeadlineError, HpcrlError, PeerError, UsageError
 from hpcrl.handover import Event
 from hpcrl.model_files.config_json import read_config
 from hpcrl.queue.auth import HTTP_KEY
-from hpcrl.report.timeline.spans import UNPACK, Timeline, role_timeline
+from hpcrl.report.timeline.spans import Timeline, role_timeline
 from hpcrl.run.engine_files import record_end, restart_limit, was_up
 from hpcrl.run.exit_status import MemoryWatch, how_it_ended
 from hpcrl.run.gpu_environment import overruled
@@ -74,7 +73,6 @@ class EngineSupervisor:
         self.key = read_key().decode()
         self.made = Scratch("engine", _short_temporary())
         self.scratch = self.made.path
-        self.phases = self.scratch / "start-phases"
         self.memory = MemoryWatch()
         self.stopped = threading.Event()
         self.standing = StoppedProcess()
@@ -115,15 +113,12 @@ class EngineSupervisor:
             fds: that it gets from us.
         """
         base = dict(os.environ) | {"TMPDIR": str(self.scratch), "VLLM_RPC_BASE_PATH": str(self.scratch), **also}
-        base[start_phases.FILE] = str(self.phases)
         options = self.context.options
         plan = self.context.plan
         index = self.context.index
         rundir = self.context.rundir
-        begun = start_phases.now()
         kept = options if self.keeps_code or options.compile_cache else options.model_copy(update=NOT_KEPT)
         self.code = KeptCode(kept, rundir, "engine", (node,), base, self.scratch)
-        start_phases.tell(UNPACK, begun, start_phases.now(), self.phases)
         base |= self.code.variables
         for line in overruled(gpu_wishes(options, plan, index, self.found, node), base):
             say(line)
@@ -311,7 +306,6 @@ def supervise(context: RoleContext, engine: EngineSupervisor, timeline: Timeline
         engine.wait_until_up()
         if not engine.stopped.is_set():
             engine.publish()
-            start_phases.record(engine.phases, timeline)
             timeline.started()
             engine.watch()
     except HpcrlError as error:

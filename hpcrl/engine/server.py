@@ -17,7 +17,6 @@ from argparse import Namespace, _AppendAction
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpcrl.engine import start_phases
 from hpcrl.engine.bounded_http import bounded_http
 from hpcrl.engine.listed_pickles import SPAWNED, read_by_list
 from hpcrl.engine.multi_node import node_of
@@ -167,7 +166,6 @@ def run(context: RoleContext) -> None:
         return
     if found.cpu:
         inspect_models_here()
-    start_phases.imported()
     sock = socket.socket(fileno=int(os.environ.pop(LISTEN_FD)))
     sock.set_inheritable(False)
     values = settings(context, sock.getsockname()[1], found)

@@ -19,7 +19,6 @@ import msgspec
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from hpcrl.adapters.serving import of_environment
-from hpcrl.engine import start_phases
 from hpcrl.engine.cpu_build import give_back
 from hpcrl.engine.drafts.cpu_sampler import repair
 from hpcrl.engine.drafts.own_layers import own_layers
@@ -59,9 +58,7 @@ class WorkerExtension:
         repair()
         os.environ.pop(PARENT, None)  # names the server, but vLLM's engine core may stand between it and this worker
         die_with_parent()  # a worker never outlives who started it, however that one ends
-        made = super().__new__(cls)
-        start_phases.watch(made)
-        return made
+        return super().__new__(cls)
 
     model_runner: Any
     vllm_config: VllmConfig

@@ -30,7 +30,6 @@ from hpcrl.report.timeline.reading import Track
 from hpcrl.report.timeline.run_spending import Recorded, spending
 from hpcrl.report.timeline.sandbox_use import bill_line, sandbox_use
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
-from hpcrl.report.timeline.startup import cells, headline, startup
 from hpcrl.report.transcript_view import parts
 from hpcrl.run.attempt_log import Fault
 from hpcrl.untrusted_files import read_regular
@@ -51,7 +50,6 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
     """
     spent = spending(run, recorded)
     shown = views(recorded, [fault for stage in run.stages for fault in stage.faults])
-    start = startup(recorded)
     hidden = max(0, len({track.name for track in recorded.tracks}) - MOST_TRACKS)
     return render(
         "run.html.j2",
@@ -65,7 +63,6 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
         more=f" {hidden} more tracks are in the run's trace: hpcrl trace" if hidden else "",
         bill=rows(spent),
         bill_note=" ".join(filter(None, [bill_note(spent), bill_line(sandbox_use(recorded.tracks))])),
-        start=start and {"head": headline(start), "cells": cells(start)},
         samples=list(samples(run)),
         ran=how_it_ran(run),
         recipe=None if recipe is None else visible(recipe),

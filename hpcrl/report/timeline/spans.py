@@ -43,13 +43,6 @@ BUILD = "build the model"
 READ = "read the weights"
 OTHERS = "prepare other models"
 ENGINES = "wait for engines"
-#: and of an engine: what earlier starts have compiled; from its server's imports to its worker; the model with its
-#: weights; how much room is left for the cache; compiling, capturing graphs, a first pass
-UNPACK = "unpack compiled code"
-CONFIGURE = "configure"
-LOAD = "load the model"
-PROFILE = "measure memory"
-WARM_UP = "compile and warm up"
 #: the process of a host: its roles, from the first start to the last end
 ROLES = "roles"
 #: trainer.  READY and SAVED are moments, with rollout_id: where the run resumes, and up to where it is on disk
