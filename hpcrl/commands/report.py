@@ -1,5 +1,5 @@
-"""`hpcrl report`, `hpcrl trace`, `hpcrl bill`, `hpcrl sync`: a run as a page, as a timeline for Perfetto, as what it
-cost, and as curves of a tracker.
+"""`hpcrl report`, `hpcrl bill`, `hpcrl sync`: a run as a page or as a timeline for Perfetto, as what it cost, and as
+curves of a tracker.
 
 Invariant: they only read the run; what they write is one file that was asked for, whole or not at all, and of `sync`
 what was sent.
@@ -35,8 +35,19 @@ def report(argv: list[str]) -> int:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="where to write it (RUN/report.html, or comparison.html); - for stdout"
     )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="what every process did when instead (RUN/trace.json), for https://ui.perfetto.dev or chrome://tracing",
+    )
     args = parser.parse_args(argv)
     runs = _several(args.runs)
+    if args.trace:
+        if len(runs) > 1:
+            parser.error("--trace is of one run")
+        found = json.dumps(trace_of(_recorded(runs[0]).tracks, runs[0].root.name), separators=(",", ":"))
+        _write(args.output, runs[0].root / "trace.json", found + "\n", runs[0])
+        return 0
     if len(runs) > 1:
         _write(args.output, Path("comparison.html"), _compared_page(runs), *runs)
         return 0
@@ -76,20 +87,6 @@ def _compared_page(runs: Sequence[Run]) -> str:
     named = zip(names_of(runs), runs, strict=True)
     compared = [Compared(name, run, look_at_run(run, jobs), spending(run, read_run(run))) for name, run in named]
     return comparison(compared)
-
-
-def trace(argv: list[str]) -> int:
-    """`hpcrl trace`: the timeline of every process in the trace event format."""
-    parser = Parser(
-        "trace", "What every process did when, for https://ui.perfetto.dev (open the file there) or chrome://tracing."
-    )
-    parser.add_argument("run", metavar="RUN", help=RUN)
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it (RUN/trace.json); - for stdout")
-    args = parser.parse_args(argv)
-    run = find_run(args.run)
-    found = json.dumps(trace_of(_recorded(run).tracks, run.root.name), separators=(",", ":"))
-    _write(args.output, run.root / "trace.json", found + "\n", run)
-    return 0
 
 
 def bill(argv: list[str]) -> int:

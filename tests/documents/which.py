@@ -23,7 +23,6 @@ OF_A_RUN = (
     "samples",
     "engines",
     "report",
-    "trace",
     "bill",
     "stop",
     "cancel",

@@ -168,7 +168,7 @@ def test_what_every_process_did_is_recorded(uncut: Path) -> None:
     assert all(hours[name] > 0 for name in ("training", "generating", "updating", "saving", "waiting", "starting")), (
         hours
     )
-    assert main(["report", str(uncut)]) == main(["trace", str(uncut)]) == 0
+    assert main(["report", str(uncut)]) == main(["report", "--trace", str(uncut)]) == 0
     assert "held-out reward" in (uncut / "report.html").read_text()
     assert own_metrics([name for row in rows(uncut) for name in row]) == [], (
         "all that a run logs by itself is known to the page"

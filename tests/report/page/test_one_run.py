@@ -152,22 +152,22 @@ def test_the_bill_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_trace_goes_where_it_is_wanted(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", str(run), "-o", str(tmp_path / "t.json")]) == 0
+    assert main(["report", str(run), "--trace", "-o", str(tmp_path / "t.json")]) == 0
     names = {event["name"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]}
     assert {"process_name", TRAIN, WAIT, STEP, GENERATE, READY} <= names
     capsys.readouterr()
-    assert main(["trace", str(run), "-o", "-"]) == 0
+    assert main(["report", str(run), "--trace", "-o", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["traceEvents"]
 
 
-@pytest.mark.parametrize("name", ["report", "trace", "bill"])
-def test_what_is_not_there_is_said(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [["report"], ["report", "--trace"]])
+def test_what_is_not_there_is_said(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = make(tmp_path / "old")
-    assert main([name, str(old)]) == (0 if name == "report" else 2)
-    assert name == "report" or "has no timeline" in capsys.readouterr().err
-    assert main([name, str(tmp_path / "none")]) == 2
-    if name != "bill":
-        assert main([name, str(old), "-o", str(tmp_path / "no" / "where")]) == 2
+    assert main([*words, str(old)]) == (0 if words == ["report"] else 2)
+    assert words == ["report"] or "has no timeline" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "none")]) == 2
+    assert main([*words, str(old), "-o", str(tmp_path / "no" / "where")]) == 2
+    assert main([*words, "--trace", str(old), str(make(tmp_path / "other"))]) == 2
 
 
 def test_tokens_by_version() -> None:
