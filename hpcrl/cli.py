@@ -42,7 +42,6 @@ hpcrl: reinforcement-learning post-training of language models as a plain batch 
   hpcrl samples RUN [--step N] [--worst]       prompts, responses and rewards; --diff A B: of two steps or runs
   hpcrl engines RUN                            its engines; engines serve: one of no run
   hpcrl report RUN [-o FILE] [--trace]         one HTML file: curves, timeline, cost, samples; or a trace for Perfetto
-  hpcrl bill RUN                               what node-hours went into
   hpcrl sync RUN --to wandb|trackio|mlflow     send its curves, options and samples there, from where there is a network
   hpcrl stop RUN                               save a checkpoint and end; hpcrl cancel RUN: end at once
   hpcrl options [--json|--schema]              every option: a table, JSON, a schema for editors; --megatron, --vllm
@@ -126,7 +125,6 @@ COMMANDS = {
     "engines": "hpcrl.commands.engines:engines",
     "try": "hpcrl.tryout.commands:try_recipe",
     "report": "hpcrl.commands.report:report",
-    "bill": "hpcrl.commands.report:bill",
     "sync": "hpcrl.commands.report:sync",
     "stop": "hpcrl.commands.stop:stop",
     "cancel": "hpcrl.commands.stop:cancel",

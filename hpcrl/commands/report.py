@@ -1,5 +1,4 @@
-"""`hpcrl report`, `hpcrl bill`, `hpcrl sync`: a run as a page or as a timeline for Perfetto, as what it cost, and as
-curves of a tracker.
+"""`hpcrl report`, `hpcrl sync`: a run as a page, as a timeline for Perfetto, and as curves of a tracker.
 
 Invariant: they only read the run; what they write is one file that was asked for, whole or not at all, and of `sync`
 what was sent.
@@ -15,10 +14,8 @@ from pathlib import Path
 from hpcrl.commands.find_run import Jobs, find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.report.run_files import Run
-from hpcrl.report.timeline.accounting import as_numbers, rows, text
-from hpcrl.report.timeline.reading import trace as trace_of
-from hpcrl.report.timeline.run_spending import Recorded, read_run, spending
-from hpcrl.report.timeline.sandbox_use import bill_line, sandbox_use
+from hpcrl.report.timeline.node_hours import node_hours
+from hpcrl.report.timeline.reading import read_run, trace
 from hpcrl.run.rundir import write_atomic
 from hpcrl.toolbox.arguments import RUN, Parser
 
@@ -45,8 +42,7 @@ def report(argv: list[str]) -> int:
     if args.trace:
         if len(runs) > 1:
             parser.error("--trace is of one run")
-        found = json.dumps(trace_of(_recorded(runs[0]).tracks, runs[0].root.name), separators=(",", ":"))
-        _write(args.output, runs[0].root / "trace.json", found + "\n", runs[0])
+        _write(args.output, runs[0].root / "trace.json", _trace(runs[0]), runs[0])
         return 0
     if len(runs) > 1:
         _write(args.output, Path("comparison.html"), _compared_page(runs), *runs)
@@ -54,6 +50,18 @@ def report(argv: list[str]) -> int:
     run = runs[0]
     _write(args.output, run.root / "report.html", run_page(run), run)
     return 0
+
+
+def _trace(run: Run) -> str:
+    """The timeline of every process in the trace event format.
+
+    Raises:
+        UsageError: if the run has none.
+    """
+    recorded = read_run(run)
+    if not recorded.launchers:
+        raise UsageError(f"{run.root} has no timeline", "it has not begun")
+    return json.dumps(trace(recorded.tracks, run.root.name), separators=(",", ":")) + "\n"
 
 
 def _several(words: Sequence[str]) -> list[Run]:
@@ -85,29 +93,8 @@ def _compared_page(runs: Sequence[Run]) -> str:
 
     jobs = Jobs(runs)
     named = zip(names_of(runs), runs, strict=True)
-    compared = [Compared(name, run, look_at_run(run, jobs), spending(run, read_run(run))) for name, run in named]
+    compared = [Compared(name, run, look_at_run(run, jobs), node_hours(run, read_run(run))) for name, run in named]
     return comparison(compared)
-
-
-def bill(argv: list[str]) -> int:
-    """`hpcrl bill`: node-hours by what they went into."""
-    parser = Parser("bill", "What the run cost: node-hours of its allocations by what they went into.")
-    parser.add_argument("run", metavar="RUN", help=RUN)
-    parser.add_argument("--json", action="store_true", help="for programs")
-    args = parser.parse_args(argv)
-    run = find_run(args.run)
-    recorded = _recorded(run)
-    spent = spending(run, recorded)
-    sandboxes = sandbox_use(recorded.tracks)
-    if args.json:
-        more = {"sandboxes": sandboxes} if sandboxes else {}
-        print(json.dumps(as_numbers(spent) | more))
-    else:
-        print(text(rows(spent)))
-        if sandboxes:
-            print(f"\n{bill_line(sandboxes)}")
-    _notes(run)
-    return 0
 
 
 def sync(argv: list[str]) -> int:
@@ -132,18 +119,6 @@ def sync(argv: list[str]) -> int:
         print(f"nothing is new in {run.root}")
     _notes(run)
     return 0
-
-
-def _recorded(run: Run) -> Recorded:
-    """The run's timelines.
-
-    Raises:
-        UsageError: if it has none.
-    """
-    found = read_run(run)
-    if not found.launchers:
-        raise UsageError(f"{run.root} has no timeline", "it has not begun")
-    return found
 
 
 def _write(given: str | None, usual: Path, text: str, *runs: Run) -> None:

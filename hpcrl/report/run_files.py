@@ -84,11 +84,6 @@ class StageFiles:
         """The attempts that have failed."""
         return faults_of(read_attempts(self.root))
 
-    @property
-    def causes(self) -> dict[int, str]:
-        """attempt -> the role that failed in it."""
-        return {fault.attempt: fault.who.partition("-")[0] for fault in self.faults}
-
     @cached_property
     def begun(self) -> TrainerPeer | None:
         """What trainer rank 0 published in the last attempt, once it was up."""

@@ -296,7 +296,7 @@ class PolicyRollouts:
         self._idle_since = time.monotonic()
 
     def _note_sandboxes(self) -> None:
-        """For the bill: what the sandboxes have done so far."""
+        """For the report: what the sandboxes have done so far."""
         if totals := self.sandboxes.totals():
             self.timeline.mark(SANDBOXES, **totals)
 

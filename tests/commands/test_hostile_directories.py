@@ -25,8 +25,8 @@ from hpcrl.plain_text import strip_control
 from hpcrl.queue.auth import http_key
 from hpcrl.report.page.one_run import recipe_text
 from hpcrl.report.run_files import StageFiles
+from hpcrl.report.timeline.node_hours import hosts_of
 from hpcrl.report.timeline.reading import read_tracks
-from hpcrl.report.timeline.run_spending import hosts_of
 from hpcrl.run.engine_files import EngineReports, read_views
 from hpcrl.run.peers import EnginePeer, PublishedRecords, find
 from hpcrl.run.role import read_options

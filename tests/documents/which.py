@@ -23,7 +23,6 @@ OF_A_RUN = (
     "samples",
     "engines",
     "report",
-    "bill",
     "stop",
     "cancel",
     "resume",

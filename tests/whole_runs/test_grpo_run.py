@@ -3,8 +3,6 @@ engines."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -14,7 +12,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +19,9 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.report.log_archive import archive_of
 from hpcrl.report.page.panels import own_metrics
-from hpcrl.report.timeline.reading import read_stage
+from hpcrl.report.run_files import Run as Files
+from hpcrl.report.timeline.node_hours import NodeHours, node_hours
+from hpcrl.report.timeline.reading import read_run, read_stage
 from hpcrl.report.timeline.spans import (
     BUILD,
     ENGINES,
@@ -155,7 +154,6 @@ def test_what_every_process_did_is_recorded(uncut: Path) -> None:
         assert waited.begin - 50_000 <= made.begin < made.end <= waited.end + 50_000
         assert 0 < busy["perf/train_wait_time"] < busy["perf/step_time"] and 0 < busy["perf/engine_idle_ratio"] < 1
     assert sum(span.end - span.begin for span in tracks[2].named(GENERATE)) > 0
-    bill = bill_of(uncut)
     for role, names in (
         ("trainer", (IMPORT, BUILD, READ, ENGINES, START)),
         ("rollout", (IMPORT,)),
@@ -163,8 +161,8 @@ def test_what_every_process_did_is_recorded(uncut: Path) -> None:
     ):
         one = next(track for track in tracks if track.role == role)
         assert all(sum(span.end - span.begin for span in one.named(name)) > 0 for name in names), role
-    hours = bill["node_hours"]
-    assert sum(hours.values()) == pytest.approx(bill["total"]) and hours["lost"] == 0
+    hours = hours_of(uncut).phases
+    assert hours["lost"] == 0
     assert all(hours[name] > 0 for name in ("training", "generating", "updating", "saving", "waiting", "starting")), (
         hours
     )
@@ -195,39 +193,37 @@ async def reward(options, sample):
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> tuple[Path, dict[str, Any]]:
-    """A run that is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on; its bill after
-    the stop.  What its reward imports is edited after the stop."""
+def resumed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> tuple[Path, NodeHours]:
+    """A run that is stopped (it saves), goes on, is killed (it goes back to a checkpoint), and goes on; its
+    node-hours after the stop.  What its reward imports is edited after the stop."""
     path = tmp_path_factory.mktemp("resumed")
     (path / "mine.py").write_text(REWARD)
     (path / "added.py").write_text("ADDED = 0.0\n")
     more = KL | {"ref_load": str(task / "model"), "custom_rm_path": "mine.reward"}
     run = start(path, task, actor_num_gpus_per_node=2, **more)
     run.end_early(1, signal.SIGTERM)
-    bill = bill_of(run.root)
+    hours = hours_of(run.root)
     (path / "added.py").write_text("ADDED = 100.0\n")
     run = Run("--resume", run.root, root=run.root)
     run.end_early(3, signal.SIGKILL)
     run = Run("--resume", run.root, root=run.root)
     status, out = run.end()
     assert status == 0, out + run.logs()
-    return run.root, bill
+    return run.root, hours
 
 
-def test_ended_and_resumed_is_the_same_run(resumed: tuple[Path, dict[str, Any]], uncut: Path) -> None:
+def test_ended_and_resumed_is_the_same_run(resumed: tuple[Path, NodeHours], uncut: Path) -> None:
     """Stopped and killed it is bit for bit the uncut run; it grades with the copy of an imported module that was edited
     since."""
     root, stopped = resumed
-    assert stopped["node_hours"]["lost"] == 0
+    assert stopped.phases["lost"] == 0
     assert metrics(root) == metrics(uncut)
     assert samples(root) == samples(uncut)
     assert archive_of(root / "logs" / "attempt-0").is_file() and merged_of(root / FOLDER / "attempt-0").is_file()
-    bill = bill_of(root)
-    assert len(bill["allocations"]) == 3 and sum(bill["node_hours"].values()) == pytest.approx(bill["total"])
-    assert bill["node_hours"]["lost"] > 0, bill
+    assert hours_of(root).starts == 3 and hours_of(root).phases["lost"] > 0
 
 
-def test_live_code_grades_with_the_edited_reward(resumed: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_live_code_grades_with_the_edited_reward(resumed: tuple[Path, NodeHours], tmp_path: Path) -> None:
     """With --live-code a run grades with the edited module from then on."""
     shutil.copytree(resumed[0].parent, tmp_path, symlinks=True, dirs_exist_ok=True)
     root = tmp_path / "run"
@@ -263,12 +259,10 @@ def test_a_stop_needs_no_rollout_process(tmp_path: Path, task: Path, uncut: Path
     assert metrics(run.root) == metrics(uncut) and samples(run.root) == samples(uncut)
 
 
-def bill_of(root: Path) -> dict[str, Any]:
-    """What `hpcrl bill` says of a run."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        assert main(["bill", str(root), "--json"]) == 0
-    return json.loads(said.getvalue())
+def hours_of(root: Path) -> NodeHours:
+    """What a run's node-hours went into."""
+    run = Files(root)
+    return node_hours(run, read_run(run))
 
 
 def test_same_losses_despite_engine_faults(tmp_path: Path, task: Path, uncut: Path) -> None:
@@ -320,9 +314,7 @@ def test_the_job_continues_after_faults(tmp_path: Path, task: Path, uncut: Path)
     assert out.count("begins on the same hosts; 1 engine continues") == 2 and out.count("begins on the same hosts") == 3
     log = (run.root / "logs/attempt-2/engine-0.log").read_text()
     assert log.count(" is up: ") == 1, "its log has followed the engine"
-    bill = bill_of(run.root)
-    assert len(bill["allocations"]) == 1 and sum(bill["node_hours"].values()) == pytest.approx(bill["total"])
-    assert bill["node_hours"]["lost"] > 0, bill
+    assert hours_of(run.root).starts == 1 and hours_of(run.root).phases["lost"] > 0
 
 
 def test_sharing_slots_changes_no_number(tmp_path: Path, task: Path, uncut: Path) -> None:

@@ -28,8 +28,7 @@ from hpcrl.report.run_files import Run, StageFiles
 from hpcrl.report.run_status import Status
 from hpcrl.report.sample_records import Look, held_out_sets, read_looks, steps_of
 from hpcrl.report.sample_view import after_steps, as_text, visible
-from hpcrl.report.timeline.accounting import Spent
-from hpcrl.report.timeline.accounting import rows as bill_rows
+from hpcrl.report.timeline.node_hours import NodeHours
 
 MOST = 32  #: runs
 PROMPTS = 8  #: of each held-out set, side by side
@@ -50,7 +49,7 @@ class Compared:
     name: str
     run: Run
     status: Status
-    spent: Sequence[Spent]
+    spent: NodeHours
     last: str = ""
 
     def stage(self, name: str) -> StageFiles | None:
@@ -91,7 +90,7 @@ def comparison(runs: Sequence[Compared]) -> str:
         names=[one.name for one in runs],
         facts=list(facts(runs, stages[-1] if stages else "")),
         stages=[of_stage(runs, name) for name in stages],
-        bill=list(bill(runs)),
+        hours=list(hours_by_phase(runs)),
         samples=list(side_by_side(runs, stages[-1] if stages else "")),
     )
 
@@ -116,7 +115,7 @@ def facts(runs: Sequence[Compared], stage: str) -> Iterator[tuple[str, list[str]
         yield f"{visible(name)}, first", [_accuracy(one.logged(stage), name, 0) for one in runs]
         yield f"{visible(name)}, last", [_accuracy(one.logged(stage), name, -1) for one in runs]
     yield "seconds per step", [_mean(step_rows(one.logged(stage))[-WINDOW:], "perf/step_time") for one in runs]
-    yield "allocated", [clock(sum(s.end - s.begin for s in one.spent) / 1e6) if one.spent else NOTHING for one in runs]
+    yield "allocated", [clock(one.spent.seconds) if one.spent.starts else NOTHING for one in runs]
     yield "directory", [visible(str(one.run.root)) for one in runs]
 
 
@@ -193,9 +192,9 @@ def _all_flat(panel: Panel, curves: Curves) -> bool:
 # ---- costs
 
 
-def bill(runs: Sequence[Compared]) -> Iterator[tuple[str, list[str]]]:
-    """(what, node-hours and share of each run)."""
-    found = [{row.name: f"{row.hours} ({row.share})" for row in bill_rows(one.spent)} for one in runs]
+def hours_by_phase(runs: Sequence[Compared]) -> Iterator[tuple[str, list[str]]]:
+    """(phase, node-hours and share of each run)."""
+    found = [{name: f"{hours} ({share})" for name, hours, share in one.spent.rows()} for one in runs]
     for name in dict.fromkeys(name for rows in found for name in rows):
         yield name, [rows.get(name, NOTHING) for rows in found]
 

@@ -25,10 +25,9 @@ from hpcrl.report.run_status import Status
 from hpcrl.report.sample_records import Look, held_out_sets, read_looks, steps_of
 from hpcrl.report.sample_view import after_steps, as_text, choose, head_lines, visible
 from hpcrl.report.status_text import fault_rows, speed_rows
-from hpcrl.report.timeline.accounting import Spent, rows
-from hpcrl.report.timeline.reading import Track
-from hpcrl.report.timeline.run_spending import Recorded, spending
-from hpcrl.report.timeline.sandbox_use import bill_line, sandbox_use
+from hpcrl.report.timeline.node_hours import NodeHours, node_hours
+from hpcrl.report.timeline.reading import Recorded, Track
+from hpcrl.report.timeline.sandbox_use import sandbox_hours, sandbox_use
 from hpcrl.report.timeline.spans import DOES, EVALUATE, GENERATE, PAUSED, START, STEP, order
 from hpcrl.report.transcript_view import parts
 from hpcrl.run.attempt_log import Fault
@@ -48,7 +47,7 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
     Args:
         recipe: its text.
     """
-    spent = spending(run, recorded)
+    spent = node_hours(run, recorded)
     shown = views(recorded, [fault for stage in run.stages for fault in stage.faults])
     hidden = max(0, len({track.name for track in recorded.tracks}) - MOST_TRACKS)
     return render(
@@ -61,8 +60,8 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
         views=shown,
         kinds=KINDS,
         more=f" {hidden} more tracks are in the run's trace: hpcrl report --trace" if hidden else "",
-        bill=rows(spent),
-        bill_note=" ".join(filter(None, [bill_note(spent), bill_line(sandbox_use(recorded.tracks))])),
+        hours=spent.rows(),
+        hours_note=" ".join(filter(None, [hours_note(spent), sandbox_hours(sandbox_use(recorded.tracks))])),
         samples=list(samples(run)),
         ran=how_it_ran(run),
         recipe=None if recipe is None else visible(recipe),
@@ -72,7 +71,7 @@ def page(run: Run, status: Status, recorded: Recorded, recipe: str | None = None
 # ---- numbers and curves
 
 
-def facts(run: Run, status: Status, spent: Sequence[Spent]) -> Iterator[tuple[str, str]]:
+def facts(run: Run, status: Status, spent: NodeHours) -> Iterator[tuple[str, str]]:
     """What is said of the run in a line each."""
     yield "directory", visible(status.run)
     if status.stage:
@@ -91,9 +90,8 @@ def facts(run: Run, status: Status, spent: Sequence[Spent]) -> Iterator[tuple[st
     if status.reward is not None:
         yield "reward", f"{status.reward:.4g}"
     yield from ((name, visible(text)) for name, text in speed_rows(status))
-    if spent:
-        held = sum(one.end - one.begin for one in spent) / 1e6
-        yield "allocated", f"{clock(held)}, {float(sum(one.total for one in spent)):.4g} node-hours"
+    if spent.starts:
+        yield "allocated", f"{clock(spent.seconds)}, {spent.total:.4g} node-hours"
 
 
 def charts(stage: StageFiles) -> dict[str, Any]:
@@ -136,18 +134,14 @@ def tokens_by_version(found: Sequence[dict[str, Any]]) -> dict[float, float]:
     return dict(sorted(sums.items()))
 
 
-def bill_note(spent: Sequence[Spent]) -> str:
-    """What the bill is of."""
-    if not spent:
+def hours_note(spent: NodeHours) -> str:
+    """What the node-hours are of."""
+    if not spent.starts:
         return ""
-    kept = [attempt for one in spent for attempt in one.attempts]
-    lost = sum(attempt.lost is not None for attempt in kept)
-    words = f"{len(spent)} starts of the run, {len(kept)} attempts"
-    return (
-        f"{words}, of which {lost} lost work: what came after the last checkpoint."
-        if lost
-        else f"{words}; nothing was lost."
-    )
+    words = f"{spent.starts} starts of the run, {spent.attempts} attempts"
+    if not spent.lost:
+        return f"{words}; nothing was lost."
+    return f"{words}, of which {spent.lost} lost work: what came after the last checkpoint."
 
 
 # ---- the timeline

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hpcrl.report.run_files import Run
 from hpcrl.report.timeline.spans import ALIVE, FOLDER, GENERATE, Header, merged_of, old_of, order
 from hpcrl.untrusted_files import MOST, SAMPLES, count_of, read_regular
 
@@ -142,6 +143,31 @@ def _rows(path: Path, most: int = MOST) -> Iterator[Header | Span]:
                 yield Span(*short(line), {})
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
+
+
+# ---- a run
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Every track of a run on one clock: the launcher's, by start, and the stages', by name."""
+
+    launchers: list[Track]
+    stages: dict[str, list[Track]]
+
+    @property
+    def tracks(self) -> list[Track]:
+        return [*self.launchers, *(track for tracks in self.stages.values() for track in tracks)]
+
+
+def read_run(run: Run) -> Recorded:
+    """All timelines of a run."""
+    launchers = read_launchers(run.root)
+    by_stage = {stage.name: read_stage(stage.root) for stage in run.stages}
+    aligned = iter(align([*launchers, *(track for tracks in by_stage.values() for track in tracks)]))
+    return Recorded(
+        [next(aligned) for _ in launchers], {name: [next(aligned) for _ in tracks] for name, tracks in by_stage.items()}
+    )
 
 
 # ---- one clock

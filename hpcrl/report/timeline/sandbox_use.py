@@ -1,4 +1,4 @@
-"""The hours of a run's sandboxes, for its bill.
+"""The hours of a run's sandboxes.
 
 Invariant: from timelines alone; of a run without sandboxes nothing is said.
 """
@@ -26,7 +26,7 @@ def sandbox_use(tracks: Iterable[Track]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def bill_line(use: dict[str, float]) -> str:
+def sandbox_hours(use: dict[str, float]) -> str:
     """It in words, in hours of one sandbox; "" where there were none."""
     if not use:
         return ""

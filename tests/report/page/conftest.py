@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hpcrl.report.timeline.spans import ATTEMPT, BEGINS, GENERATE, READY, SAVED, STEP, TRAIN, WAIT
-from tests.report.timeline.test_accounting import PLAN, head, lines, span
+from tests.report.timeline.test_node_hours import PLAN, head, lines, span
 from tests.support.rundirs import NOW, log, make, put, steps
 
 EVIL = "</pre><script>alert(1)</script> &amp; \x1b[31m \u202egnp.exe <img src=x onerror=y> {{ 1 }} {% x %}"

@@ -1,8 +1,7 @@
-"""The line of a run's sandboxes in its status, and in its bill."""
+"""The line of a run's sandboxes in its status, and their hours in its report."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.report.sandbox_line import sandbox_line
 from hpcrl.report.timeline.reading import Span, Track, trace
-from hpcrl.report.timeline.sandbox_use import bill_line, sandbox_use
+from hpcrl.report.timeline.sandbox_use import sandbox_hours, sandbox_use
 from hpcrl.report.timeline.spans import SANDBOXES, SANDBOXES_NOW, Header, launcher_timeline, role_timeline
 from hpcrl.run.rundir import RunDir
 from tests.support.rundirs import begin, log, make
@@ -52,13 +51,13 @@ def test_every_attempt_counts_once() -> None:
         ]
     )
     assert found == {"used": 7200.0, "warm": 900.0, "handed_out": 7.0, "lost": 2.0, "waited": 36.0}
-    line = bill_line(found)
+    line = sandbox_hours(found)
     assert line.startswith("sandbox-hours: 2.0000 in use, 0.2500 made ahead and idle (11.1 %")
     assert "7 handed out" in line and "0.0100 hours" in line and line.endswith("failures: 2 lost")
-    assert bill_line({}) == "" and sandbox_use([track(0)]) == {}
+    assert sandbox_hours({}) == "" and sandbox_use([track(0)]) == {}
 
 
-def test_bill_trace_and_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_trace_and_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They show sandboxes where there were any, and else say nothing of them."""
     root = make(tmp_path / "run")
     begin(root, start=0)
@@ -69,12 +68,11 @@ def test_bill_trace_and_status(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert main(list(argv)) == 0
         return capsys.readouterr().out
 
-    assert "sandbox" not in said("bill", str(root)) + said("bill", str(root), "--json") + said("status", str(root))
+    assert "sandbox" not in said("report", str(root), "-o", "-") + said("status", str(root))
     timeline.count(SANDBOXES_NOW, used=2, warm=1, making=0)
     timeline.mark(SANDBOXES, policy="", used=7200.0, warm=60.0, handed_out=3)
     log(root, *(row | {"time": 1.0} for row in ROWS))
-    assert "sandbox-hours: 2.0000 in use" in said("bill", str(root))
-    assert json.loads(said("bill", str(root), "--json"))["sandboxes"]["handed_out"] == 3
+    assert "sandbox-hours: 2.0000 in use" in said("report", str(root), "-o", "-")
     assert "sandboxes   2.2 in use, 4.0 warm" in said("status", str(root))
     from hpcrl.report.timeline.reading import read_stage
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from fractions import Fraction
 from pathlib import Path
 
 import msgspec
@@ -13,19 +12,8 @@ from hypothesis import strategies as st
 
 from hpcrl.plan import Host, Location, Plan
 from hpcrl.report.run_files import Run
-from hpcrl.report.timeline.accounting import (
-    HOUR,
-    AttemptSpent,
-    Owner,
-    Spent,
-    costs,
-    divide,
-    goodput,
-    lost_by_cause,
-    rows,
-)
-from hpcrl.report.timeline.reading import Span, Track
-from hpcrl.report.timeline.run_spending import Recorded, lost_from, read_run, spending
+from hpcrl.report.timeline.node_hours import HOUR, Attempt, NodeHours, Owner, divide, lost_from, node_hours
+from hpcrl.report.timeline.reading import Recorded, Span, Track, read_run
 from hpcrl.report.timeline.spans import (
     ATTEMPT,
     BEGINS,
@@ -47,10 +35,11 @@ from tests.support.rundirs import make
 H = HOUR
 
 
-def hours(spent: Spent) -> dict[str, float]:
-    found = costs([spent])
-    assert sum(found.values()) == spent.total
-    return {cost: float(value) for cost, value in found.items() if value}
+def hours(begin: int, end: int, nodes: dict[str, int], attempts: list[Attempt]) -> dict[str, float]:
+    found = NodeHours()
+    found.add(begin, end, nodes, attempts)
+    assert found.total == pytest.approx((end - begin) * len(nodes) / HOUR)
+    return {phase: value for phase, value in found.phases.items() if value}
 
 
 moments = st.integers(0, 1000)
@@ -72,9 +61,7 @@ def test_a_division_adds_up(pieces: list, begin: int, length: int) -> None:
 
 
 owners = st.builds(Owner, st.sampled_from("abc"), st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple), work)
-attempts = st.builds(
-    AttemptSpent, moments, moments, st.none() | moments, st.none() | moments, st.lists(owners, max_size=4)
-)
+attempts = st.builds(Attempt, moments, moments, st.none() | moments, st.none() | moments, st.lists(owners, max_size=4))
 
 
 @given(
@@ -83,18 +70,16 @@ attempts = st.builds(
     st.dictionaries(st.sampled_from("abcd"), st.integers(0, 4), min_size=1),
     st.lists(attempts, max_size=3),
 )
-def test_an_allocation_adds_up_exactly_whatever_it_did(begin: int, length: int, nodes: dict, done: list) -> None:
-    spent = Spent(begin, begin + length, nodes, done)
-    found = costs([spent])
-    assert set(found) == set(COSTS)
-    assert sum(found.values()) == Fraction(length * len(nodes), HOUR) and min(found.values()) >= 0
+def test_an_allocation_adds_up_whatever_it_did(begin: int, length: int, nodes: dict, done: list) -> None:
+    found = hours(begin, begin + length, nodes, done)
+    assert set(found) <= set(COSTS) and min(found.values(), default=0.0) >= 0
 
 
 def test_the_busiest_owner_of_a_slot_counts() -> None:
     """Two slots that trainer and engine share; a third is idle."""
     owners = [Owner("n", (0, 1), [(0, 4 * H, "training")]), Owner("n", (0, 1), [(0, 6 * H, "generating")])]
-    spent = Spent(0, 10 * H, {"n": 3}, [AttemptSpent(0, 10 * H, 0, None, owners)])
-    assert hours(spent) == pytest.approx({"training": 8 / 3, "generating": 4 / 3, "waiting": 6})
+    found = hours(0, 10 * H, {"n": 3}, [Attempt(0, 10 * H, 0, None, owners)])
+    assert found == pytest.approx({"training": 8 / 3, "generating": 4 / 3, "waiting": 6})
 
 
 def test_a_heterogeneous_job() -> None:
@@ -105,14 +90,14 @@ def test_a_heterogeneous_job() -> None:
         Owner("e2", (0,), [(H, 2 * H, "generating")]),
         Owner("cpu", (), [(H, 3 * H, "generating")]),
     ]
-    spent = Spent(0, 6 * H, {"t": 2, "e1": 1, "e2": 1, "cpu": 0}, [AttemptSpent(0, 6 * H, H, None, owners)])
-    assert hours(spent) == {"starting": 4, "training": 3, "generating": 4, "waiting": 2 + 4 + 4 + 3}
+    found = hours(0, 6 * H, {"t": 2, "e1": 1, "e2": 1, "cpu": 0}, [Attempt(0, 6 * H, H, None, owners)])
+    assert found == {"starting": 4, "training": 3, "generating": 4, "waiting": 2 + 4 + 4 + 3}
 
 
 def test_what_a_later_attempt_repeats_is_lost() -> None:
     owner = [Owner("n", (0,), [(2 * H, 5 * H, "training")])]
-    done = [AttemptSpent(H, 5 * H, 2 * H, 4 * H, owner), AttemptSpent(6 * H, 7 * H, None, 6 * H)]
-    assert hours(Spent(0, 8 * H, {"n": 1}, done)) == {"starting": 1 + 1 + 1 + 1, "training": 2, "lost": 1 + 1}
+    done = [Attempt(H, 5 * H, 2 * H, 4 * H, owner), Attempt(6 * H, 7 * H, None, 6 * H)]
+    assert hours(0, 8 * H, {"n": 1}, done) == {"starting": 1 + 1 + 1 + 1, "training": 2, "lost": 1 + 1}
 
 
 # ---- what was lost
@@ -198,17 +183,16 @@ def test_a_killed_run_and_its_continuation(tmp_path: Path) -> None:
         span(TRAIN, 101, 102), span(PAUSED, 102.5, 103), span(UPDATE, 102, 103),
     )  # fmt: skip
     run = Run(root)
-    found = spending(run, read_run(run))
-    assert [(spent.begin, spent.end, dict(spent.nodes)) for spent in found] == [
-        (0, 8 * H, {"n1": 2, "n2": 4, "n3": 0}), (100 * H, 104 * H, {"n1": 2, "n2": 4, "n3": 0}),
-    ]  # fmt: skip
-    assert hours(found[0]) == {
+    found = node_hours(run, read_run(run))
+    assert (found.seconds, found.starts, found.attempts, found.lost) == (12 * 3600, 2, 2, 1)
+    assert found.total == pytest.approx(12 * 3)
+    first = {
         "starting": 3 * 2, "training": 1, "saving": 0.5, "generating": 0.5 + 1, "lost": 3 * 3.5,
         "waiting": (2.5 - 1.5) + (2.5 - 0.5) + (2.5 - 1),
     }  # fmt: skip
-    assert hours(found[1]) == {
-        "starting": 3, "training": 1, "updating": 1 + 0.25, "waiting": 1 + 2.75 + 3,
-    }  # fmt: skip
+    second = {"starting": 3, "training": 1, "updating": 1 + 0.25, "waiting": 1 + 2.75 + 3}
+    assert found.phases == pytest.approx({phase: first.get(phase, 0) + second.get(phase, 0) for phase in COSTS})
+    assert found.rows()[-2:] == [("lost", "10.5", "29.2 %"), ("total", "36", "100.0 %")]
     assert not run.notes
 
 
@@ -224,8 +208,7 @@ def test_what_is_gone_from_a_file_still_counts(tmp_path: Path) -> None:
     kept = msgspec.structs.replace(head("trainer"), earlier={TRAIN: 2 * H, WAIT: H, UPDATE: H}, since=H)
     trainer = Track(kept, 0, [span(READY, 1, rollout_id=0), span(TRAIN, 6, 7)])
     told = msgspec.structs.replace(head("rollout", host="n3"), earlier={GENERATE: 3 * H}, since=H)
-    (spent,) = spending(Run(root), Recorded([launcher], {"": [trainer, Track(told, 0)]}))
-    found = hours(spent)
+    found = node_hours(Run(root), Recorded([launcher], {"": [trainer, Track(told, 0)]})).phases
     assert (found["training"], found["updating"], found["generating"]) == (3, 1, 3)
 
 
@@ -234,25 +217,4 @@ def test_run_without_timelines(tmp_path: Path) -> None:
     root = make(tmp_path / "run")
     (root / "timeline").mkdir()
     (root / "timeline" / "launcher-0.jsonl").write_text(json.dumps({"role": "launcher"}) + "\n")
-    assert spending(Run(root), read_run(Run(root))) == []
-
-
-def test_lost_by_who_failed_and_goodput() -> None:
-    """What was lost adds up over its causes, attempts that overlap on the clock included; steps count once a node."""
-    nodes = {"a": 4, "b": 4}
-    attempts = [
-        AttemptSpent(0, 4 * H, ready=H, lost=3 * H, steps=H, cause="trainer"),
-        AttemptSpent(3 * H, 6 * H, ready=None, lost=4 * H, cause="rollout"),
-        AttemptSpent(6 * H, 7 * H, lost=6 * H, cause="trainer"),
-        AttemptSpent(7 * H, 9 * H, ready=7 * H, steps=2 * H),
-    ]
-    spent = [
-        Spent(0, 10 * H, nodes, attempts),
-        Spent(20 * H, 21 * H, {"a": 4}, [AttemptSpent(20 * H, 21 * H, lost=20 * H)]),
-    ]
-    lost = lost_by_cause(spent)
-    assert {name: float(value) for name, value in lost.items()} == {"trainer": 4.0, "rollout": 4.0, "": 1.0}
-    assert sum(lost.values()) == costs(spent)["lost"]
-    assert goodput(spent) == 2 * 3
-    table = {row.name.strip(): row.share for row in rows(spent)}
-    assert (table["trainer"], table["killed"], table["goodput"]) == ("19.0 %", "4.8 %", "28.6 %")
+    assert node_hours(Run(root), read_run(Run(root))).rows() == []
