@@ -2,7 +2,6 @@
 
     RUN/logs/*.out, *.log                  the job itself (role job): the batch script, prepare commands
     STAGE/logs/attempt-N/ROLE-I.log        the roles; other names there (a host's process, srun) count as job too
-    STAGE/logs/attempt-N.tar.gz            the same of an attempt that is long over (report/log_archive.py)
 
 Invariants: a log is read from its end, and only as far as was asked for; each line is shown once, whole, behind the
 role, number and host that wrote it, and can do nothing to the terminal.
@@ -22,7 +21,6 @@ from hpcrl.commands.find_run import Ending, Jobs, find_run, look_at_run
 from hpcrl.errors import UsageError
 from hpcrl.plain_text import strip_control
 from hpcrl.report.file_tail import FileTail
-from hpcrl.report.log_archive import archive_of, archived_lines
 from hpcrl.report.run_files import Run, StageFiles, changed, entries, load_json
 from hpcrl.toolbox.arguments import RUN, Parser
 from hpcrl.untrusted_files import count_of
@@ -106,16 +104,14 @@ def show_attempt(run: Run, number: int, role: str | None, host: str | None, line
     """
     stage = next((stage for stage in reversed(run.stages) if stage.attempt is not None), None)
     folder = (stage.root if stage else run.root) / "logs" / f"attempt-{number}"
-    archive = archive_of(folder)
-    if stage is None or not (folder.is_dir() or archive.is_file()):
+    if stage is None or not folder.is_dir():
         last = "none yet" if stage is None or stage.attempt is None else f"0 to {stage.attempt}"
         raise UsageError(f"--attempt {number}: there are no logs of such an attempt", f"there are {last}")
-    packed = archived_lines(archive, lines) if archive.is_file() else None
-    found = _roles(stage, number, run.state.host if run.state else "", entries(folder) if packed is None else packed)
+    found = _roles(stage, number, run.state.host if run.state else "", entries(folder))
     shown = chosen(found, role, host)
     width = max((len(log.label) for log in shown), default=0)
     for log in shown:
-        for text in FileTail(log.path).last(lines) if packed is None else packed[log.path.name]:
+        for text in FileTail(log.path).last(lines):
             print(f"{log.label:{width}} | {clean(text)}")
     if not shown:
         print("hpcrl: nothing has been logged there", file=sys.stderr)

@@ -1,10 +1,9 @@
-"""What attempts that are over have left in a run directory, kept to a few files each: a start on 512 hosts leaves some
-4,000, and a run is started again tens of times.
+"""What attempts that are over have left in a run directory, thinned out: a start on 512 hosts leaves some 4,000 files,
+and a run is started again tens of times.
 
     attempts/N/hosts, doctor, answers-*   needed at the start alone: removed when another attempt begins
     attempts/N/peers                      addresses and keys: removed when two more have begun
     timeline/attempt-N/*.jsonl            then become timeline/attempt-N.jsonl
-    logs/attempt-N/*                      then become logs/attempt-N.tar.gz (report/log_archive.py)
 
 Invariants: the last two attempts stay as they are, but for what their starts alone needed; a directory goes only once
 the file with all of it is whole, on disk and in its place; nothing here ends or delays a run: what could not be done is
@@ -14,18 +13,16 @@ left to the next start.
 from __future__ import annotations
 
 import contextlib
-import re
+import os
 import shutil
 import threading
 from pathlib import Path
 
-from hpcrl.report.log_archive import pack_logs, packed_into
 from hpcrl.report.timeline.spans import FOLDER, merged_of, old_of
 from hpcrl.run.rundir import RunDir, listed
-from hpcrl.untrusted_files import count_of, read_regular
+from hpcrl.untrusted_files import count_of, open_append, read_regular
 
 KEPT = 2  #: attempts that stay as they are, the one that begins among them
-HALF_PACKED = re.compile(r"\.attempt-\d+\.(tar\.gz|jsonl)\.\d+")  #: names of files that are not in their places yet
 START = ("hosts", "doctor")  #: directories of attempts/N that are read by its start alone, and
 ANSWERS = "answers-"  #: how the names of others begin
 
@@ -38,28 +35,22 @@ def begin_tidying(rundir: RunDir) -> threading.Thread:
 
 
 def tidy(rundir: RunDir) -> None:
-    """Remove and pack what the attempts before `rundir.attempt` have left, and what a launcher that ended meanwhile had
-    half packed."""
-    for folder in (rundir.root / "logs", rundir.root / FOLDER):
-        for name in filter(HALF_PACKED.fullmatch, listed(folder)):
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
+    """Remove and merge what the attempts before `rundir.attempt` have left."""
     numbers = (count_of(name) for name in listed(rundir.root / "attempts"))
     for number in sorted(n for n in numbers if n is not None and n < rundir.attempt):
         with contextlib.suppress(OSError):
-            _tidy_one(RunDir(rundir.root, number), packed=number <= rundir.attempt - KEPT)
+            _tidy_one(RunDir(rundir.root, number), merged=number <= rundir.attempt - KEPT)
 
 
-def _tidy_one(old: RunDir, packed: bool) -> None:
-    """Remove what the start of an attempt that is over left, and, if it is to be packed, pack the rest.  OSError."""
+def _tidy_one(old: RunDir, merged: bool) -> None:
+    """Remove what the start of an attempt that is over left; of one further back its peers too, and merge its
+    timelines.  OSError."""
     for name in listed(old.here):
-        if name in START or name.startswith(ANSWERS) or (packed and name == "peers"):
+        if name in START or name.startswith(ANSWERS) or (merged and name == "peers"):
             shutil.rmtree(old.here / name)
     timelines = old.root / FOLDER / old.logs.name
-    if packed and timelines.is_dir():
+    if merged and timelines.is_dir():
         merge_timelines(timelines)
-    if packed and old.logs.is_dir():
-        pack_logs(old.logs)
 
 
 def merge_timelines(folder: Path) -> None:
@@ -68,11 +59,18 @@ def merge_timelines(folder: Path) -> None:
     Raises:
         OSError: then the directory is still there; one that was merged before is removed.
     """
-    with packed_into(merged_of(folder), folder) as out:
-        if out is not None:
+    place = merged_of(folder)
+    if not place.exists():
+        beside = place.with_name(f".{place.name}")
+        beside.unlink(missing_ok=True)  # of a launcher that ended meanwhile
+        with open_append(beside) as out:
             for path in _in_order(folder):
                 data = read_regular(path)
                 out.write(data[: data.rfind(b"\n") + 1])  # without a line that a crash has torn
+            out.flush()
+            os.fsync(out.fileno())
+        beside.replace(place)
+    shutil.rmtree(folder)
 
 
 def _in_order(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What attempts leave behind is packed, and nothing that is read later is lost."""
+"""What attempts leave behind is thinned out, and nothing that is read later is lost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 from hpcrl.cli import main
 from hpcrl.launch.attempts.old_attempts import begin_tidying, tidy
 from hpcrl.plan import Location, Plan
-from hpcrl.report import log_archive
-from hpcrl.report.log_archive import archive_of, archived_lines
 from hpcrl.report.timeline.reading import read_stage
 from hpcrl.report.timeline.spans import FOLDER, Timeline, merged_of, role_timeline
 from hpcrl.run.rundir import BEATS, RunDir, write_atomic
@@ -60,13 +58,19 @@ def files(run: RunDir) -> Counter[str]:
 
 def test_old_attempts_are_a_few_files_each(run: RunDir) -> None:
     """The two last keep logs, timelines and peers, the one before the last nothing that its start alone needed; of
-    those before, plan, error, one file of logs and one of timelines are left."""
+    those before, plan, error, logs and one file of timelines are left."""
     tidy(run)
-    assert [files(run)[str(number)] for number in range(5)] == [4, 4, 4, 2 + 3 * HOSTS, 2 + 7 * HOSTS]
+    assert [files(run)[str(number)] for number in range(5)] == [
+        3 + HOSTS,
+        3 + HOSTS,
+        3 + HOSTS,
+        2 + 3 * HOSTS,
+        2 + 7 * HOSTS,
+    ]
     assert not (RunDir(run.root, 3).here / "hosts").exists() and (RunDir(run.root, 3).here / "peers").exists()
     assert (run.root / "logs" / "latest").resolve() == run.logs
     tidy(run)
-    assert files(run)["0"] == 4
+    assert files(run)["0"] == 3 + HOSTS
 
 
 def test_nothing_that_is_read_is_lost(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +83,7 @@ def test_nothing_that_is_read_is_lost(run: RunDir, capsys: pytest.CaptureFixture
         shown.append(capsys.readouterr().out)
         tidy(run)
     assert shown[0] == shown[1] == "trainer-2@node2 | attempt 1 of 2\ntrainer-2@node2 | last\n"
-    assert not RunDir(run.root, 1).logs.exists() and read_stage(run.root) == tracks
+    assert read_stage(run.root) == tracks
     for words in (["--attempt", "9"], ["--attempt", "1", "-f"]):
         assert main(["logs", str(run.root), *words]) == 2
         assert words[1] in capsys.readouterr().err
@@ -114,50 +118,30 @@ def test_a_crash_on_the_way_loses_nothing(run: RunDir, monkeypatch: pytest.Monke
                 path.unlink()
             (old.here / name).rmdir() if (old.here / name).exists() else None
         tidy(run)
-        with pytest.raises(OSError, match="no longer"):
-            log_archive.pack_logs(old.logs)
     merged = merged_of(run.root / FOLDER / "attempt-0")
-    assert merged.is_file() and (run.root / FOLDER / "attempt-0").is_dir() and old.logs.is_dir()
+    assert merged.is_file() and (run.root / FOLDER / "attempt-0").is_dir()
     assert read_stage(run.root) == tracks, "counted once"
     (run.root / FOLDER / "attempt-0" / "trainer-1.jsonl").unlink()  # half removed
-    (old.logs / "trainer-2.log").unlink()
     assert read_stage(run.root) == tracks
     tidy(run)
-    assert read_stage(run.root) == tracks and not old.logs.exists()
-    assert archived_lines(archive_of(old.logs), 1)["trainer-2.log"] == [b"last"]
+    assert read_stage(run.root) == tracks and not (run.root / FOLDER / "attempt-0").exists()
 
 
-def test_what_cannot_be_packed_stays(run: RunDir) -> None:
-    """A timeline that is no regular file leaves that directory as it is, and the others are packed all the same."""
+def test_what_cannot_be_merged_stays(run: RunDir) -> None:
+    """A timeline that is no regular file leaves that directory as it is, and the others are merged all the same."""
     (run.root / FOLDER / "attempt-0" / "trainer-9.jsonl").symlink_to("/dev/zero")
     begin_tidying(run).join(30)
     assert len(list((run.root / FOLDER / "attempt-0").iterdir())) == HOSTS + 1
-    assert not list((run.root / FOLDER).glob(".*")) and merged_of(run.root / FOLDER / "attempt-1").is_file()
+    assert (
+        not merged_of(run.root / FOLDER / "attempt-0").exists() and merged_of(run.root / FOLDER / "attempt-1").is_file()
+    )
 
 
-def test_a_damaged_archive_has_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No archive, a cut one and one that would be endless are read as far as they go."""
-    folder = tmp_path / "attempt-0"
-    folder.mkdir()
-    (folder / "engine-0.log").write_text("x\n" * 100_000)
-    archive = archive_of(folder)
-    assert archived_lines(archive, 1) == {}
-    log_archive.pack_logs(folder)
-    assert archived_lines(archive, 3) == {"engine-0.log": [b"x"] * 3}
-    monkeypatch.setattr(log_archive, "MOST", 1000)
-    assert archived_lines(archive, 3) == {}
-    monkeypatch.undo()
-    archive.write_bytes(archive.read_bytes()[:40])
-    assert archived_lines(archive, 3) == {}
-    archive.write_text("no archive")
-    assert archived_lines(archive, 3) == {}
-
-
-def test_what_a_killed_launcher_was_packing_is_removed(run: RunDir) -> None:
-    """And nothing else, such as what is being written there now."""
-    half = [run.root / "logs" / ".attempt-0.tar.gz.123", run.root / FOLDER / ".attempt-1.jsonl.77"]
-    other = [run.root / "logs" / ".latest.9", run.root / FOLDER / ".launcher.jsonl"]
-    for path in (*half, *other):
+def test_a_file_that_was_half_merged_is_made_again(run: RunDir) -> None:
+    """And nothing else is touched, such as what is being written there now."""
+    tracks = read_stage(run.root)
+    half, other = run.root / FOLDER / ".attempt-0.jsonl", run.root / FOLDER / ".launcher.jsonl"
+    for path in (half, other):
         path.write_text("x")
     tidy(run)
-    assert not any(path.exists() for path in half) and all(path.exists() for path in other)
+    assert not half.exists() and other.exists() and read_stage(run.root) == tracks
