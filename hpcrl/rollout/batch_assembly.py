@@ -24,6 +24,7 @@ from hpcrl.microbatches import Schedule, make_schedule
 from hpcrl.queue.share_format import Share
 from hpcrl.rollout.grading.tally import grading_metrics
 from hpcrl.rollout.prompts.prompt_source import Group
+from hpcrl.rollout.samplers.sampled_tokens import UNSAMPLED
 from hpcrl.sample import (
     COMPLETED,
     OPTIONAL,
@@ -197,6 +198,8 @@ def batch_metrics(
     rewards = np.ma.masked_invalid(rollout.rewards()).reshape(-1, rollout.each)
     stale = version - np.concatenate([s.versions for s in samples])
     found |= {f"rollout/{name}": value for name, value in grading_metrics(samples, dropped).items()}
+    if lost := sum(sample.metadata.get(UNSAMPLED, 0) for sample in samples):
+        found[f"rollout/{UNSAMPLED}"] = float(lost)
     if "teacher_logprobs" in samples[0].extra:
         found["rollout/opd_teacher_errors"] = float(sum(bool(s.teacher_error) for s in samples))
     rate = float(lengths.sum()) / max(seconds, 1e-9)
