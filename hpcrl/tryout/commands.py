@@ -128,7 +128,7 @@ def _child(command: Sequence[str], out: IO[bytes] | None = None) -> Iterator[sub
     finally:
         if process.poll() is None:
             end([psutil.Process(process.pid)], GRACE)
-        process.wait()
+        process.wait(timeout=GRACE)  # it has been killed
 
 
 def _wait(shown: subprocess.Popen[bytes], engine: subprocess.Popen[bytes], log: Path, options: Options) -> int:
