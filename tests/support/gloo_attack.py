@@ -55,7 +55,7 @@ def hear(sock):
             continue
         held = held[48:]
         if code == ASK:
-            sock.sendall(message(OFFER, slot) + message(GIVE, slot, sent.ljust(length or MESSAGE, b"\0")))
+            sock.sendall(message(OFFER, slot) + message(GIVE, slot, sent.ljust(min(length, 1 << 20) or MESSAGE, b"\0")))
         elif code == OFFER:
             sock.sendall(message(ASK, slot))
     open_[sock] = held
@@ -87,7 +87,11 @@ while True:
                 print(json.dumps({"made": made, "spoken": len(spoken), "bytes": came}), flush=True)
                 sys.exit()
         else:
-            hear(sock)
+            try:
+                hear(sock)
+            except OSError:
+                open_.pop(sock, None)
+                sock.close()
 """
 
 
