@@ -4,15 +4,12 @@ Invariants: every token is sampled as the run samples (temperature, top-p and th
 asked for), so that it can be trained on; the noise of a request depends on the response and on the tokens asked with,
 not on the order in which requests come; an engine's failure is kept and ends the run, a bad request is the asker's
 error alone.
-
-A response that was aborted resumes by asking again: the same request as before gets the answer that there was, without
-an engine, and what an engine had begun resumes from its exact tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-from bisect import insort
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,21 +18,19 @@ from typing import Any
 import numpy as np
 
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.endpoint.asked_turns import AskedTurn, choices_of
+from hpcrl.rollout.endpoint.asked_turns import AskedTurn, history_of
 from hpcrl.rollout.endpoint.chat import Dialogue
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.engine_client import EngineClient
 from hpcrl.rollout.engines.sampling import Sampling, seed_of
-from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import LENGTH, STOP, Turn
-from hpcrl.sample import ABORTED, TRUNCATED, Sample
+from hpcrl.sample import ABORTED, TRUNCATED
 
 SIDE_BY_SIDE = 64  #: requests of one response at once
 REQUESTS = 4096  #: requests of one response in all
 DIALOGUES = 256  #: conversations of one response
-KEPT = 2**20  #: tokens of one response's requests that are kept in the ledger so that it can resume
-RECENT = 16  #: turns among which that is looked for which a request continues
+RECENT = 16  #: turns among whose histories that is looked for which a request continues
 
 
 #: the code of a request that leaves no room, and the words that clients look for in its message, as in OpenAI's own:
@@ -82,16 +77,13 @@ class Session:
         broken: the error of ours that ends the run.
         ended: the run ended the response early.
         in_flight: requests that engines work on.
-        earlier: what an earlier session of the response was answered, in order.
-        turns: the same of this one, all of it, in the order of the requests.  A request has what an earlier one began
-            with from that, so that a long conversation takes memory for each of its tokens once.
+        turns: what it was answered, in the order of the requests.
     """
 
     making: ResponseContext
     client: EngineClient
     tokenizer: Tokenizer
     context: Callable[[], int | None]
-    earlier: Sequence[AskedTurn] = ()
     turns: list[AskedTurn] = field(default_factory=list)
     dialogues: list[Dialogue] = field(default_factory=list)
     broken: HpcrlError | None = None
@@ -99,18 +91,7 @@ class Session:
     in_flight: int = 0
     requests: int = 0
     _asked: Counter[bytes] = field(default_factory=Counter)
-    _kept: int = 0
-
-    def samples(self, prompt: Prompt, group: int, index: int) -> list[Sample]:
-        """What there is of the response: each turn as a sample, which has the tokens that it was asked with before its
-        own, and experts where no other turn has the same; those that were ended last.  Empty if that is more than KEPT
-        tokens."""
-        if self._kept > KEPT:
-            return []
-        turns = [
-            turn.spoken(self.turns).sample(group, index, replace(prompt, tokens=turn.tokens), "") for turn in self.turns
-        ]
-        return sorted(turns, key=lambda sample: sample.status == ABORTED)
+    _numbers: list[int] = field(default_factory=list)
 
     async def ask(self, tokens: Sequence[int], params: Mapping[str, Any], logprobs: bool = False) -> Turn:
         """The policy's turn after `tokens`, in at most params["max_new_tokens"] tokens, ended by params["stop"] too.
@@ -133,7 +114,6 @@ class Session:
                 "rate_limit_exceeded",
             )
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
-        begun = self._answered(ids, self._asked[digest], sampling.max_tokens)
         seed = None
         if sampling.temperature > 0:
             seed = seed_of(*self.making.seed, digest.hex(), self._asked[digest])
@@ -141,48 +121,26 @@ class Session:
         number = self.requests
         self.in_flight, self.requests = self.in_flight + 1, number + 1
         try:
-            found = begun
-            if begun is None or begun.status == ABORTED:
-                affinity = "/".join(
-                    map(str, self.making.seed)
-                )  # all turns to the engine that has their beginning in its cache
-                found = await self.client.complete(ids, sampling, seed, self.making.version, begun, affinity)
+            # all turns go to the engine that has their beginning in its cache
+            affinity = "/".join(map(str, self.making.seed))
+            found = await self.client.complete(ids, sampling, seed, self.making.version, None, affinity)
         except HpcrlError as error:
             self.broken = self.broken or error
             raise
         finally:
             self.in_flight -= 1
-        self._keep(ids, found, number)
         if found.status == ABORTED:
             self.ended = True
             raise BadRequest("the response was ended early: it is not needed any more", "ended_early")
+        self._keep(ids, found, number)
         finish = LENGTH if found.status == TRUNCATED else STOP
         return Turn(found.tokens, found.logprobs, found.versions, finish, self.text(found.tokens))
 
-    def _answered(self, ids: np.ndarray, times: int, most: int) -> Completion | None:
-        """What was said earlier when these tokens were asked with for the `times`-th time (from 0), if it is `most`
-        tokens at most, and its experts are known where they are wanted."""
-        alike = [asked.answer for asked in self.earlier if np.array_equal(asked.tokens, ids)]
-        if times >= len(alike) or len(alike[times].tokens) > most:
-            return None
-        answer = alike[times]
-        if self.making.sampling.routing is None or not len(answer.tokens):
-            return answer
-        experts = choices_of(np.concatenate([ids, answer.tokens[:-1]]), self.earlier)
-        return None if experts is None else replace(answer, experts=experts)
-
     def _keep(self, ids: np.ndarray, found: Completion, number: int) -> None:
-        self._kept += len(ids) + len(found.tokens)
-        shared, before = 0, None
-        for turn in self.turns[: -RECENT - 1 : -1]:
-            if (alike := turn.alike(ids)) > shared:
-                shared, before = alike, turn
-            if shared >= turn.length + len(turn.answer.tokens):  # all of it: it is the turn before
-                break
-        known = 0 if before is None else min(shared, before.read)
-        experts = None if found.experts is None else found.experts[known:].copy()
-        turn = AskedTurn(ids[shared:].copy(), replace(found, experts=None), before, shared, number, experts, known)
-        insort(self.turns, turn, key=lambda turn: turn.number)
+        recent = dict.fromkeys(turn.history for turn in self.turns[: -RECENT - 1 : -1])
+        at = bisect(self._numbers, number)
+        self._numbers.insert(at, number)
+        self.turns.insert(at, history_of(ids, recent).grow(ids, found))
 
     def text(self, tokens: np.ndarray, skip_special: bool = False) -> str:
         """A turn's text, without the token that ended it.

@@ -17,7 +17,6 @@ import numpy as np
 
 from hpcrl.config.options import Options
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.endpoint.asked_turns import AskedTurn
 from hpcrl.rollout.endpoint.server import Endpoint
 from hpcrl.rollout.endpoint.session import ResponseContext, Session, sampling_params
 from hpcrl.rollout.engines.engine_client import EngineClient
@@ -87,8 +86,8 @@ class CustomSampler:
         await self._endpoint.stop()
 
     async def make(self, asked: ResponseRequest) -> list[Sample]:
-        """The samples of one response; if the run ended it early, a sample of each of its turns, the last of them
-        ABORTED: the function is called again another time, and what it asks again is answered as before.
+        """The samples of one response; if the run ended it early, one that is ABORTED and has no token: the function is
+        called again another time, from its beginning.
 
         Raises:
             HpcrlError: once too many calls of the batch have failed, or an engine has.
@@ -106,7 +105,7 @@ class CustomSampler:
         if done is not None and done.failure and self._options.deterministic_mode:
             done, found = await self._call(asked, making, prompt, MORE)
         if done is None:
-            return found
+            return [replace(prompt, status=ABORTED)]
         if done.failure:
             return [self._failed(asked, prompt, done)]
         asked.made.extend(found)
@@ -149,14 +148,12 @@ class CustomSampler:
     async def _call(
         self, asked: ResponseRequest, making: ResponseContext, prompt: Sample, patience: float
     ) -> tuple[CustomResult | None, list[Sample]]:
-        """What came of one call, and its samples if it did not fail; None, and what there is, if the run ended it
-        early."""
+        """What came of one call, and its samples if it did not fail; None if the run ended it early."""
         assert self._client is not None, "use() comes first"
         sessions: list[tuple[str, Session]] = []
-        earlier = [AskedTurn.of(sample) for sample in asked.begun]
 
         def call(number: int) -> CustomCall:
-            session = Session(making, self._client, self._tokenizer, self._context, earlier)
+            session = Session(making, self._client, self._tokenizer, self._context)
             sessions.append((self._endpoint.open(session), session))
             return CustomCall(
                 number,
@@ -177,9 +174,7 @@ class CustomSampler:
             if session is not None and session.broken is not None:
                 raise session.broken
             if session is not None and session.ended:
-                return None, session.samples(asked.group.prompt, asked.group.number, asked.index) or [
-                    replace(prompt, status=ABORTED)
-                ]
+                return None, []
             if done.failure:
                 return done, []
             assert session is not None

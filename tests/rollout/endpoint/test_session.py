@@ -6,13 +6,10 @@ import asyncio
 from typing import Any
 
 import numpy as np
-import pytest
 
-from hpcrl.rollout.endpoint import session as module
 from hpcrl.rollout.endpoint.session import ResponseContext, Session
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.engines.sampling import Sampling
-from hpcrl.rollout.prompts.prompt_files import Prompt
 from hpcrl.sample import COMPLETED
 
 
@@ -21,13 +18,14 @@ class Client:
 
     def __init__(self) -> None:
         self.count = 0
+        self.versions = [0, 0]
 
     async def complete(self, *given: Any) -> Completion:
         self.count += 1
         said = np.asarray([self.count, 9], np.int32)
         if self.count == 1:
             await asyncio.sleep(0)
-        return Completion(said, np.zeros(2, np.float32), np.zeros(2, np.int32), COMPLETED)
+        return Completion(said, np.zeros(2, np.float32), np.asarray(self.versions, np.int32), COMPLETED)
 
 
 class Tokens:
@@ -44,27 +42,24 @@ def a_session() -> Session:
     return Session(making, Client(), Tokens(), lambda: None)  # type: ignore[arg-type]
 
 
-def test_every_turn_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above KEPT only resuming is given up; a conversation takes memory for each of its tokens once."""
-    monkeypatch.setattr(module, "KEPT", 1000)
+def test_every_turn_stays_known() -> None:
+    """A conversation takes memory for each of its tokens once."""
     session, asked = a_session(), [[1, 2, 3]]
 
     async def run() -> None:
         for turn in range(60):
             found = await session.ask(asked[-1], {})
-            if turn == 5:
-                assert len(session.samples(Prompt(1, "", np.zeros(0, np.int32)), 0, 0)) == 11
             await session.ask([7, 7, turn], {})
             asked.append([*asked[-1], *found.tokens.tolist(), 50 + turn, *range(20)])
 
     asyncio.run(run())
     assert [turn.tokens.tolist() for turn in session.turns[::2]] == asked[:-1]
-    assert sum(len(turn.added) for turn in session.turns) < len(asked[-1]) + 60 * 3
-    assert session.samples(Prompt(1, "", np.zeros(0, np.int32)), 0, 0) == []
+    histories = {turn.history for turn in session.turns}
+    assert len(histories) == 61 and sum(len(history.tokens) for history in histories) < len(asked[-1]) + 60 * 6
 
 
 def test_turns_are_in_the_order_of_requests() -> None:
-    """Whichever is answered first; a rewritten request has what it shares from the one before."""
+    """Whichever is answered first; a rewritten request leaves the turns before as they were."""
     session = a_session()
 
     async def run() -> None:
@@ -73,4 +68,21 @@ def test_turns_are_in_the_order_of_requests() -> None:
 
     asyncio.run(run())
     assert [turn.tokens.tolist() for turn in session.turns] == [[1, 2, 3], [1, 2, 4], [1, 2, 4, 2, 8]]
-    assert session.turns[2].shared == 4
+    assert [turn.answer.tokens.tolist() for turn in session.turns] == [[1, 9], [2, 9], [3, 9]]
+
+
+def test_an_update_under_a_turn_ends_nothing() -> None:
+    """Turns whose tokens are of several policies, as engines go on under new weights: the conversation goes on too."""
+    session = a_session()
+    session.client = client = Client()  # type: ignore[assignment]
+
+    async def run() -> None:
+        tokens = [1, 2, 3]
+        for version in range(5):  # more updates than a batch has rollouts
+            client.versions = [version, version + 1]
+            turn = await session.ask(tokens, {})
+            assert turn.versions.tolist() == [version, version + 1]
+            tokens = [*tokens, *turn.tokens.tolist(), 50]
+
+    asyncio.run(run())
+    assert not session.ended and len(session.turns) == 5 and len({turn.history for turn in session.turns}) == 1

@@ -98,6 +98,23 @@ def test_a_slow_group_is_overtaken_but_not_for_ever(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("late", ["wait", "train"])
+def test_a_conversation_of_many_steps_ends(tmp_path: Path, late: str) -> None:
+    """No weight update begins it again: the trainer waits for it, or trains on it once it is there."""
+
+    async def run() -> None:
+        sampler = FakeSampler(lambda asked: 0.4 if asked.group.number == 1 else 0.0)
+        attempt = Streaming(tmp_path / "run", sampler, stale_samples=late, total=33)
+        made = await attempt.trains(0, 32, pause=0.02)
+        await attempt.stream.close()
+        (at,) = [place for place, one in enumerate(made) if 1 in numbers(one.rollout)]
+        assert at <= 2 if late == "wait" else at > 3
+        asked = [one.index for one in sampler.asked if one.group.number == 1]
+        assert sorted(asked) == sorted(set(asked)) and not attempt.store.ledger.dropped
+
+    asyncio.run(run())
+
+
 def test_drop_ends_late_groups(tmp_path: Path) -> None:
     """With --staleness drop, a late group is ended once the trainer has nothing else."""
 

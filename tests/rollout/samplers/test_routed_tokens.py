@@ -1,5 +1,4 @@
-"""The experts of samples that a custom function has returned: of its turns, resumed ones, failures and what is
-refused."""
+"""The experts of samples that a custom function has returned: of its turns, failures and what is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from hpcrl.rollout.engines.sampling import Sampling
 from hpcrl.rollout.grading.service import GradedBy
 from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.sampler import HeldOutSet
-from hpcrl.sample import ABORTED, COMPLETED, Sample, SampleBatch, pack, unpack
+from hpcrl.sample import Sample, SampleBatch
 from tests.rollout.samplers.test_custom import asked, sampler
 from tests.support.two_ways import Policy, make_model
 
@@ -66,16 +65,6 @@ def found(model: Path) -> dict[str, Any]:
             found["invents"] = await made.make(asked(model, label="invents_tokens"))
             held = HeldOutSet("held", 4, 1, Sampling.of(made._options, Tokenizer(model), True), GradedBy(()))
             found["held"] = await made.make(asked(model, label="two_turns", held_out=held))
-            policy.asked, policy.ends = [], {2: 2}
-            found["parts"] = await made.make(asked(model, label="two_turns"))
-            kept = tuple(unpack(pack(sample)) for sample in found["parts"])
-            policy.ends = {}
-            again = replace(asked(model, label="two_turns"), begun=kept, rollout_id=4, version=9)
-            found["whole"] = await made.make(again)
-            bare = tuple(replace(sample, extra={}) for sample in kept)
-            policy.asked = []
-            found["without"] = await made.make(replace(again, begun=bare))
-            found["requests"] = len(policy.asked)
         return found
 
     return asyncio.run(run())
@@ -114,24 +103,6 @@ def test_evaluations_bring_none(found: dict[str, Any]) -> None:
     assert not found["held"][0].extra
 
 
-def test_a_resumed_response_keeps_its_rows(found: dict[str, Any]) -> None:
-    """The first turn is answered from what was kept, the second continued: rows are those of the first time."""
-    first, second = found["parts"]
-    assert (first.status, second.status) == (COMPLETED, ABORTED)
-    assert "routed_experts" not in first.extra, "the second one has all of its rows"
-    [sample] = found["whole"]
-    begun = len(second.tokens) - 1
-    wanted = expected(sample, 1, 2)
-    assert rows(sample)[:begun] == wanted[:begun]
-    assert [number for _, number in rows(sample)[begun:]] == [3, 0]
-
-
-def test_begun_without_experts_is_asked_again(found: dict[str, Any]) -> None:
-    """As of a run that was resumed with replay for the first time."""
-    [sample] = found["without"]
-    assert found["requests"] == 2 and rows(sample) == expected(sample, 1, 2)
-
-
 def test_a_conversation_keeps_each_row_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever has been asked between: memory grows by what a turn adds, and all rows can be put together."""
     monkeypatch.setattr(sessions, "RECENT", 3)
@@ -148,8 +119,8 @@ def test_a_conversation_keeps_each_row_once(model: Path, monkeypatch: pytest.Mon
             tokens = [*tokens, *found.tokens.tolist(), 7]
 
     asyncio.run(run())
-    held = sum(0 if turn.experts is None else len(turn.experts) for turn in session.turns)
-    assert held <= len(tokens) + 30 * 3
+    held = sum(history.read for history in {turn.history for turn in session.turns})
+    assert held <= len(tokens) + 30 * 4
     found = choices_of(np.asarray(tokens[:-2], np.int32), session.turns)
     assert found is not None and found[:, 0, 0].tolist() == list(range(len(tokens) - 2))
     numbers = found[:, 0, 1].tolist()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from hpcrl.rollout.endpoint.asked_turns import AskedTurn
+from hpcrl.rollout.endpoint.asked_turns import AskedTurn, History
 from hpcrl.rollout.engines.completion import Completion
 from hpcrl.rollout.samplers.sampled_tokens import UNSAMPLED, known_sample, received
 from hpcrl.rollout.worker_messages import ERROR, CustomResult
@@ -16,7 +16,8 @@ from hpcrl.sample import COMPLETED, Sample, pack
 def turn(asked: list[int], said: list[int], version: int) -> AskedTurn:
     logprobs = -np.asarray(said, np.float32) / 8
     versions = np.full(len(said), version, np.int32)
-    return AskedTurn(np.asarray(asked), Completion(np.asarray(said, np.int32), logprobs, versions, COMPLETED))
+    answer = Completion(np.asarray(said, np.int32), logprobs, versions, COMPLETED)
+    return History(np.asarray(asked[:0], np.int32)).grow(np.asarray(asked, np.int32), answer)
 
 
 def returned(response: list[int], mask: list[int], prompt: tuple[int, ...] = (1, 2)) -> Sample:
