@@ -1,35 +1,34 @@
 """Anthropic's routes: a request for a message is translated into OpenAI's words, and the answer back.
 
-Invariants: what a run fixes and what is refused is decided by OpenAI's route (`openai.read_chat`), so that the two
-agree; the same blocks always become the same messages, so that a chat that comes back with its answers continues with
-the very tokens; what is not honoured is an error that names it.
+Invariants: the same blocks always become the same messages, so that a chat that comes back with its answers continues
+with the very tokens; what is not honoured is an error that names it.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from hpcrl.rollout.endpoint import fields
-from hpcrl.rollout.endpoint.openai import read_chat
+from hpcrl.rollout.endpoint.requests import (
+    AssistantMessage,
+    MessagesBody,
+    OwnTool,
+    TextBlock,
+    ToolResult,
+    ToolUse,
+    UserMessage,
+    check_sampling,
+    read,
+)
 from hpcrl.rollout.endpoint.session import FULL, BadRequest, Session
 from hpcrl.rollout.endpoint.turns import MODEL, ChatAnswer, ChatRequest, place, say
 from hpcrl.rollout.samplers.trajectory import LENGTH
 from hpcrl.untrusted_files import parse_json
 
-#: fields that are honoured as OpenAI's of the same name are
-_SAME = ("max_tokens", "temperature", "top_p", "top_k", "stream", "model", "metadata", "service_tier")
-#: fields with the values that ask for nothing else than what is done anyway
-_USUAL: dict[str, tuple[Any, ...]] = {
-    "thinking": ({"type": "disabled"},),
-    "mcp_servers": ([],),
-    "context_management": ({"edits": []},),
-}
-_TRANSLATED = ("messages", "system", "stop_sequences", "tools", "tool_choice")
 #: the type of an error with this status
 _ERRORS = {
     400: "invalid_request_error",
@@ -57,133 +56,59 @@ async def count_tokens(session: Session, body: dict[str, Any]) -> dict[str, Any]
 
 
 def _read(session: Session, body: Mapping[str, Any]) -> ChatRequest:
-    """The request as OpenAI's route reads it.
+    """The request in OpenAI's words.
 
     Raises:
         BadRequest: names the field that is not as it should be.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        if name not in (*_SAME, *_TRANSLATED) and value not in _USUAL.get(name, ()):
-            raise BadRequest(f"{name} is not served: leave it out")
-    words: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
-    asked = given.get("messages")
-    if not isinstance(asked, list) or not asked:
-        raise BadRequest("messages is not a list of messages")
-    words["messages"] = [*_system(given.get("system")), *(said for message in asked for said in _said(message))]
-    if words["messages"][-1]["role"] == "assistant":
+    asked = read(body, MessagesBody)
+    check_sampling(asked, session.making.sampling)
+    if isinstance(asked.messages[-1], AssistantMessage):
         raise BadRequest("messages ends with one of the assistant's, which is not continued here: end with the user's")
-    if "stop_sequences" in given:
-        stops = given["stop_sequences"]
-        if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise BadRequest(f"stop_sequences {stops!r:.200} is not a list of texts")
-        words |= {"stop": stops} if stops else {}
-    if "tools" in given:
-        words["tools"] = _tools(given["tools"])
-    if "tool_choice" in given:
-        words["tool_choice"] = _choice(given["tool_choice"])
-    return read_chat(session, words)
-
-
-def _choice(given: Any) -> str:
-    """A tool choice in OpenAI's words."""
-    choice = fields.given_object("tool_choice", given)
-    if choice.get("type") not in ("auto", "none"):
-        raise BadRequest(
-            f"tool_choice {choice.get('type')!r} is not served, but for auto and none: the policy calls a tool or "
-            "does not"
-        )
-    if choice.get("disable_parallel_tool_use"):
+    if asked.tool_choice is not None and asked.tool_choice.disable_parallel_tool_use:
         raise BadRequest("disable_parallel_tool_use is not served: leave it out")
-    return str(choice["type"])
+    said = [{"role": "system", "content": _text(asked.system)}] if asked.system not in (None, []) else []
+    for message in asked.messages:
+        said += _user(message) if isinstance(message, UserMessage) else [_assistant(message)]
+    params: dict[str, Any] = {"stop": asked.stop_sequences} if asked.stop_sequences else {}
+    if asked.max_tokens is not None:
+        params["max_new_tokens"] = asked.max_tokens
+    calls = asked.tool_choice is None or asked.tool_choice.type != "none"
+    return ChatRequest(said, [_tool(tool) for tool in asked.tools] if asked.tools else None, params, calls=calls)
 
 
-def _tools(given: Any) -> list[dict[str, Any]]:
-    """Tools as OpenAI has them."""
-    if not isinstance(given, list):
-        raise BadRequest("tools is no list of tools")
-    found = []
-    for tool in given:
-        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
-            raise BadRequest(f"tools has {tool!r:.200}, which has no name")
-        if tool.get("type") not in (None, "custom"):
-            raise BadRequest(f"tools has {tool['name']!r} of type {tool['type']!r:.80}: there are tools of yours alone")
-        if not isinstance(schema := tool.get("input_schema"), dict):
-            raise BadRequest(f"tools has {tool['name']!r} without an object as its input_schema")
-        function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
-        found.append({"type": "function", "function": function})
-    return found
+def _tool(tool: OwnTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
 
 
-def _system(given: Any) -> list[dict[str, Any]]:
-    """The system prompt as a message, if there is one."""
-    if given is None or given == []:
-        return []
-    return [{"role": "system", "content": _text("system", given)}]
+def _text(content: str | Sequence[Any] | None) -> str:
+    """Text, or the text blocks of a content, as text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(block.text for block in content if isinstance(block, TextBlock))
 
 
-def _text(where: str, content: Any) -> str:
-    """Text, or blocks of it, as text."""
-    if isinstance(content, str):
-        return content
-    return "".join(_text_of(where, block) for block in _blocks(where, content))
+def _user(message: UserMessage) -> list[dict[str, Any]]:
+    """One with results of tools is a message for each of these, then its text."""
+    blocks = [] if isinstance(message.content, str) else message.content
+    results = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        for block in blocks
+        if isinstance(block, ToolResult)
+    ]
+    alone = results and not any(isinstance(block, TextBlock) for block in blocks)
+    return results if alone else [*results, {"role": "user", "content": _text(message.content)}]
 
 
-def _text_of(where: str, block: Mapping[str, Any]) -> str:
-    if block["type"] != "text":
-        raise BadRequest(f"{where} has a block of type {block['type']!r:.80}: there is text alone")
-    return _field(block, "text", str)
-
-
-def _blocks(where: str, content: Any) -> Iterable[dict[str, Any]]:
-    """The blocks of a content.
-
-    Raises:
-        BadRequest: if it has none.
-    """
-    if not isinstance(content, list):
-        raise BadRequest(f"{where} is neither text nor a list of blocks")
-    for block in content:
-        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise BadRequest(f"{where} has {block!r:.200}, which is no block with a type")
-        yield block
-
-
-def _field(block: Mapping[str, Any], name: str, kind: type) -> Any:
-    if not isinstance(block.get(name), kind):
-        raise BadRequest(f"a block of type {block['type']} has no {name}, or another thing in its place")
-    return block[name]
-
-
-def _said(message: Any) -> list[dict[str, Any]]:
-    """A message as OpenAI has it; one of the user's with results of tools as one for each of these, then its text.
-
-    Raises:
-        BadRequest: if it is none, or has a block that is not served.
-    """
-    role = message.get("role") if isinstance(message, dict) else None
-    if role not in ("user", "assistant"):
-        raise BadRequest(f"a message of the role {role!r:.80}: there are user and assistant")
-    content = message.get("content")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    texts, calls, results = [], [], []
-    for block in _blocks(f"content of a message of the {role}'s", content):
-        kind = block["type"]
-        if kind == "text":
-            texts.append(_field(block, "text", str))
-        elif kind == "tool_use" and role == "assistant":
-            function = {"name": _field(block, "name", str), "arguments": json.dumps(_field(block, "input", dict))}
-            calls.append({"id": _field(block, "id", str), "type": "function", "function": function})
-        elif kind == "tool_result" and role == "user":
-            told = "" if block.get("content") is None else _text("content of a tool_result", block["content"])
-            results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id", str), "content": told})
-        else:
-            raise BadRequest(f"a block of type {kind!r:.80} in a message of the {role}'s is not served: leave it out")
-    said: dict[str, Any] = {"role": role, "content": "".join(texts)}
-    if calls:
-        said["tool_calls"] = calls
-    return [*results, said] if texts or calls or not results else results
+def _assistant(message: AssistantMessage) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": "assistant", "content": _text(message.content)}
+    calls = [
+        {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": json.dumps(use.input)}}
+        for use in message.content
+        if isinstance(use, ToolUse)
+    ]
+    return said | ({"tool_calls": calls} if calls else {})
 
 
 # ---- what is answered

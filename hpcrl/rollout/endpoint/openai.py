@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from hpcrl.rollout.endpoint import fields
-from hpcrl.rollout.endpoint.fields import check_logprobs, read_fields
+from hpcrl.rollout.endpoint.requests import ChatBody, CompletionBody, OpenAIRequest, check_sampling, read
 from hpcrl.rollout.endpoint.session import BadRequest, Session
 from hpcrl.rollout.endpoint.turns import MODEL, ChatRequest, complete, say
+from hpcrl.rollout.prompts.tokenizer import Tokenizer
 from hpcrl.rollout.samplers.trajectory import Turn
 
 DONE = b"data: [DONE]\n\n"
@@ -26,25 +27,37 @@ async def models(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "hpcrl"}]}
 
 
-def read_chat(session: Session, body: Mapping[str, Any]) -> ChatRequest:
+def _params(session: Session, asked: OpenAIRequest, most: int | None) -> dict[str, Any]:
+    """The max_new_tokens and stop that a request asks for.
+
+    Raises:
+        BadRequest: for another sampling than the run's, or options of a stream that is none.
+    """
+    check_sampling(asked, session.making.sampling)
+    if asked.stream_options is not None and not asked.stream:
+        raise BadRequest("stream_options is for stream true alone: leave it out")
+    params: dict[str, Any] = {} if asked.stop is None else {"stop": asked.stop}
+    return params if most is None else params | {"max_new_tokens": most}
+
+
+def _read_chat(session: Session, body: Mapping[str, Any]) -> ChatRequest:
     """A request for the next message of a chat.
 
     Raises:
         BadRequest: names the field that is not as it should be.
     """
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages is not a list of messages")
-    params = read_fields(body, fields.CHAT, session.making.sampling)
-    check_logprobs(body, chat=True)
-    tools, calls = fields.read_tools(body.get("tools")), body.get("tool_choice") != "none"
-    return ChatRequest(messages, tools, params, bool(body.get("logprobs")), calls)
+    asked = read(body, ChatBody)
+    if asked.parallel_tool_calls is False:
+        raise BadRequest("parallel_tool_calls false is not served: leave it out")
+    params = _params(session, asked, asked.max_completion_tokens or asked.max_tokens)
+    tools = body["tools"] if asked.tools else None
+    return ChatRequest(asked.messages, tools, params, bool(asked.logprobs), asked.tool_choice != "none")
 
 
 async def chat(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     """The answer to a chat."""
-    said = await say(session, read_chat(session, body))
-    logprobs = fields.chat_logprobs(body, session.tokenizer, said.turn)
+    said = await say(session, _read_chat(session, body))
+    logprobs = _chat_logprobs(body, session.tokenizer, said.turn)
     reason = "tool_calls" if said.message.get("tool_calls") else said.finish
     choice = {"index": 0, "message": said.message, "finish_reason": reason, "logprobs": logprobs}
     return _answer("chat.completion", choice, said.before, said.turn)
@@ -52,17 +65,17 @@ async def chat(session: Session, body: dict[str, Any]) -> dict[str, Any]:
 
 async def completion(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     """The answer to a prompt of text or tokens."""
-    prompt = body.get("prompt")
+    asked = read(body, CompletionBody)
+    prompt: Any = asked.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if not isinstance(prompt, str | list) or not prompt or isinstance(prompt[0], list):
+    if not prompt:
         raise BadRequest("prompt is neither one text nor one list of token ids")
     if isinstance(prompt, list) and (bad := [token for token in prompt if type(token) is not int]):
         raise BadRequest(f"prompt is neither one text nor one list of token ids: it has {bad[0]!r:.80}")
-    params = read_fields(body, fields.COMPLETION, session.making.sampling)
-    check_logprobs(body, chat=False)
-    text, before, turn = await complete(session, prompt, params, body.get("logprobs") is not None)
-    logprobs = fields.completion_logprobs(body, session.tokenizer, turn)
+    wanted = asked.logprobs is not None
+    text, before, turn = await complete(session, prompt, _params(session, asked, asked.max_tokens), wanted)
+    logprobs = _completion_logprobs(session.tokenizer, turn) if wanted else None
     choice = {"index": 0, "text": text, "finish_reason": turn.finish, "logprobs": logprobs}
     return _answer("text_completion", choice, before, turn)
 
@@ -77,6 +90,37 @@ def _answer(kind: str, choice: dict[str, Any], prompt: int, turn: Turn) -> dict[
         "choices": [choice],
         "usage": {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said},
     }
+
+
+# ---- log-probs of an answer
+
+
+def _chat_logprobs(body: Mapping[str, Any], tokenizer: Tokenizer, turn: Turn) -> dict[str, Any] | None:
+    """What a chat's choice has under logprobs: every sampled token, what ended the turn included; None if not asked
+    for."""
+    if not body.get("logprobs"):
+        return None
+    rows = [
+        {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
+        for text, value in zip(_texts(tokenizer, turn), turn.logprobs.tolist(), strict=True)
+    ]
+    return {"content": rows, "refusal": None}
+
+
+def _completion_logprobs(tokenizer: Tokenizer, turn: Turn) -> dict[str, Any]:
+    """What a completion's choice has under logprobs."""
+    texts = _texts(tokenizer, turn)
+    offsets = [0, *np.cumsum([len(text) for text in texts]).tolist()][: len(texts)]
+    return {"tokens": texts, "token_logprobs": turn.logprobs.tolist(), "top_logprobs": None, "text_offset": offsets}
+
+
+def _texts(tokenizer: Tokenizer, turn: Turn) -> list[str]:
+    return [tokenizer.spell(token) for token in turn.tokens.tolist()]
+
+
+def _bytes(text: str) -> list[int] | None:
+    """None for a token that is part of a character alone: its text does not say which."""
+    return None if "\ufffd" in text else list(text.encode())
 
 
 # ---- as server-sent events

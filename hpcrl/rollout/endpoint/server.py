@@ -1,6 +1,6 @@
 """The HTTP server of the rollout process through which custom functions and agents ask the policy.
 
-    POST /v1/chat/completions, /v1/completions   as OpenAI has them, as far as `fields.py` says (`openai.py`)
+    POST /v1/chat/completions, /v1/completions   as OpenAI has them, as far as `requests.py` says (`openai.py`)
     GET  /v1/models                              the one model
     POST /v1/messages, /v1/messages/count_tokens as Anthropic has them (`anthropic.py`)
     POST /v1/tokens                              {"tokens": [...], "sampling_params": {...}}: exact tokens,
@@ -26,7 +26,6 @@ from aiohttp import web
 
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.endpoint import anthropic, openai, router, streams
-from hpcrl.rollout.endpoint.fields import streams as asks_for_stream
 from hpcrl.rollout.endpoint.session import BadRequest, Session
 
 HOST = "127.0.0.1"
@@ -127,7 +126,7 @@ class Endpoint:
                 return _error(route.failure, 401, "the key is of no response that is being made", "invalid_api_key")
             try:
                 body = _object(await _read(request))
-                if not asks_for_stream(body):
+                if body.get("stream") is not True:
                     return _json(200, await route.work(session, body))
                 if (events := route.events) is None:
                     raise BadRequest("stream is not served here: leave it out")

@@ -217,13 +217,13 @@ def test_who_leaves_frees_the_request(tokenizer: Tokenizer, begun: bool, monkeyp
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"stream": 1}, "stream 1"),
-        ({"stream": "true"}, "stream 'true'"),
+        ({"stream": 1}, "$.stream`"),
+        ({"stream": "true"}, "$.stream`"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": 3}, "stream_options 3"),
-        ({"stream": True, "stream_options": {"include_usage": "yes"}}, "include_usage 'yes'"),
-        ({"stream": True, "stream_options": {"other": True}}, "stream_options has other"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation is not served"),
+        ({"stream": True, "stream_options": 3}, "$.stream_options`"),
+        ({"stream": True, "stream_options": {"include_usage": "yes"}}, "$.stream_options.include_usage`"),
+        ({"stream": True, "stream_options": {"other": True}}, "field `other`"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "field `include_obfuscation`"),
     ],
 )
 def test_no_stream_of_this(tokenizer: Tokenizer, more: dict[str, Any], says: str) -> None:
