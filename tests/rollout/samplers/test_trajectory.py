@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 
 from hpcrl.rollout.samplers.trajectory import Trajectory, Turn
-from tests.rollout.samplers.test_sampled_tokens import returned, spell
+from tests.rollout.samplers.test_sampled_tokens import returned
+
+
+def text(tokens: np.ndarray) -> str:
+    """Each id is a character."""
+    return "".join(str(token) for token in tokens.tolist())
 
 
 def test_what_is_told_last_is_no_part_of_it() -> None:
@@ -17,6 +22,6 @@ def test_what_is_told_last_is_no_part_of_it() -> None:
         tokens = np.asarray(said, np.int32)
         found.said(Turn(tokens, -tokens.astype(np.float32), np.full(len(said), 3, np.int32), "stop"))
         found.told(told)
-    sample = found.sample(returned([1], [1]), SimpleNamespace(decode=spell))  # type: ignore[arg-type]
+    sample = found.sample(returned([1], [1]), SimpleNamespace(decode=text))  # type: ignore[arg-type]
     assert sample.tokens.tolist() == [1, 2, 4, 5, 6, 7] and sample.loss_mask.tolist() == [1, 1, 0, 1]
     assert sample.response == "4567"
