@@ -45,9 +45,9 @@ def found(model: Path) -> dict[str, Any]:
                 found[f"policy-{name}"] = policy.asked
             policy.asked = []
             policy.ends = {2: 2}  # its second turn is ended early
-            found["parts"] = await made.make(asked(model, label="tool_user"))
+            found["ended"] = await made.make(asked(model, label="tool_user"))
             policy.asked, policy.begun, policy.ends = [], [], {}
-            again = replace(asked(model, label="tool_user"), begun=tuple(found["parts"]), rollout_id=4, version=9)
+            again = replace(asked(model, label="tool_user"), begun=tuple(found["ended"]), rollout_id=4, version=9)
             found["whole"] = await made.make(again)
             found["policy-whole"], found["begun-whole"] = policy.asked, policy.begun
         return found
@@ -115,14 +115,14 @@ def test_what_the_run_does_not_do_is_said(found: dict[str, Any]) -> None:
     assert found["policy-refused"] == [], "no engine was asked"
 
 
-def test_an_aborted_response_goes_on_from_its_tokens(model: Path, found: dict[str, Any]) -> None:
-    """The function is called again, its first turn is answered without an engine, and the second continues."""
-    *_, ended = found["parts"]
-    assert ended.status == ABORTED and len(found["parts"]) == 2
+def test_an_aborted_response_begins_again(found: dict[str, Any]) -> None:
+    """The function is called again, with a fresh sample; both turns are sampled again."""
+    [ended] = found["ended"]
+    assert ended.status == ABORTED and not ended.response_length
     [whole] = found["whole"]
     check(whole)
     assert whole.tokens.tolist() == found["tool_user"][0].tokens.tolist()
-    assert [len(begun) for begun in found["begun-whole"]] == [2]
+    assert found["begun-whole"] == [[], []]
 
 
 def test_agents_share_args_and_grade_each_other(model: Path) -> None:
