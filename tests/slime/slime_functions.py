@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import shlex
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -147,12 +148,13 @@ def _alone(body: Sequence[ast.stmt], file: str, shared: dict[str, Any]) -> dict[
         node.returns = None
         for argument in (*node.args.args, *node.args.kwonlyargs):
             argument.annotation = None
-    space: dict[str, Any] = {"torch": torch, "Any": Any, **shared}
+    space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "Any": Any, **shared}
     for node in body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             with contextlib.suppress(ValueError):  # what is no literal
                 space[node.targets[0].id] = ast.literal_eval(node.value)
     exec(compile(ast.Module(body=list(found), type_ignores=[]), file, "exec"), space)
+    space.update(shared)  # also in place of what some versions define in this file and others import
     return {node.name: space[node.name] for node in found}
 
 
@@ -225,7 +227,8 @@ class SlimeLoss:
         }
         logits = torch.zeros(1, dtype=torch.float64, requires_grad=True)
         whole = reducer(masks, counts, lengths, args.calculate_per_token_loss)
-        loss, report = self.loss["policy_loss_function"](args, batch, logits, whole)
+        with one_rank():
+            loss, report = self.loss["policy_loss_function"](args, batch, logits, whole)
         gradients = torch.autograd.grad(loss, lists["logprobs"], allow_unused=True)
         found = [
             gradient[mask.bool()] if gradient is not None else torch.zeros(int(mask.sum()))
@@ -263,19 +266,20 @@ class SlimeLoss:
 
 
 class one_rank:
-    """megatron.core.mpu of one context-parallel rank, for functions that import it where they run."""
+    """One context-parallel rank, for functions that import Megatron's or slime's where they run."""
 
     def __enter__(self) -> None:
-        import sys
-
-        self.before = {name: sys.modules.get(name) for name in ("megatron", "megatron.core")}
         core = ModuleType("megatron.core")
         core.mpu = SimpleNamespace(get_context_parallel_world_size=lambda: 1)  # type: ignore[attr-defined]
-        sys.modules |= {"megatron": ModuleType("megatron"), "megatron.core": core}
+        parts = ModuleType("slime.backends.megatron_utils.cp_utils")
+        for name in ("all_gather_with_cp", "slice_log_prob_with_cp"):
+            setattr(parts, name, lambda tensor, *_: tensor)
+        above = ("megatron", "slime", "slime.backends", "slime.backends.megatron_utils")
+        modules = {name: ModuleType(name) for name in above} | {core.__name__: core, parts.__name__: parts}
+        self.before = {name: sys.modules.get(name) for name in modules}
+        sys.modules |= modules
 
     def __exit__(self, *_: object) -> None:
-        import sys
-
         for name, module in self.before.items():
             if module is None:
                 sys.modules.pop(name, None)

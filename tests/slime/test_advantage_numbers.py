@@ -128,12 +128,10 @@ def estimated(
     lengths, coef = [len(mask) for mask in masks], float(args.kl_coef)
     gamma, lambd = float(args.gamma), float(args.lambd)
     if args.advantage_estimator == "ppo":
-        pairs = []
-        for reward, each, value in zip(rewards, kl, values, strict=True):
-            tokens = -coef * each
-            tokens[-1] += reward
-            pairs.append(ppo["get_advantages_and_returns"](len(each), len(each), value, tokens, gamma, lambd))
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        tokens = [-coef * each for each in kl]
+        for reward, each in zip(rewards, tokens, strict=True):
+            each[-1] += reward
+        return ppo["get_advantages_and_returns_batch"](lengths, lengths, values, tokens, gamma, lambd, chunked=False)
     told = torch.tensor(rewards)
     if args.advantage_estimator == "reinforce_plus_plus":
         return ppo["get_reinforce_plus_plus_returns"](told, kl, masks, lengths, lengths, coef, gamma), []
