@@ -20,11 +20,12 @@ import httpx
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
+_STRANDS = "examples.strands_sglang.generate_with_strands"
 EXAMPLES = {
     "retool": ("generate_with_retool.generate", "generate_with_retool.reward_func"),
     "search-r1": ("generate_with_search.generate", "generate_with_search.reward_func"),
     "tau-bench": ("generate_with_tau.generate", ""),
-    "strands_sglang": ("generate_with_strands.generate", "generate_with_strands.reward_func"),
+    "strands_sglang": (f"{_STRANDS}.generate", f"{_STRANDS}.reward_func"),
     "multi_agent": ("examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents", ""),
 }
 
@@ -118,6 +119,10 @@ class Tokens:
         self.logprobs: list[float] = []
 
     @property
+    def initial_prompt_length(self) -> int:
+        return len(self.segments[0])
+
+    @property
     def token_ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment]
 
@@ -128,25 +133,21 @@ class Tokens:
 
 
 class Client:
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    @classmethod
-    def from_slime_args(cls, args: Any) -> Client:
-        return cls(f"http://{args.sglang_router_ip}:{args.sglang_router_port}")
+    def __init__(self, args: Any, timeout: float) -> None:
+        self.url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
 
 
 class Model:
-    def __init__(self, tokenizer: Any, client: Client, model_id: str, params: dict[str, Any]) -> None:
-        self.tokenizer, self.client, self.params = tokenizer, client, params
-        self.token_manager = Tokens()
+    def __init__(self, tokenizer: Any, client: Client, tool_parser: Any, sampling_params: dict[str, Any]) -> None:
+        self.tokenizer, self.client, self.params = tokenizer, client, sampling_params
+        self.rollout = Tokens()
 
     async def turn(self, text: str) -> None:
         """What the policy says behind a text, over HTTP and not slime's `post`."""
         told = self.tokenizer.encode(text, add_special_tokens=False)
-        self.token_manager.add(told, 0, [0.0] * len(told))
+        self.rollout.add(told, 0, [0.0] * len(told))
         body = {
-            "input_ids": self.token_manager.token_ids,
+            "input_ids": self.rollout.token_ids,
             "sampling_params": self.params,
             "return_logprob": True,
             "stream": False,
@@ -154,13 +155,13 @@ class Model:
         async with httpx.AsyncClient(timeout=120) as http:
             answer = (await http.post(f"{self.client.url}/generate", json=body)).raise_for_status().json()
         said = answer["meta_info"]["output_token_logprobs"]
-        self.token_manager.add([item[1] for item in said], 1, [item[0] for item in said])
+        self.rollout.add([item[1] for item in said], 1, [item[0] for item in said])
 
     def format_request_messages(self, messages: list[Any], system: Any) -> list[Any]:
         return messages
 
     def reset(self) -> None:
-        self.token_manager = Tokens()
+        self.rollout = Tokens()
 
 
 class Agent:
@@ -169,7 +170,7 @@ class Agent:
 
     async def invoke_async(self, prompt: str) -> None:
         await self.model.turn(f"{self.system}\n{prompt}")
-        self.hooks[0].iteration_count += 1
+        self.hooks[0].tool_iter_count += 1
         self.messages.append({"role": "tool", "content": "4"})
         await self.model.turn("\n4\n")
 
@@ -177,8 +178,8 @@ class Agent:
 
 
 class Limiter:
-    def __init__(self, max_iterations: int) -> None:
-        self.iteration_count = 0
+    def __init__(self, max_tool_iters: int) -> None:
+        self.tool_iter_count = self.tool_call_count = 0
 
 
 def stand_in() -> None:
@@ -196,10 +197,9 @@ def stand_in() -> None:
     module("tau_bench.agents.tool_calling_agent", **tool_calling)
     module("sglang_tool_parser", parse_tools=lambda response, tools, kind: {"normal_text": response, "calls": []})
     module("openai_tool_adapter", always=False, create_openai_adapter=lambda **given: Adapter())
-    module("camel.interpreters", SubprocessInterpreter=object)
     module("strands", Agent=Agent, tool=lambda function: function)
-    module("strands_sglang", SGLangClient=Client, SGLangModel=Model)
-    module("strands_sglang.tool_limiter", ToolIterationLimiter=Limiter)
+    module("strands_sglang", SGLangModel=Model, ToolLimiter=Limiter, get_client_from_slime_args=Client)
+    module("strands_sglang.tool_parsers", HermesToolParser=object)
 
 
 stand_in()
