@@ -87,7 +87,7 @@ async def two_turns(options: Options, generator: Any) -> list[Sample]:
     path = "tests.support.own_generates.long_turns"
     more = {"custom_generate_function_path": path, "rollout_max_response_len": 4 * TOKENS, "apply_chat_template": True}
     assert options.hf_checkpoint is not None
-    custom = CustomSampler(options.model_copy(update=more), Tokenizer(options.hf_checkpoint), None, "127.0.0.1")
+    custom = CustomSampler(options.model_copy(update=more), Tokenizer(options.hf_checkpoint), None)
     custom.use(generator, lambda: 2048)
     try:
         await custom.start()
