@@ -8,6 +8,7 @@ import enum
 import io
 import os
 import pickle
+import resource
 import sys
 import traceback
 from argparse import Namespace
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
@@ -267,7 +268,22 @@ def test_listed_classes_do_nothing_when_filled() -> None:
 SAMPLES = [dumps(value) for value in examples.plain()] + [pickle.dumps(value, 4) for value in in_metadata()]
 
 
-@settings(deadline=None, max_examples=int(os.environ.get("HPCRL_MUTATIONS", "300")))
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """No more than 2 GiB beside what is there: Python's unpickler makes room for as many memos as a pickle counts."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.usefixtures("little_memory")
+@settings(
+    deadline=None,
+    max_examples=int(os.environ.get("HPCRL_MUTATIONS", "300")),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.data())
 def test_damaged_pickles_raise_and_nothing_else(data: st.DataObject) -> None:
     whole = bytearray(data.draw(st.sampled_from(SAMPLES)))
@@ -286,6 +302,11 @@ def test_damaged_pickles_raise_and_nothing_else(data: st.DataObject) -> None:
     with contextlib.suppress(Exception):  # of whatever kind: the process goes on
         loads(bytes(whole))
     assert [dict(vars(member)) for kind in (WriteItemType, LoadItemType) for member in kind] == before
+
+
+def test_a_count_of_memos_takes_no_memory(little_memory: None) -> None:
+    with pytest.raises(MemoryError):
+        loads(b"\x80\x04Nr\xff\xff\xff\x7f.")
 
 
 def test_no_listed_value_can_be_called() -> None:
