@@ -129,8 +129,8 @@ def _job(script: BatchScript, request: AllocationRequest, site: SiteProfile) -> 
     yield "requeue" if site.requeue else "no-requeue"
 
 
-#: sbatch passes an option of one component of a heterogeneous job on to the next unless that has its own, but for these
-#: (src/common/slurm_opt.c: reset_each_pass)
+#: sbatch resets these options for each component of a heterogeneous job (src/common/slurm_opt.c: reset_each_pass). Any
+#: other option of a component also holds for the next one, unless that sets it too
 NOT_INHERITED = frozenset({
     "constraint", "contiguous", "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task",
     "distribution", "exclusive", "extra-node-info", "gpu-bind", "gpu-freq", "gpus", "gpus-per-node", "gpus-per-socket",
@@ -147,7 +147,7 @@ def _refuse_inherited(request: AllocationRequest, site: SiteProfile) -> None:
     for component in request.components:
         name = component.name
         own = {option.partition("=")[0] for option in component_options(component, site)} - NOT_INHERITED
-        for option in givers.keys() - own:
+        for option in sorted(givers.keys() - own):
             key = f"extra.{option}" if option in getattr(site, givers[option]).extra else option
             raise UsageError(
                 f"{givers[option]}.{key} is set and {name}.{key} is not: sbatch would take it over for {name}",

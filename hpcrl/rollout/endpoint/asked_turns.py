@@ -43,7 +43,7 @@ class History:
         return np.concatenate(self.experts)[:count]
 
     def grow(self, ids: np.ndarray, said: Completion) -> AskedTurn:
-        """Add a turn that was asked with `ids`, which begin with all that there is."""
+        """Add a turn whose request was `ids`; they begin with all tokens of this history."""
         if said.experts is not None and len(said.experts) > self.read:
             self.experts.append(said.experts[self.read :].copy())
         self.tokens = np.concatenate([ids, said.tokens])

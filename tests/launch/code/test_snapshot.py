@@ -131,15 +131,15 @@ def test_within_the_directory_of_the_recipe(
     home: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is copied then, with what the functions find by `__file__`, unless it is too large."""
-    work = tmp_path / "work"
+    work = tmp_path / "project"
     write(work, {"lib/mine.py": "", "rules/a.txt": "", "r.toml": ""})
     folder = str(work / "lib")
     assert begin(root, "mine.f", None, work, code_path=[folder]) == {
-        "work/lib/mine.py",
-        "work/rules/a.txt",
-        "work/r.toml",
+        "project/lib/mine.py",
+        "project/rules/a.txt",
+        "project/r.toml",
     }
-    assert code_folders(root) == [f"{root / CODE}/work/lib"]
+    assert code_folders(root) == [f"{root / CODE}/project/lib"]
     monkeypatch.setattr(directories, "MOST_FILES", 2)
     other = RunDir.create(tmp_path / "other").root
     assert begin(other, "mine.f", None, work, code_path=[folder]) == {"lib/mine.py"}
