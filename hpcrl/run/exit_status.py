@@ -55,7 +55,7 @@ def how_it_ended(status: int, memory: MemoryWatch | None = None) -> str:
 def _who(memory: MemoryWatch | None) -> str:
     """Who sent a SIGKILL, as far as that is known."""
     if memory is None:
-        return MemoryWatch(ever=True).said() or MEMORY
+        return MEMORY
     return memory.said() or (NOT_MEMORY if memory.sees else MEMORY)
 
 
@@ -86,15 +86,10 @@ class MemoryWatch:
         root: where /proc and /sys are.
     """
 
-    def __init__(self, root: Path = Path("/"), ever: bool = False) -> None:
-        """Create one.
-
-        Args:
-            ever: count what the cgroups have seen before as well.
-        """
+    def __init__(self, root: Path = Path("/")) -> None:
         self._groups = _groups(root)
         self._host = root / "proc/vmstat"
-        self._before = [0 if ever else _field(group.events, "oom_kill") for group in self._groups]
+        self._before = [_field(group.events, "oom_kill") for group in self._groups]
         self._host_before = _field(self._host, "oom_kill")
 
     def said(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -61,17 +62,28 @@ NONE = {
 def test_a_limit_of_memory_that_was_reached_is_said(files: dict[str, str], said: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(re.sub(r"oom_kill \d", "oom_kill 0", text))
+    watch = MemoryWatch(tmp_path)
+    assert watch.said() == ""
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
-    found = MemoryWatch(tmp_path, ever=True).said()
+    found = watch.said()
     assert found.endswith(said) and bool(found) == bool(said)
 
 
 def test_the_kernels_word_takes_the_place_of_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryWatch, "said", lambda _: "the kernel did it")
-    assert (
-        how_it_ended(-9) == "was killed by SIGKILL (the kernel did it)" and how_it_ended(-15) == "was killed by SIGTERM"
-    )
-    assert how_it_ended(137) == "ended with exit code 137 (SIGKILL; the kernel did it)"
+    watch = MemoryWatch()
+    assert how_it_ended(-9, watch) == "was killed by SIGKILL (the kernel did it)"
+    assert how_it_ended(-15, watch) == "was killed by SIGTERM"
+    assert how_it_ended(137, watch) == "ended with exit code 137 (SIGKILL; the kernel did it)"
+
+
+def test_a_kill_before_the_process_is_none_of_its(tmp_path: Path) -> None:
+    for name, text in V2.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert MemoryWatch(tmp_path).said() == ""
 
 
 @pytest.mark.parametrize("status", [-1000, -65, 0, 1, 127, 128, 193, 255, 4096])
